@@ -1,99 +1,124 @@
-"""The learning curves of the dashboard: one line with its band for each configuration. The zoom is kept when data change."""
+"""The learning curves of the dashboard: a picture of each metric, with a line and its band for each configuration. The zoom is kept when
+data change.
 
-from collections.abc import Sequence
+A line is found by the mouse within some pixels of it, wherever its points are; it lights up, and whoever watches is told its colour.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import panel as pn
-from bokeh.models import ColumnDataSource, HoverTool, Legend, LegendItem
+from bokeh.layouts import column
+from bokeh.models import ColumnDataSource, CustomJS, HoverTool
 from bokeh.plotting import figure
 
-from results.legend import NEUTRAL, clip
-from results.overview import LINES, Curves, Line
+from results import markup
+from results.legend import NEUTRAL
+from results.overview import Curves, Line
 
-HEIGHT = 350
-_LEGEND_CHARACTERS = 90
-"""In a line of the legend."""
-_LABEL_CHARACTERS = 44
-_ONE_COLUMN = 6
-"""Most lines whose labels stand below each other."""
+HEIGHT, LOWER = 350, 240
+"""Pixels of one picture, and of each of several."""
+_REACH = 14
+"""Pixels across a line, or a point, in which the mouse finds it."""
+_FEW_POINTS = 40
+_LIT, _DIMMED = 1.0, 0.2
 
 
 class Plot:
-    """`pane` displays the last argument of `show`."""
+    """`pane` displays the last argument of `show`, `legend` names its lines, and scrolls where they are many."""
 
-    def __init__(self) -> None:
-        self.pane = pn.pane.Bokeh(sizing_mode="stretch_width", height=HEIGHT, margin=0)
-        self._made_for: tuple[Any, ...] | None = None
+    def __init__(self, on_hover: Callable[[str | None], None]) -> None:
+        """on_hover: called with the colour of the line below the mouse, and with None where there is none any more."""
+        self.pane = pn.pane.Bokeh(sizing_mode="stretch_width", margin=0, css_classes=["plot"])
+        self._on_hover = on_hover
+        self._made_for: Any = None
         self._sources: list[ColumnDataSource] = []
+        self._parts: list[tuple[str, Any, float]] = []
+        """Colour, glyph and opacity of what dims where another line is lit."""
 
-    def show(self, curves: Curves, metric: str, x: str, logarithmic: bool) -> None:
-        """Draw again if the lines are others; else only send the changed points."""
-        lines = curves.lines
+    def show(self, pictures: Mapping[str, Curves], x: str, logarithmic: bool) -> None:
+        """Draw again if the lines are others; else only send the changed points. pictures: the curves of each metric."""
+        lines = [line for curves in pictures.values() for line in curves.lines]
         factors = sorted({place for line in lines for place in line.x if isinstance(place, str)})
-        wanted = (metric, x, logarithmic, curves.scattered, factors, *((line.label, line.colour) for line in lines))
+        drawn = [(metric, curves.scattered, [(line.label, line.colour) for line in curves.lines]) for metric, curves in pictures.items()]
+        wanted = (x, logarithmic, factors, drawn)
         if wanted == self._made_for:
             for source, line in zip(self._sources, lines, strict=True):
                 if (data := _data(line)) != source.data:
                     source.data = data
             return
-        self._sources = [ColumnDataSource(_data(line)) for line in lines]
-        self.pane.object = _draw(self._sources, [line.colour for line in lines], wanted[:5])
-        self._made_for = wanted
+        self._made_for, self._sources, self._parts = wanted, [], []
+        hovered = ColumnDataSource({"colour": [""]})
+        hovered.on_change("data", lambda _, __, data: self._on_hover(data["colour"][0] or None))
+        figures = [self._draw(metric, curves, x, logarithmic, factors, hovered, len(pictures)) for metric, curves in pictures.items()]
+        for other in figures[1:]:
+            other.x_range = figures[0].x_range
+        self.pane.object = column(*figures, sizing_mode="stretch_width")
+
+    def light(self, colour: str | None) -> None:
+        """Dim all lines but those of a colour; None: dim none."""
+        for own, glyph, opacity in self._parts:
+            strength = _LIT if colour in (None, own) else _DIMMED
+            name = "fill_alpha" if hasattr(glyph, "fill_alpha") else "line_alpha"
+            if getattr(glyph, name) != strength * opacity:
+                setattr(glyph, name, strength * opacity)
+
+    def _draw(self, metric: str, curves: Curves, x: str, logarithmic: bool, factors: Sequence[str], hovered: Any, count: int) -> Any:
+        drawn = figure(
+            height=HEIGHT if count == 1 else LOWER,
+            sizing_mode="stretch_width",
+            x_axis_label=x,
+            y_axis_label=metric,
+            y_axis_type="log" if logarithmic else "linear",
+            **({"x_range": list(factors)} if factors else {}),
+            tools="pan,box_zoom,reset,save",
+            toolbar_location="above",
+            output_backend="canvas",
+        )
+        found: list[Any] = []
+        for line in curves.lines:
+            source = ColumnDataSource(_data(line))
+            self._sources.append(source)
+            points = curves.scattered or len(line.x) == 1
+            if points or len(line.x) < _FEW_POINTS:
+                size = 9 if curves.scattered else 4
+                self._keep(line, drawn.scatter("x", "mean", source=source, color=line.colour, size=size))
+            if not curves.scattered:
+                self._keep(line, drawn.varea("x", "low", "high", source=source, fill_color=line.colour, fill_alpha=0.13), 0.13)
+                self._keep(line, drawn.line("x", "mean", source=source, line_color=line.colour, line_width=2))
+            halo = {"source": source, "name": line.colour}
+            found.append(
+                drawn.scatter("x", "mean", size=_REACH, alpha=0, hover_alpha=0.3, color=line.colour, **halo)
+                if points
+                else drawn.line("x", "mean", line_width=_REACH, line_alpha=0, hover_line_alpha=0.3, line_color=line.colour, **halo)
+            )
+        tell = CustomJS(args={"hovered": hovered}, code=_TELL)
+        tooltips = [("", "@label"), (x, "@x"), (metric, "@mean{0.0000} (@low{0.0000} to @high{0.0000})")]
+        drawn.add_tools(HoverTool(renderers=found, tooltips=tooltips, line_policy="nearest", callback=tell))
+        _quiet(drawn)
+        return drawn
+
+    def _keep(self, line: Line, renderer: Any, opacity: float = 1.0) -> None:
+        self._parts.append((line.colour, renderer.glyph, opacity))
+
+
+_TELL = """
+const found = cb_data.index.indices.length > 0 || cb_data.index.line_indices.length > 0
+const [colour, now] = [cb_data.renderer.name, hovered.data.colour[0]]
+if (found && now !== colour) hovered.data = {colour: [colour]}
+if (!found && now === colour) hovered.data = {colour: [""]}
+"""
+"""Called for each line whenever the mouse moves."""
+
+
+def legend(pictures: Mapping[str, Curves]) -> str:
+    """The names of all lines, each once."""
+    named = {line.colour: line.label for curves in pictures.values() for line in curves.lines}
+    return "".join(f'<div class="entry">{markup.dot(colour)}{markup.escape(label)}</div>' for colour, label in named.items())
 
 
 def _data(line: Line) -> dict[str, Any]:
     return {"x": line.x, "mean": line.mean, "low": line.low, "high": line.high, "label": [line.label] * len(line.x)}
-
-
-def _draw(sources: Sequence[ColumnDataSource], colours: Sequence[str], choices: tuple[Any, ...]) -> Any:
-    metric, x, logarithmic, scattered, factors = choices
-    drawn = figure(
-        height=HEIGHT,
-        sizing_mode="stretch_width",
-        x_axis_label=x,
-        y_axis_label=metric,
-        y_axis_type="log" if logarithmic else "linear",
-        **({"x_range": factors} if factors else {}),
-        tools="pan,box_zoom,reset,save",
-        toolbar_location="above",
-        output_backend="canvas",
-    )
-    labels = [clip(source.data["label"][0], _LABEL_CHARACTERS) for source in sources]
-    items: list[LegendItem] = []
-    marked: list[Any] = []
-    for colour, source, label in zip(colours, sources, labels, strict=True):
-        size = 9 if scattered else 4 if len(source.data["x"]) < 40 else 0
-        parts: list[Any] = [drawn.scatter("x", "mean", source=source, color=colour, size=size)]
-        marked.append(parts[0])
-        if not scattered:
-            parts.append(drawn.varea("x", "low", "high", source=source, fill_color=colour, fill_alpha=0.13))
-            parts.append(drawn.line("x", "mean", source=source, line_color=colour, line_width=2))
-        items.append(LegendItem(label=label, renderers=parts))
-    drawn.add_tools(
-        HoverTool(renderers=marked, tooltips=[("", "@label"), (x, "@x"), (metric, "@mean{0.0000} (@low{0.0000} to @high{0.0000})")])
-    )
-    if 0 < len(labels) <= LINES:
-        longest = max(map(len, labels))
-        drawn.add_layout(_legend(items, max(1, min(4, _LEGEND_CHARACTERS // (longest + 6))) if len(items) > _ONE_COLUMN else 1), "below")
-    _quiet(drawn)
-    return drawn
-
-
-def _legend(items: list[LegendItem], columns: int) -> Legend:
-    return Legend(
-        items=items,
-        location="left",
-        ncols=columns,
-        click_policy="hide",
-        border_line_color=None,
-        background_fill_color=None,
-        label_text_color=NEUTRAL,
-        label_text_font_size="11px",
-        glyph_height=12,
-        label_height=12,
-        spacing=2,
-        margin=2,
-    )
 
 
 def _quiet(drawn: Any) -> None:

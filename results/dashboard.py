@@ -11,11 +11,11 @@ from typing import Any
 
 import panel as pn
 
-from results import answers, chart, markup, overview, panes
+from results import answers, chart, markup, overview, panes, run_page
 from results.lineage import tree
 from results.run_arguments import RUNS
-from src.command_line import add_address, serve_page
 from src.errors import ConfigError, UserError, print_errors
+from src.served_page import add_address, serve_page
 from src.tables import lineage
 from src.tables import rows as results
 
@@ -25,20 +25,22 @@ SECONDS = (2, 5, 15, 60)
 ALL = "all"
 LINKED = (
     *("group", "states", "where", "text", "by", "scores", "sorted", "spread"),
-    *("metric", "x", "smoothing", "logarithmic", "experiment", "other", "wrong"),
+    *("metrics", "x", "smoothing", "logarithmic", "experiment", "other", "wrong"),
 )
 """The widgets whose choices are in the page's address."""
 LOG_LINES = 300
 MOST_ANSWERS = 50
+MOST_PICTURES = 4
+"""Metrics whose curves are drawn at a time."""
 _FIRST = ("failed", "lost", "unknown", "stopped", "running", "queued")
 """States that need attention: these come first in the table of jobs."""
 _BODY_CSS = markup.CSS + "body { margin: 0; background: var(--page); }"
 
 
-def app(runs: Path = RUNS, group: str | None = None, live: bool = True) -> pn.viewable.Viewable:
-    """The page. live: refresh it every few seconds, until the switch on it is turned off."""
+def app(runs: Path = RUNS, group: str | None = None, live: bool = True, linked: bool = False) -> pn.viewable.Viewable:
+    """The page. live: refresh it every few seconds, until the switch on it is turned off. linked: the pages of runs are served beside it."""
     pn.extension("tabulator", inline=True, notifications=False)
-    shown = Dashboard(runs, group, live)
+    shown = Dashboard(runs, group, live, linked)
     if pn.state.location is not None:
         shown.restore(pn.state.location)
     return shown.view()
@@ -47,8 +49,8 @@ def app(runs: Path = RUNS, group: str | None = None, live: bool = True) -> pn.vi
 class Dashboard:
     """The widgets and their data. `reload` reads the folder; all other updates use the data in memory."""
 
-    def __init__(self, runs: Path = RUNS, group: str | None = None, live: bool = False) -> None:
-        self.runs = runs
+    def __init__(self, runs: Path = RUNS, group: str | None = None, live: bool = False, linked: bool = False) -> None:
+        self.runs, self.linked = runs, linked
         self.found = self.shown = overview.Overview(runs)
         group = group or overview.newest_group(overview.load(runs)) or ALL
         kinds = (pn.widgets.Select, pn.widgets.MultiChoice, pn.widgets.TextInput, pn.widgets.FloatSlider)
@@ -61,10 +63,10 @@ class Dashboard:
         self.seconds = select(options={f"every {n} s": n for n in SECONDS}, value=5, width=105, margin=(0, 5))
         self.by = many(label="Rows by", css_classes=["by"], placeholder="what varies, but the seed", solid=False)
         self.scores = many(label="Scores", css_classes=["scores"], placeholder="the headline ones", solid=False)
-        self.by.sizing_mode = self.scores.sizing_mode = "stretch_width"
         self.sorted = select(label="Sorted by", width=170)
         self.spread = select(label="Spread", options={"± std": "std", "95 % interval": "ci95"}, width=120)
-        self.metric = select(label="Metric", sizing_mode="stretch_width")
+        self.metrics = many(label="Metrics", css_classes=["metrics"], placeholder="the first", solid=False)
+        self.by.sizing_mode = self.scores.sizing_mode = self.metrics.sizing_mode = "stretch_width"
         self.x = select(label="x axis", options=["step"], sizing_mode="stretch_width")
         self.smoothing = slider(label="Smoothing", start=0, end=0.95, step=0.05, value=0)
         self.logarithmic = pn.widgets.Checkbox(label="log y", width=70, margin=(26, 5, 0, 5))
@@ -73,11 +75,13 @@ class Dashboard:
         self.answer_file = select(label="File", width=200)
         self.wrong = pn.widgets.Checkbox(label="only wrong answers", margin=(26, 5, 0, 5))
         self.head, self.time, self.problem, self.warnings, self.result_note, self.curve_note = (panes.page() for _ in range(6))
+        self.legend = panes.page(css_classes=["legend"], sizing_mode=None)
         self.details = [panes.page() for _ in range(5)]
         dot = panes.COLOUR
-        self.results = panes.Table("results", 10, formatters={dot: {"type": "html"}}, widths={dot: 34}, sortable={dot: False})
-        self.jobs = panes.Table("jobs", 8, self._select, selectable=1, formatters={"state": {"type": "html"}})
-        self.plot = chart.Plot()
+        self.results = panes.Table("results", 10, self._light, html=[dot], widths={dot: 34}, sortable={dot: False})
+        html = ["state", *(["experiment"] if linked else [])]
+        self.jobs = panes.Table("jobs", 8, self._select, html=html, wrapped=["configuration", "reason", "notes"])
+        self.plot = chart.Plot(self._mark)
         self.tabs = self._tabs()
         self.ticking = pn.state.add_periodic_callback(
             self.tick,  # pyright: ignore[reportArgumentType]  may be a coroutine function
@@ -87,6 +91,7 @@ class Dashboard:
         self._busy = False
         self._drawn: Any = None
         self._ids: list[str] = []
+        self._colours: list[str] = []
         self._watch()
         self.reload()
         if live:
@@ -96,14 +101,14 @@ class Dashboard:
         """Everything on one page."""
         box, title = panes.box, lambda text: panes.page(f"<h2>{text}</h2>")
         results_bar = box(self.sorted, self.scores, self.by, self.spread, kind="bar", row=True)
-        curves_bar = box(self.metric, self.x, self.smoothing, self.logarithmic, kind="bar", row=True)
+        curves_bar = box(self.metrics, self.x, self.smoothing, self.logarithmic, kind="bar", row=True)
         return box(
             box(self.head, box(self.time, self.live, self.seconds, kind="live", row=True), kind="head", row=True),
             box(box(self.group, self.states, self.where, self.text, kind="bar", row=True), self.problem),
             self.warnings,
             box(
                 box(title("Results"), results_bar, self.results.pane, self.result_note, kind="card wide"),
-                box(title("Learning curves"), curves_bar, self.plot.pane, self.curve_note),
+                box(title("Learning curves"), curves_bar, box(self.plot.pane, self.legend, kind="drawn", row=True), self.curve_note),
                 kind="split",
                 row=True,
             ),
@@ -145,10 +150,10 @@ class Dashboard:
         panes.show_html(self.problem, "")
         panes.show_html(self.head, panes.head("Experiments" if self.group.value == ALL else self.group.value, self.found, self.shown))
         known = overview.metrics(self.shown)
-        _offer(self.metric, known)
+        _offer(self.metrics, known)
         groups = results.group_rows(self.shown.rows, ["group"])
         keys = list(dict.fromkeys(key for group in groups for key in results.varying_keys(group)))
-        _offer(self.x, ["step", "seconds", *(name for name in known if name != self.metric.value), *keys])
+        _offer(self.x, ["step", "seconds", *(name for name in known if name not in self.chosen_metrics()), *keys])
         _offer(self.by, ["group", *keys])
         _offer(self.sorted, list(dict.fromkeys([*overview.headline(self.shown), *known])))
         _offer(self.scores, results.score_names(self.shown.rows))
@@ -160,21 +165,29 @@ class Dashboard:
         """The table of results, best first by the chosen score."""
         shown = overview.tabulate(self.shown, self.by.value, self.scores.value, self.sorted.value, self.spread.value)
         lines = [[markup.dot(colour), *line] for colour, line in zip(shown.colours, shown.lines, strict=True)]
-        self.results.fill([panes.COLOUR, *shown.headings] if lines else [], lines)
+        self._colours = shown.colours
+        self.results.fill([panes.COLOUR, *shown.headings] if lines else [], lines, [set[int](), *shown.best_lines])
         same = f"In all rows: {', '.join(shown.same)}." if shown.same else ""
         panes.show_html(self.result_note, markup.note(same))
 
     def show_curves(self) -> None:
         """Update the learning curves if a row or an option has changed."""
-        choices = (self.metric.value or "", self.x.value, self.logarithmic.value)
-        look = overview.Look(choices[1], self.spread.value, self.smoothing.value, self.by.value)
-        wanted = (self.shown.rows, *choices, look)
+        metrics, x = self.chosen_metrics(), self.x.value
+        look = overview.Look(x, self.spread.value, self.smoothing.value, self.by.value)
+        wanted = (self.shown.rows, metrics, self.logarithmic.value, look)
         if wanted == self._drawn:
             return
         self._drawn = wanted
-        drawn = overview.curves(self.shown, choices[0], look)
-        self.plot.show(drawn, *choices)
-        panes.show_html(self.curve_note, "".join(map(markup.note, drawn.notes)))
+        drawn = {metric: overview.curves(self.shown, metric, look) for metric in metrics[:MOST_PICTURES]}
+        self.plot.show(drawn, x, self.logarithmic.value)
+        panes.show_html(self.legend, chart.legend(drawn))
+        more = [f"The first {MOST_PICTURES} metrics are drawn."] if len(metrics) > MOST_PICTURES else []
+        notes = dict.fromkeys([*more, *(note for curves in drawn.values() for note in curves.notes)])
+        panes.show_html(self.curve_note, "".join(map(markup.note, notes)))
+
+    def chosen_metrics(self) -> list[str]:
+        """What curves are drawn of: the first metric, unless some are chosen."""
+        return self.metrics.value or overview.metrics(self.shown)[:1]
 
     def show_jobs(self) -> None:
         """The table of jobs, those that need attention first, and the choice of an experiment."""
@@ -185,7 +198,9 @@ class Dashboard:
         remarks = overview.remarks(self.shown)
         cells = [overview.job_cells(job, told.get(job.exp_id, ""), remarks.get(job.exp_id, "")) for job in ordered]
         state = overview.JOB_HEADINGS.index("state")
-        self.jobs.fill(overview.JOB_HEADINGS, [[*c[:state], markup.chip(c[state], c[state]), *c[state + 1 :]] for c in cells])
+        first = [markup.link(f"run/{name}", cell[0]) if self.linked else cell[0] for name, cell in zip(self._ids, cells, strict=True)]
+        lines = [[own, *c[1:state], markup.chip(c[state], c[state]), *c[state + 1 :]] for own, c in zip(first, cells, strict=True)]
+        self.jobs.fill(overview.JOB_HEADINGS, lines)
         names = {f"{name[:8]}  {told.get(name, '')}".strip(): name for name in self._ids}
         names = names if len(names) == len(self._ids) else {name: name for name in self._ids}
         _offer(self.experiment, names)
@@ -195,8 +210,8 @@ class Dashboard:
     def show_detail(self) -> None:
         """Update the open tab for the chosen experiment."""
         name = self.experiment.value
-        if name in self._ids and self.jobs.widget.selection != [self._ids.index(name)]:
-            self.jobs.widget.selection = [self._ids.index(name)]
+        if name in self._ids:
+            self.jobs.select(self._ids.index(name))
         tab = self.tabs.active
         show = (self._log, self._answers, self._config, self._differences, self._lineage)[tab]
         panes.show_html(self.details[tab], show(name) if name else markup.note("No experiment is chosen."))
@@ -257,6 +272,14 @@ class Dashboard:
         if chosen and chosen[0] < len(self._ids):
             self.experiment.value = self._ids[chosen[0]]
 
+    def _light(self, chosen: Sequence[int]) -> None:
+        """The curve of a chosen row of results."""
+        self.plot.light(self._colours[chosen[0]] if chosen and chosen[0] < len(self._colours) else None)
+
+    def _mark(self, colour: str | None) -> None:
+        """The row of results of a curve."""
+        self.results.select(self._colours.index(colour) if colour in self._colours else None)
+
     def _tabs(self) -> pn.Tabs:
         log, answered, config, differences, ancestry = self.details
         pages = [
@@ -276,7 +299,7 @@ class Dashboard:
         watch(self.reload, self.group)
         watch(self.filter, self.states, self.where, self.text)
         watch(self.show_results, self.by, self.scores, self.spread, self.sorted)
-        watch(self.show_curves, self.metric, self.x, self.smoothing, self.logarithmic, self.spread, self.by)
+        watch(self.show_curves, self.metrics, self.x, self.smoothing, self.logarithmic, self.spread, self.by)
         watch(self.show_detail, self.experiment, self.other, self.log_file, self.answer_file, self.wrong)
         self.tabs.param.watch(lambda _: self.show_detail(), "active")
         self.live.param.watch(lambda event: self.ticking.start() if event.new else self.ticking.stop(), "value")
@@ -303,7 +326,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Serve the page until interrupted; prints its address when it can be opened. Returns the exit code."""
     options = _parser().parse_args(arguments)
     pn.config.raw_css.append(_BODY_CSS)
-    serve_page(lambda: app(options.runs, options.group), options, f"Experiments · {options.runs.name}")
+    page_of_run = {"run/([0-9a-f]{32})": lambda name: run_page.render(options.runs / name)}
+    serve_page(lambda: app(options.runs, options.group, linked=True), options, f"Experiments · {options.runs.name}", page_of_run)
     return 0
 
 
@@ -311,7 +335,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m results.dashboard", description=__doc__)
     parser.add_argument("runs", nargs="?", type=Path, default=RUNS, help=f"folder of save directories (default: {RUNS})")
     parser.add_argument("-e", "--group", help="the group that is shown first, or all (default: the newest)")
-    add_address(parser, PORT, "anyone who can reach it can read the runs")
+    add_address(parser, PORT, "who knows the token can read the runs")
     return parser
 
 

@@ -54,6 +54,11 @@ def dot(colour: str) -> str:
     return f'<span class="dot" style="background:{escape(colour)}"></span>'
 
 
+def link(address: str, text: str) -> str:
+    """A link that opens a page of its own."""
+    return f'<a href="{escape(address)}" target="_blank" rel="noopener">{escape(text)}</a>'
+
+
 def plain_table(
     headings: Sequence[str], lines: Iterable[Sequence[Any]], chips: int | None = None, colours: Sequence[str] | None = None
 ) -> str:

@@ -84,6 +84,8 @@ class Ranking:
     lines: list[list[str]] = field(default_factory=list)
     colours: list[str] = field(default_factory=list)
     """Of the configuration in each line."""
+    best_lines: list[set[int]] = field(default_factory=list)
+    """Of each column, the lines with the best value of its score; none for a column that is no score."""
     same: list[str] = field(default_factory=list)
     """What is the same in all lines and has no column: "step 250"."""
     best: str = ""
@@ -209,9 +211,18 @@ def tabulate(
         [column.heading for column in columns],
         [list(cells) for cells in zip(*(column.cells for column in columns), strict=True)],
         [drawn.colours[row["exp_ids"][0]] for row in rows],
+        [_best_lines(rows, column.name) if column.name in names else set[int]() for column in columns],
         [column.constant for column in same],
         best,
     )
+
+
+def _best_lines(rows: Sequence[Mapping[str, Any]], name: str) -> set[int]:
+    values = [row[name] for row in rows if row[name] is not None]
+    if len(rows) < 2 or not values:
+        return set()
+    best = (min if results.lower_is_better(name) else max)(values)
+    return {place for place, row in enumerate(rows) if row[name] == best}
 
 
 def headline(found: Overview) -> list[str]:

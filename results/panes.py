@@ -1,7 +1,8 @@
 """Parts of the dashboard: boxes, panes of HTML, and sortable tables."""
 
+import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import pandas as pd
@@ -13,7 +14,9 @@ CSS = markup.CSS + markup.style("dashboard")
 COLOUR = "colour"
 """The column of dots, which has no title."""
 MOST_PIXELS = 360
-"""Of a column; longer texts are clipped."""
+"""Of a column; longer texts wrap where the column is one of `wrapped`, and are clipped elsewhere."""
+_NUMBER = re.compile(r"[-+]?[\d.]+(e[-+]?\d+)?( ± [\d.]+)?( \(\d+ of \d+\))?( / \d+)?$|\d+ of \d+ done$|[\d.]+ (d|h|min|s)\b")
+"""What stands at the right: numbers, means, "40 / 200", "2 h 5 min"."""
 BUILDING_SECONDS = 1.5
 """Less than the refresh interval, and long enough for most browsers to build a table."""
 
@@ -42,11 +45,18 @@ class Table:
     being built, which takes a browser a moment, and drops the data that comes in this moment, so that a new widget is made then, too.
     """
 
-    def __init__(self, name: str, page_size: int, on_selection: Callable[[list[int]], None] | None = None, **settings: Any) -> None:
-        """name: its CSS class. on_selection: called with the numbers of the selected lines."""
-        self._settings = {"css_classes": [name], "page_size": page_size, **settings}
+    def __init__(
+        self, name: str, page_size: int, on_selection: Callable[[list[int]], None], html: Sequence[str] = (), wrapped: Sequence[str] = (),
+        **settings: Any,
+    ) -> None:  # fmt: skip
+        """name: its CSS class. on_selection: called with the numbers of the selected lines. html: columns whose cells are HTML. wrapped:
+        those whose long texts go on in a new line.
+        """
+        formatters = {column: {"type": "html"} for column in html} | {column: {"type": "textarea"} for column in wrapped}
+        self._settings = {"css_classes": [name], "page_size": page_size, "selectable": 1, "formatters": formatters, **settings}
         self._on_selection = on_selection
         self.pane = pn.Column(sizing_mode="stretch_width", margin=(0, 0, 0, 5))
+        self._bold: list[str] = []
         self._make(pd.DataFrame())
 
     @property
@@ -54,10 +64,13 @@ class Table:
         """The displayed cells."""
         return self.widget.value
 
-    def fill(self, headings: Sequence[str], lines: Sequence[Sequence[Any]]) -> None:
-        """Show these cells; sends nothing if they are unchanged."""
+    def fill(self, headings: Sequence[str], lines: Sequence[Sequence[Any]], bold: Sequence[Collection[int]] = ()) -> None:
+        """Show these cells; sends nothing if they are unchanged. bold: of each column, the lines whose cell is bold: all its cells are texts."""
+        lines = [[_bold(cell, bold[place], number) if bold and bold[place] else cell for place, cell in enumerate(line)]
+                 for number, line in enumerate(lines)]  # fmt: skip
         frame = pd.DataFrame(list(map(list, lines)), columns=pd.Index(unique(headings)), dtype=object)
         same_columns = list(self.value.columns) == list(frame.columns)
+        self._bold = [name for name, chosen in zip(frame.columns, bold, strict=False) if chosen]
         if same_columns and self.value.equals(frame):
             return
         if same_columns and self._has_pages(frame) == self._has_pages(self.value) and time.monotonic() - self._made > BUILDING_SECONDS:
@@ -68,7 +81,16 @@ class Table:
     def _has_pages(self, frame: pd.DataFrame) -> bool:
         return len(frame) > self._settings["page_size"]
 
+    def select(self, line: int | None) -> None:
+        """Mark a line as if it was clicked, or none."""
+        wanted = [] if line is None else [line]
+        if self.widget.selection != wanted:
+            self.widget.selection = wanted
+
     def _make(self, frame: pd.DataFrame) -> None:
+        settings = self._settings
+        numbers = {name: "right" for name in frame.columns if _are_numbers(frame[name])}
+        formatters = settings["formatters"] | {name: {"type": "html"} for name in self._bold}
         self.widget = pn.widgets.Tabulator(
             frame,
             titles={name: "" if name == COLOUR else markup.escape(name) for name in frame.columns},  # taken for HTML, unlike cells
@@ -81,12 +103,24 @@ class Table:
             stylesheets=[CSS],
             sizing_mode="stretch_width",
             margin=0,
-            **self._settings,
+            text_align=numbers,
+            header_align=numbers,
+            **settings | {"formatters": formatters},
         )
-        if (told := self._on_selection) is not None:
-            self.widget.param.watch(lambda event: told(event.new), "selection")
+        self.widget.param.watch(lambda event: self._on_selection(event.new), "selection")
         self.pane.objects = [self.widget]
         self._made = time.monotonic()
+
+
+def _bold(cell: str, chosen: Collection[int], number: int) -> str:
+    text = markup.escape(cell)
+    return f"<b>{text}</b>" if number in chosen else text
+
+
+def _are_numbers(cells: Iterable[Any]) -> bool:
+    """Whether a column has numbers alone, with what they are more or less, and blanks."""
+    told = [re.sub("<.*?>", "", str(cell)) for cell in cells if cell not in ("", "-", "–")]
+    return bool(told) and all(_NUMBER.match(text) for text in told)
 
 
 def unique(names: Sequence[str]) -> list[str]:

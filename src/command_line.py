@@ -6,14 +6,13 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from types import FrameType
-from typing import Any, BinaryIO, NoReturn
+from typing import BinaryIO, NoReturn
 
-from src.errors import ConfigError, print_errors
+from src.errors import print_errors
 
 # Standard input is a pipe that closes when its writer dies. The shell and its watcher outlive the signals that end the command.
 _BOUND = (
@@ -35,44 +34,6 @@ def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None)
 
         argcomplete.autocomplete(parser)
     return parser.parse_intermixed_args(argv)  # a list of positional arguments may be anywhere among the options
-
-
-def add_address(parser: argparse.ArgumentParser, port: int, readers: str) -> None:
-    """The options of a command that serves a page: where it is. readers: what anyone who can reach it can do."""
-    parser.add_argument("--port", type=int, default=port, help=f"0 takes a free one (default: {port})")
-    parser.add_argument("--address", default="127.0.0.1", help=f"where to listen; {readers} (default: 127.0.0.1)")
-    parser.add_argument(
-        "--origin", action="append", metavar="HOST:PORT", help="another address that browsers open it by, such as that of a tunnel"
-    )
-
-
-def serve_page(make_page: Callable[[], Any], options: argparse.Namespace, title: str) -> None:
-    """Serve what `make_page` gives each browser, a view of Panel, until interrupted; prints the address when it can be opened.
-
-    Raises:
-        ConfigError: the address or the port is not free.
-    """
-    import panel as pn
-
-    try:
-        server: Any = pn.serve(
-            make_page,
-            port=options.port,
-            address=options.address,
-            websocket_origin=options.origin or None,
-            title=title,
-            show=False,
-            start=False,
-            verbose=False,
-        )
-    except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(
-            f"--port {options.port}: cannot listen on {options.address}: {reason}. Choose another port, or 0 for a free one."
-        ) from None
-    sys.stdout.write(f"http://{options.address}:{server.port}/\n")
-    sys.stdout.flush()
-    server.run_until_shutdown()
 
 
 def run_command(action: Callable[[], int], level: int = logging.INFO) -> int:

@@ -20,11 +20,12 @@ from typing import Any
 
 import panel as pn
 
-from src.command_line import add_address, make_parser, parse_arguments, run_command, serve_page
+from src.command_line import make_parser, parse_arguments, run_command
 from src.config import Places
 from src.errors import ConfigError, UserError
 from src.models.load import checkpoint_folder, move
 from src.runs.metadata import expand_run
+from src.served_page import add_address, serve_page
 from src.serving.chat import add_options, generation_options, load_writer
 from src.serving.conversation import Talk
 from src.serving.preferences import Conversation, Side, check_output
@@ -182,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--output", type=Path, metavar="FILE", help="what is preferred is appended to it (default: preferences.jsonl in --data_path)"
     )
     add_options(parser)
-    add_address(parser, PORT, "anyone who can reach it can talk, and prefer")
+    add_address(parser, PORT, "who knows the token can talk, and prefer")
     args = parse_arguments(parser, argv)
     return run_command(lambda: _act(args))
 

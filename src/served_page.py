@@ -1,0 +1,116 @@
+"""Pages of Panel that a command serves to browsers which know its token, as Jupyter does: the address that it prints has it."""
+
+import argparse
+import asyncio
+import hmac
+import secrets
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from src.errors import ConfigError, UserError
+
+_TOKEN = "token"
+_DAYS = 30
+_ASKS = "This page needs the token of the address that its command has printed: http://.../?token=...\n"
+
+
+def add_address(parser: argparse.ArgumentParser, port: int, readers: str) -> None:
+    """The options of a command that serves a page: where it is, and who may read it. readers: what those can do who know the token."""
+    parser.add_argument("--port", type=int, default=port, help=f"0 takes a free one (default: {port})")
+    parser.add_argument("--address", default="127.0.0.1", help=f"where to listen; {readers} (default: 127.0.0.1)")
+    parser.add_argument(
+        "--origin", action="append", metavar="HOST:PORT", help="another address that browsers open it by, such as that of a tunnel"
+    )
+    parser.add_argument("--token", help="what the address must have, as in ?token=...; empty for nothing (default: a new one, printed)")
+
+
+def serve_page(
+    make_page: Callable[[], Any], options: argparse.Namespace, title: str, documents: Mapping[str, Callable[[str], str]] | None = None
+) -> None:
+    """Serve what `make_page` gives each browser, a view of Panel, until interrupted; prints the address when it can be opened.
+
+    documents: HTML pages beside it, by the pattern of their path, such as "run/(\\w+)"; each is made of what the pattern has found.
+
+    Raises:
+        ConfigError: the address or the port is not free.
+    """
+    import panel as pn
+
+    token = secrets.token_urlsafe(24) if options.token is None else options.token
+    guard = {"auth_provider": _provider(token)} if token else {}
+    try:
+        server: Any = pn.serve(
+            make_page,
+            port=options.port,
+            address=options.address,
+            websocket_origin=options.origin or None,
+            title=title,
+            show=False,
+            start=False,
+            verbose=False,
+            extra_patterns=[(f"/{path}", _document_handler(make), {"token": token}) for path, make in (documents or {}).items()],
+            **guard,
+        )
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"--port {options.port}: cannot listen on {options.address}: {reason}. Choose another port, or 0 for a free one."
+        ) from None
+    sys.stdout.write(f"http://{options.address}:{server.port}/{f'?{_TOKEN}={token}' if token else ''}\n")
+    sys.stdout.flush()
+    server.run_until_shutdown()
+
+
+def _knows(handler: Any, token: str) -> bool:
+    """Whether a request has the token, in its address or in a cookie, which it then gets."""
+    cookie = f"trainval_{handler.request.host.rpartition(':')[2]}"
+    given, kept = handler.get_query_argument(_TOKEN, ""), handler.get_cookie(cookie, "")
+    if hmac.compare_digest(given.encode(), token.encode()):
+        handler.set_cookie(cookie, token, expires_days=_DAYS, httponly=True, samesite="Strict")
+        return True
+    return hmac.compare_digest(kept.encode(), token.encode())
+
+
+def _provider(token: str) -> Any:
+    from bokeh.server.auth_provider import AuthProvider
+    from tornado.web import RequestHandler
+
+    class Refusal(RequestHandler):
+        def get(self) -> None:
+            self.set_status(403)
+            self.set_header("Content-Type", "text/plain")
+            self.finish(_ASKS)
+
+    class Provider(AuthProvider):
+        get_user = property(lambda _: lambda handler: "reader" if _knows(handler, token) else None)
+        get_user_async = property(lambda _: None)
+        login_url = property(lambda _: "/refused")
+        get_login_url = property(lambda _: None)
+        login_handler = property(lambda _: Refusal)
+        logout_url = property(lambda _: None)
+        logout_handler = property(lambda _: None)
+
+    return Provider()
+
+
+def _document_handler(make: Callable[[str], str]) -> Any:
+    from tornado.web import RequestHandler
+
+    class Document(RequestHandler):
+        def initialize(self, token: str) -> None:
+            self.token = token
+
+        async def get(self, name: str) -> None:
+            if self.token and not _knows(self, self.token):
+                self.set_status(403)
+                self.finish(_ASKS)
+                return
+            try:
+                self.finish(await asyncio.to_thread(make, name))
+            except UserError as error:
+                self.set_status(404)
+                self.set_header("Content-Type", "text/plain")
+                self.finish(f"{error}\n")
+
+    return Document
