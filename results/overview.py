@@ -130,6 +130,7 @@ def load(runs: Path, group: str | Sequence[str] | None = None) -> Overview:
         with reading(runs):
             ids = sorted(path.name for path in runs.iterdir() if _ID.fullmatch(path.name)) if runs.is_dir() else []
         everything, warnings = results.load_rows(runs)
+        ids = sorted({*ids, *(row["exp_id"] for row in everything)})
     except UserError as error:
         everything, warnings = [], [str(error)]
     table_of_jobs = launched.table(runs, ids)
@@ -147,6 +148,8 @@ def load(runs: Path, group: str | Sequence[str] | None = None) -> Overview:
     told = [text for text in warnings if not waiting & set(_ID.findall(text))]
     states = {job.exp_id: job.state for job in table_of_jobs}
     rows = [_with_state(row, states.get(row["exp_id"])) for row in rows]
+    others = {row["exp_id"]: row["state"] for row in rows if row["state"] in ("haven", "foreign")}
+    table_of_jobs = [replace(job, state=others.get(job.exp_id, job.state)) for job in table_of_jobs]
     return Overview(runs, rows, table_of_jobs, groups, told, loaded=rows)
 
 
