@@ -78,10 +78,9 @@ def is_foreign(path: Path) -> bool:
     if any((path / name).exists() for name in (CONFIG, ENV, STATUS, GROUPS, "scores.jsonl")):
         return False
     try:
-        exp = read_json(path / EXP_DICT, RunError)
+        return exp_id(read_foreign_dict(path)) != path.name
     except RunError:
         return False
-    return isinstance(exp, dict) and exp_id(exp) != path.name
 
 
 def read_status(path: Path) -> dict[str, Any]:

@@ -93,7 +93,7 @@ class RunIndex:
 
 
 def _is_other(path: Path) -> bool:
-    return _OTHER_HASH.fullmatch(path.name) is not None and (path / EXP_DICT).exists() and is_foreign(path)
+    return _OTHER_HASH.fullmatch(path.name) is not None and (path / EXP_DICT).exists() and (path / SCORE_LIST).exists()
 
 
 def _file_key(path: Path) -> tuple[str, bool]:

@@ -264,3 +264,14 @@ def test_a_dict_of_ours_that_was_changed_is_not_foreign(planted: Path, capsys: p
     (path / "exp_dict.json").write_text(json.dumps(experiment(1, 7)))
     assert table.main([str(planted)]) == 0
     assert "not the name of its directory. It was changed by hand, or moved." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["0" * 32, "0" * 40])
+@pytest.mark.parametrize("text", ['{"a": ' * 400 + "1" + "}" * 400, '{"a": NaN}', "[1]", "{"])
+def test_a_foreign_dict_that_cannot_be_read_is_one_line(planted: Path, capsys: pytest.CaptureFixture[str], name: str, text: str):
+    (planted / name).mkdir()
+    (planted / name / "exp_dict.json").write_text(text)
+    (planted / name / "score_list.pkl").write_bytes(pickle.dumps([{"val_loss": 0.4}]))
+    assert table.main([str(planted), "--unfinished"]) == 0
+    (told,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("skipped: ")]
+    assert f"{name}/exp_dict.json" in told
