@@ -31,9 +31,10 @@ def grouping_keys(rows: Sequence[Row], by: Sequence[str] | None, seed: str = SEE
     """
     if by is None:
         return distinguishing_keys(rows, seed)
-    by = [resolve_key(rows, key) for key in by]
-    check_known("key", by, {key for row in rows for key in [*config_keys(row), *FACTS]})
-    return list(by)
+    known = {key for row in rows for key in [*config_keys(row), *FACTS]}
+    by = [resolve_key(known, key) for key in by]
+    check_known("key", by, known)
+    return by
 
 
 def averaged(rows: Sequence[Row], unfinished: bool = False) -> list[Row]:
