@@ -247,7 +247,7 @@ def curves(found: Overview, metric: str, look: Look = Look()) -> Curves:
     )
     shown = [row["group"] for row in best[:LINES]]
     try:
-        (bands,), notes = banded.bands(found.runs, [drawn.drawn(group) for group in shown], [metric], look.x)
+        (bands,), notes = banded.bands(found.runs, [drawn.curve_rows(group) for group in shown], [metric], look.x)
     except UserError as error:
         return Curves(notes=[str(error)])
     left_out = [f"The best {LINES} of {len(best)} configurations; filter to see others."] if len(best) > LINES else []
@@ -367,7 +367,7 @@ def _having(groups: Iterable[list[results.Row]], metric: str) -> list[list[resul
 def _points(drawn: legend.Configurations, group: Sequence[results.Row], x: str, metric: str) -> Line:
     """The last values of the finished runs of a configuration; values of the key that are no numbers are texts."""
     numbers = all(is_finite(row.get(x, 0)) for row in drawn.rows)
-    over = statistics.averaged(group, drawn.unfinished)
+    over = statistics.averaged_rows(group, drawn.unfinished)
     placed = [(row[x] if numbers else format_value(row[x]), row[metric]) for row in over if x in row and metric in row]
     values = [value for _, value in placed]
     return Line(drawn.label(group) or "all", drawn.colour(group), [place for place, _ in placed], values, values, values)

@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def remarks(rows: Sequence[results.Row], keys: Sequence[str], unfinished: bool = False, seed: str = results.SEED) -> list[str]:
     """Remarks on means over all but `keys`: unfinished runs, missing seeds, other config values that differ."""
     found = []
-    waiting = len(rows) - len(statistics.averaged(rows))
+    waiting = len(rows) - len(statistics.averaged_rows(rows))
     if waiting:
         taken = "the means are over these, too" if unfinished else "the means are over the others; --unfinished takes all"
         told = taken if results.score_names(rows) else "none has a score yet"
