@@ -53,7 +53,7 @@ rows, _ = load_rows(Path(runs))
 rows = [row for row in rows if row["model.stride"] < {count} // 10]
 found, _ = bands(Path(runs), group_rows(rows, ["model.stride"]), ["val_loss"])
 for band in found[0]:
-    band.half("ci95")
+    band.half_width("ci95")
 """
 _HAVEN_BANDS = (
     _HAVEN

@@ -51,15 +51,15 @@ class Configurations:
 
     def label(self, group: Sequence[results.Row]) -> str:
         """Empty for the only configuration, if all its runs are drawn."""
-        over = len(statistics.averaged(group, self.unfinished))
+        over = len(statistics.averaged_rows(group, self.unfinished))
         if over == len(group):
             return label(group, self.keys)
         told = label(group[:1], self.keys)
         return f"{told} ({over} of {len(group)}{'' if over else ' done'})".strip()
 
-    def drawn(self, group: Sequence[results.Row]) -> Sequence[results.Row]:
+    def curve_rows(self, group: Sequence[results.Row]) -> Sequence[results.Row]:
         """The runs that the curve of a configuration is the mean of: as in the table or, while none is done, all there are."""
-        return statistics.averaged(group, self.unfinished) or group
+        return statistics.averaged_rows(group, self.unfinished) or group
 
     def colour(self, group: Sequence[results.Row]) -> str:
         """In hexadecimal digits."""

@@ -132,6 +132,7 @@ def load(runs: Path, group: str | Sequence[str] | None = None) -> Overview:
         with reading(runs):
             ids = sorted(path.name for path in runs.iterdir() if _ID.fullmatch(path.name)) if runs.is_dir() else []
         everything, warnings = results.load_rows(runs)
+        ids = sorted({*ids, *(row["exp_id"] for row in everything)})
     except UserError as error:
         everything, warnings = [], [str(error)]
     table_of_jobs = launched.table(runs, ids)
@@ -149,6 +150,8 @@ def load(runs: Path, group: str | Sequence[str] | None = None) -> Overview:
     told = [text for text in warnings if not waiting & set(_ID.findall(text))]
     states = {job.exp_id: job.state for job in table_of_jobs}
     rows = [_with_state(row, states.get(row["exp_id"])) for row in rows]
+    others = {row["exp_id"]: row["state"] for row in rows if row["state"] in ("haven", "foreign")}
+    table_of_jobs = [replace(job, state=others.get(job.exp_id, job.state)) for job in table_of_jobs]
     return Overview(runs, rows, table_of_jobs, groups, told, loaded=rows)
 
 
@@ -255,7 +258,7 @@ def curves(found: Overview, metric: str, look: Look = Look()) -> Curves:
     )
     shown = [row["group"] for row in best[:LINES]]
     try:
-        (bands,), notes = banded.bands(found.runs, [drawn.drawn(group) for group in shown], [metric], look.x)
+        (bands,), notes = banded.bands(found.runs, [drawn.curve_rows(group) for group in shown], [metric], look.x)
     except UserError as error:
         return Curves(notes=[str(error)])
     left_out = [f"The best {LINES} of {len(best)} configurations; filter to see others."] if len(best) > LINES else []
@@ -375,7 +378,7 @@ def _having(groups: Iterable[list[results.Row]], metric: str) -> list[list[resul
 def _points(drawn: legend.Configurations, group: Sequence[results.Row], x: str, metric: str) -> Line:
     """The last values of the finished runs of a configuration; values of the key that are no numbers are texts."""
     numbers = all(is_finite(row.get(x, 0)) for row in drawn.rows)
-    over = statistics.averaged(group, drawn.unfinished)
+    over = statistics.averaged_rows(group, drawn.unfinished)
     placed = [(row[x] if numbers else format_value(row[x]), row[metric]) for row in over if x in row and metric in row]
     values = [value for _, value in placed]
     return Line(drawn.label(group) or "all", drawn.colour(group), [place for place, _ in placed], values, values, values)

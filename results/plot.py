@@ -109,7 +109,7 @@ def draw_panels(
             raise unknown("score", metric, known, str(runs))
     if x not in ("step", "seconds", *known):
         raise unknown("axis", x, ["step", "seconds", *known], str(runs))
-    found, warnings = curves.bands(runs, [drawn.drawn(group) for group in drawn.groups], chosen, x)
+    found, warnings = curves.bands(runs, [drawn.curve_rows(group) for group in drawn.groups], chosen, x)
     figure = Figure(figsize=(6.4 * len(chosen), 4.8), layout="constrained", dpi=120)
     FigureCanvasAgg(figure)
     for place, (metric, bands) in enumerate(zip(chosen, found, strict=True), start=1):
@@ -119,7 +119,7 @@ def draw_panels(
             band = whole.smooth(smoothing)
             half = numpy.nan_to_num(band.half_width(interval))
             draw_line(axes, band.x, band.mean, (band.mean - half, band.mean + half), drawn.label(group), drawn.colour(group))
-        if drawn.keys or len(statistics.averaged(drawn.rows, drawn.unfinished)) < len(drawn.rows):
+        if drawn.keys or len(statistics.averaged_rows(drawn.rows, drawn.unfinished)) < len(drawn.rows):
             axes.legend(fontsize="small")
     write_plainly(figure)
     return figure, warnings
@@ -143,7 +143,7 @@ def points(runs: Path, drawn: legend.Configurations, x: str, y: str, log_x: bool
     known = ["step", *scores, *dict.fromkeys(key for row in rows for key in results.config_keys(row))]
     if x not in known:
         raise unknown("axis", x, known, str(runs))
-    counted = statistics.averaged(rows, drawn.unfinished)
+    counted = statistics.averaged_rows(rows, drawn.unfinished)
     placed = [row for row in counted if is_finite(row.get(x)) and is_finite(row.get(y))]
     if not placed:
         waiting = "" if len(counted) == len(rows) else f" {len(rows) - len(counted)} are not done; --unfinished takes them, too."

@@ -20,6 +20,7 @@ from src.config import unknown
 from src.errors import DataError, UserError, print_errors
 from src.tables import lineage
 from src.tables import rows as results
+from src.tables.gpu_hours import gpu_hours
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -92,9 +93,11 @@ def section(title: str, content: str, kind: str = "") -> str:
 def _header(found: overview.Overview, title: str) -> str:
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     best = overview.tabulate(found).best
+    hours = sum(gpu_hours(found.runs / row["exp_id"]) for row in found.rows)
+    cost = f" · {hours:.1f} GPU-hours over all attempts" if hours else ""
     return (
         f'<header><h1>{markup.escape(title)}</h1><div class="where">{markup.escape(found.runs)} · {len(found.jobs)} experiments · '
-        f"written {now}</div>{markup.chips(found.counts())}{f'<p>{markup.escape(best)}</p>' if best else ''}</header>\n"
+        f"written {now}{cost}</div>{markup.chips(found.counts())}{f'<p>{markup.escape(best)}</p>' if best else ''}</header>\n"
     )
 
 

@@ -68,9 +68,10 @@ def choose_values(options: argparse.Namespace, rows: Sequence[results.Row]) -> t
     """
     if options.at_step is not None and options.value != "last":
         raise ConfigError("--at-step takes the value at one step, --value one of the whole run: leave one of them out.")
-    options.seed_key = results.resolve_key(rows, options.seed_key)
     if rows and options.seed_key != results.SEED:
-        results.check_known("key", [options.seed_key], {key for row in rows for key in results.config_keys(row)}, "--seed-key")
+        known = {key for row in rows for key in results.config_keys(row)}
+        options.seed_key = results.resolve_key(known, options.seed_key)
+        results.check_known("key", [options.seed_key], known, "--seed-key")
     options.unfinished = options.unfinished or options.at_step is not None  # at one step all runs can be compared
     chosen, warnings = curves.choose_values(options.runs, rows, options.value, options.at_step)
     if options.at_step is not None and (absent := sum(row["step"] is None for row in chosen)):

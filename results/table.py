@@ -11,12 +11,13 @@ from functools import partial
 from typing import Any
 
 from results import run_arguments
-from results.terminal_table import arrange, choose, draw, draw_rich, plain
+from results.terminal_table import arrange, choose, draw, draw_rich, facts, plain
 from src.errors import ConfigError, print_errors
 from src.metrics.answers import GAIN, INFERENCE, WRONG
 from src.runs.metadata import CODE_VERSIONS
 from src.tables import rows as results
 from src.tables import statistics
+from src.tables.gpu_hours import gpu_hours
 
 FORMATS = ("rich", "markdown", "csv", "latex", "json")
 INTERVALS = {"std": "standard deviation", "ci95": "half the 95 % interval of the mean"}
@@ -46,9 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     metric = _score_name(options.metric, known) if options.metric else None
     output: Callable[[], None]
     if options.pivot:
-        if options.by or options.scores or options.best or options.columns:
+        if options.by or options.scores or options.best or options.columns or options.gpu_hours:
             raise ConfigError(
-                "--pivot shows one score, that of --metric, over its two keys: leave out --by, --scores, --best and --columns."
+                "--pivot shows one score, that of --metric, over its two keys: leave out --by, --scores, --best, --columns and --gpu-hours."
             )
         keys = statistics.grouping_keys(rows, options.pivot)
         cross, score = pivot_score(rows, keys[0], keys[1], metric, options.unfinished)
@@ -61,6 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         wanted = asked or (["all"] if options.format in ("csv", "json") else chosen or None)
         by = statistics.grouping_keys(rows, options.by, options.seed_key)
         table, keys, scores = tabulate(rows, by, wanted, metric, options.best, options.unfinished)
+        if options.gpu_hours:
+            for row in table:
+                row["gpu_hours"] = sum(gpu_hours(options.runs / name) for name in row["exp_ids"])
         if options.format == "rich":
             lowest = None if options.best is None else options.best == "min"
             columns, same = arrange(table, keys, scores, metric or next(iter(headline(scores)), None), lowest, options.interval)
@@ -79,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def remarks(rows: Sequence[results.Row], keys: Sequence[str], unfinished: bool = False, seed: str = results.SEED) -> list[str]:
     """Remarks on means over all but `keys`: unfinished runs, missing seeds, other config values that differ."""
     found = []
-    waiting = len(rows) - len(statistics.averaged(rows))
+    waiting = len(rows) - len(statistics.averaged_rows(rows))
     if waiting:
         taken = "the means are over these, too" if unfinished else "the means are over the others; --unfinished takes all"
         told = taken if results.score_names(rows) else "none has a score yet"
@@ -169,7 +173,7 @@ def render(table: Table, keys: Sequence[str], scores: Sequence[str], style: str,
         return json.dumps(table, indent=4, allow_nan=False) + "\n"
     if style == "csv":
         ends = _ends(interval)
-        columns = [*keys, "runs", "state", "step", *(name + end for name in scores for end in ends)]
+        columns = [*keys, *facts(table), *(name + end for name in scores for end in ends)]
         return _csv([columns, *([row[column] for column in columns] for row in table)])
     headings, lines = _cells(table, keys, scores, interval)
     return markdown(headings, lines) if style == "markdown" else _latex(headings, lines, len(keys))
@@ -203,10 +207,9 @@ def print_pivot(cross: statistics.Pivot, keys: Sequence[str], score: str, style:
 
 def _cells(table: Table, keys: Sequence[str], scores: Sequence[str], interval: str) -> tuple[list[str], list[list[str]]]:
     names = results.short_names(keys)
-    facts = ["runs", "state", "step"]
-    headings = [*(names[key] for key in keys), *facts, *scores]
+    headings = [*(names[key] for key in keys), *facts(table), *scores]
     lines = [
-        [*(plain(row[key]) for key in keys), *(plain(row[fact]) for fact in facts), *(score_text(row, s, interval) for s in scores)]
+        [*(plain(row[key]) for key in keys), *(plain(row[fact]) for fact in facts(table)), *(score_text(row, s, interval) for s in scores)]
         for row in table
     ]
     return headings, lines
@@ -273,6 +276,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--pivot", nargs=2, metavar=("ROW", "COLUMN"), help="the metric over two dotted keys")
     parser.add_argument("--interval", choices=tuple(INTERVALS), default="std", help="what follows ± (default: std; ci95: Student's t)")
     run_arguments.add_values(parser)
+    parser.add_argument("--gpu-hours", action="store_true", help="a column with the GPU-hours of each row, over all attempts")
     parser.add_argument("--format", choices=FORMATS, default="rich")
     return parser
 

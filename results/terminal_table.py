@@ -67,11 +67,16 @@ def arrange(
     ]
     short = results.short_names(keys)
     found += [Column(key, short[key], [plain(row[key]) for row in table], 1) for key in keys]
-    found += [Column(fact, fact, [plain(row[fact]) for row in table], 3) for fact in FACTS]
+    found += [Column(fact, fact, [plain(row[fact]) for row in table], 3) for fact in facts(table)]
     said = {"tags": [", ".join(row["tags"]) for row in table], "note": [row["note"] for row in table]}
     found += [Column(name, name, cells, 3) for name, cells in said.items() if any(cells)]
     same = [column for column in found if column.rank > 1 and len(set(column.cells)) == 1 and (len(table) > 1 or column.rank == 3)]
     return [column for column in found if column not in same], same
+
+
+def facts(table: Sequence[dict[str, Any]]) -> list[str]:
+    """The columns beside keys and scores: `FACTS`, and the GPU-hours where they were counted."""
+    return [*FACTS, *(["gpu_hours"] if table and "gpu_hours" in table[0] else [])]
 
 
 def plain_score(name: str, known: Sequence[str]) -> str:
@@ -156,4 +161,6 @@ def plain(value: Any) -> str:
         return "-"
     if isinstance(value, str):
         return value[:8] if len(value) == 32 and set(value) <= set("0123456789abcdef") else value
+    if isinstance(value, float):
+        return f"{value:.6g}"
     return json.dumps(value)

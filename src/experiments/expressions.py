@@ -2,7 +2,7 @@
 
 An expression is made of dotted names, numbers, texts, lists, None (or null), True and False (or true, false), the comparisons
 == != < <= > >= in, not in, also chained (0 < x < 1), and, or, not, parentheses, and two calls: `matches(name, 'regular expression')`,
-which searches a text, and `value('em/nq')` for a name that is no dotted name.
+which searches a text in linear time, see `regular_expressions`, and `value('em/nq')` for a name that is no dotted name.
 
 A name that a row lacks is None. Comparing the order of None, or of a text and a number, gives False. True equals no number.
 """
@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from src.errors import ConfigError
+from src.experiments.regular_expressions import Pattern
 
 Row = Mapping[str, Any]
 _Value = Callable[[Row], Any]
@@ -134,10 +135,10 @@ class _Parser:
             case ast.Call(func=ast.Name(id="matches"), args=[searched, ast.Constant(value=str() as pattern) as given], keywords=[]):
                 text = self.compile_node(searched)
                 try:
-                    search = re.compile(pattern).search
+                    search = Pattern(pattern).search
                 except (re.error, RecursionError, OverflowError) as error:
                     self.refuse(given, f"not a regular expression: {error}")
-                return lambda row: isinstance(value := text(row), str) and search(value) is not None
+                return lambda row: isinstance(value := text(row), str) and search(value)
         return self.refuse(
             node, f"the only calls are matches(name, 'regular expression') and value('name'), got {ast.unparse(node)[:40]!r}"
         )

@@ -51,6 +51,18 @@ def read_exp_dict(path: Path) -> dict[str, Any]:
     Raises:
         RunError: missing, damaged, or a dict whose id is not the directory's name.
     """
+    exp = read_foreign_dict(path)
+    if exp_id(exp) != path.name:
+        raise RunError(f"{path / EXP_DICT}: its id is {exp_id(exp)}, not the name of its directory. It was changed by hand, or moved.")
+    return exp
+
+
+def read_foreign_dict(path: Path) -> dict[str, Any]:
+    """The dict in the directory `path`, whatever hash of it is the directory's name.
+
+    Raises:
+        RunError: missing, damaged, or with values that no dict of ours has.
+    """
     exp = read_json(path / EXP_DICT, RunError)
     if not isinstance(exp, dict):
         raise RunError(f"{path / EXP_DICT}: expected a dict, got {type(exp).__name__}.")
@@ -58,9 +70,17 @@ def read_exp_dict(path: Path) -> dict[str, Any]:
         check_values(exp, str(path / EXP_DICT))
     except ConfigError as error:
         raise RunError(str(error)) from None
-    if exp_id(exp) != path.name:
-        raise RunError(f"{path / EXP_DICT}: its id is {exp_id(exp)}, not the name of its directory. It was changed by hand, or moved.")
     return exp
+
+
+def is_foreign(path: Path) -> bool:
+    """Whether another program made the directory `path`, and named it by another hash of its dict: there is nothing of ours in it."""
+    if any((path / name).exists() for name in (CONFIG, ENV, STATUS, GROUPS, "scores.jsonl")):
+        return False
+    try:
+        return exp_id(read_foreign_dict(path)) != path.name
+    except RunError:
+        return False
 
 
 def read_status(path: Path) -> dict[str, Any]:
@@ -154,6 +174,8 @@ def write_remarks(path: Path, add: Iterable[str] = (), remove: Iterable[str] = (
     Raises:
         RunError: its remarks are damaged, or the disk refuses.
     """
+    if is_foreign(path):
+        raise RunError(f"{path}: another program made this directory; it is only read, so it takes no remarks.")
     with directory_lock(path):
         tags, old = read_remarks(path)
         gone = set(remove)

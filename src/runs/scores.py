@@ -9,10 +9,10 @@ import math
 import os
 import pickle
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from src.errors import DataError, RunError
 from src.files import reading, sync_directory, write_atomic, writing
@@ -176,58 +176,150 @@ def last_row(path: Path) -> Row | None:
 
 
 def read_score_list(path: Path) -> list[dict[str, Any]]:
-    """The rows of a score_list.pkl that haven wrote, with numpy's scalars as Python numbers.
+    """The rows of a score_list.pkl that haven wrote, with numpy's scalars as Python numbers, and `Opaque` for all that is no plain value.
 
-    Unpickles only containers and numbers, so an untrusted file cannot run code.
+    Nothing that the file names is imported or called, so an untrusted file cannot run code.
 
     Raises:
-        DataError: the file is truncated, or holds anything else.
+        DataError: the file is damaged, or holds anything but a list of dicts.
     """
     try:
         with reading(path, DataError):
-            rows = _Numbers(io.BytesIO(path.read_bytes())).load()
+            content = path.read_bytes()
     except FileNotFoundError:
         raise DataError(f"{path}: no such file.") from None
-    except (pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, IndexError, KeyError, struct.error) as error:
-        raise DataError(f"{path}: expected a pickled list of dicts of numbers, got {error}.") from None
+    try:
+        rows = _ScoreListReader(content).load()
+    except Exception as error:  # noqa: BLE001  a damaged pickle raises anything: MemoryError, RecursionError, AttributeError, …
+        told = " ".join(str(error).split())[:200] or type(error).__name__
+        raise DataError(f"{path}: damaged: expected a pickled list of dicts of numbers, got {told}.") from None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise DataError(f"{path}: expected a pickled list of dicts, got {type(rows).__name__}.")
     return rows
 
 
-class _Dtype:
-    """Replaces numpy.dtype while unpickling, so that numpy is not imported."""
+class Opaque:
+    """A value, function or class of a pickle that is not read, as `<numpy.ndarray>`. What the pickle puts into it is dropped."""
 
-    def __init__(self, code: str, *_: Any) -> None:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __repr__(self) -> str:
+        return f"<{self.name}>"
+
+    def append(self, _: Any) -> None:
+        """Of a list of a class of its own."""
+
+    extend = add = append
+
+    def __setitem__(self, _: Any, __: Any) -> None: ...
+
+
+class _Dtype(Opaque):
+    """numpy.dtype, so that numpy is not imported."""
+
+    def __init__(self, code: str) -> None:
+        super().__init__("numpy.dtype")
         self.code, self.order = code, "<"
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.order = "<" if state[1] == "|" else state[1]
 
 
 _FORMATS: dict[str, str] = dict(zip(["f8", "f4", "f2", "i8", "i4", "i2", "i1", "u8", "u4", "u2", "u1", "b1"], "dfeqihbQIHB?", strict=True))
 
 
 def _scalar(dtype: _Dtype, data: bytes) -> Any:
+    if dtype.code not in _FORMATS:  # a date, a text
+        return Opaque(f"numpy.{dtype.code}")
     return struct.unpack(dtype.order + _FORMATS[dtype.code], data)[0]
 
 
-_ALLOWED: dict[str, Any] = {
+_CONSTRUCTORS: dict[str, Callable[..., Any]] = {
     "builtins.set": set,
     "__builtin__.set": set,  # as protocols 0 to 2 spell it
     "collections.OrderedDict": dict,
-    "numpy.dtype": _Dtype,
+    "collections.defaultdict": lambda *_: {},
+    "numpy.dtype": lambda code, *_: _Dtype(code),
     "numpy._core.multiarray.scalar": _scalar,
     "numpy.core.multiarray.scalar": _scalar,  # numpy 1
     "_codecs.encode": lambda text, _: text.encode("latin1"),  # how protocols 0 to 2 spell bytes
 }
+"""By the name in the pickle, what is made of its arguments."""
+_REBUILDERS = {
+    "_reconstruct": "numpy.ndarray",
+    "_reconstructor": "object",
+    "_frombuffer": "numpy.ndarray",
+    "_rebuild_parameter": "torch.Parameter",
+}
+"""Functions that pickles name for a value, and the value."""
 
 
-class _Numbers(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if f"{module}.{name}" not in _ALLOWED:
-            raise pickle.UnpicklingError(f"{module}.{name}")
-        return _ALLOWED[f"{module}.{name}"]
+def _construct(called: Any, arguments: Any) -> Any:
+    if not isinstance(called, Opaque) or not isinstance(arguments, tuple):
+        raise pickle.UnpicklingError(f"a call of {type(called).__name__}")
+    if made := _CONSTRUCTORS.get(called.name):
+        return made(*arguments)
+    function = called.name.rpartition(".")[2]
+    if function.startswith("_rebuild_tensor"):
+        return Opaque("torch.Tensor")
+    if function in _REBUILDERS:
+        of_class = arguments[0] if arguments and isinstance(arguments[0], Opaque) else None
+        return Opaque(of_class.name if of_class and function != "_frombuffer" else _REBUILDERS[function])
+    return Opaque(called.name)
+
+
+_Unpickler: Any = pickle._Unpickler  # pyright: ignore[reportAttributeAccessIssue]  not in its stubs
+
+
+class _ScoreListReader(_Unpickler):
+    """Reads a pickle and calls nothing that it names.
+
+    It is Python's own, written in Python: that in C reserves as much memory as a damaged number says, 64 GB or more.
+    """
+
+    dispatch: ClassVar = dict(_Unpickler.dispatch)
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__(io.BytesIO(content))
+        self._size = len(content)
+
+    def find_class(self, module: str, name: str) -> Opaque:
+        return Opaque(f"{module}.{name}")
+
+    def persistent_load(self, _: Any) -> Opaque:
+        return Opaque("persistent")
+
+    def get_extension(self, code: int) -> None:
+        self.append(Opaque(f"extension {code}"))
+
+    def _instantiate(self, called: Any, arguments: Any) -> None:
+        self.append(_construct(called, tuple(arguments)))
+
+    def load_reduce(self) -> None:
+        arguments = self.stack.pop()
+        self.stack[-1] = _construct(self.stack[-1], arguments)
+
+    def load_newobj_ex(self) -> None:
+        self.stack.pop()
+        self.load_reduce()
+
+    def load_build(self) -> None:
+        state, made = self.stack.pop(), self.stack[-1]
+        if isinstance(made, _Dtype):
+            made.order = state[1] if state[1] in (">", "=") else "<"
+
+    def load_bytearray8(self) -> None:
+        length = int.from_bytes(self.read(8), "little")
+        if length > self._size:
+            raise pickle.UnpicklingError(f"{length} bytes in a file of {self._size}")
+        self.append(bytearray(self.read(length)))
+
+    for _opcode, _load in (
+        (pickle.REDUCE, load_reduce),
+        (pickle.NEWOBJ, load_reduce),
+        (pickle.NEWOBJ_EX, load_newobj_ex),
+        (pickle.BUILD, load_build),
+        (pickle.BYTEARRAY8, load_bytearray8),
+    ):
+        dispatch[_opcode[0]] = _load
 
 
 def _is_row(row: Any) -> bool:

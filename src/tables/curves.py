@@ -91,7 +91,7 @@ def histories(runs: Path, names: Iterable[str], scores: Sequence[str]) -> tuple[
                 with reading(runs / name):
                     history = _read_history(runs / name, known.get(name))
             except UserError as error:
-                warnings.append(f"not plotted: {error}")
+                warnings.append(f"without its history: {error}")
                 continue
             found[name] = {score: history.columns[score] for score in wanted if score in history.columns}
             if history.size and history is not known.get(name):

@@ -228,9 +228,8 @@ def _rename(row: Row, taken: Collection[str]) -> Row:
     return renamed
 
 
-def resolve_key(rows: Iterable[Row], key: str) -> str:
-    """`key`, or "config.<key>" where that is what rows call it."""
-    known = {name for row in rows for name in (*config_keys(row), *FACTS)}
+def resolve_key(known: Collection[str], key: str) -> str:
+    """`key` or, where that is no `known` key but the name of a column, "config.<key>"."""
     return key if key in known or f"config.{key}" not in known else f"config.{key}"
 
 

@@ -19,7 +19,9 @@ from src.runs.metadata import (
     REMARKS,
     STATUS,
     flatten,
+    is_foreign,
     read_exp_dict,
+    read_foreign_dict,
     read_groups,
     read_remarks,
     read_status,
@@ -34,6 +36,8 @@ _READ = (EXP_DICT, GROUPS, ENV, STATUS, SCORES, SCORE_LIST, REMARKS)
 _RECORD = "record"
 """The name of a record in the cache."""
 _ID = re.compile(r"[0-9a-f]{32}")
+_OTHER_HASH = re.compile(r"[0-9a-f]{8,128}")
+"""Names that other programs give to directories of experiments."""
 
 
 @dataclass
@@ -42,7 +46,7 @@ class RunRecord:
 
     groups: list[str]
     state: str
-    """As in status.json, so "running" may be a lost run; "haven" if haven wrote the directory."""
+    """As in status.json, so "running" may be a lost run; "haven" if haven wrote the directory, "foreign" if its id is another hash."""
     config: dict[str, Any]
     """The experiment dict by dotted key."""
     summary: Summary
@@ -52,11 +56,11 @@ class RunRecord:
 
 
 class RunIndex:
-    """The records of the runs in a folder. names: their ids, sorted."""
+    """The records of the runs in a folder. names: their ids, sorted; also those that another program made of another hash."""
 
     def __init__(self, runs: Path) -> None:
         self.runs = runs
-        self.names = sorted(name for name in os.listdir(runs) if _ID.fullmatch(name))
+        self.names = sorted(name for name in os.listdir(runs) if _ID.fullmatch(name) or _is_other(runs / name))
         self._cached = {name: json.loads(values[_RECORD]) for name, values in cache.read(runs, self.names, [_RECORD]).items()}
         self._changed: dict[str, dict[str, bytes]] = {}
 
@@ -80,12 +84,16 @@ class RunIndex:
                 return groups, None
             if known is None:
                 known = _read_record(path, groups)
-                if settled and (known.state != "haven" or _is_plain(known.summary)):
+                if settled and (known.state not in ("haven", "foreign") or _is_plain(known.summary)):
                     summary = [known.summary.size, known.summary.tail, known.summary.step, known.summary.last]
                     self._changed[name] = {
                         _RECORD: json.dumps([key, groups, known.state, known.config, summary, [known.tags, known.note]]).encode()
                     }
         return groups, known
+
+
+def _is_other(path: Path) -> bool:
+    return _OTHER_HASH.fullmatch(path.name) is not None and (path / EXP_DICT).exists() and (path / SCORE_LIST).exists()
 
 
 def _file_key(path: Path) -> tuple[str, bool]:
@@ -108,8 +116,9 @@ def _file_key(path: Path) -> tuple[str, bool]:
 
 def _read_record(path: Path, groups: list[str]) -> RunRecord:
     written_by_haven = not (path / STATUS).exists() and (path / SCORE_LIST).exists()
-    status = {"state": "haven"} if written_by_haven else read_status(path)
-    config = flatten(read_exp_dict(path))
+    foreign = written_by_haven and is_foreign(path)
+    status = {"state": "foreign" if foreign else "haven"} if written_by_haven else read_status(path)
+    config = flatten(read_foreign_dict(path) if foreign else read_exp_dict(path))
     summary = summarize(path / SCORES, parse_summary(status.get(SUMMARY)))
     if summary.size == 0 and not (path / SCORES).exists() and (path / SCORE_LIST).exists():
         summary.add(read_score_list(path / SCORE_LIST))

@@ -31,12 +31,13 @@ def grouping_keys(rows: Sequence[Row], by: Sequence[str] | None, seed: str = SEE
     """
     if by is None:
         return distinguishing_keys(rows, seed)
-    by = [resolve_key(rows, key) for key in by]
-    check_known("key", by, {key for row in rows for key in [*config_keys(row), *FACTS]})
-    return list(by)
+    known = {key for row in rows for key in [*config_keys(row), *FACTS]}
+    by = [resolve_key(known, key) for key in by]
+    check_known("key", by, known)
+    return by
 
 
-def averaged(rows: Sequence[Row], unfinished: bool = False) -> list[Row]:
+def averaged_rows(rows: Sequence[Row], unfinished: bool = False) -> list[Row]:
     """Those of `rows` that means are taken over: the finished ones. The last score of a run that crashed or goes on is no result."""
     return [row for row in rows if unfinished or row["state"] in FINISHED]
 
@@ -106,14 +107,14 @@ def pivot(rows: Sequence[Row], index: str, columns: str, score: str, unfinished:
 
 
 def _aggregate_group(rows: Sequence[Row], by: Sequence[str], scores: Sequence[str], unfinished: bool) -> dict[str, Any]:
-    over = averaged(rows, unfinished)
+    over = averaged_rows(rows, unfinished)
     states = [row["state"] for row in rows]
     counts = {state: states.count(state) for state in dict.fromkeys(states)}
     steps = [row["step"] for row in rows if row["step"] is not None]
     found: dict[str, Any] = {key: rows[0].get(key) for key in by}
     found["exp_ids"] = [row["exp_id"] for row in rows]
     found["runs"] = len(rows)
-    found["done"] = len(averaged(rows))
+    found["done"] = len(averaged_rows(rows))
     found["state"] = states[0] if len(counts) == 1 else ", ".join(f"{n} {state}" for state, n in counts.items())
     found["step"] = min(steps) if steps else None
     found["tags"] = sorted({tag for row in rows for tag in row["tags"]})

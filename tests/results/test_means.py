@@ -1,18 +1,23 @@
 """A planted group of done, failed, stopped and running seeds: every table, page and file says the same of it."""
 
 import csv
+import hashlib
 import io
 import json
 import math
+import pickle
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from results import legend, overview, plot, report, table
+from results import clean, legend, overview, plot, report, table
 from results.dashboard import ALL, Dashboard
+from src.errors import RunError
 from src.experiments.identity import exp_id
+from src.runs.metadata import write_remarks
 from src.runs.run_dir import RunDir
 from src.tables import rows as results
 
@@ -224,8 +229,6 @@ def test_mistakes_are_one_line(planted: Path, capsys: pytest.CaptureFixture[str]
 
 def test_what_haven_ran_counts_as_done(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Nothing but scores is known of it."""
-    import pickle
-
     for seed in range(2):
         exp = experiment(1, seed)
         path = tmp_path / exp_id(exp)
@@ -234,3 +237,41 @@ def test_what_haven_ran_counts_as_done(tmp_path: Path, capsys: pytest.CaptureFix
         (path / "score_list.pkl").write_bytes(pickle.dumps([{"val_loss": 0.5 + seed}]))
     (row,) = rows_of(tmp_path, capsys, "--by", "model.stride").values()
     assert (row["val_loss"], row["done"], row["state"]) == (1.0, 2, "haven")
+
+
+@pytest.mark.parametrize("make", [hashlib.md5, hashlib.sha1], ids=["as long as ours", "longer"])
+def test_runs_with_the_ids_of_another_program_are_read_and_marked(planted: Path, capsys: pytest.CaptureFixture[str], make: Callable):
+    """XC-Cache named them by the MD5 of the JSON of the dict."""
+    exp = experiment(9, 0)
+    path = planted / make(json.dumps(exp, sort_keys=True).encode()).hexdigest()
+    path.mkdir()
+    (path / "exp_dict.json").write_text(json.dumps(exp))
+    (path / "score_list.pkl").write_bytes(pickle.dumps([{"epoch": 0, "val_loss": 0.4, "image": np.zeros(9)}]))
+    before = {file.name: file.read_bytes() for file in path.iterdir()}
+    row = rows_of(planted, capsys, "--by", "model.stride")[9]
+    assert (row["state"], row["val_loss"], row["done"], row["exp_ids"]) == ("foreign", 0.4, 1, [path.name])
+    page = Dashboard(planted, ALL)
+    assert "foreign" in str(page.jobs.value["state"].tolist())
+    assert "foreign" in page.states.options.values()
+    with pytest.raises(RunError, match="another program made this directory; it is only read"):
+        write_remarks(path, add=["good"])
+    assert clean.main([str(planted), "--keep-last", "0", "--apply"]) == 0
+    assert {file.name: file.read_bytes() for file in path.iterdir()} == before
+
+
+def test_a_dict_of_ours_that_was_changed_is_not_foreign(planted: Path, capsys: pytest.CaptureFixture[str]):
+    path = planted / exp_id(experiment(1, 0))
+    (path / "exp_dict.json").write_text(json.dumps(experiment(1, 7)))
+    assert table.main([str(planted)]) == 0
+    assert "not the name of its directory. It was changed by hand, or moved." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["0" * 32, "0" * 40])
+@pytest.mark.parametrize("text", ['{"a": ' * 400 + "1" + "}" * 400, '{"a": NaN}', "[1]", "{"])
+def test_a_foreign_dict_that_cannot_be_read_is_one_line(planted: Path, capsys: pytest.CaptureFixture[str], name: str, text: str):
+    (planted / name).mkdir()
+    (planted / name / "exp_dict.json").write_text(text)
+    (planted / name / "score_list.pkl").write_bytes(pickle.dumps([{"val_loss": 0.4}]))
+    assert table.main([str(planted), "--unfinished"]) == 0
+    (told,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("skipped: ")]
+    assert f"{name}/exp_dict.json" in told

@@ -215,7 +215,7 @@ def test_what_a_mean_hides_is_said(runs: Path, capsys: pytest.CaptureFixture[str
         (["--where", "sed == 1"], "--where: unknown name 'sed'. Did you mean 'seed'?"),
         (["--where", "seed == 7"], "--where: none of 6 runs answers 'seed == 7'."),
         (["--pivot", "seed", "stride"], "unknown key 'stride'."),
-        (["--pivot", "seed", "model.stride", "--by", "seed"], "leave out --by, --scores, --best and --columns"),
+        (["--pivot", "seed", "model.stride", "--by", "seed"], "leave out --by, --scores, --best, --columns and --gpu-hours"),
         (["--pivot", "seed", "model.stride", "--metric", "los"], "unknown score 'los'"),
     ],
 )

@@ -1,0 +1,46 @@
+"""What runs have cost: hours of GPUs over all their attempts, also those that failed or whose steps were trained again."""
+
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+from src.errors import RunError, UserError
+from src.files import read_json
+from src.runs import ledger
+from src.runs.heartbeat import HEARTBEAT
+from src.runs.metadata import ENV
+
+_BY_THE_RUN = ("start", "save", "divergence", "stop")
+"""Events of the ledger that a training writes: others are of persons, at any time."""
+
+
+def gpu_hours(run: Path) -> float:
+    """Hours times GPUs of the save directory `run`: from each start to its stop, or to the last sign of life of what was killed.
+
+    Signs of life are checkpoints and, of the last attempt, the heartbeat: of an earlier one that was killed, the time since its last
+    checkpoint is missing. A process has one GPU, or none where env.json of its attempt names none. What cannot be read counts nothing.
+    """
+    try:
+        events = [event for event in ledger.read(run) if event["event"] in _BY_THE_RUN and isinstance(event.get("when"), str)]
+        found = sorted(_starts_with_gpus(run))
+        places = [place for place, event in enumerate(events) if event["event"] == "start"]
+        hours = 0.0
+        for place, following in zip(places, [*places[1:], len(events)], strict=True):
+            first, last = events[place], events[following - 1]
+            began, ended = (datetime.fromisoformat(event["when"]) for event in (first, last))
+            if following == len(events) and last["event"] != "stop" and (run / HEARTBEAT).exists():
+                ended = max(ended, datetime.fromtimestamp((run / HEARTBEAT).stat().st_mtime, UTC))
+            on_gpus = [has_gpus for when, has_gpus in found if when <= first["when"]]
+            if on_gpus and on_gpus[-1]:
+                hours += max(0.0, (ended - began).total_seconds()) / 3600 * first.get("world_size", 1)
+    except (UserError, OSError, ValueError, TypeError):  # ValueError, TypeError: a line of the ledger that is not ours
+        return 0.0
+    return hours
+
+
+def _starts_with_gpus(run: Path) -> Iterator[tuple[str, bool]]:
+    """When each attempt began, and whether its machine had GPUs."""
+    for path in (run / "attempts").glob(f"*/{ENV}"):
+        env = read_json(path, RunError)
+        if isinstance(env, dict) and isinstance(env.get("time"), str):
+            yield env["time"], bool(env.get("gpus"))
