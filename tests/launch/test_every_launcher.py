@@ -17,7 +17,9 @@ import pytest
 from src import config as configs
 from src.launch.job import Job, LauncherConfig
 from src.launch.local import launcher as local
+from src.launch.ray import launcher as ray
 from src.launch.toolkit import launcher as toolkit
+from tests.launch.fake_ray.server import FakeRay
 from tests.launch.fake_slurm.cluster import SOON, Cluster
 
 HERE = Path(__file__).parent
@@ -159,7 +161,21 @@ class Haven(Eai):
                 made.runs = [SimpleNamespace(exit_code=codes[made.id])]
 
 
-@pytest.fixture(params=[Local, Slurm, Eai, Haven])
+class Ray(World):
+    unknown = "gone.0"
+
+    def open(self) -> None:
+        self.cluster = FakeRay()
+        self.config = ray.Config(address=self.cluster.address, submissions=str(self.submission.parent), patience_seconds=300.0)
+
+    def start(self, ids: Sequence[str]) -> None:
+        self.cluster.release()
+
+    def close(self) -> None:
+        self.cluster.close()
+
+
+@pytest.fixture(params=[Local, Slurm, Eai, Haven, Ray])
 def world(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     kind: Callable[[Path, pytest.MonkeyPatch], World] = request.param
     world = kind(tmp_path, monkeypatch)
