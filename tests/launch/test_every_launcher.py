@@ -39,7 +39,7 @@ class World(ABC):
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.monkeypatch = folder, monkeypatch
-        self.submission = folder / "submissions" / "20260101-batch"
+        self.submission = folder / "submissions" / f"20260101-{folder.name}"  # its name is the test's own
         self.submission.mkdir(parents=True)
         self.open()
 

@@ -19,7 +19,7 @@ from src.runs.metadata import STATUS
 _ID = re.compile(r"(?P<submission>[\w-]+)\.(?P<exp_id>[\w-]+)")
 _SHARED = ("address", "submissions", "patience_seconds")
 _NOT_STARTED = "not started, because"
-_ENDED = ("completed", "failed", "cancelled")
+_ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 _KEPT_BY_RAY = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "mem_gb"}
 # What a job runs; its values stand before. Ray knows no dependencies, and starts no job twice. Its stop reaches every process by itself.
 _SCRIPT = f"""
@@ -142,7 +142,8 @@ class Config(LauncherConfig):
 
     def kill(self, job_ids: Sequence[str]) -> None:
         """Tell the jobs to stop. Ray kills them after the grace; one that still waits for resources is kept from starting by a file."""
-        alive = [name for name, seen in self.states(job_ids).items() if seen.state not in _ENDED]
+        listed = self._listed() if job_ids else {}
+        alive = [name for name in dict.fromkeys(job_ids) if name in listed and listed[name].get("status") not in _ENDED]
         for name in alive:
             if match := _ID.fullmatch(name):
                 self._forbid(Path(self.submissions, match["submission"]), [match["exp_id"]])
