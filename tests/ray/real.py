@@ -56,6 +56,8 @@ class Cluster:
         self.gcs, dashboard, client = free_ports(3)
         self.address = f"http://127.0.0.1:{dashboard}"
         self.nodes: dict[str, psutil.Popen] = {}
+        self.ports: dict[str, str] = {}
+        """Of each node's agent, by which a job says where it runs."""
         words = [
             "--head",
             "--port",
@@ -85,6 +87,7 @@ class Cluster:
 
     def _start(self, name: str, words: list[str], resources: dict[str, float]) -> None:
         listen, grpc, export = free_ports(3)
+        self.ports[name] = listen
         words += ["--dashboard-agent-listen-port", listen, "--dashboard-agent-grpc-port", grpc, "--metrics-export-port", export]
         words += ["--num-cpus", "2", "--num-gpus", "0", "--resources", json.dumps(resources), "--object-store-memory", str(80 << 20)]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
