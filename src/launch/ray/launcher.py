@@ -138,11 +138,11 @@ class Config(LauncherConfig):
     def states(self, job_ids: Sequence[str]) -> dict[str, SchedulerState]:
         """With one call for all. A cluster that was started anew knows none of them."""
         wanted = set(job_ids)
-        return {name: self._state(name, job) for name, job in self._listed().items() if name in wanted} if wanted else {}
+        return {name: self._state(name, job) for name, job in self._list_jobs().items() if name in wanted} if wanted else {}
 
     def kill(self, job_ids: Sequence[str]) -> None:
         """Tell the jobs to stop. Ray kills them after the grace; one that still waits for resources is kept from starting by a file."""
-        listed = self._listed() if job_ids else {}
+        listed = self._list_jobs() if job_ids else {}
         alive = [name for name in dict.fromkeys(job_ids) if name in listed and listed[name].get("status") not in _ENDED]
         for name in alive:
             if match := _ID.fullmatch(name):
@@ -156,7 +156,7 @@ class Config(LauncherConfig):
 
     def find(self, folder: Path, exp_ids: Sequence[str]) -> dict[str, str]:
         """Those that Ray lists. A request for another one that is still on its way starts nothing any more."""
-        listed = self._listed()
+        listed = self._list_jobs()
         found = {exp_id: name for exp_id in exp_ids if (name := f"{folder.name}.{exp_id}") in listed}
         self._forbid(folder, [exp_id for exp_id in exp_ids if exp_id not in found and (folder / f"{exp_id}.sh").exists()])
         return found
@@ -226,7 +226,7 @@ class Config(LauncherConfig):
             if not isinstance(found, dict) or found.get("entrypoint") != content["entrypoint"]:
                 raise LaunchError(f"{self.scheduler()}: the id {name} belongs to a job that this submission has not queued.") from None
 
-    def _listed(self) -> dict[str, dict[str, Any]]:
+    def _list_jobs(self) -> dict[str, dict[str, Any]]:
         """The jobs of the cluster, of whomever, by id."""
         found = self._ask("GET", "/api/jobs/")
         if not isinstance(found, list):
