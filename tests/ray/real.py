@@ -22,6 +22,8 @@ PYTHON = ROOT / ".ray" / "bin" / "python"
 # Ray takes 127.0.0.1 for "find out my address", and so would listen on all addresses of the machine, but where it supports no clusters.
 _NO_CLUSTERS = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 _LOOPBACK = """
+import ctypes
+ctypes.CDLL(None).prctl(1, 15)  # PR_SET_PDEATHSIG: it ends, with all of Ray, should the tests be killed
 from ray._private import ray_constants, services
 ray_constants.ENABLE_RAY_CLUSTER = True
 services.get_node_ip_address = lambda address=None: "127.0.0.1"
@@ -82,8 +84,16 @@ class Cluster:
         wait_until(answers, "Ray's dashboard")
 
     def add(self, name: str, resources: dict[str, float]) -> None:
-        """Start another node, and wait until it serves."""
-        self._start(name, ["--address", f"127.0.0.1:{self.gcs}"], resources)
+        """Start another node, and wait until it has run a job. Ray gives one up that needs more than 30 s, as on a busy machine."""
+        probe = {"submission_id": f"probe.{name}", "entrypoint": "true", "entrypoint_resources": {name: 1}}
+        ask(self.address, "POST", "/api/jobs/", probe)
+
+        def serves() -> bool:
+            if name not in self.nodes or self.nodes[name].poll() is not None:
+                self._start(name, ["--address", f"127.0.0.1:{self.gcs}"], {**resources, name: 1})
+            return ask(self.address, "GET", f"/api/jobs/probe.{name}")["status"] == "SUCCEEDED"
+
+        wait_until(serves, f"the node {name}")
 
     def _start(self, name: str, words: list[str], resources: dict[str, float]) -> None:
         listen, grpc, export = free_ports(3)
@@ -112,7 +122,7 @@ class Cluster:
         shutil.rmtree(self.folder)
 
 
-def kill_family(process: psutil.Popen) -> None:
+def kill_family(process: psutil.Process) -> None:
     """Kill a process and all that it has started, until none is left."""
     family = [process]
     while family:
