@@ -108,5 +108,5 @@ lock:  ## requirements*.lock anew, after a change of requirements; versions that
 	$(LOCK) requirements.txt -c requirements-dev.lock -o requirements.lock
 
 clean:  ## caches and the environment; keeps runs and data
-	rm -rf .venv .triton .pytest_cache .ruff_cache
+	rm -rf .venv .ray .triton .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -not -path './results/*' -prune -exec rm -rf {} +

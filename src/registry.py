@@ -105,6 +105,7 @@ LAUNCHERS = ComponentTable(
     "launcher",
     {
         "local": "src.launch.local.launcher",
+        "ray": "src.launch.ray.launcher",
         "slurm": "src.launch.slurm.launcher",
         "toolkit": "src.launch.toolkit.launcher",
     },

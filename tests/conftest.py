@@ -64,6 +64,7 @@ FIRST = [
 
 GROUPS = {
     "slurm": ["slurm/"],
+    "ray": ["ray/"],
     "training/modes": [
         "training/test_origin.py",
         "training/test_stops.py",

@@ -20,7 +20,7 @@ DOCUMENTS = [*PAGES, *RESOURCES, "CONTRIBUTING.md", "CHANGELOG.md", "LOG.md"]
 LONGEST_LINE, MOST_LINES = 119, 120
 NEEDS = re.compile(r"# needs (GPUs|the hub|GPUs and the hub|a cluster)$", re.MULTILINE)
 """The mark of commands, in their comment or at the top of their block, that no test can carry out here."""
-ELSEWHERE = re.compile(r"hub:|google/|bigcode/|spiece|--nproc-per-node 8|-j (slurm|toolkit)|^(accelerate|deepspeed|hf) ")
+ELSEWHERE = re.compile(r"hub:|google/|bigcode/|spiece|--nproc-per-node 8|-j (slurm|toolkit|ray)|^(accelerate|deepspeed|hf) ")
 """What shows that a command needs such a thing."""
 
 
@@ -114,7 +114,7 @@ def test_commands_of_modules_have_the_flags_shown(line: str, capsys: pytest.Capt
     assert {word for word in words if word.startswith("-")} <= known
 
 
-@pytest.mark.parametrize("launcher", ["local", "slurm", "toolkit"])
+@pytest.mark.parametrize("launcher", ["local", "slurm", "ray", "toolkit"])
 def test_launchers_have_the_verbs_that_contributing_shows(launcher: str):
     text = (ROOT / "CONTRIBUTING.md").read_text()
     (row,) = re.findall(r"^\| launcher \|.*?`(submit\(.*?\))", text, re.MULTILINE)

@@ -17,7 +17,9 @@ import pytest
 from src import config as configs
 from src.launch.job import Job, LauncherConfig
 from src.launch.local import launcher as local
+from src.launch.ray import launcher as ray
 from src.launch.toolkit import launcher as toolkit
+from tests.launch.fake_ray.server import FakeRay
 from tests.launch.fake_slurm.cluster import SOON, Cluster
 
 HERE = Path(__file__).parent
@@ -37,7 +39,7 @@ class World(ABC):
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.monkeypatch = folder, monkeypatch
-        self.submission = folder / "submissions" / "20260101-batch"
+        self.submission = folder / "submissions" / f"20260101-{folder.name}"  # its name is the test's own
         self.submission.mkdir(parents=True)
         self.open()
 
@@ -159,7 +161,21 @@ class Haven(Eai):
                 made.runs = [SimpleNamespace(exit_code=codes[made.id])]
 
 
-@pytest.fixture(params=[Local, Slurm, Eai, Haven])
+class Ray(World):
+    unknown = "gone.0"
+
+    def open(self) -> None:
+        self.cluster = FakeRay()
+        self.config = ray.Config(address=self.cluster.address, submissions=str(self.submission.parent), patience_seconds=300.0)
+
+    def start(self, ids: Sequence[str]) -> None:
+        self.cluster.release()
+
+    def close(self) -> None:
+        self.cluster.close()
+
+
+@pytest.fixture(params=[Local, Slurm, Eai, Haven, Ray])
 def world(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     kind: Callable[[Path, pytest.MonkeyPatch], World] = request.param
     world = kind(tmp_path, monkeypatch)

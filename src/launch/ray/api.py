@@ -1,0 +1,137 @@
+"""The HTTP API of Ray Jobs. What answers is not trusted: it may be a proxy, a login page, or half of an answer."""
+
+import http.client
+import json
+import os
+import re
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from typing import Any
+
+from src.errors import LaunchError
+
+DEFAULT_ADDRESS = "http://127.0.0.1:8265"
+ADDRESS = re.compile(r"https?://[^\s/@?#]+(/[^\s?#]*)?")
+HEADERS = "RAY_JOB_HEADERS"
+_VARIABLES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
+_MOST_BYTES = 256 << 20
+_FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.25, 8.0
+_TRANSIENT = {408, 425, 429}
+
+
+class NoAnswer(LaunchError):
+    """No answer of use in time: the request may have been carried out, or may be later."""
+
+
+class Refused(LaunchError):
+    """Ray, or what answers in its place, refused."""
+
+    def __init__(self, address: str, status: int, said: str) -> None:
+        hint = f" Put the header that it wants into {HEADERS}, as for `ray job submit`." if status in (401, 403) else ""
+        super().__init__(f"{address}: refused with status {status}: {brief(said)}.{hint}")
+        self.missing = status == 404 and "does not exist" in said
+        """Whether Ray says that there is no such job."""
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A redirection leads to a login page, which must not get the headers."""
+
+    def redirect_request(self, req: Any, fp: Any, code: Any, msg: Any, headers: Any, newurl: Any) -> None:
+        return None
+
+
+def find_address(given: str) -> str:
+    """`given`, or what Ray's variables say; GCS addresses among them, such as host:6379, are for other purposes. Without a / at the end."""
+    found = [given, *(os.environ.get(name, "") for name in _VARIABLES)]
+    return next((address for address in found if ADDRESS.fullmatch(address)), DEFAULT_ADDRESS).rstrip("/")
+
+
+def ask(address: str, method: str, path: str, content: Mapping[str, Any] | None = None, patience_seconds: float = 60.0) -> Any:
+    """What Ray answers to an idempotent request, which is repeated while there is no answer.
+
+    Raises:
+        NoAnswer: none within `patience_seconds`.
+        Refused: the request is wrong, or not allowed.
+        LaunchError: what answers is not Ray.
+    """
+    headers = {"Content-Type": "application/json", **_headers()}
+    body = None if content is None else json.dumps(content).encode()
+    request = urllib.request.Request(f"{address}{path}", body, headers, method=method)
+    deadline = time.monotonic() + patience_seconds
+    wait = _FIRST_WAIT_SECONDS
+    while True:
+        try:
+            return _ask_once(address, request, max(0.1, (deadline - time.monotonic()) / 2))
+        except NoAnswer:
+            if time.monotonic() + wait >= deadline:
+                raise
+        time.sleep(wait)
+        wait = min(2 * wait, _LONGEST_WAIT_SECONDS)
+
+
+def _headers() -> dict[str, str]:
+    """Those of the environment, whose values are secrets and in no message."""
+    text = os.environ.get(HEADERS, "").strip() or "{}"
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+        raise LaunchError(f'{HEADERS}: expected JSON such as {{"Authorization": "Bearer …"}}.')
+    for name, value in found.items():
+        if not re.fullmatch(r"[\w-]+", name, re.ASCII) or not re.fullmatch(r"[\x20-\x7e]*", value):
+            raise LaunchError(f"{HEADERS}: {name!r} and its value cannot be a header: expected printable ASCII on one line.")
+    return found
+
+
+def _ask_once(address: str, request: urllib.request.Request, seconds: float) -> Any:
+    try:
+        status, data, place = _exchange(request, seconds)
+    except (OSError, http.client.HTTPException) as error:
+        reason = getattr(error, "reason", None) or error
+        raise NoAnswer(
+            f"{address}: Ray does not answer: {brief(str(reason)) or type(reason).__name__}. Does its dashboard run there?"
+        ) from None
+    text = data.decode("utf-8", "replace")
+    if 300 <= status < 400:
+        raise LaunchError(
+            f"{address}: expected Ray, got a redirection to {brief(place)!r}. Give the address behind it, or its headers in {HEADERS}."
+        )
+    if re.match(r"\s*<", text):
+        where = f" with status {status}" if status != 200 else ""
+        wrong = LaunchError if status < 500 and status not in _TRANSIENT else NoAnswer
+        raise wrong(f"{address}: expected Ray, got a page of HTML{where}. Is it the address of the dashboard, and are you logged in?")
+    # Ray's head hands a request on to its agent, and answers 500 where that refuses with 400.
+    if status in _TRANSIENT or (status >= 500 and not re.search(r"failed with status code 4\d\d", text)):
+        raise NoAnswer(f"{address}: Ray has trouble, status {status}: {brief(text)}.")
+    if status != 200:
+        raise Refused(address, status, text)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise NoAnswer(f"{address}: expected JSON of Ray, got {brief(text)!r}.") from None
+
+
+def _exchange(request: urllib.request.Request, seconds: float) -> tuple[int, bytes, str]:
+    """Status, content and the place of a redirection."""
+    deadline = time.monotonic() + seconds
+    try:
+        answer = urllib.request.build_opener(_NoRedirect).open(request, timeout=seconds)
+    except urllib.error.HTTPError as error:
+        answer = error
+    with answer:
+        data = bytearray()
+        while piece := answer.read1(1 << 16):
+            data += piece
+            if len(data) > _MOST_BYTES or time.monotonic() > deadline:
+                raise TimeoutError(f"its answer has no end after {len(data)} bytes and {seconds:.0f} s")
+        return answer.status or 0, bytes(data), answer.headers.get("Location") or ""
+
+
+def brief(said: object) -> str:
+    """The last line with words in it, which of a traceback is the error; printable, and not long. "" for what is no text."""
+    lines = [line for line in said.splitlines() if re.search(r"\w", line)] if isinstance(said, str) else []
+    words = " ".join("".join(letter if letter.isprintable() else " " for letter in lines[-1]).split()) if lines else ""
+    return (words if len(words) <= 300 else f"{words[:300]}…").rstrip(".")

@@ -1,0 +1,269 @@
+"""Runs each experiment as one job of a Ray cluster, through the HTTP API of Ray Jobs."""
+
+import re
+import shlex
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, field_validator, model_validator
+
+from src.errors import LaunchError, UserError
+from src.files import write_atomic, writing
+from src.launch.command import INTERRUPTED, STOPPED, Environment, Processes, shell_line
+from src.launch.job import Job, LauncherConfig, Note, SchedulerState
+from src.launch.ray.api import ADDRESS, Refused, ask, brief, find_address
+from src.runs.lease import LEASE, STALE_SECONDS
+from src.runs.metadata import STATUS
+
+_ID = re.compile(r"(?P<submission>[\w-]+)\.(?P<exp_id>[\w-]+)")
+_SHARED = ("address", "submissions", "patience_seconds")
+_NOT_STARTED = "not started, because"
+_ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
+_KEPT_BY_RAY = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "mem_gb"}
+# What a job runs; its values stand before. Ray knows no dependencies, and starts no job twice. Its stop reaches every process by itself.
+_SCRIPT = f"""
+TOLD=0
+trap 'TOLD=$((TOLD + 1))' TERM
+end() {{ echo "$1" > "$FOLDER/ended/$ID"; exit "$1"; }}
+refuse() {{ echo "{_NOT_STARTED} $1" | tee -a "$ERR"; end {STOPPED}; }}
+check() {{ if [ "$TOLD" != 0 ] || [ -e "$FOLDER/cancel/$ID" ]; then end {STOPPED}; fi; }}
+await() {{  # $1 a parent, $2 the folder of its submission, $3 its save directory
+    local since=$SECONDS before= ended status now limit
+    while :; do
+        check
+        ended=; if [ -e "$2/ended/$1" ] || [ -e "$2/cancel/$1" ]; then ended=1; fi
+        status=$(cat "$3/{STATUS}" 2> /dev/null)
+        case $status in *'"state": "done"'*) return ;; esac
+        [ -z "$ended" ] || refuse "$1 did not end well"
+        now=$status$(cat "$3/{LEASE}" 2> /dev/null)  # a running experiment counts there
+        [ "$now" = "$before" ] || {{ before=$now; since=$SECONDS; }}
+        case $status in *'"state": "running"'*) limit={10 * STALE_SECONDS:.0f} ;; *) limit=$LONGEST ;; esac
+        [ $((SECONDS - since)) -lt "$limit" ] || refuse "$1 has shown no sign of life for $limit seconds"
+        sleep "$POLL" & wait $!
+    done
+}}
+for ((i = 0; i < ${{#PARENTS[@]}}; i += 3)); do await "${{PARENTS[@]:i:3}}"; done
+cd -- "$CWD" || end 1
+stops=0 failures=0
+while :; do
+    check
+    bash -c "$LINE" < /dev/null >> "$OUT" 2>> "$ERR" &
+    CHILD=$!
+    wait "$CHILD"; code=$?
+    while [ "$TOLD" != 0 ]; do
+        before=$TOLD; wait "$CHILD"; again=$?
+        [ $again = 127 ] || code=$again
+        [ "$TOLD" != "$before" ] || end $code
+    done
+    case $code in
+        0 | {INTERRUPTED}) end $code ;;
+        {STOPPED}) [ $((stops += 1)) -le 100 ] || end $code ;;  # one that stops at once must not be started for ever
+        *) [ $((failures += 1)) -le "$RETRIES" ] || end $code ;;
+    esac
+    echo "== ray: exit code $code, started again" >> "$ERR"
+done
+"""
+
+
+class Config(LauncherConfig):
+    """The cluster, and what one job gets of it. A job runs on one node, which sees the folders of code, data and runs at the same paths."""
+
+    address: str = ""
+    """Of the dashboard, such as "http://127.0.0.1:8265". Empty: as RAY_API_SERVER_ADDRESS or RAY_ADDRESS says, else that one."""
+    num_cpus: float = Field(default=1, ge=0)
+    """Processors that Ray counts for a job. With no resource at all it runs on the head node."""
+    num_gpus: float = Field(default=0, ge=0)
+    """GPUs of a job, which sees no others; 0.5: two jobs share one."""
+    mem_gb: float = Field(default=0, ge=0)
+    """Memory that Ray counts for a job."""
+    resources: dict[Annotated[str, Field(min_length=1)], Annotated[float, Field(gt=0)]] = {}
+    """Custom resources of Ray, such as {"accelerator_type:H100": 0.001}."""
+    retries: int = Field(default=0, ge=0)
+    """How often a failed job is started again on its node. One that stopped gracefully (exit code 75) always is."""
+    grace_seconds: int = Field(default=60, ge=1)
+    """How long a killed job may take to write a checkpoint and stop."""
+    parent_poll_seconds: float = Field(default=5.0, gt=0)
+    """How often a child looks at its parents. A waiting child holds its resources."""
+    parent_wait_seconds: int = Field(default=86_400, ge=0)
+    """How long a child waits for a parent that has not started."""
+    processes: Processes = Processes()
+    environment: Environment = {}
+    patience_seconds: float = Field(default=60.0, gt=0)
+    """How long to ask a cluster that does not answer."""
+    submissions: str = ""
+    """Folder of the submissions. Filled in by `resources.load`; not allowed in a job config."""
+
+    @field_validator("address")
+    @classmethod
+    def _is_http(cls, address: str) -> str:
+        if address and not ADDRESS.fullmatch(address):
+            raise ValueError(f"expected http://HOST:PORT of Ray's dashboard, without a user or a password, got {address!r}.")
+        return address
+
+    @model_validator(mode="after")
+    def _fits_ray(self) -> "Config":
+        if self.num_gpus > 1 and self.num_gpus != int(self.num_gpus):
+            raise ValueError(f"num_gpus: above 1 Ray gives whole GPUs, got {self.num_gpus:g}.")
+        if wrong := [name for name in self.resources if name in _KEPT_BY_RAY]:
+            raise ValueError(f"resources: write {_KEPT_BY_RAY[wrong[0]]} in place of {wrong[0]!r}.")
+        if self.processes.nodes > 1:
+            raise ValueError("processes.nodes: a job of Ray runs on one node. Choose the launcher slurm or toolkit for several.")
+        return self
+
+    def submit(self, jobs: Sequence[Job], folder: Path, note: Note) -> list[str]:
+        """Queue each job as <submission>.<experiment>. Ray takes no id twice, so that nothing is queued twice."""
+        folder = folder.absolute()
+        ids: dict[str, str] = {}
+        with writing(folder):
+            for place in (folder / "ended", folder / "cancel", *{job.log_dir for job in jobs}):
+                place.mkdir(parents=True, exist_ok=True)
+        for job in jobs:
+            ids[job.exp_id] = f"{folder.name}.{job.exp_id}"
+            parents = [*(ids[parent] for parent in job.after if parent in ids and parent != job.exp_id), *job.after_jobs]
+            write_atomic(folder / f"{job.exp_id}.sh", self._render_script(job, folder, list(dict.fromkeys(parents))))
+        try:
+            for job in jobs:
+                self._create(ids[job.exp_id], folder / f"{job.exp_id}.sh", self._settings(job))
+                note({job.exp_id: ids[job.exp_id]})
+        except UserError as error:
+            self._forbid(folder, ids)  # so that none of them starts, even if Ray does not hear of it
+            try:
+                self.kill(list(ids.values()))
+            except LaunchError as second:
+                raise type(error)(f"{error}\nWhat was queued before will not start, but what runs could not be stopped: {second}") from None
+            raise
+        return list(ids.values())
+
+    def states(self, job_ids: Sequence[str]) -> dict[str, SchedulerState]:
+        """With one call for all. A cluster that was started anew knows none of them."""
+        wanted = set(job_ids)
+        return {name: self._state(name, job) for name, job in self._list_jobs().items() if name in wanted} if wanted else {}
+
+    def kill(self, job_ids: Sequence[str]) -> None:
+        """Tell the jobs to stop. Ray kills them after the grace; one that still waits for resources is kept from starting by a file."""
+        listed = self._list_jobs() if job_ids else {}
+        alive = [name for name in dict.fromkeys(job_ids) if name in listed and listed[name].get("status") not in _ENDED]
+        for name in alive:
+            if match := _ID.fullmatch(name):
+                self._forbid(Path(self.submissions, match["submission"]), [match["exp_id"]])
+        for name in alive:
+            try:
+                self._ask("POST", f"/api/jobs/{name}/stop", {})
+            except Refused as error:
+                if not error.missing:
+                    raise
+
+    def find(self, folder: Path, exp_ids: Sequence[str]) -> dict[str, str]:
+        """Those that Ray lists. A request for another one that is still on its way starts nothing any more."""
+        listed = self._list_jobs()
+        found = {exp_id: name for exp_id in exp_ids if (name := f"{folder.name}.{exp_id}") in listed}
+        self._forbid(folder, [exp_id for exp_id in exp_ids if exp_id not in found and (folder / f"{exp_id}.sh").exists()])
+        return found
+
+    def check(self) -> None:
+        """Raises LaunchError if no Ray answers at the address."""
+        found = self._ask("GET", "/api/version")
+        if not isinstance(found, dict) or not isinstance(found.get("ray_version"), str):
+            raise LaunchError(f"{self.scheduler()}: expected the version of Ray, got {brief(str(found))!r}.")
+
+    def scheduler(self) -> str:
+        return find_address(self.address)
+
+    def _ask(self, method: str, path: str, content: dict[str, Any] | None = None) -> Any:
+        return ask(self.scheduler(), method, path, content, self.patience_seconds)
+
+    def _settings(self, job: Job) -> "Config":
+        own = job.resources if isinstance(job.resources, Config) else self
+        if changed := [name for name in _SHARED if getattr(own, name) != getattr(self, name)]:
+            raise LaunchError(f"{job.exp_id}: overrides cannot change {changed[0]} of the launcher ray: all jobs of a submission share it.")
+        return own
+
+    def _render_script(self, job: Job, folder: Path, parents: Iterable[str]) -> str:
+        own = self._settings(job)
+        places: list[object] = []
+        for parent in parents:
+            submission, _, exp_id = parent.partition(".")
+            places += [exp_id, folder.parent / submission, job.run.parent.absolute() / exp_id]
+        logs = job.log_dir.absolute()
+        values = {
+            "ID": job.exp_id,
+            "FOLDER": folder,
+            "CWD": job.cwd.absolute(),
+            "OUT": logs / f"{job.exp_id}.out.log",
+            "ERR": logs / f"{job.exp_id}.err.log",
+            "RETRIES": own.retries,
+            "POLL": f"{own.parent_poll_seconds:g}",
+            "LONGEST": own.parent_wait_seconds,
+            "LINE": shell_line(job, own.processes, own.environment),
+        }
+        lines = [f"{name}={shlex.quote(str(value))}" for name, value in values.items()]
+        return "\n".join(["#!/bin/bash", *lines, f"PARENTS=({shlex.join(map(str, places))})"]) + _SCRIPT
+
+    def _create(self, name: str, script: Path, own: "Config") -> None:
+        """Queue one job. After an error Ray is asked for it: an earlier request may have queued it."""
+        content = {
+            "submission_id": name,
+            "entrypoint": f"exec bash {shlex.quote(str(script))}",
+            "entrypoint_num_cpus": own.num_cpus,
+            "entrypoint_num_gpus": own.num_gpus,
+            "entrypoint_memory": int(own.mem_gb * 2**30),
+            "entrypoint_resources": own.resources,
+            "runtime_env": {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(own.grace_seconds), "RAY_JOB_STOP_SIGNAL": "SIGTERM"}},
+            "metadata": {"job_name": name},
+        }
+        try:
+            answer = self._ask("POST", "/api/jobs/", content)
+            if not isinstance(answer, dict) or answer.get("submission_id") != name:
+                raise LaunchError(f"{self.scheduler()}: expected the id {name} of a queued job, got {brief(str(answer))!r}.")
+        except LaunchError as error:
+            try:
+                found = self._ask("GET", f"/api/jobs/{name}")
+            except Refused as refusal:
+                if refusal.missing:
+                    raise error from None
+                raise
+            if not isinstance(found, dict) or found.get("entrypoint") != content["entrypoint"]:
+                raise LaunchError(f"{self.scheduler()}: the id {name} belongs to a job that this submission has not queued.") from None
+
+    def _list_jobs(self) -> dict[str, dict[str, Any]]:
+        """The jobs of the cluster, of whomever, by id."""
+        found = self._ask("GET", "/api/jobs/")
+        if not isinstance(found, list):
+            raise LaunchError(f"{self.scheduler()}: expected a list of jobs, got {brief(str(found))!r}.")
+        return {name: job for job in found if isinstance(job, dict) and isinstance(name := job.get("submission_id"), str)}
+
+    def _state(self, name: str, job: dict[str, Any]) -> SchedulerState:
+        status, code, kind = job.get("status"), job.get("driver_exit_code"), brief(job.get("error_type"))
+        node = re.match(r"https?://\[?([\w.:-]+?)\]?:\d+/?$", brief(job.get("driver_agent_http_address")))
+        facts = {"word": kind or brief(status), "node": node[1] if node else ""}
+        if status == "RUNNING":
+            return SchedulerState("running", **facts)
+        if status == "SUCCEEDED":
+            return SchedulerState("completed", reason="exit code 0", **facts)
+        if status == "STOPPED" or (status in ("PENDING", "FAILED") and self._is_forbidden(name)):
+            return SchedulerState("cancelled", reason="stopped" if node else "stopped before it was started", **facts)
+        said = brief(job.get("message"))
+        if status == "PENDING":
+            return SchedulerState("queued", reason=said, **facts)
+        if status != "FAILED":
+            return SchedulerState("unknown", reason=f"Ray's status is {brief(str(status))!r}", **facts)
+        if kind == "JOB_SUPERVISOR_ACTOR_START_TIMEOUT":
+            why = "never started: it waited for resources longer than RAY_JOB_START_TIMEOUT_SECONDS of Ray's head node allows"
+            return SchedulerState("cancelled", reason=why, **facts)
+        if code in (STOPPED, INTERRUPTED):
+            return SchedulerState("cancelled", reason=said if said.startswith(_NOT_STARTED) else "stopped in order", **facts)
+        if type(code) is int:
+            return SchedulerState("failed", reason=f"exit code {code}", **facts)
+        return SchedulerState("failed", reason=f"Ray lost it: {said}" if kind == "JOB_SUPERVISOR_ACTOR_DIED" else said, **facts)
+
+    def _is_forbidden(self, name: str) -> bool:
+        match = _ID.fullmatch(name)
+        return bool(match and self.submissions and Path(self.submissions, match["submission"], "cancel", match["exp_id"]).exists())
+
+    def _forbid(self, folder: Path, exp_ids: Iterable[str]) -> None:
+        """Keep jobs of the submission in `folder` from starting: their script looks for this file."""
+        for exp_id in exp_ids:
+            with writing(folder / "cancel" / exp_id):
+                (folder / "cancel").mkdir(parents=True, exist_ok=True)
+                (folder / "cancel" / exp_id).touch()

@@ -1,0 +1,21 @@
+"""A private Ray for the session, of the environment that .ci/ray installs: a head with room for two jobs."""
+
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from tests.ray.real import PYTHON, Cluster
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    if not PYTHON.exists():
+        pytest.skip("no Ray on this machine: .ray/bin/python not found; `bash .ci/ray` installs it")
+    real = Cluster()
+    try:
+        yield real
+    finally:
+        real.close()
+        left = [process.pid for process in psutil.process_iter(["cmdline"]) if str(real.folder) in " ".join(process.info["cmdline"] or ())]
+        assert not left, "processes of Ray outlive it"

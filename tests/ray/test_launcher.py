@@ -1,0 +1,92 @@
+"""What every launcher promises, and what the launcher ray does, on a real Ray: what its stand-in in the fast tests assumes is so."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from src.launch.ray import launcher as ray
+from src.launch.ray.api import ask
+from tests.launch import test_every_launcher as every
+from tests.launch import test_ray as own
+from tests.ray.real import Cluster, wait_until
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+
+class Real(every.World):
+    """A job that holds all resources keeps the others waiting until `start`."""
+
+    unknown = "gone.0"
+    address = ""
+
+    def open(self) -> None:
+        self.config = ray.Config(
+            address=self.address,
+            submissions=str(self.submission.parent),
+            num_cpus=0,
+            resources={"slot": 1},
+            patience_seconds=300.0,
+            grace_seconds=300,
+        )
+        self.blocker = f"blocker.{self.folder.name}"
+        content = {"submission_id": self.blocker, "entrypoint": "exec sleep 1000", "entrypoint_resources": {"slot": 2}}
+        ask(self.address, "POST", "/api/jobs/", content)
+        self.wait_for([self.blocker], "running")
+
+    def start(self, ids: Sequence[str]) -> None:
+        ask(self.address, "POST", f"/api/jobs/{self.blocker}/stop", {})
+
+    def close(self) -> None:
+        self.finish({})
+        self.config.kill(
+            [self.blocker, *self.config.find(self.submission, [self.job(name).exp_id for name in ("a", "b", "good", "bad")]).values()]
+        )
+        wait_until(lambda: not self.alive(), "the jobs of a test to end")
+
+    def alive(self) -> list[str]:
+        jobs = ask(self.address, "GET", "/api/jobs/")
+        return [job["submission_id"] for job in jobs if job["status"] in ("PENDING", "RUNNING")]
+
+
+@pytest.fixture
+def every_world(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Real]:
+    monkeypatch.setattr(Real, "address", cluster.address)
+    world = Real(tmp_path, monkeypatch)
+    yield world
+    world.close()
+
+
+@pytest.fixture
+def own_world(cluster: Cluster, tmp_path: Path) -> own.World:
+    return own.World(cluster.address, tmp_path)
+
+
+def test_the_life_of_a_job(every_world: Real):
+    every.test_the_life_of_a_job(every_world)
+
+
+def test_a_killed_job_is_cancelled(every_world: Real):
+    every.test_a_killed_job_is_cancelled_once_and_for_all(every_world, running=True)
+
+
+def test_a_lost_submission_and_jobs_that_wait(every_world: Real):
+    """Whose jobs are found, killed while they wait for resources, and never start."""
+    every.test_what_a_lost_submission_has_queued_is_found_again(every_world)
+    every_world.start(())
+    wait_until(lambda: not every_world.alive(), "Ray to start the killed jobs for their end")
+    assert not list((every_world.folder / "logs").iterdir())
+    every.test_a_job_that_nobody_knows(every_world)
+
+
+@pytest.mark.parametrize(
+    "promise",
+    [
+        own.test_a_child_starts_after_its_parent_and_never_after_one_that_failed,
+        own.test_what_stops_in_order_starts_again_and_what_fails_as_often_as_it_may,
+        own.test_a_killed_job_stops_in_order_and_does_not_start_again,
+        own.test_what_is_submitted_twice_runs_once,
+    ],
+)
+def test_promises_of_its_own(own_world: own.World, promise: "own.Callable[[own.World], None]"):
+    promise(own_world)
