@@ -266,6 +266,18 @@ def test_an_old_note_that_is_damaged_hides_no_later_job(world: World):
     assert world.ended([item]) == ["done"]
 
 
+def test_a_damaged_note_is_written_again_whole(world: World):
+    """Also the jobs that their save directories still name: they may be removed tomorrow."""
+    items = [planned("end", str(n)) for n in range(2)]
+    world.run(items)
+    assert world.ended(items) == ["done", "done"]
+    (folder,) = world.submissions()
+    before = json.loads((folder / "jobs.json").read_text())
+    (folder / "jobs.json").write_text('{"jobs": {"torn')
+    world.states(items)
+    assert json.loads((folder / "jobs.json").read_text()) == before
+
+
 def test_an_unclear_submission_stands_in_the_way_of_its_own_experiments_alone(world: World, caplog: pytest.LogCaptureFixture):
     one, other = planned("end", "one"), planned("end", "other")
     toolkit = {"launcher": "toolkit", "account": "$NOT_SET_HERE", "image": "a:b", "max_run_seconds": 600}
@@ -594,6 +606,21 @@ def test_the_environment_of_the_jobs_comes_from_env_path(world: World, tmp_path:
     assert (config.processes.env_path, config.processes.stop_seconds) == ("/envs/p2", 9)  # type: ignore[attr-defined]
     own = {"launcher": "local", "processes": {"env_path": "/own"}}
     assert resources.load("x", own, tmp_path, "/envs/p2").launcher.processes.env_path == "/own"  # type: ignore[attr-defined]
+
+
+def test_the_variables_of_jobs_are_in_no_file_that_others_read(world: World):
+    """Others need the log of submissions, to submit nothing twice; one of an older version may hold what is refused today."""
+    item = planned("end")
+    world.run([item], environment={"COLOUR": "mauve"})
+    assert world.ended([item]) == ["done"]
+    (folder,) = world.submissions()
+    readable = [path for path in folder.rglob("*") if path.is_file() and path.stat().st_mode & 0o077]
+    assert {"submission.json", "jobs.json"} <= {path.name for path in readable}
+    assert not any("mauve" in path.read_text() for path in readable)
+    (world.runs / item.exp_id / "status.json").unlink()
+    intent = json.loads((folder / "submission.json").read_text())
+    write_json(folder / "submission.json", intent | {"launcher": intent["launcher"] | {"environment": {"HF_TOKEN": "xyzzy"}}})
+    wait_until(lambda: world.rows([item])[0].reason.startswith("COMPLETED says the scheduler"))
 
 
 def test_the_job_is_noted_for_haven_too(world: World):

@@ -194,6 +194,7 @@ def _start_scheduler(folder: Path) -> None:
     """Start the scheduler as a daemon, and wait until it has taken over."""
     command = [sys.executable, "-m", "src.launch.local.scheduler", str(folder)]
     log_file = folder / "scheduler.log"
+    log_file.touch(mode=0o600)
     line = f"{shlex.join(command)} < /dev/null > {shlex.quote(str(log_file))} 2>&1 & echo $!"
     try:
         done = subprocess.run(
