@@ -11,18 +11,20 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import job_configs
+import trainval
 from src import registry
 from src.config import Places
 from src.errors import ConfigError, LaunchError
 from src.experiments.identity import exp_id
 from src.files import write_json
 from src.interfaces import RecipeConfig
-from src.launch import actions, logs, resources, submissions, tracking
+from src.launch import actions, arguments, logs, resources, submissions, tracking
 from src.launch import status as jobs
 from src.launch.job import SchedulerState
 from src.runs import lease, metadata
@@ -506,6 +508,38 @@ def test_logs_are_followed_to_the_end(world: World, caplog: pytest.LogCaptureFix
     assert "has printed nothing" not in caplog.text
     assert list(logs.follow(world.runs, ["0" * 32])) == []
     assert f"{'0' * 32}: has printed nothing; its state is never" in caplog.text
+
+
+def look(world: World, items: Sequence[Planned], *words: str) -> int:
+    args = arguments.make_parser("", ROOT).parse_args(["-e", "g", "--job_option", "status", *words])
+    arguments.check(args, 1)
+    return trainval.look(args, items, Places(world.runs, world.runs, {}))
+
+
+def test_the_status_as_json_of_some_states_and_again(world: World, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    """--watch ends when nothing is alive."""
+    items = [planned("end", waits=True, size=1), planned("end", "y", waits=True, size=2), planned("fail", "z")]
+    world.run(items)
+    wait_until(lambda: world.states(items) == ["running", "running", "failed"])
+
+    def sleep(seconds: float) -> None:
+        assert seconds == 7
+        world.go()
+        world.ended(items)
+
+    monkeypatch.setattr(trainval, "time", SimpleNamespace(sleep=sleep))
+    assert look(world, items, "--json", "--state", "failed", "done", "--watch", "7") == 0
+    first, end = json.JSONDecoder().raw_decode(out := capsys.readouterr().out)
+    second = json.loads(out[end:])
+    assert [(row["exp_id"], row["state"]) for row in first] == [(items[2].exp_id, "failed")]
+    assert [row["state"] for row in second] == ["done", "done", "failed"]
+    assert "size=2" in second[1]["differs"]
+    assert second[0]["log"] == f"{world.runs}/logs/{items[0].exp_id}.err.log"
+    look(world, items, "--state", "failed")
+    assert capsys.readouterr().out.splitlines()[-1] == "1 experiment: 1 failed"
+    for words in (["--state", "done"], ["--json"], ["--watch"]):
+        with pytest.raises(ConfigError, match="say how --job_option status shows"):
+            arguments.check(arguments.make_parser("", ROOT).parse_args(["-e", "g", *words]), 1)
 
 
 def test_a_line_written_while_the_last_ones_are_shown_is_shown_once(world: World):
