@@ -13,6 +13,7 @@ import contextlib
 import json
 import logging
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,7 @@ def act(args: argparse.Namespace) -> int:
     planned = plan.add_parents(selected, known, args.with_parents)
     chosen = {item.exp_id for item in selected}
     if args.job_option in ("status", "logs", "kill"):
-        return look(args.job_option, planned, places)
+        return look(args, planned, places)
     given = resources.load_named(args.job_scheduler, places.runs, [item.exp for item in planned]) if args.job_scheduler else None
     queued = actions.pending_parents(places.runs, planned) if given else ()
     reset = chosen if args.reset or args.job_option == "reset" else ()
@@ -175,23 +176,29 @@ def submit(given: Any, args: argparse.Namespace, planned: Sequence[Any], chosen:
     return 0
 
 
-def look(option: str, planned: Sequence[Any], places: Any) -> int:
+def look(args: argparse.Namespace, planned: Sequence[Any], places: Any) -> int:
     """Show the state or the logs of the experiments, or end their jobs."""
     from src.launch import actions, logs
     from src.launch import status as jobs
+    from src.launch.tracking import ALIVE
     from src.tables.rows import describe_differences
 
     exp_ids = [item.exp_id for item in planned]
-    if option == "kill":
+    if args.job_option == "kill":
         actions.kill(places.runs, exp_ids)
-    elif option == "logs":
+    elif args.job_option == "logs":
         for line in logs.follow(places.runs, exp_ids):
             print(line, flush=True)
     else:
-        rows = jobs.table(places.runs, exp_ids)
-        for line in jobs.format_table(rows, describe_differences({item.exp_id: (item.group, item.exp) for item in planned})):
-            print(line)
-        print(jobs.summarize(rows))
+        differs = describe_differences({item.exp_id: (item.group, item.exp) for item in planned})
+        while True:
+            rows = jobs.table(places.runs, exp_ids)
+            shown = [row for row in rows if not args.state or row.state in args.state]
+            lines = [jobs.to_json(shown, differs)] if args.json else [*jobs.format_table(shown, differs), jobs.summarize(shown)]
+            print("\n".join(lines), flush=True)
+            if args.watch is None or not any(row.state in ALIVE or row.doubt for row in rows):
+                break
+            time.sleep(args.watch)
     return 0
 
 

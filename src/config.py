@@ -135,7 +135,7 @@ def problems(cls: type[Config], error: ValidationError) -> Iterator[tuple[str, s
         elif cause is not None:
             yield path, str(cause)
         else:
-            yield path, f"{_describe_expected(item['type'], item['msg'], context)}, got {_describe_value(item['input'])}."
+            yield path, f"{_describe_expected(item['type'], item['msg'], context)}, got {describe_value(item['input'])}."
 
 
 def unknown(kind: str, got: str, known: Iterable[str], where: str) -> ConfigError:
@@ -148,7 +148,7 @@ def unknown_text(kind: str, got: str, known: Iterable[str]) -> str:
     choices = sorted(map(str, known))
     close = get_close_matches(got, choices, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
-    return f"unknown {kind} {got!r}.{hint} Known: {', '.join(choices) or 'none'}."
+    return f"unknown {kind} {shorten(got)}.{hint} Known: {', '.join(choices) or 'none'}."
 
 
 def dotted_path(loc: Iterable[int | str]) -> str:
@@ -211,9 +211,15 @@ def _describe_expected(kind: str, message: str, context: Mapping[str, Any]) -> s
     return message.replace("Input should be", "expected", 1)
 
 
-def _describe_value(value: Any) -> str:
+def describe_value(value: Any) -> str:
+    """A value and its type, for a message."""
+    return f"{shorten(value)} ({type(value).__name__})"
+
+
+def shorten(value: Any) -> str:
+    """`repr` of a value, cut to 60 characters: a message must not drown in what it complains of."""
     text = repr(value)
-    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def top_level(module: str, name: str) -> dict[str, Any]:

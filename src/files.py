@@ -69,8 +69,10 @@ def _reason(error: OSError, path: Path) -> str:
     return f"{reason} ({error.filename})"
 
 
-def write_atomic(path: Path, data: bytes | str) -> None:
+def write_atomic(path: Path, data: bytes | str, private: bool = False) -> None:
     """Replace `path` with `data`: a reader, or a crash at any moment, sees the old file or the new one.
+
+    private: only its owner may read it.
 
     Raises:
         RunError: the disk refuses.
@@ -79,7 +81,7 @@ def write_atomic(path: Path, data: bytes | str) -> None:
     sync = not getattr(_thread, "defers_sync", False)
     with writing(path):
         try:
-            with open(beside, "wb") as file:
+            with open(beside, "wb", opener=_open_private if private else None) as file:
                 file.write(data.encode() if isinstance(data, str) else data)
                 file.flush()
                 if sync:
@@ -90,6 +92,10 @@ def write_atomic(path: Path, data: bytes | str) -> None:
             raise
         if sync:
             sync_directory(path.parent)
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 @contextlib.contextmanager

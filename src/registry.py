@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from src.config import Config, Problems, problems, unknown_text
+from src.config import Config, Problems, describe_value, problems, unknown_text
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,12 +131,12 @@ def bind(table: ComponentTable, raw: Any, key: str = "name") -> Any:
     if isinstance(raw, Config) and type(raw).__module__ in table.modules.values():
         return raw
     if not isinstance(raw, dict):
-        raise Problems([("", f"expected a dict with {key!r}, got {raw!r} ({type(raw).__name__}).")])
+        raise Problems([("", f"expected a dict with {key!r}, got {describe_value(raw)}.")])
     if key not in raw:
         raise Problems([(key, f"missing. Known: {', '.join(sorted(table.modules))}.")])
     name = raw[key]
     if not isinstance(name, str):
-        raise Problems([(key, f"expected str, got {name!r} ({type(name).__name__}).")])
+        raise Problems([(key, f"expected str, got {describe_value(name)}.")])
     if name not in table.modules:
         raise Problems([(key, unknown_text(table.kind, name, table.modules))])
     cls: type[Config] = import_module(table.modules[name]).Config

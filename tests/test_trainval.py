@@ -350,6 +350,18 @@ class TestBadInput:
         assert re.search(message, fails(["-e", "g", "--dry-run"], {"g": [changed(SHORT, **values)]}, folder, capsys))
         assert not (folder / "runs").exists()
 
+    @pytest.mark.parametrize("values", [{"recipe": "l" * 5000}, {"recipe": ["lm"] * 5000}, {"loop__steps": "1" * 5000}])
+    def test_a_long_value_does_not_drown_the_message(self, folder: Path, capsys: pytest.CaptureFixture[str], values: dict[str, Any]):
+        told = fails(["-e", "g", "--dry-run"], {"g": [changed(SHORT, **values)]}, folder, capsys)
+        assert "..." in told
+        assert len(told) < 1000
+
+    def test_more_questions_than_the_dict_has_samples(self, folder: Path, capsys: pytest.CaptureFixture[str]):
+        """Found without data: --dry-run on a laptop tells it."""
+        exp = changed(toy.CROSSATTN, data__val_samples=3, data__corpus="nothing", answers__questions=4)
+        errors = fails(["-e", "g", "--dry-run", "--with-parents"], {"base": [toy.BASE], "g": [exp]}, folder, capsys)
+        assert "answers.questions: 4, but data.val_samples is 3. Ask for at most that many." in errors
+
     def test_every_mistake_of_a_group_is_reported_at_once(self, folder: Path, capsys: pytest.CaptureFixture[str]):
         group = [changed(SHORT, loop__stps=4, loop__eval_every="2"), changed(SHORT, model__hiden_size=3)]
         errors = fails(["-e", "g"], {"g": group}, folder, capsys)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
-from src.config import unknown
+from src.config import describe_value, shorten, unknown
 from src.errors import ConfigError
 from src.experiments.identity import check_values, exp_id
 from src.interfaces import load_experiment
@@ -143,7 +143,7 @@ def parse_assignment(text: str) -> tuple[str, Any]:
     """
     path, equals, value = text.partition("=")
     if not equals or not path.strip():
-        raise ConfigError(f"--set: expected path=value, such as loop.steps=20, got {text!r}.")
+        raise ConfigError(f"--set: expected path=value, such as loop.steps=20, got {shorten(text)}.")
     try:
         return path.strip(), json.loads(value)
     except json.JSONDecodeError:
@@ -228,7 +228,7 @@ def _assign(exp: Experiment, path: str, value: Any, must_exist: bool, create: bo
 def _check_axes(axes: Axes, where: str) -> None:
     for path, values in axes.items():
         if not isinstance(values, list):
-            raise ConfigError(f"{where}: {path}: expected a list of values, got {values!r} ({type(values).__name__}).")
+            raise ConfigError(f"{where}: {path}: expected a list of values, got {describe_value(values)}.")
         if not values:
             raise ConfigError(f"{where}: {path}: an axis without values makes no experiment. Give it values or drop it.")
     for first, second in itertools.combinations(axes, 2):

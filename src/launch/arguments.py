@@ -13,6 +13,8 @@ from src.errors import ConfigError
 if TYPE_CHECKING:  # --help must not wait for what checks experiments
     from src.runs.context import Options
 
+STATES = ("never", "queued", "running", "done", "failed", "stopped", "lost", "unknown")
+"""What an experiment can be, by src/launch/status.py."""
 JOB_OPTIONS = ("run", "status", "logs", "kill", "reset", "retry")
 PASSED_ON = (
     *("log_every", "save_every", "stop_after", "max_host_memory", "num_workers", "micro_batch", "statistics_every"),
@@ -67,6 +69,16 @@ def make_parser(about: str, root: Path) -> argparse.ArgumentParser:
     )
     places.completer = _complete_names("job_configs", "JOB_CONFIGS")  # type: ignore[attr-defined]
     where.add_argument("--job_option", choices=JOB_OPTIONS, default="run", help="what to do with the jobs (default: run, with -j)")
+    where.add_argument("--state", nargs="+", default=[], choices=STATES, help="with --job_option status: only experiments in these states")
+    where.add_argument("--json", action="store_true", help="with --job_option status: as JSON, for programs")
+    where.add_argument(
+        "--watch",
+        nargs="?",
+        type=float,
+        const=30.0,
+        metavar="SECONDS",
+        help="with --job_option status: again (30), until none is alive",
+    )
     where.add_argument("--python_binary", metavar="COMMAND", help='with -j: "torchrun --nproc-per-node NGPUS"; NGPUS is filled in there')
     where.add_argument("--stop_after", type=float, metavar="SECONDS", help="stop gracefully, resumable, this long after the start")
     where.add_argument("--max_host_memory", type=float, metavar="SHARE", help="stop gracefully when this share is in use, such as 0.9")
@@ -124,6 +136,10 @@ def check(args: argparse.Namespace, processes: int) -> None:
         raise ConfigError("-e and --exp_id: give one of them.")
     if args.job_option in ("reset", "retry") and not args.job_scheduler:
         raise ConfigError(f"--job_option {args.job_option}: submits jobs. Add -j NAME, a launcher of job_configs.py.")
+    if args.job_option != "status" and (args.state or args.json or args.watch is not None):
+        raise ConfigError("--state, --json and --watch: say how --job_option status shows experiments. Add it, or leave them out.")
+    if args.watch is not None and not args.watch > 0:
+        raise ConfigError(f"--watch: expected seconds above 0, got {args.watch:g}.")
     if args.python_binary and not args.job_scheduler:
         raise ConfigError("--python_binary: only launched jobs use it. Add -j NAME, or start trainval.py with that command itself.")
     if args.job_scheduler and processes > 1:

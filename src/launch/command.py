@@ -42,12 +42,23 @@ _SHARING = {"--use_deepspeed", "--use_fsdp", "--multi_gpu", "--config_file"}
 """Options of accelerate that choose how the model is distributed."""
 
 
-def _check_names(environment: dict[str, str]) -> dict[str, str]:
+# What looks like a key by its name, unless its value is a number, a switch or a path; and what looks like one by its value.
+_SECRET_NAME = re.compile(r"(?:^|_)(?:API)?(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|AUTH)(?:_ID)?(?:$|_)", re.IGNORECASE)
+_HARMLESS = re.compile(r"\d{0,6}|true|false|yes|no|on|off|[~/.].*", re.IGNORECASE | re.DOTALL)
+_SECRET_VALUE = re.compile(r"\b(?:hf_|sk-|ghp_|github_pat_|glpat-|AKIA|xox[bp]-)\w{8,}|://[^/\s:@]+:[^/\s@]+@")
+
+
+def _check_variables(environment: dict[str, str]) -> dict[str, str]:
     for name, value in environment.items():
         if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
             raise ValueError(f"expected the name of an environment variable, got {name!r}.")
         if "\0" in value:
             raise ValueError(f"the value of {name} holds a zero byte, which no environment can.")
+        if (_SECRET_NAME.search(name) and not _HARMLESS.fullmatch(value)) or _SECRET_VALUE.search(value):
+            raise ValueError(
+                f"{name} looks like a secret, and everybody who sees the job or its files would see it. Export it where you submit (jobs "
+                "of local and slurm inherit that), put it into the account's secret store, or where the job finds it, such as ~/.netrc."
+            )
     return environment
 
 
@@ -57,7 +68,7 @@ def _check_word(word: str) -> str:
     return word
 
 
-Environment = Annotated[dict[str, str], AfterValidator(_check_names)]
+Environment = Annotated[dict[str, str], AfterValidator(_check_variables)]
 """Environment variables of a job."""
 
 

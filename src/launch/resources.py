@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from src.config import Problems, join, top_level, unknown
+from src.config import Problems, describe_value, join, shorten, top_level, unknown
 from src.errors import ConfigError
 from src.experiments import expressions
 from src.launch.job import LauncherConfig, bind_launcher
@@ -61,7 +61,7 @@ def load(name: str, raw: Any, runs: Path, env_path: str | None = None) -> Resour
     """
     where = f"JOB_CONFIGS[{name!r}]"
     if not isinstance(raw, dict):
-        raise ConfigError(f"{where}: expected a dict with 'launcher', got {raw!r} ({type(raw).__name__}).")
+        raise ConfigError(f"{where}: expected a dict with 'launcher', got {describe_value(raw)}.")
     if _SUBMISSIONS in raw:
         raise ConfigError(f"{where}.{_SUBMISSIONS}: filled in when jobs are submitted. Leave it out.")
     own = {key: value for key, value in raw.items() if key != "overrides"}
@@ -73,7 +73,7 @@ def load(name: str, raw: Any, runs: Path, env_path: str | None = None) -> Resour
         own[_SUBMISSIONS] = str(runs.resolve() / _SUBMISSIONS)
     overrides = raw.get("overrides", [])
     if not isinstance(overrides, list):
-        raise ConfigError(f"{where}.overrides: expected a list, got {overrides!r} ({type(overrides).__name__}).")
+        raise ConfigError(f"{where}.overrides: expected a list, got {describe_value(overrides)}.")
     return Resources(name, bind_at(own, where), tuple(_override(own, o, f"{where}.overrides[{i}]") for i, o in enumerate(overrides)), own)
 
 
@@ -95,7 +95,8 @@ def load_named(name: str, runs: Path, experiments: Iterable[Mapping[str, Any]]) 
 
 def _override(base: dict[str, Any], override: Any, where: str) -> tuple[expressions.Query, dict[str, Any]]:
     if not isinstance(override, dict) or not isinstance(override.get("where"), str):
-        raise ConfigError(f"{where}: expected a dict with 'where', an expression such as \"model.num_layers > 4\", got {override!r}.")
+        example = 'an expression such as "model.num_layers > 4"'
+        raise ConfigError(f"{where}: expected a dict with 'where', {example}, got {shorten(override)}.")
     changes = {key: value for key, value in override.items() if key != "where"}
     for fixed in ("launcher", _SUBMISSIONS, "overrides"):
         if fixed in changes:

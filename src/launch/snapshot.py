@@ -18,7 +18,7 @@ from src.runs.environment import SECRET_FILES, SNAPSHOT, code_version
 
 MAX_FILE_BYTES = 20_000_000
 MAX_BYTES = 200_000_000
-MOST_NAMES = 20
+MOST_NAMES = 10
 """Most files that are named in the log."""
 SECRET_WORDS = {"secret", "secrets", "token", "password", "passwords", "passwd", "apikey", "credential", "credentials"}
 """A file whose name has one of these words is left out (wandb_token.txt, my-secrets.yaml), but for modules (tokenizers.py, token.py)."""
@@ -138,7 +138,7 @@ def _git_files(root: Path, apart: Sequence[Path]) -> dict[str, Path] | None:
         if not environments.isdisjoint(PurePath(name).parents):
             continue
         if path.is_dir():  # a link to a folder, or a repository within this one
-            if not _is_environment(path) and not _is_below(path.resolve(), apart):
+            if not _is_in_environment(path, root) and not _is_below(path.resolve(), apart):
                 found.update(_walk(path, name, apart, (root.resolve(),)))
         elif not apart or not _is_below(path.resolve(), apart):
             found[name] = path
@@ -157,7 +157,7 @@ def _walk(folder: Path, name: str, apart: Sequence[Path], above: tuple[Path, ...
         if entry.name.startswith("."):
             continue
         if entry.is_dir():
-            if inner != "results" and entry.name not in LEFT_OUT and not _is_environment(Path(entry.path)):
+            if inner != "results" and entry.name not in LEFT_OUT and not _is_in_environment(Path(entry.path), folder):
                 yield from _walk(Path(entry.path), inner, apart, (*above, real))
         elif not entry.name.endswith((".pyc", ".pyo")):
             yield inner, Path(entry.path)
@@ -166,6 +166,12 @@ def _walk(folder: Path, name: str, apart: Sequence[Path], above: tuple[Path, ...
 def _is_environment(folder: Path) -> bool:
     """Whether it holds an installation of Python, whatever it is called."""
     return any((folder / sign).exists() for sign in ("pyvenv.cfg", "conda-meta"))
+
+
+def _is_in_environment(folder: Path, above: Path) -> bool:
+    """Whether `folder`, an entry of `above`, is an installation of Python or a link to a part of one. Code may itself lie in one."""
+    real, outside = folder.resolve(), {above.resolve(), *above.resolve().parents}
+    return any(_is_environment(each) for each in (real, *real.parents) if each not in outside)
 
 
 def _is_below(path: Path, folders: Sequence[Path]) -> bool:

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import json
 import os
 import re
 import time
@@ -16,11 +17,11 @@ from src.config import unknown
 from src.errors import ConfigError, UserError
 from src.files import reading
 from src.launch import submissions
+from src.launch.arguments import STATES
 from src.launch.tracking import LOOK, Question, TrackedJob, track
 from src.runs import events, lease, metadata, parents, scores
 
 LOGS = "logs"
-STATES = ("never", "queued", "running", "done", "failed", "stopped", "lost", "unknown")
 _SILENT_SECONDS = 10 * lease.STALE_SECONDS
 """A forgotten job whose run is held on another machine counts as running if its heartbeat is more recent than this."""
 _ID = re.compile(r"[0-9a-f]{32}")
@@ -258,6 +259,12 @@ def format_table(rows: Iterable[Row], differences: Mapping[str, str] | None = No
     lines = [_cells(row, told.get(row.exp_id, "")) for row in rows]
     filled = [any(column) for column in zip(*lines, strict=True)]
     return aligned_lines([list(itertools.compress(line, filled)) for line in (head, *lines)])
+
+
+def to_json(rows: Iterable[Row], differences: Mapping[str, str]) -> str:
+    """The rows as a JSON list of dicts with the fields of `Row`, and "differs": what sets an experiment apart."""
+    dicts = [{**vars(row), "log": row.log and str(row.log), "differs": differences.get(row.exp_id, "")} for row in rows]
+    return json.dumps(dicts, indent=2)
 
 
 def summarize(rows: Sequence[Row]) -> str:

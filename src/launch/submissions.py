@@ -39,7 +39,7 @@ class Submission:
 
     folder: Path
     launcher: dict[str, Any]
-    """Its resolved config."""
+    """Its resolved config, without `environment`."""
     snapshot: str
     experiments: tuple[str, ...]
     commands: Mapping[str, str]
@@ -111,6 +111,7 @@ def create(runs: Path, launcher: Mapping[str, Any], job_config: str, snapshot: s
     Raises:
         RunError: the disk refuses; nothing may be submitted.
     """
+    launcher = _without_variables(launcher)
     now = datetime.now(UTC)
     name = f"{now:%Y%m%d-%H%M%S}-{now.microsecond:05x}{uuid.uuid4().hex[:3]}"  # sorted by time
     folder = runs.resolve() / FOLDER / name
@@ -120,6 +121,11 @@ def create(runs: Path, launcher: Mapping[str, Any], job_config: str, snapshot: s
         folder.mkdir(parents=True)
     write_json(folder / INTENT, {**intent, "created": now.isoformat(timespec="seconds")})
     return Submission(folder, dict(launcher), snapshot, tuple(commands), shown)
+
+
+def _without_variables(launcher: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of a launcher as those who look need it. The variables of its jobs are nobody else's business."""
+    return {key: value for key, value in launcher.items() if key != "environment"}
 
 
 def read(runs: Path, name: str) -> Submission:
@@ -134,7 +140,7 @@ def read(runs: Path, name: str) -> Submission:
     found = read_json(folder / INTENT, LaunchError)
     try:
         experiments = tuple(map(str, found["experiments"]))
-        return Submission(folder, dict(found["launcher"]), str(found["snapshot"]), experiments, dict(found["commands"]))
+        return Submission(folder, _without_variables(found["launcher"]), str(found["snapshot"]), experiments, dict(found["commands"]))
     except (KeyError, TypeError, ValueError):
         raise LaunchError(f"{folder / INTENT}: not what a submission writes. Its jobs, if any, are to be looked for by hand.") from None
 

@@ -3,6 +3,7 @@
 import fcntl
 import hashlib
 import os
+import stat
 import subprocess
 import time
 import warnings
@@ -15,6 +16,7 @@ from typing import Any, NoReturn
 import pytest
 
 from src import config as configs
+from src.errors import ConfigError
 from src.launch.job import Job, LauncherConfig
 from src.launch.local import launcher as local
 from src.launch.ray import launcher as ray
@@ -233,6 +235,24 @@ def test_what_a_lost_submission_has_queued_is_found_again(world: World):
     assert world.config.find(world.submission.parent / "other", exp_ids) == {}
     world.config.kill(list(found.values()))
     assert world.config.find(world.submission, exp_ids) == found
+
+
+def test_what_a_submission_writes_is_its_owners_alone(world: World):
+    """Scripts and queues hold the variables of jobs."""
+    world.config.submit([world.job("a")], world.submission, lambda _: None)
+    written = [path for path in world.submission.iterdir() if path.is_file() and path.suffix != ".lock" and path.stat().st_size]
+    assert written
+    assert {stat.filemode(path.stat().st_mode) for path in written} == {"-rw-------"}
+
+
+def test_a_value_that_looks_like_a_key_is_refused(world: World):
+    kind = type(world.config)
+    raw = {name: value for name, value in world.config.model_dump().items() if name not in ("environment", "launcher")}
+    for name, value in (("HF_TOKEN", "xyzzy"), ("A", "hf_xyzzyxyzzyxyzzy"), ("PROXY", "http://me:xyzzy@host")):
+        with pytest.raises(ConfigError, match=rf"environment: {name} looks like a secret"):
+            configs.load(kind, {**raw, "environment": {name: value}}, "here")
+    harmless = {"HF_HUB_DISABLE_IMPLICIT_TOKEN": "1", "WANDB_API_KEY_FILE": "/home/me/.key", "TOKENIZERS_PARALLELISM": "false"}
+    assert configs.load(kind, {**raw, "environment": harmless}, "here").environment == harmless
 
 
 def test_a_job_that_nobody_knows(world: World):

@@ -11,6 +11,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from src.errors import ConfigError, LaunchError, RunError
 from src.launch.command import STOPPED, Processes
 from src.launch.job import Job, SchedulerState
 from src.launch.local import launcher as local
+from src.launch.local.scheduler import _QUICK_SECONDS, _Entry, _Scheduler
 from src.launch.local.state import Queue
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -187,6 +189,40 @@ def test_each_job_has_devices_of_its_own(world: World):
     assert set(states(world.run(config, jobs)).values()) == {"completed"}
     assert {world.out("a"), world.out("b")} == {"4,5\n", "GPU-ab,7\n"}
     assert world.out("wide") == "4,5,GPU-ab,7\n"
+
+
+def test_several_jobs_share_a_device_and_a_whole_one_is_shared_with_nobody(world: World):
+    (world.folder / "room").mkdir()
+    config = world.config(slots=4, gpus=[4], gpus_per_job=0.5)
+    whole = config.model_copy(update={"gpus_per_job": 1})
+    code = MEET.replace("print(seen)", "import os; print(seen, os.environ['CUDA_VISIBLE_DEVICES'])")
+    alone = "import os; print(len(os.listdir('room')), os.environ['CUDA_VISIBLE_DEVICES'])"
+    ids = world.submit(config, [world.job("a", code), world.job("b", code), world.job("whole", alone, resources=whole)], "one")
+    ids += world.submit(config, [world.job(n, code) for n in "cd"], "two")
+    wait_until(lambda: {seen.state for seen in config.states(ids).values()} == {"completed"})
+    assert [world.out(name) for name in "abcd"] == ["2 4\n"] * 4
+    assert world.out("whole") == "0 4\n"
+
+
+@pytest.mark.parametrize(("quick", "ended"), [(3, 3), (0, 6)])
+def test_quick_failures_in_a_row_stop_the_queue(world: World, quick: int, ended: int):
+    """All experiments of a group have the same mistake. A job that ends well in between shows that it is another's."""
+    config = world.config(stop_after_failures=quick)
+    jobs = [world.job("one", "raise SystemExit(1)"), world.job("well", "pass"), *(world.job(f"bad{n}", "1 / 0") for n in range(6))]
+    found = world.run(config, jobs)
+    assert [found[name].state for name in ("one", "well")] == ["failed", "completed"]
+    rest = [found[f"bad{n}"] for n in range(6)]
+    assert [seen.state for seen in rest] == ["failed"] * ended + ["cancelled"] * (6 - ended)
+    if quick:
+        assert rest[-1].reason == "not started: 3 in a row failed within 60 s of their start. See why, then submit again"
+
+
+def test_slow_failures_do_not_stop_the_queue():
+    queue = SimpleNamespace(content={"scheduler": {"stop_after_failures": 1}}, write_end=lambda *_: None)
+    for seconds, left in ((_QUICK_SECONDS, 1), (_QUICK_SECONDS - 1, 0)):
+        scheduler = _Scheduler(queue, entries=[_Entry(0, {})])  # type: ignore[arg-type]
+        scheduler._count_quick_failure(seconds)
+        assert len(scheduler.entries) == left
 
 
 def test_a_failed_job_is_tried_again_and_one_that_stopped_goes_on(world: World):
@@ -409,6 +445,8 @@ def test_jobs_of_another_machine_and_damaged_folders(world: World):
     ("values", "message"),
     [
         ({"slots": 0}, r"x\.slots: expected a number >= 1"),
+        ({"gpus": [0], "gpus_per_job": 0.7}, r"x: gpus_per_job: expected a whole number, or 1/2, 1/3, 1/4, 1/6 or 1/12, got 0\.7"),
+        ({"gpus": [0, 1], "gpus_per_job": 1.5}, r"x: gpus_per_job: expected a whole number above 1, got 1\.5"),
         ({"gpus": [0, 1], "gpus_per_job": 3}, r"x: gpus_per_job is 3, but gpus lists 2\."),
         ({"gpus": [0, "0"]}, r"x: gpus lists a device twice"),
         ({"processes": {"starter": "torchrun", "nodes": 2}}, r"x: processes\.nodes: this machine is one node"),

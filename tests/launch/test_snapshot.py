@@ -100,6 +100,25 @@ def test_environments_are_no_code_whatever_they_are_called(root: Path, tmp_path:
 
 
 @pytest.mark.parametrize("with_git", [True, False])
+def test_a_link_to_a_part_of_an_environment_is_no_code(root: Path, tmp_path: Path, with_git: bool, caplog: pytest.LogCaptureFixture):
+    """The environment is recognised by pyvenv.cfg wherever it lies. Code that itself lies in one is code."""
+    inside = root.rename((tmp_path / "around").mkdir() or tmp_path / "around" / "project")
+    (tmp_path / "around" / "pyvenv.cfg").write_text("x")
+    packages = tmp_path / "env" / "lib" / "site-packages"
+    packages.mkdir(parents=True)
+    (tmp_path / "env" / "pyvenv.cfg").write_text("x")
+    for name in ("x.py", "token.json"):
+        (packages / name).write_text("x")
+    (inside / "packages").symlink_to(packages)
+    (inside / ".venv").symlink_to(tmp_path / "env" / "lib")
+    if with_git:
+        under_git(inside)
+    with caplog.at_level("INFO"):
+        assert names(snapshot.take(inside, tmp_path / "snapshots")) - {".gitignore"} == CODE
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("with_git", [True, False])
 def test_linked_folders_are_copied_and_a_link_to_itself_ends(root: Path, tmp_path: Path, with_git: bool):
     (root / "src").rename(tmp_path / "elsewhere")
     (root / "src").symlink_to(tmp_path / "elsewhere")
@@ -140,7 +159,9 @@ def test_files_that_look_like_keys_are_left_out_and_named(root: Path, tmp_path: 
         found = names(snapshot.take(root, tmp_path / "snapshots"))
     assert found - {".gitignore"} == CODE | set(NOT_SECRET)
     assert "deep/kaggle.json" in caplog.text
-    assert "secrets.py" in caplog.text
+    told = caplog.text.partition("look like keys: ")[2]
+    assert len(told.split(", ")) == snapshot.MOST_NAMES == 10
+    assert (" and 3 more" in told) == with_git, "git names the hidden ones, too"
 
 
 def test_a_large_file_is_refused_by_name(root: Path, tmp_path: Path):

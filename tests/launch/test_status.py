@@ -11,18 +11,20 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import job_configs
+import trainval
 from src import registry
 from src.config import Places
 from src.errors import ConfigError, LaunchError
 from src.experiments.identity import exp_id
 from src.files import write_json
 from src.interfaces import RecipeConfig
-from src.launch import actions, logs, resources, submissions, tracking
+from src.launch import actions, arguments, logs, resources, submissions, tracking
 from src.launch import status as jobs
 from src.launch.job import SchedulerState
 from src.runs import lease, metadata
@@ -266,6 +268,18 @@ def test_an_old_note_that_is_damaged_hides_no_later_job(world: World):
     assert world.ended([item]) == ["done"]
 
 
+def test_a_damaged_note_is_written_again_whole(world: World):
+    """Also the jobs that their save directories still name: they may be removed tomorrow."""
+    items = [planned("end", str(n)) for n in range(2)]
+    world.run(items)
+    assert world.ended(items) == ["done", "done"]
+    (folder,) = world.submissions()
+    before = json.loads((folder / "jobs.json").read_text())
+    (folder / "jobs.json").write_text('{"jobs": {"torn')
+    world.states(items)
+    assert json.loads((folder / "jobs.json").read_text()) == before
+
+
 def test_an_unclear_submission_stands_in_the_way_of_its_own_experiments_alone(world: World, caplog: pytest.LogCaptureFixture):
     one, other = planned("end", "one"), planned("end", "other")
     toolkit = {"launcher": "toolkit", "account": "$NOT_SET_HERE", "image": "a:b", "max_run_seconds": 600}
@@ -496,6 +510,38 @@ def test_logs_are_followed_to_the_end(world: World, caplog: pytest.LogCaptureFix
     assert f"{'0' * 32}: has printed nothing; its state is never" in caplog.text
 
 
+def look(world: World, items: Sequence[Planned], *words: str) -> int:
+    args = arguments.make_parser("", ROOT).parse_args(["-e", "g", "--job_option", "status", *words])
+    arguments.check(args, 1)
+    return trainval.look(args, items, Places(world.runs, world.runs, {}))
+
+
+def test_the_status_as_json_of_some_states_and_again(world: World, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    """--watch ends when nothing is alive."""
+    items = [planned("end", waits=True, size=1), planned("end", "y", waits=True, size=2), planned("fail", "z")]
+    world.run(items)
+    wait_until(lambda: world.states(items) == ["running", "running", "failed"])
+
+    def sleep(seconds: float) -> None:
+        assert seconds == 7
+        world.go()
+        world.ended(items)
+
+    monkeypatch.setattr(trainval, "time", SimpleNamespace(sleep=sleep))
+    assert look(world, items, "--json", "--state", "failed", "done", "--watch", "7") == 0
+    first, end = json.JSONDecoder().raw_decode(out := capsys.readouterr().out)
+    second = json.loads(out[end:])
+    assert [(row["exp_id"], row["state"]) for row in first] == [(items[2].exp_id, "failed")]
+    assert [row["state"] for row in second] == ["done", "done", "failed"]
+    assert "size=2" in second[1]["differs"]
+    assert second[0]["log"] == f"{world.runs}/logs/{items[0].exp_id}.err.log"
+    look(world, items, "--state", "failed")
+    assert capsys.readouterr().out.splitlines()[-1] == "1 experiment: 1 failed"
+    for words in (["--state", "done"], ["--json"], ["--watch"]):
+        with pytest.raises(ConfigError, match="say how --job_option status shows"):
+            arguments.check(arguments.make_parser("", ROOT).parse_args(["-e", "g", *words]), 1)
+
+
 def test_a_line_written_while_the_last_ones_are_shown_is_shown_once(world: World):
     item = planned("end", waits=True)
     world.run([item])
@@ -594,6 +640,21 @@ def test_the_environment_of_the_jobs_comes_from_env_path(world: World, tmp_path:
     assert (config.processes.env_path, config.processes.stop_seconds) == ("/envs/p2", 9)  # type: ignore[attr-defined]
     own = {"launcher": "local", "processes": {"env_path": "/own"}}
     assert resources.load("x", own, tmp_path, "/envs/p2").launcher.processes.env_path == "/own"  # type: ignore[attr-defined]
+
+
+def test_the_variables_of_jobs_are_in_no_file_that_others_read(world: World):
+    """Others need the log of submissions, to submit nothing twice; one of an older version may hold what is refused today."""
+    item = planned("end")
+    world.run([item], environment={"COLOUR": "mauve"})
+    assert world.ended([item]) == ["done"]
+    (folder,) = world.submissions()
+    readable = [path for path in folder.rglob("*") if path.is_file() and path.stat().st_mode & 0o077]
+    assert {"submission.json", "jobs.json"} <= {path.name for path in readable}
+    assert not any("mauve" in path.read_text() for path in readable)
+    (world.runs / item.exp_id / "status.json").unlink()
+    intent = json.loads((folder / "submission.json").read_text())
+    write_json(folder / "submission.json", intent | {"launcher": intent["launcher"] | {"environment": {"HF_TOKEN": "xyzzy"}}})
+    wait_until(lambda: world.rows([item])[0].reason.startswith("COMPLETED says the scheduler"))
 
 
 def test_the_job_is_noted_for_haven_too(world: World):

@@ -217,12 +217,12 @@ def wait_for(condition, seconds: float = 300) -> bool:
 def test_a_lost_lease_is_noticed_by_the_heart_and_by_confirm(tmp_path: Path):
     lease = Lease.acquire(tmp_path, beat_seconds=0.01)
     taken = foreign()
-    (tmp_path / "new").write_text(taken)
-    os.replace(tmp_path / "new", tmp_path / LEASE)
-    # A beat that had looked before the replacement may still put ours back: then it is not lost yet.
-    while not lease.lost:
+    with directory_lock(tmp_path):  # between two beats
         (tmp_path / "new").write_text(taken)
         os.replace(tmp_path / "new", tmp_path / LEASE)
+    # The next beat notices. One that does not puts our lease back.
+    assert wait_for(lambda: lease.lost or (tmp_path / LEASE).read_text() != taken)
+    assert lease.lost
     with pytest.raises(RunError, match=r"no longer holds the lease \(it is held by process 1 on host far"):
         lease.confirm()
     assert json.loads((tmp_path / LEASE).read_text())["token"] == "far"

@@ -29,7 +29,7 @@ _POLL_SECONDS = 0.05
 _KILL_SECONDS = 20.0
 """How long killed processes may take to disappear."""
 _ROOT = Path(__file__).resolve().parents[3]
-_SHARED = ("slots", "gpus", "wait", "submissions")
+_SHARED = ("slots", "gpus", "wait", "submissions", "stop_after_failures")
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +41,11 @@ class Config(LauncherConfig):
     """How many jobs run at a time."""
     gpus: list[Annotated[int, Field(ge=0)] | Annotated[str, Field(pattern=r"^[\w-]+$")]] = []
     """Devices to hand out, as CUDA_VISIBLE_DEVICES names them. Empty: every job sees what this process sees."""
-    gpus_per_job: int = Field(default=1, ge=1)
-    """How many of `gpus` a job gets for itself."""
+    gpus_per_job: float = Field(default=1, gt=0)
+    """How many of `gpus` a job gets for itself. 1/2, 1/3, 1/4, 1/6 or 1/12 (also as 0.33): so many jobs share one, which is not cut up:
+    they must fit into its memory together."""
+    stop_after_failures: int = Field(default=5, ge=0)
+    """So many experiments in a row that failed within a minute of their start end the submission: what waits is not started. 0: never."""
     retries: int = Field(default=0, ge=0)
     """How often a failed job is started again. One that stopped gracefully (exit code 75) always is."""
     wait: bool = True
@@ -56,8 +59,12 @@ class Config(LauncherConfig):
 
     @model_validator(mode="after")
     def _enough(self) -> "Config":
+        if self.gpus_per_job < 1 and not _twelfths(self.gpus_per_job):
+            raise ValueError(f"gpus_per_job: expected a whole number, or 1/2, 1/3, 1/4, 1/6 or 1/12, got {self.gpus_per_job:g}.")
+        if self.gpus_per_job > 1 and self.gpus_per_job % 1:
+            raise ValueError(f"gpus_per_job: expected a whole number above 1, got {self.gpus_per_job:g}.")
         if self.gpus and self.gpus_per_job > len(self.gpus):
-            raise ValueError(f"gpus_per_job is {self.gpus_per_job}, but gpus lists {len(self.gpus)}.")
+            raise ValueError(f"gpus_per_job is {self.gpus_per_job:g}, but gpus lists {len(self.gpus)}.")
         if len(set(map(str, self.gpus))) < len(self.gpus):
             raise ValueError(f"gpus lists a device twice: {self.gpus}.")
         if self.processes.nodes > 1:
@@ -73,7 +80,12 @@ class Config(LauncherConfig):
         places = {job.exp_id: index for index, job in enumerate(jobs)}
         content = {
             "host": socket.gethostname(),
-            "scheduler": {"slots": self.slots, "gpus": [str(gpu) for gpu in self.gpus], "grace_seconds": self.grace_seconds},
+            "scheduler": {
+                "slots": self.slots,
+                "gpus": [str(gpu) for gpu in self.gpus],
+                "grace_seconds": self.grace_seconds,
+                "stop_after_failures": self.stop_after_failures,
+            },
             "jobs": [self._describe_job(job, index, places) for index, job in enumerate(jobs)],
         }
         with writing(folder):
@@ -100,7 +112,8 @@ class Config(LauncherConfig):
             # A job waits only for jobs before it, so that there is no cycle.
             "after": [places[parent] for parent in job.after if places.get(parent, index) < index],
             "after_jobs": list(job.after_jobs),
-            "gpus": own.gpus_per_job if own.gpus else 0,
+            "gpus": int(own.gpus_per_job) if own.gpus else 0,
+            "twelfths": _twelfths(own.gpus_per_job) if own.gpus else 0,
             "retries": own.retries,
         }
 
@@ -190,10 +203,16 @@ class Config(LauncherConfig):
             raise LaunchError("\n".join([f"{len(bad)} of {len(job_ids)} jobs did not end well:", *bad]))
 
 
+def _twelfths(gpus: float) -> int:
+    """How many twelfths of a GPU a job gets that shares it; 0 if it shares none, or with no whole number of others."""
+    return next((count for count in (1, 2, 3, 4, 6) if abs(gpus - count / 12) < 0.01), 0)
+
+
 def _start_scheduler(folder: Path) -> None:
     """Start the scheduler as a daemon, and wait until it has taken over."""
     command = [sys.executable, "-m", "src.launch.local.scheduler", str(folder)]
     log_file = folder / "scheduler.log"
+    log_file.touch(mode=0o600)
     line = f"{shlex.join(command)} < /dev/null > {shlex.quote(str(log_file))} 2>&1 & echo $!"
     try:
         done = subprocess.run(

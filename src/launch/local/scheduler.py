@@ -17,6 +17,7 @@ from src.launch.local import state as local_state
 from src.launch.local.state import Queue, verdict
 
 _POLL_SECONDS = 0.05
+_QUICK_SECONDS = 60.0
 _MAX_CONTINUATIONS = 100
 """How often a job that stopped gracefully is started again: one that stops at once must not be restarted for ever."""
 # $1 file for the process, $2 file for the exit code, $3 the job, $4 descriptors whose locks belong to this shell and not to the job.
@@ -40,6 +41,7 @@ class _Entry:
     index: int
     job: dict[str, Any]
     failures: int = 0
+    began: float = 0.0
     continues: int = 0
     attempt: int = 0
     child: subprocess.Popen[bytes] | None = None
@@ -50,6 +52,8 @@ class _Entry:
 class _Scheduler:
     queue: Queue
     stopping: bool = False
+    quick_failures: int = 0
+    """In a row, until now."""
     entries: list[_Entry] = field(default_factory=list)
     ended: dict[int, str] = field(default_factory=dict)
     """Index -> state of the jobs that have ended."""
@@ -117,7 +121,10 @@ class _Scheduler:
                     slots = Slots(self.queue.folder.parent / "slots")
                     if (slot := slots.take([f"slot-{n}" for n in range(config["slots"])], 1, stack)) is None:
                         return  # other submissions have them all
-                    devices = slots.take([f"gpu-{gpu}" for gpu in config["gpus"]], entry.job["gpus"], stack)
+                    if twelfths := entry.job.get("twelfths"):
+                        devices = slots.take_share(config["gpus"], twelfths, stack)
+                    else:
+                        devices = slots.take([f"gpu-{gpu}" for gpu in config["gpus"]], entry.job["gpus"], stack)
                     if devices is not None:
                         self._start(entry, slot | devices)
                         free -= 1
@@ -125,6 +132,7 @@ class _Scheduler:
     def _start(self, entry: _Entry, locks: dict[str, int]) -> None:
         job = entry.job
         entry.attempt += 1
+        entry.began = time.monotonic()
         environment = dict(os.environ)
         if devices := [name.removeprefix("gpu-") for name in locks if name.startswith("gpu-")]:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
@@ -156,6 +164,7 @@ class _Scheduler:
         entry.child = None
         state, reason = verdict(code, entry.job["err"])
         if code == 0:
+            self.quick_failures = 0
             self._end(entry, state, reason)
         elif cancelled:
             self._end(entry, "cancelled", "cancelled")
@@ -165,6 +174,18 @@ class _Scheduler:
             entry.failures += 1
         else:
             self._end(entry, state, reason)
+            if state == "failed":
+                self._count_quick_failure(time.monotonic() - entry.began)
+
+    def _count_quick_failure(self, seconds: float) -> None:
+        """One mistake makes all experiments of a group fail alike: after several, the others are not started."""
+        self.quick_failures = self.quick_failures + 1 if seconds < _QUICK_SECONDS else 0
+        most = self.queue.content["scheduler"].get("stop_after_failures", 0)
+        if not most or self.quick_failures < most:
+            return
+        for entry in [entry for entry in self.entries if entry.attempt == 0]:
+            reason = f"not started: {most} in a row failed within {_QUICK_SECONDS:g} s of their start. See why, then submit again"
+            self._end(entry, "cancelled", reason)
 
     def _end(self, entry: _Entry, state: str, reason: str) -> None:
         self.queue.write_end(entry.index, state, reason)
@@ -194,6 +215,20 @@ class Slots:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 taken[name] = descriptor
         return taken if len(taken) == count else None
+
+    def take_share(self, gpus: list[str], twelfths: int, stack: contextlib.ExitStack) -> dict[str, int] | None:
+        """Lock a part of one of `gpus`, which no job has for itself; as `take`."""
+        for gpu in gpus:
+            whole = os.open(self.folder / f"gpu-{gpu}", os.O_RDWR | os.O_CREAT, 0o666)
+            with contextlib.ExitStack() as tried:
+                tried.callback(os.close, whole)
+                with contextlib.suppress(BlockingIOError):
+                    fcntl.flock(whole, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                    parts = self.take([f"part-{gpu}-{n}" for n in range(12)], twelfths, tried)
+                    if parts is not None:
+                        stack.push(tried.pop_all())
+                        return {f"gpu-{gpu}": whole, **parts}
+        return None
 
 
 def main(folder: Path) -> int:

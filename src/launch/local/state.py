@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from src.errors import LaunchError, RunError
-from src.files import read_json, write_json
+from src.files import read_json, write_atomic, write_json
 from src.launch.command import INTERRUPTED, STOPPED
 from src.launch.job import SchedulerState
 from src.runs.lease import process_start, this_process
@@ -213,4 +213,4 @@ def find_job(submissions: Path, job_id: str, queues: dict[str, Queue]) -> tuple[
 def write_queue(folder: Path, content: dict[str, Any]) -> None:
     """Write the jobs of a submission."""
     (folder / "jobs").mkdir(parents=True, exist_ok=True)
-    (folder / QUEUE).write_text(json.dumps(content), encoding="utf-8")
+    write_atomic(folder / QUEUE, json.dumps(content), private=True)  # it holds the variables of the jobs

@@ -102,7 +102,7 @@ exit $code
 
 def write_script(folder: Path) -> Path:
     """Write the script that every array of the submission in `folder` runs. Raises RunError if the disk refuses."""
-    write_atomic(folder / SCRIPT, _SCRIPT_TEXT)
+    write_atomic(folder / SCRIPT, _SCRIPT_TEXT, private=True)
     return folder / SCRIPT
 
 
@@ -116,7 +116,8 @@ def write_tasks(tasks: Path, jobs: Sequence[Job], lines: Sequence[str], requeue:
         logs = job.log_dir.absolute()
         out, err = (f"{logs}/{job.exp_id}.{stream}.log" for stream in ("out", "err"))
         fields += [job.exp_id, str(job.run.absolute()), out, err, str(int(requeue)), line]
-    write_atomic(tasks, os.fsencode("".join(f"{field}\0" for field in fields)))
+    write_atomic(tasks, os.fsencode("".join(f"{field}\0" for field in fields)), private=True)
+    tasks.with_suffix(".log").touch(mode=0o600)
 
 
 def task_line(job: Job, processes: Processes, environment: Mapping[str, str], setup: Sequence[str]) -> str:

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from src.errors import LaunchError, UserError
-from src.files import write_json, writing
+from src.files import write_atomic, write_json, writing
 from src.launch.job import Job, Note, SchedulerState
 from src.launch.toolkit import eai
 from src.launch.toolkit.script import parents_to_await, render_script
@@ -171,7 +171,7 @@ class Config(JobConfig):
         text = render_script(job, parents_to_await(job, [other.exp_id for other in jobs]), own)
         with writing(path):
             job.log_dir.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
+        write_atomic(path, text, private=True)
         name = re.sub(r"[^a-z0-9_]", "_", f"hv_{job.exp_id}_{folder.name}".lower())
         tags = {SUITE[0]: SUITE[1], SUBMISSION: folder.name, EXPERIMENT: job.exp_id, OWNER: _owner()}
         return Spec(name, ("/bin/bash", str(path)), job.cwd, tags, own)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal, Protocol, TypeVar
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from src.errors import LaunchError
 from src.launch.command import Environment, Processes
@@ -27,8 +27,6 @@ PAGE = 1000
 _WAITING = {"QUEUING", "QUEUED", "PENDING"}
 _INTERRUPTED = {"INTERRUPTED", "PREEMPTED"}
 _STATES = {"RUNNING": "running", "CANCELLING": "running", "SUCCEEDED": "completed", "FAILED": "failed", "CANCELLED": "cancelled"}
-_SECRET_NAME = re.compile(r"(?:^|_)(?:API)?(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|AUTH)(?:_ID)?(?:$|_)", re.IGNORECASE)
-_SECRET_VALUE = re.compile(r"\b(?:hf_|sk-|ghp_|github_pat_|glpat-|AKIA|xox[bp]-)\w{8,}|://[^/\s:@]+:[^/\s@]+@")
 _MOUNT = re.compile(r"[^\s:]+:(/[^:]*)(?::(ro|rw))?")
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -109,17 +107,6 @@ class JobConfig(LauncherConfig):
     """How often a failed call is repeated."""
     backoff_seconds: float = Field(default=2.0, ge=0)
     """Pause before the first repetition; doubled each time, at most a minute."""
-
-    @field_validator("environment")
-    @classmethod
-    def _no_secrets(cls, environment: dict[str, str]) -> dict[str, str]:
-        for name, value in environment.items():
-            if _SECRET_NAME.search(name) or _SECRET_VALUE.search(value):
-                raise ValueError(
-                    f"{name} looks like a secret, and everybody who sees the job would see it. Put it into the account's secret store, "
-                    "or where the job finds it itself, such as ~/.netrc on a mount."
-                )
-        return environment
 
     @model_validator(mode="after")
     def _check_together(self) -> "JobConfig":
