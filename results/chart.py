@@ -21,7 +21,8 @@ HEIGHT, LOWER = 350, 240
 _REACH = 14
 """Pixels across a line, or a point, in which the mouse finds it."""
 _FEW_POINTS = 40
-_LIT, _DIMMED = 1.0, 0.2
+_DIMMED = 0.2
+"""Opacity of the other lines where one is lit."""
 
 
 class Plot:
@@ -50,7 +51,7 @@ class Plot:
         self._made_for, self._sources, self._parts = wanted, [], []
         hovered = ColumnDataSource({"colour": [""]})
         hovered.on_change("data", lambda _, __, data: self._on_hover(data["colour"][0] or None))
-        figures = [self._draw(metric, curves, x, logarithmic, factors, hovered, len(pictures)) for metric, curves in pictures.items()]
+        figures = [self._draw(metric, curves, hovered, wanted[:3], len(pictures)) for metric, curves in pictures.items()]
         for other in figures[1:]:
             other.x_range = figures[0].x_range
         self.pane.object = column(*figures, sizing_mode="stretch_width")
@@ -58,12 +59,13 @@ class Plot:
     def light(self, colour: str | None) -> None:
         """Dim all lines but those of a colour; None: dim none."""
         for own, glyph, opacity in self._parts:
-            strength = _LIT if colour in (None, own) else _DIMMED
-            name = "fill_alpha" if hasattr(glyph, "fill_alpha") else "line_alpha"
-            if getattr(glyph, name) != strength * opacity:
-                setattr(glyph, name, strength * opacity)
+            wanted = opacity * (1 if colour in (None, own) else _DIMMED)
+            for name in ("line_alpha", "fill_alpha"):
+                if hasattr(glyph, name) and getattr(glyph, name) != wanted:
+                    setattr(glyph, name, wanted)
 
-    def _draw(self, metric: str, curves: Curves, x: str, logarithmic: bool, factors: Sequence[str], hovered: Any, count: int) -> Any:
+    def _draw(self, metric: str, curves: Curves, hovered: Any, axes: tuple[str, bool, Sequence[str]], count: int) -> Any:
+        x, logarithmic, factors = axes
         drawn = figure(
             height=HEIGHT if count == 1 else LOWER,
             sizing_mode="stretch_width",

@@ -38,7 +38,7 @@ _BODY_CSS = markup.CSS + "body { margin: 0; background: var(--page); }"
 
 
 def app(runs: Path = RUNS, group: str | None = None, live: bool = True, linked: bool = False) -> pn.viewable.Viewable:
-    """The page. live: refresh it every few seconds, until the switch on it is turned off. linked: the pages of runs are served beside it."""
+    """The page. live: refresh it every few seconds, until the switch on it is turned off. linked: pages of runs are served beside it."""
     pn.extension("tabulator", inline=True, notifications=False)
     shown = Dashboard(runs, group, live, linked)
     if pn.state.location is not None:

@@ -65,12 +65,13 @@ class Table:
         return self.widget.value
 
     def fill(self, headings: Sequence[str], lines: Sequence[Sequence[Any]], bold: Sequence[Collection[int]] = ()) -> None:
-        """Show these cells; sends nothing if they are unchanged. bold: of each column, the lines whose cell is bold: all its cells are texts."""
-        lines = [[_bold(cell, bold[place], number) if bold and bold[place] else cell for place, cell in enumerate(line)]
-                 for number, line in enumerate(lines)]  # fmt: skip
-        frame = pd.DataFrame(list(map(list, lines)), columns=pd.Index(unique(headings)), dtype=object)
-        same_columns = list(self.value.columns) == list(frame.columns)
-        self._bold = [name for name, chosen in zip(frame.columns, bold, strict=False) if chosen]
+        """Show these cells; sends nothing if they are unchanged. bold: of each column the lines whose cell is bold, all its cells texts."""
+        columns = unique(headings)
+        bold_columns = [name for name, chosen in zip(columns, bold, strict=False) if chosen]
+        cells = [[_mark(cell, number, place, bold) for place, cell in enumerate(line)] for number, line in enumerate(lines)]
+        frame = pd.DataFrame(cells, columns=pd.Index(columns), dtype=object)
+        same_columns = list(self.value.columns) == columns and self._bold == bold_columns
+        self._bold = bold_columns
         if same_columns and self.value.equals(frame):
             return
         if same_columns and self._has_pages(frame) == self._has_pages(self.value) and time.monotonic() - self._made > BUILDING_SECONDS:
@@ -112,9 +113,11 @@ class Table:
         self._made = time.monotonic()
 
 
-def _bold(cell: str, chosen: Collection[int], number: int) -> str:
-    text = markup.escape(cell)
-    return f"<b>{text}</b>" if number in chosen else text
+def _mark(cell: Any, line: int, column: int, bold: Sequence[Collection[int]]) -> Any:
+    """The cell of a column that is HTML if one of its cells is bold."""
+    if not bold or not bold[column]:
+        return cell
+    return f"<b>{markup.escape(cell)}</b>" if line in bold[column] else markup.escape(cell)
 
 
 def _are_numbers(cells: Iterable[Any]) -> bool:

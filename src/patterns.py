@@ -21,4 +21,5 @@ def compile_pattern(pattern: str, dot_is_any: bool = False) -> Any:
         return re2.compile(pattern, options)
     except re2.error as error:
         why = error.args[0].decode() if isinstance(error.args[0], bytes) else str(error.args[0])
-        raise ValueError(f"{pattern!r} is no regular expression of RE2: {why}. It has no lookahead, lookbehind or references.") from None
+        advice = " It has no lookahead, lookbehind or references." if why.startswith("invalid ") else ""
+        raise ValueError(f"{pattern!r} is no regular expression of RE2: {why}.{advice}") from None

@@ -2,7 +2,7 @@
 
 An expression is made of dotted names, numbers, texts, lists, None (or null), True and False (or true, false), the comparisons
 == != < <= > >= in, not in, also chained (0 < x < 1), and, or, not, parentheses, and two calls: `matches(name, 'regular expression')`,
-which searches a text in linear time, see `regular_expressions`, and `value('em/nq')` for a name that is no dotted name.
+which searches a text (RE2, in linear time), and `value('em/nq')` for a name that is no dotted name.
 
 A name that a row lacks is None. Comparing the order of None, or of a text and a number, gives False. True equals no number.
 """
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from src.errors import ConfigError
-from src.experiments.regular_expressions import Pattern
+from src.patterns import compile_pattern
 
 Row = Mapping[str, Any]
 _Value = Callable[[Row], Any]
@@ -135,10 +135,10 @@ class _Parser:
             case ast.Call(func=ast.Name(id="matches"), args=[searched, ast.Constant(value=str() as pattern) as given], keywords=[]):
                 text = self.compile_node(searched)
                 try:
-                    search = Pattern(pattern).search
-                except (re.error, RecursionError, OverflowError) as error:
-                    self.refuse(given, f"not a regular expression: {error}")
-                return lambda row: isinstance(value := text(row), str) and search(value)
+                    search = compile_pattern(pattern).search
+                except ValueError as error:
+                    self.refuse(given, str(error))
+                return lambda row: isinstance(value := text(row), str) and search(value) is not None
         return self.refuse(
             node, f"the only calls are matches(name, 'regular expression') and value('name'), got {ast.unparse(node)[:40]!r}"
         )

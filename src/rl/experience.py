@@ -103,7 +103,8 @@ class Experience:
         """
         if self.generation.continuous and engine.sharded:
             raise ConfigError(
-                f"data.sampling.batching: continuous: processes that share a model ({engine.name}) must make as many passes each. Write static."
+                f"data.sampling.batching: continuous: processes that share a model ({engine.name}) must make as many passes each. "
+                "Write static."
             )
         self.engine = engine
 

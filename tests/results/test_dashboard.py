@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from urllib.error import HTTPError
+from urllib.request import HTTPCookieProcessor, build_opener, urlopen
 
 import pandas as pd
 import pytest
@@ -18,6 +20,7 @@ from results.dashboard import Dashboard
 from src.errors import ConfigError
 from src.runs.run_dir import RunDir
 from tests.conftest import ROOT
+from tests.servers import served
 
 # panel 1.9.4 calls pandas in a way that pandas 3.1 announces the end of
 pytestmark = pytest.mark.filterwarnings("ignore:The inplace keyword:pandas.errors.Pandas4Warning")
@@ -43,10 +46,10 @@ def fail(runs: Path, stride: int = 7, reason: str = "out of memory") -> str:
 def test_the_table_of_results_is_that_of_the_command_line(page: Dashboard):
     shown = page.results.value
     assert list(shown.columns) == ["colour", "val_loss ↓", "em", "stride"]
-    assert shown.iloc[0, 1:].tolist() == ["0.68 ± 0.10", "0.25", "1"]
+    assert shown.iloc[0, 1:].tolist() == ["<b>0.68 ± 0.10</b>", "0.25", "1"]
     assert "In all rows: train_loss 1, runs 3, state done, step 4." in page.result_note.object
     page.spread.value = "ci95"
-    assert page.results.value.iloc[0, 1] == "0.68 ± 0.25"
+    assert page.results.value.iloc[0, 1] == "<b>0.68 ± 0.25</b>"
 
 
 def test_columns_and_what_makes_a_row_can_be_chosen(page: Dashboard):
@@ -80,12 +83,13 @@ def test_a_config_key_on_the_x_axis_gives_a_point_for_each_run(page: Dashboard):
     one, two = sorted(page.plot._sources, key=lambda source: source.data["label"][0])
     assert (one.data["x"], two.data["x"]) == ([1, 1, 1], [2, 2, 2])
     assert sorted(one.data["mean"]) == pytest.approx([1 / 4 + 1 / 3 + 0.1 * seed for seed in range(3)])
-    assert not [glyph for glyph in page.plot.pane.object.renderers if type(glyph.glyph).__name__ == "Line"]
+    (picture,) = page.plot.pane.object.children
+    assert not [glyph for glyph in picture.renderers if type(glyph.glyph).__name__ == "Line"]
     for row in page.shown.rows:
         row["model.kind"] = f"kind {row['model.stride']}"
     page.by.value = ["model.stride"]
     drawn = overview.curves(page.shown, "val_loss", overview.Look("model.kind"))
-    chart.Plot().show(drawn, "val_loss", "model.kind", False)
+    chart.Plot(lambda _: None).show({"val_loss": drawn}, "model.kind", False)
     assert sorted(line.x for line in drawn.lines) == [["kind 1"] * 3, ["kind 2"] * 3]
 
 
@@ -107,7 +111,7 @@ def test_nothing_is_sent_where_nothing_changed(page: Dashboard):
         widget.param.watch(lambda event: sent.append(event.name), ["value", "selection", "titles"])
     for table in (page.results, page.jobs):
         table.pane.param.watch(lambda event: sent.append(event.name), "objects")
-    for widget in (page.metric, page.experiment, page.states, page.group):
+    for widget in (page.metrics, page.experiment, page.states, page.group):
         widget.param.watch(lambda event: sent.append(event.name), ["options", "value"])
     page.plot.pane.param.watch(lambda event: sent.append(event.name), "object")
     page.reload()
@@ -310,9 +314,48 @@ def test_durations_are_short_words():
 
 
 def test_a_curve_without_lines_is_an_empty_picture():
-    plot = chart.Plot()
-    plot.show(overview.Curves(), "", "step", False)
-    assert plot.pane.object is not None
+    plot = chart.Plot(lambda _: None)
+    plot.show({"val_loss": overview.Curves()}, "step", False)
+    assert len(plot.pane.object.children) == 1
+    assert chart.legend({"val_loss": overview.Curves()}) == ""
+
+
+def test_several_metrics_are_drawn_above_one_axis(page: Dashboard, monkeypatch: pytest.MonkeyPatch):
+    page.metrics.value = ["val_loss", "em"]
+    one, other = page.plot.pane.object.children
+    assert [picture.yaxis[0].axis_label for picture in (one, other)] == ["val_loss", "em"]
+    assert one.x_range is other.x_range
+    assert page.legend.object.count("entry") == 2, "each line is named once"
+    monkeypatch.setattr(dashboard, "MOST_PICTURES", 1)
+    page.metrics.value = ["em", "val_loss"]
+    assert len(page.plot.pane.object.children) == 1
+    assert "The first 1 metrics are drawn." in page.curve_note.object
+
+
+def test_a_row_and_its_curve_light_up_together(page: Dashboard):
+    def lit() -> set[str]:
+        return {colour for colour, glyph, _ in page.plot._parts if getattr(glyph, "line_alpha", 0) == 1}
+
+    colours = page._colours
+    assert lit() == set(colours)
+    page.results.widget.selection = [1]
+    assert lit() == {colours[1]}
+    page._mark(colours[0])
+    assert page.results.widget.selection == [0]
+    assert lit() == {colours[0]}
+    page._mark(None)
+    assert lit() == set(colours)
+
+
+def test_numbers_are_right_aligned_and_the_best_of_each_score_is_bold(page: Dashboard):
+    assert page.results.widget.text_align == {"val_loss ↓": "right", "em": "right", "stride": "right"}
+    assert [cell.startswith("<b>") for cell in cells(page.results.value, "val_loss ↓")] == [True, False]
+    aligned = page.jobs.widget.text_align
+    assert {"step", "loss", "starts"} <= aligned.keys()
+    assert not {"experiment", "configuration", "state", "reason"} & aligned.keys()
+    fail(page.runs, reason="a reason that is long " * 30)
+    page.reload()
+    assert page.jobs.widget.formatters["reason"] == {"type": "textarea"}, "it wraps"
 
 
 def test_an_overview_selects_without_rows(tmp_path: Path):
@@ -335,6 +378,23 @@ def test_a_port_that_is_taken_is_one_line(runs: Path):
     )
 
 
+def test_a_page_asks_for_its_token(runs: Path):
+    with served(["results.dashboard", str(runs), "-e", "all", "--port", "0"]) as address:
+        bare, _, token = address.partition("?token=")
+        assert len(token) > 20
+        run = next(path.name for path in sorted(runs.iterdir()) if len(path.name) == 32)
+        for path in ("", f"run/{run}", "?token=wrong"):
+            with pytest.raises(HTTPError, match="403"):
+                urlopen(bare + path)
+        opener = build_opener(HTTPCookieProcessor())
+        assert opener.open(address).status == 200
+        assert opener.open(bare).status == 200, "the cookie has it"
+        assert run in opener.open(f"{bare}run/{run}").read().decode()
+        with pytest.raises(HTTPError, match="404"):
+            opener.open(f"{bare}run/{'0' * 32}")
+
+
 def test_the_help_needs_no_server():
     namespace = dashboard._parser().parse_args(["RUNS", "-e", "g", "--port", "0"])
-    assert SimpleNamespace(**vars(namespace)) == SimpleNamespace(runs=Path("RUNS"), group="g", port=0, address="127.0.0.1", origin=None)
+    wanted = {"runs": Path("RUNS"), "group": "g", "port": 0, "address": "127.0.0.1", "origin": None, "token": None}
+    assert SimpleNamespace(**vars(namespace)) == SimpleNamespace(**wanted)

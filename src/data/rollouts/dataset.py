@@ -41,7 +41,7 @@ class Sampling(StrictConfig):
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Draw among the likeliest tokens that have so much of the probability together."""
     top_k: int = Field(default=0, ge=0)
-    """Draw among so many of the likeliest tokens; 0: among all. Neither this nor top_p is in the log-probabilities that the loss compares."""
+    """Draw among so many of the likeliest tokens; 0: among all. The log-probabilities that the loss compares know neither it nor top_p."""
     batching: Literal["static", "continuous"] = added_field("static")
     """continuous: an answer that has ended makes room for the next prompt at once, for GPUs and answers of uneven lengths (transformers'
     generate_batch). When a prompt is taken in is a matter of time, so that a restart may not draw what was drawn before."""
