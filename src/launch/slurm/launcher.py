@@ -149,6 +149,10 @@ class Config(LauncherConfig):
     def release(self, job_ids: Sequence[str]) -> None:
         ask(["scontrol", "release", ",".join(job_ids)], self.patience_seconds)
 
+    def throttle(self, job_ids: Sequence[str], max_running: int) -> None:
+        for array in dict.fromkeys(job_id.partition("_")[0] for job_id in job_ids):
+            ask(["scontrol", "update", f"JobId={array}", f"ArrayTaskThrottle={max_running}"], self.patience_seconds)
+
     def find(self, folder: Path, exp_ids: Sequence[str]) -> dict[str, str]:
         tasks_of = {_job_name(tasks): tasks for tasks in _task_files(folder)}
         if not tasks_of:
