@@ -133,6 +133,18 @@ def test_a_scheduler_that_hangs_is_left_alone(world: World, monkeypatch: pytest.
         release.set()
 
 
+@pytest.mark.parametrize(("most", "started"), [(3, 5), (0, 8)])
+def test_quick_failures_in_a_row_stop_what_waits(world: World, cluster: Cluster, most: int, started: int):
+    """As on this machine: see test_local.py."""
+    cluster.configure(run=True)
+    items = [planned("fail", "one"), planned("end", "well"), *(planned("fail", str(n)) for n in range(6))]
+    actions.run(world.request(items), resources.load("there", {"launcher": "slurm", "stop_after_failures": most}, world.runs))
+    assert [row.state for row in look(world, items)] == ["failed", "done"] + ["failed"] * 6
+    assert world.started() == [item.exp_id for item in items[:started]]
+    told = jobs.tail(world.runs / "logs" / f"{items[-1].exp_id}.err.log", 1)
+    assert ("not started: 3 in a row failed within 60 s of their start" in told) == bool(most)
+
+
 def test_the_throttle_of_what_is_queued_is_changed(world: World, cluster: Cluster):
     items = submit(world, 3)
     ids = [item.exp_id for item in items]

@@ -81,6 +81,8 @@ class Config(LauncherConfig):
     """Number, or type and number such as "a100:4"."""
     max_running: Annotated[int, Field(ge=1)] | None = None
     """How many tasks of one array run at a time."""
+    stop_after_failures: int = Field(default=5, ge=0)
+    """So many experiments in a row that failed within a minute of their start end the submission: what waits is not started. 0: never."""
     signal_seconds: int = Field(default=120, ge=0, le=65535)
     """How long before the time limit the job writes a checkpoint and is requeued. Slurm may be up to a minute early. 0: never."""
     requeue: bool = True
@@ -244,7 +246,7 @@ def _sbatch_command(array: _Array, script: Path, tasks: Path, queued: dict[str, 
     words = [
         f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items() if value is not None and value is not False
     ]
-    return ["sbatch", "--parsable", *words, str(script.absolute()), str(tasks)]
+    return ["sbatch", "--parsable", *words, str(script.absolute()), str(tasks), str(config.stop_after_failures)]
 
 
 def _queue_array(argv: Sequence[str], name: str, patience_seconds: float) -> str:
