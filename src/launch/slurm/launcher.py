@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, NamedTuple
 
 from pydantic import AfterValidator, Field, StrictBool, model_validator
 
-from src.config import unknown_text
+from src.config import added_field, unknown_text
 from src.errors import LaunchError, UserError
 from src.launch.command import Environment, Processes
 from src.launch.job import Job, LauncherConfig, Note, SchedulerState
@@ -81,7 +81,7 @@ class Config(LauncherConfig):
     """Number, or type and number such as "a100:4"."""
     max_running: Annotated[int, Field(ge=1)] | None = None
     """How many tasks of one array run at a time."""
-    stop_after_failures: int = Field(default=5, ge=0)
+    stop_after_failures: int = added_field(5, ge=0)
     """So many experiments in a row that failed within a minute of their start end the submission: what waits is not started. 0: never."""
     signal_seconds: int = Field(default=120, ge=0, le=65535)
     """How long before the time limit the job writes a checkpoint and is requeued. Slurm may be up to a minute early. 0: never."""
