@@ -69,7 +69,9 @@ def make_parser(about: str, root: Path) -> argparse.ArgumentParser:
     )
     places.completer = _complete_names("job_configs", "JOB_CONFIGS")  # type: ignore[attr-defined]
     where.add_argument("--job_option", choices=JOB_OPTIONS, default="run", help="what to do with the jobs (default: run, with -j)")
-    where.add_argument("--state", nargs="+", default=[], choices=STATES, metavar="STATE", help="with --job_option status: only these, such as failed lost")
+    where.add_argument(
+        "--state", nargs="+", default=[], choices=STATES, metavar="STATE", help="with --job_option status: only these, such as failed lost"
+    )
     where.add_argument("--json", action="store_true", help="with --job_option status: as JSON, for programs")
     where.add_argument(
         "--watch",
