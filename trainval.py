@@ -92,7 +92,7 @@ def act(args: argparse.Namespace) -> int:
         return 0
     planned = plan.add_parents(selected, known, args.with_parents)
     chosen = {item.exp_id for item in selected}
-    if args.job_option in ("status", "logs", "kill"):
+    if args.job_option in ("status", "logs", "kill", "throttle"):
         return look(args, planned, places)
     given = resources.load_named(args.job_scheduler, places.runs, [item.exp for item in planned]) if args.job_scheduler else None
     queued = actions.pending_parents(places.runs, planned) if given else ()
@@ -186,6 +186,8 @@ def look(args: argparse.Namespace, planned: Sequence[Any], places: Any) -> int:
     exp_ids = [item.exp_id for item in planned]
     if args.job_option == "kill":
         actions.kill(places.runs, exp_ids)
+    elif args.job_option == "throttle":
+        actions.throttle(places.runs, exp_ids, args.max_running)
     elif args.job_option == "logs":
         for line in logs.follow(places.runs, exp_ids):
             print(line, flush=True)

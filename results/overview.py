@@ -12,6 +12,7 @@ from results import diff, legend, table, terminal_table
 from src.errors import RunError, UserError
 from src.files import read_json, reading
 from src.launch import status as launched
+from src.launch.tracking import REFRESH
 from src.runs import metadata
 from src.runs.summary import is_finite
 from src.tables import curves as banded
@@ -27,13 +28,13 @@ JOB_HEADINGS = (
     "configuration",
     "group",
     "state",
+    "reason",
     "step",
     "loss",
     "run time",
     "heartbeat",
     "starts",
     "node",
-    "reason",
     "notes",
 )
 MOST_CHARACTERS = 4000
@@ -135,7 +136,7 @@ def load(runs: Path, group: str | Sequence[str] | None = None) -> Overview:
         ids = sorted({*ids, *(row["exp_id"] for row in everything)})
     except UserError as error:
         everything, warnings = [], [str(error)]
-    table_of_jobs = launched.table(runs, ids)
+    table_of_jobs = launched.table(runs, ids, REFRESH)
     groups = sorted({name for item in (*everything, *map(vars, table_of_jobs)) if (name := item["group"])})
     rows = everything
     if group is not None:
@@ -292,13 +293,13 @@ def job_cells(job: launched.Row, told: str, remark: str = "") -> list[str]:
         told,
         job.group or "–",
         job.state,
+        job.reason,
         step if job.steps is None else f"{step} / {job.steps}",
         "–" if job.loss is None else f"{job.loss:.4g}",
         duration(job.seconds),
         duration(job.heartbeat_seconds),
         str(job.attempts),
         job.node or "–",
-        job.reason,
         remark,
     ]
 

@@ -204,6 +204,21 @@ def kill(runs: Path, exp_ids: Sequence[str]) -> None:
         submissions.refuse(unclear, exp_ids)
 
 
+def throttle(runs: Path, exp_ids: Sequence[str], max_running: int) -> None:
+    """Change how many of the queued jobs of these experiments, and of those submitted with them, run at a time.
+
+    Raises:
+        LaunchError: none is queued, a launcher cannot, or a scheduler does not answer or refuses.
+    """
+    tracked, wrong = track(runs, exp_ids)
+    queued = [(job.launcher, job.job_id) for job in tracked.values() if job.launcher and job.seen and job.seen.state == "queued"]
+    if not queued:
+        raise LaunchError("\n".join(dict.fromkeys(wrong.values())) or "--job_option throttle: none of these experiments is queued.")
+    for launcher, job_ids in tracking.group_by_scheduler(queued):
+        launcher.throttle(job_ids, max_running)
+    log.info("throttled: %d queued, at most %s at a time", len(queued), max_running or "as many as there is room for")
+
+
 def _kill(runs: Path, exp_ids: Sequence[str]) -> None:
     """Kill what can be killed, then raise for the rest."""
     tracked, wrong = track(runs, exp_ids)

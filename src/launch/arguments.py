@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # --help must not wait for what checks experiments
 
 STATES = ("never", "queued", "running", "done", "failed", "stopped", "lost", "unknown")
 """What an experiment can be, by src/launch/status.py."""
-JOB_OPTIONS = ("run", "status", "logs", "kill", "reset", "retry")
+JOB_OPTIONS = ("run", "status", "logs", "kill", "reset", "retry", "throttle")
 PASSED_ON = (
     *("log_every", "save_every", "stop_after", "max_host_memory", "num_workers", "micro_batch", "statistics_every"),
     *("keep_last", "keep_every", "keep_best"),
@@ -69,7 +69,9 @@ def make_parser(about: str, root: Path) -> argparse.ArgumentParser:
     )
     places.completer = _complete_names("job_configs", "JOB_CONFIGS")  # type: ignore[attr-defined]
     where.add_argument("--job_option", choices=JOB_OPTIONS, default="run", help="what to do with the jobs (default: run, with -j)")
-    where.add_argument("--state", nargs="+", default=[], choices=STATES, help="with --job_option status: only experiments in these states")
+    where.add_argument(
+        "--state", nargs="+", default=[], choices=STATES, metavar="STATE", help="with --job_option status: only these, such as failed lost"
+    )
     where.add_argument("--json", action="store_true", help="with --job_option status: as JSON, for programs")
     where.add_argument(
         "--watch",
@@ -78,6 +80,9 @@ def make_parser(about: str, root: Path) -> argparse.ArgumentParser:
         const=30.0,
         metavar="SECONDS",
         help="with --job_option status: again (30), until none is alive",
+    )
+    where.add_argument(
+        "--max_running", type=int, metavar="N", help="with --job_option throttle: how many of a queued Slurm array run at a time; 0: any"
     )
     where.add_argument("--python_binary", metavar="COMMAND", help='with -j: "torchrun --nproc-per-node NGPUS"; NGPUS is filled in there')
     where.add_argument("--stop_after", type=float, metavar="SECONDS", help="stop gracefully, resumable, this long after the start")
@@ -138,6 +143,10 @@ def check(args: argparse.Namespace, processes: int) -> None:
         raise ConfigError(f"--job_option {args.job_option}: submits jobs. Add -j NAME, a launcher of job_configs.py.")
     if args.job_option != "status" and (args.state or args.json or args.watch is not None):
         raise ConfigError("--state, --json and --watch: say how --job_option status shows experiments. Add it, or leave them out.")
+    if (args.job_option == "throttle") != (args.max_running is not None):
+        raise ConfigError("--job_option throttle and --max_running N: each needs the other.")
+    if args.max_running is not None and args.max_running < 0:
+        raise ConfigError(f"--max_running: expected a number of jobs, or 0 for any number, got {args.max_running}.")
     if args.watch is not None and not args.watch > 0:
         raise ConfigError(f"--watch: expected seconds above 0, got {args.watch:g}.")
     if args.python_binary and not args.job_scheduler:

@@ -112,6 +112,14 @@ class LauncherConfig(Component):
     def release(self, job_ids: Sequence[str]) -> None:
         """Let held jobs start; only where `holds_jobs`."""
 
+    def throttle(self, job_ids: Sequence[str], max_running: int) -> None:
+        """Let at most `max_running` of the queued jobs that were submitted together run at a time; 0: any number.
+
+        Raises:
+            LaunchError: this launcher cannot, or the scheduler refuses.
+        """
+        raise LaunchError(f"launcher {self.name}: how many jobs run at a time is fixed when they are submitted. Only Slurm can change it.")
+
 
 def bind_launcher(raw: object) -> LauncherConfig:
     """The launcher that `raw["launcher"]` names. Raises `config.Problems`: everything wrong with `raw`, by path."""

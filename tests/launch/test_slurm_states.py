@@ -68,6 +68,14 @@ def test_states(cluster: Cluster, folder: Path, task: dict[str, Any], seen: tupl
     assert (found.state, found.word, found.reason, found.node, found.seconds, found.restarts) == seen
 
 
+def test_when_a_waiting_job_is_expected_to_start(cluster: Cluster, folder: Path):
+    submit([job(folder, "a"), job(folder, "b")], folder)
+    cluster.set("1_0", start="2026-01-01T12:30:00")
+    cluster.set("1_1", start="2026-01-01T12:30:00", state="RUNNING")
+    found = SOON.states(["1_0", "1_1"])
+    assert [found[name].reason for name in ("1_0", "1_1")] == ["Priority; expected to start 2026-01-01T12:30:00", ""]
+
+
 @pytest.fixture
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(states, "_MEMORY_SECONDS", 300.0)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from src.errors import LaunchError
 from src.files import write_json
 from src.launch import actions, resources, tracking
 from src.launch import status as jobs
@@ -130,6 +131,36 @@ def test_a_scheduler_that_hangs_is_left_alone(world: World, monkeypatch: pytest.
         assert len(asked) == 1, "that it hangs is remembered, too"
     finally:
         release.set()
+
+
+@pytest.mark.parametrize(("most", "started"), [(3, 5), (0, 8)])
+def test_quick_failures_in_a_row_stop_what_waits(world: World, cluster: Cluster, most: int, started: int):
+    """As on this machine: see test_local.py."""
+    cluster.configure(run=True)
+    items = [planned("fail", "one"), planned("end", "well"), *(planned("fail", str(n)) for n in range(6))]
+    actions.run(world.request(items), resources.load("there", {"launcher": "slurm", "stop_after_failures": most}, world.runs))
+    assert [row.state for row in look(world, items)] == ["failed", "done"] + ["failed"] * 6
+    assert world.started() == [item.exp_id for item in items[:started]]
+    told = jobs.tail(world.runs / "logs" / f"{items[-1].exp_id}.err.log", 1)
+    assert ("not started: 3 in a row failed within 60 s of their start" in told) == bool(most)
+
+
+def test_the_throttle_of_what_is_queued_is_changed(world: World, cluster: Cluster):
+    items = submit(world, 3)
+    ids = [item.exp_id for item in items]
+    actions.throttle(world.runs, ids, 2)
+    assert cluster.state["arrays"]["1"]["throttle"] == "2"
+    for item in items:
+        say(world, item, "done")
+    cluster.configure(arrays={})
+    with pytest.raises(LaunchError, match="none of these experiments is queued"):
+        actions.throttle(world.runs, ids, 2)
+    world.run([planned("end", "here", waits=True)], slots=1)
+    later = planned("end", "later")
+    world.run([later], slots=1)
+    with pytest.raises(LaunchError, match="launcher local: how many jobs run at a time is fixed"):
+        actions.throttle(world.runs, [later.exp_id], 2)
+    actions.kill(world.runs, [later.exp_id, planned("end", "here", waits=True).exp_id])
 
 
 def test_an_interrupted_submission_delays_no_look(world: World, monkeypatch: pytest.MonkeyPatch):

@@ -83,6 +83,11 @@ def choose(page: Page, label: str, exp_id: str) -> None:
     choices.select_option(option.get_attribute("value"))
 
 
+def choose_metric(page: Page, name: str) -> None:
+    page.locator(".metrics input").click()
+    page.locator(".metrics").get_by_role("option", name=name, exact=True).click()
+
+
 def type_into(page: Page, label: str, text: str) -> None:
     page.get_by_label(label, exact=True).fill(text)
     page.get_by_label(label, exact=True).press("Enter")
@@ -160,16 +165,58 @@ def test_the_curves_are_of_the_chosen_metric(page: Page):
     axes = "[...Bokeh.documents[0].all_models].filter(model => model.type === 'LinearAxis')"
     drawn = f"() => {axes}.map(axis => axis.axis_label)"
     page.wait_for_function(f"({drawn})().includes('val_loss')")
-    page.get_by_label("Metric").select_option("em")
-    page.wait_for_function(f"({drawn})().includes('em')")
+    choose_metric(page, "em")
+    page.wait_for_function(f"({drawn})().includes('em') && !({drawn})().includes('val_loss')")
+    choose_metric(page, "val_loss")
+    page.wait_for_function(f"['em', 'val_loss'].every(name => ({drawn})().includes(name))")
+    page.locator(".metrics .choices__button").last.click()
     page.get_by_label("x axis").select_option("val_loss")
     page.wait_for_function(f"['em', 'val_loss'].every(name => ({drawn})().includes(name))")
+
+
+def test_a_curve_is_found_by_the_mouse_between_its_points_and_lights_up_with_its_row(browser: Browser, tmp_path: Path):
+    """Of two hundred points, as of four; the link of a job opens the page of its run; a long reason wraps."""
+    world = World(tmp_path / "runs")
+    for stride in range(1, 21):
+        world.add(f"stride {stride}", experiment(stride, 0), group="reach", steps=200)
+    failed = world.add("failed", experiment(30, 0), group="reach", state="failed", reason="a reason that goes on " * 20)
+    with served(["results.dashboard", str(world.runs), "-e", "all", "--port", "0"]) as address, opened(browser, address) as page:
+        expect(rows(page, "results")).to_have_count(10, timeout=SLOW)
+        plot = page.locator(".plot canvas").first
+        place = (
+            "() => { const model = [...Bokeh.documents[0].all_models].find(m => m.type === 'Figure');"
+            " const view = Bokeh.index.find_by_id(model.id) ?? [...Bokeh.index.roots].map(r => r.owner.find_one(model)).find(v => v);"
+            " const frame = view.frame; const source = [...Bokeh.documents[0].all_models].find(m => m.type === 'ColumnDataSource' && m.data.mean);"
+            " const at = 150; return [frame.x_scale.compute(source.data.x[at] + 0.5), frame.y_scale.compute((source.data.mean[at]"
+            " + source.data.mean[at + 1]) / 2)]; }"
+        )
+        box = plot.bounding_box()
+        assert box is not None
+        x, y = page.evaluate(place)
+        page.mouse.move(box["x"] + x, box["y"] + y - 40)
+        page.mouse.move(box["x"] + x, box["y"] + y + 3)
+        expect(page.locator(".bk-tooltip-content").first).to_contain_text("stride=1")
+        expect(page.locator(".results .tabulator-selected")).to_have_count(1)
+        rows(page, "results").nth(4).click()
+        alphas = "[...Bokeh.documents[0].all_models].filter(m => m.type === 'Line' && m.line_width === 2).map(m => m.line_alpha)"
+        page.wait_for_function(f"() => {{ const found = {alphas}; return found.filter(a => a === 1).length === 1 && found.length > 9; }}")
+        legend = page.locator(".legend").first
+        assert legend.evaluate("node => node.scrollHeight > node.clientHeight || node.clientHeight > 200")
+        job = rows(page, "jobs").filter(has_text=failed[:8])
+        assert (job.bounding_box() or {"height": 0})["height"] > 60
+        page.set_viewport_size({"width": 880, "height": 1000})
+        expression = page.get_by_label("Expression", exact=True).bounding_box()
+        assert expression is not None
+        assert expression["width"] >= 280
+        with page.context.expect_page() as opened_page:
+            job.get_by_role("link").click()
+        expect(opened_page.value.get_by_role("heading", name="Scores")).to_be_visible(timeout=SLOW)
 
 
 def test_a_link_restores_the_view(browser: Browser, demo_runs: Path):
     with served(["results.dashboard", str(demo_runs), "--port", "0"]) as address:
         with opened(browser, address) as page:
-            page.get_by_label("Metric").select_option("train_loss")
+            choose_metric(page, "train_loss")
             page.get_by_label("Spread").select_option("95 % interval")
             type_into(page, "Expression", "model.num_layers == 2")
             expect(rows(page, "jobs")).to_have_count(2)
@@ -178,7 +225,7 @@ def test_a_link_restores_the_view(browser: Browser, demo_runs: Path):
             link = page.url
         with opened(browser, link) as page:
             expect(rows(page, "jobs")).to_have_count(2, timeout=SLOW)
-            expect(page.get_by_label("Metric")).to_have_value("train_loss")
+            expect(page.locator(".metrics .choices__item--selectable").first).to_contain_text("train_loss")
             expect(page.get_by_label("Spread")).to_have_value("95 % interval")
             expect(page.locator(".sample").first).to_be_visible()
 

@@ -5,6 +5,7 @@ import hashlib
 import json
 import re
 import signal
+import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -230,7 +231,7 @@ def test_jobs_are_watched_and_ended(cluster: Cluster, world: tuple[Path, Path]):
     wait_until(lambda: rows_written(folder, first) > 2, "scores")
     (row, _) = jobs.table(folder / "runs", [first, second])
     assert (row.state, row.attempts, row.job_id) == ("running", 1, job_id(folder, first))
-    assert row.node in {"n1", "n2", "n3", "n4"}
+    assert row.node == socket.gethostname(), "all virtual nodes are this machine, whose living processes are seen without asking"
     assert row.step is not None
     assert row.step >= 5
     assert row.steps == 4000

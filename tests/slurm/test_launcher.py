@@ -50,6 +50,19 @@ def test_a_job_that_needs_more_memory_than_it_may_have_says_so(cluster: Cluster,
     assert re.fullmatch(r"out of memory: MaxRSS \d+K of 200M", config.states(ids)[ids[0]].reason)
 
 
+def test_the_throttle_of_a_queued_array_is_changed(cluster: Cluster, folder: Path):
+    config = slurm.Config(patience_seconds=300.0, max_running=1, cpus_per_task=1)
+    ids = submit([job(folder, str(n), "import time; time.sleep(600)") for n in range(4)], folder, config)
+
+    def running() -> int:
+        return sum(seen.state == "running" for seen in config.states(ids).values())
+
+    wait_until(lambda: running() == 1, "the first task")
+    config.throttle([job_id for job_id, seen in config.states(ids).items() if seen.state == "queued"], 2)
+    wait_until(lambda: running() == 2, "the second task")
+    config.kill(ids)
+
+
 def test_jobs_run_in_arrays_after_their_parents(cluster: Cluster, folder: Path):
     hostile = 'it\'s 100%A $HOME "x" `id`\nsecond line'
     jobs = [

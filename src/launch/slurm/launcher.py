@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, NamedTuple
 
 from pydantic import AfterValidator, Field, StrictBool, model_validator
 
-from src.config import unknown_text
+from src.config import added_field, unknown_text
 from src.errors import LaunchError, UserError
 from src.launch.command import Environment, Processes
 from src.launch.job import Job, LauncherConfig, Note, SchedulerState
@@ -81,6 +81,8 @@ class Config(LauncherConfig):
     """Number, or type and number such as "a100:4"."""
     max_running: Annotated[int, Field(ge=1)] | None = None
     """How many tasks of one array run at a time."""
+    stop_after_failures: int = added_field(5, ge=0)
+    """So many experiments in a row that failed within a minute of their start end the submission: what waits is not started. 0: never."""
     signal_seconds: int = Field(default=120, ge=0, le=65535)
     """How long before the time limit the job writes a checkpoint and is requeued. Slurm may be up to a minute early. 0: never."""
     requeue: bool = True
@@ -148,6 +150,10 @@ class Config(LauncherConfig):
 
     def release(self, job_ids: Sequence[str]) -> None:
         ask(["scontrol", "release", ",".join(job_ids)], self.patience_seconds)
+
+    def throttle(self, job_ids: Sequence[str], max_running: int) -> None:
+        for array in dict.fromkeys(job_id.partition("_")[0] for job_id in job_ids):
+            ask(["scontrol", "update", f"JobId={array}", f"ArrayTaskThrottle={max_running}"], self.patience_seconds)
 
     def find(self, folder: Path, exp_ids: Sequence[str]) -> dict[str, str]:
         tasks_of = {_job_name(tasks): tasks for tasks in _task_files(folder)}
@@ -240,7 +246,7 @@ def _sbatch_command(array: _Array, script: Path, tasks: Path, queued: dict[str, 
     words = [
         f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items() if value is not None and value is not False
     ]
-    return ["sbatch", "--parsable", *words, str(script.absolute()), str(tasks)]
+    return ["sbatch", "--parsable", *words, str(script.absolute()), str(tasks), str(config.stop_after_failures)]
 
 
 def _queue_array(argv: Sequence[str], name: str, patience_seconds: float) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from src.errors import RunError
 from src.files import reading, write_atomic, writing
-from src.launch.command import STOPPED, Processes, shell_line
+from src.launch.command import INTERRUPTED, STOPPED, Processes, shell_line
 from src.launch.job import Job
 
 SCRIPT = "job.sh"
@@ -25,6 +25,11 @@ if [ ${#task[@]} -ne 6 ]; then
     exit 1
 fi
 exec >> "${task[2]}" 2>> "${task[3]}"
+failures=${1%/*}/quick_failures most=${2:-0}  # one line for each of the last tasks, of all arrays, that failed within a minute
+if [ "$most" -gt 0 ] && [ "$({ wc -l < "$failures"; } 2> /dev/null || echo 0)" -ge "$most" ]; then
+    echo "slurm: not started: $most in a row failed within 60 s of their start. See why, then submit again" >&2
+    exit 1
+fi
 newest() { ls "${task[1]}/checkpoints" 2> /dev/null | grep '^step-' | sort -V | tail -n 1; }
 had=$(newest)
 fruitless=${1%.tasks}.$SLURM_ARRAY_TASK_ID.fruitless  # there when the start before this one wrote no checkpoint
@@ -96,8 +101,13 @@ if { [ "$told" = USR1 ] || [ -n "$limit" ]; } && [ "${task[4]}" = 1 ]; then
             ;;
     esac
 fi
+case $code in
+    0) rm -f "$failures" ;;
+    STOPPED | INTERRUPTED) ;;
+    *) if [ $SECONDS -lt 60 ]; then echo "$this" >> "$failures"; else rm -f "$failures"; fi ;;
+esac
 exit $code
-""".replace("STOPPED", str(STOPPED))
+""".replace("INTERRUPTED", str(INTERRUPTED)).replace("STOPPED", str(STOPPED))
 
 
 def write_script(folder: Path) -> Path:

@@ -31,7 +31,16 @@ _REASONS = {
 _HOPELESS = "DependencyNeverSatisfied"
 _KILLED, _OUT_OF_MEMORY = "killed by SIGKILL", _REASONS["OUT_OF_MEMORY"]
 _MEMORY_SECONDS, _MEMORY_JOBS = 5.0, 1000  # one short question: the answer is welcome, but nobody should wait for it
-_QUEUE_FIELDS = {"JobArrayID": 64, "State": 32, "Reason": 256, "NodeList": 256, "TimeUsed": 32, "RestartCnt": 16, "exit_code": 16}
+_QUEUE_FIELDS = {
+    "JobArrayID": 64,
+    "State": 32,
+    "Reason": 256,
+    "NodeList": 256,
+    "TimeUsed": 32,
+    "RestartCnt": 16,
+    "exit_code": 16,
+    "StartTime": 24,
+}
 _NO_ACCOUNTING = re.compile("accounting storage is disabled|accounting.*not (enabled|configured|supported)", re.IGNORECASE)
 _LONGEST_ARGUMENT = 100_000  # bytes; Linux takes 128 KiB
 _OLD = "1970-01-01"
@@ -114,9 +123,11 @@ def _ask_controller(arrays: str, patience_seconds: float) -> Iterator[tuple[str,
         cells = [cell.strip() for cell in line.split("|")]
         if len(cells) < len(_QUEUE_FIELDS):
             continue
-        job_id, word, reason, node, used, restarts, status = cells[: len(_QUEUE_FIELDS)]
+        job_id, word, reason, node, used, restarts, status, start = cells[: len(_QUEUE_FIELDS)]
         exit_code = f"{int(status) >> 8}:{int(status) & 127}" if status.isdigit() else ""
         what = _scheduler_state(word, reason, node, exit_code, _seconds(used), int(restarts) if restarts.isdigit() else 0)
+        if what.state == "queued" and re.fullmatch(r"[\d-]+T[\d:]+", start):
+            what = replace(what, reason="; ".join(text for text in (what.reason, f"expected to start {start}") if text))
         yield from ((one, what) for one in expand(job_id))
 
 

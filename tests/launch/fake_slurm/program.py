@@ -152,6 +152,7 @@ def squeue(state: dict[str, Any], arguments: list[str]) -> str:
             f"{minutes}:{seconds:02}",
             task["restarts"],
             int(code) * 256 + int(number),
+            task.get("start", "N/A"),
         ]
         lines.append("".join(f"{cell!s:<20}|" for cell in cells) + "\n")
     return "".join(lines)
@@ -207,6 +208,10 @@ def scontrol(state: dict[str, Any], arguments: list[str]) -> str:
         return f"Configuration data as of 2026-01-01T00:00:00\nMaxArraySize            = {state['max_array']}\nMaxJobCount   = 10000\n"
     if arguments == ["--oneliner", "show", "partition"]:
         return "".join(f"PartitionName={name} AllowGroups=ALL State=UP TotalNodes=4\n" for name in state["partitions"])
+    if arguments[0] == "update":
+        facts = dict(word.split("=") for word in arguments[1:])
+        state["arrays"][facts["JobId"]]["throttle"] = facts["ArrayTaskThrottle"]
+        return ""
     if arguments[0] == "requeue":
         return ""
     fail(f"scontrol: error: fake: {arguments}")
