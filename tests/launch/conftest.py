@@ -1,5 +1,6 @@
 """A stand-in for Slurm, and the folder of a submission to it."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,10 @@ from tests.launch.fake_slurm.cluster import Cluster
 
 
 @pytest.fixture
-def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    return Cluster(tmp_path / "slurm", monkeypatch)
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path / "slurm", monkeypatch)
+    yield cluster
+    cluster.close()
 
 
 @pytest.fixture
