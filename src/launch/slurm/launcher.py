@@ -253,8 +253,8 @@ def _refuse_shared_parents(jobs: Sequence[Job]) -> None:
         for parent in job.after_jobs:
             if shared_tasks.task_of(parent) != parent:
                 raise LaunchError(
-                    f"{job.exp_id}: it starts from the experiment of job {parent}, which shares a Slurm task with others, and Slurm waits for "
-                    "whole tasks alone. Submit it once that has ended."
+                    f"{job.exp_id}: it starts from the experiment of job {parent}, which shares a Slurm task with others, and Slurm "
+                    "waits for whole tasks alone. Submit it once that has ended."
                 )
 
 

@@ -33,7 +33,11 @@ _SCRIPT_TEXT = (
 this=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
 index=${3:-$SLURM_ARRAY_TASK_ID} shared=$4 ended= watch=
 if [ -n "$shared" ]; then
-    trap 'ended=${ended:-$?}; [ -z "$watch" ] || kill "$watch" 2> /dev/null; echo "$ended" > "$shared.new" && mv "$shared.new" "$shared.code"' EXIT
+    leave() {
+        [ -z "$watch" ] || kill "$watch" 2> /dev/null
+        echo "${ended:-$1}" > "$shared.new" && mv "$shared.new" "$shared.code"
+    }
+    trap 'leave $?' EXIT
 fi
 mapfile -d '' -s $((6 * index)) -n 6 task < "$1"
 if [ ${#task[@]} -ne 6 ]; then
