@@ -55,6 +55,11 @@ def end(folder: Path, name: str, code: int) -> None:
     (folder / "new").rename(folder / name)
 
 
+def written(submissions: Path) -> dict[str, int]:
+    """When the exit code of each experiment that has ended was written."""
+    return {path.stem: path.stat().st_mtime_ns for path in (submissions / "shared_tasks").glob("*.code")}
+
+
 def states(config: slurm.Config, cluster: Cluster, ids: list[str]) -> list[str]:
     cluster.reap()
     found = config.states(ids)
@@ -89,7 +94,8 @@ def test_each_experiment_ends_by_itself(cluster: Cluster, folder: Path, config: 
     ids = start()
     assert states(config, cluster, ids) == ["running", "running"]
     end(folder, "b", 3)
-    wait_until(lambda: states(config, cluster, ids) == ["running", "failed exit code 3"])
+    wait_until(lambda: written(folder.parent))
+    assert states(config, cluster, ids) == ["running", "failed exit code 3"]
     end(folder, "a", 0)
     wait_until(lambda: states(config, cluster, ids) == ["completed", "failed exit code 3"])
     wait_until(lambda: cluster.reap() or cluster.task("1_0")["exit"] == "3:0")
@@ -146,8 +152,10 @@ def test_a_killed_experiment_does_not_come_back_with_its_neighbour(
     cluster.set("1_0", state="PENDING", reason="BeginTime")
     assert states(config, cluster, ids) == ["cancelled", "queued BeginTime"]
     end(folder, "b", 0)
+    before = written(folder.parent)[ids[0]]
     assert cluster.start("1_0").wait(300) == 0
     assert started(folder)[2:] == "b"
+    assert written(folder.parent)[ids[0]] == before, "not even to be killed again"
     assert states(config, cluster, ids) == ["cancelled", "completed"]
 
 
@@ -162,7 +170,8 @@ def test_one_of_a_running_task_is_repaired_while_its_neighbour_runs(tmp_path: Pa
         cluster.reap()
         return world.states(items)
 
-    wait_until(lambda: look() == ["done", "failed", "running"])
+    wait_until(lambda: len(written(world.runs / "submissions")) == 2)
+    assert look() == ["done", "failed", "running"]
     before = world.started()
     (world.runs / "mended").touch()
     actions.run(world.request(items), given, "retry")
