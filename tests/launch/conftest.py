@@ -13,14 +13,19 @@ from tests.launch.fake_slurm.cluster import Cluster
 
 @pytest.fixture(autouse=True)
 def _no_process_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """End the jobs of a test that fails, or is interrupted, half way: every process whose command or variables name its folder."""
+    """End the jobs of a test that fails, or is interrupted, half way: every process whose command or variables name its folder.
+
+    SIGTERM, as of `timeout`, interrupts a test as Ctrl-C does.
+    """
     if "tmp_path" not in request.fixturenames:
         yield
         return
     folder: Path = request.getfixturevalue("tmp_path")
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:
+        signal.signal(signal.SIGTERM, before)
         while left := [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _names(pid, folder)]:
             for pid in left:
                 with contextlib.suppress(OSError):

@@ -121,7 +121,7 @@ class Config(LauncherConfig):
         for job in jobs:
             ids[job.exp_id] = f"{folder.name}.{job.exp_id}"
             parents = [*(ids[parent] for parent in job.after if parent in ids and parent != job.exp_id), *job.after_jobs]
-            write_atomic(folder / f"{job.exp_id}.sh", self._render_script(job, folder, list(dict.fromkeys(parents))))
+            write_atomic(folder / f"{job.exp_id}.sh", self._render_script(job, folder, list(dict.fromkeys(parents))), private=True)
         try:
             for job in jobs:
                 self._create(ids[job.exp_id], folder / f"{job.exp_id}.sh", self._settings(job))
