@@ -114,6 +114,17 @@ def test_scancel_and_preemption_requeue_nothing(cluster: Cluster, folder: Path):
     assert not cluster.calls("scontrol")
 
 
+@pytest.mark.parametrize(("code", "told"), [(75, 1), (143, 1), (137, 137), (3, 3), (0, 0)])
+def test_a_stop_that_nobody_but_srun_asked_for_is_a_failure(cluster: Cluster, folder: Path, code: int, told: int):
+    """It stops the other nodes when one has failed, maybe before they can say that they stop in order."""
+    (cluster.bin / "srun").write_text(f"#!/bin/sh\nexit {code}\n")
+    (cluster.bin / "srun").chmod(0o755)
+    write_tasks(folder / "array-000.tasks", [job(folder, "exp")], ["true"], True)
+    names = {"SLURM_ARRAY_JOB_ID": "41", "SLURM_ARRAY_TASK_ID": "0", "SLURM_JOB_ID": "57", "SLURM_NNODES": "2"}
+    command = ["bash", str(write_script(folder)), str(folder / "array-000.tasks")]
+    assert subprocess.run(command, env={**os.environ, **names}, check=False).returncode == told
+
+
 def test_a_task_without_a_command_says_so(folder: Path):
     write_tasks(folder / "array-000.tasks", [job(folder, "exp")], ["true"], True)
     environment = {**os.environ, "SLURM_ARRAY_JOB_ID": "41", "SLURM_ARRAY_TASK_ID": "1"}

@@ -103,8 +103,8 @@ done
 # A limit of its own, such as memory, or going back to an earlier checkpoint.
 limit=
 if [ $code -eq STOPPED ] && grep -qs '"stopped_by": "limit"' "${task[1]}/status.json"; then limit=1; fi
-if [ $code -eq STOPPED ] && [ -z "$told$limit" ] && [ "$NNODES" -gt 1 ]; then
-    code=1  # nobody asked for a stop but srun, after the failure of another node
+if [ -z "$told$limit" ] && [ "$NNODES" -gt 1 ]; then
+    case $code in STOPPED | 143) code=1 ;; esac  # nobody asked for a stop but srun, after the failure of another node
 fi
 if { [ "$told" = USR1 ] || [ -n "$limit" ]; } && [ "${task[4]}" = 1 ]; then
     case $code in
