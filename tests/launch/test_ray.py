@@ -204,9 +204,9 @@ def cut(answer: Answer) -> Answer:
 @pytest.mark.parametrize(
     ("fault", "match"),
     [
-        (HTML, "got a page of HTML. Is it the address of the dashboard, and are you logged in"),
-        ((502, {}, b"<html>Bad gateway"), "got a page of HTML with status 502"),
-        (LOGIN, r"got a redirection to 'https://login.example/\?next= ?\[31m'"),
+        (HTML, "expected JSON of Ray, got '<!doctype.*'. Is it the address of the dashboard, and are you logged in"),
+        ((502, {}, b"<html>Bad gateway"), "Ray has trouble, status 502: <html>Bad gateway"),
+        (LOGIN, r"a redirection to https://login.example/\?next= ?\[31m. Put the header that it wants into RAY_JOB_HEADERS"),
         ((401, {}, b"Unauthorized"), "refused with status 401: Unauthorized. Put the header that it wants into RAY_JOB_HEADERS"),
         (BUSY, r"Ray has trouble, status 500: TimeoutError: No available agent ?\[0m to submit job"),
         ((200, {}, b"[" * 200_000), "expected JSON of Ray"),
@@ -287,7 +287,7 @@ def test_headers_come_from_the_environment_and_stay_with_ray(cluster: FakeRay, w
     monkeypatch.setenv("RAY_JOB_HEADERS", '{"Authorization": "Bearer secret-of-mine"}')
     other = FakeRay()
     try:
-        cluster.faults = [(302, {"Location": f"{other.address}/api/version"}, b"")]
+        cluster.faults = [(302, {"Location": f"{other.address}/api/jobs/"}, b"")]
         with pytest.raises(LaunchError, match="redirection"):
             world.config.check()
         world.config.check()
@@ -369,6 +369,19 @@ def test_overrides_choose_resources_but_no_other_cluster(cluster: FakeRay, world
     }
     with pytest.raises(LaunchError, match="a: overrides cannot change address of the launcher ray"):
         world.submit(world.ends("a", 0, address="http://127.0.0.1:9"))
+
+
+def test_a_parent_that_could_wait_for_what_its_children_hold(cluster: FakeRay, world: World):
+    """A waiting child holds its resources."""
+    big, small = world.ends("big", 0, num_gpus=8), world.job("small", "print(1)", after=("big",), num_gpus=0.5)
+    with pytest.raises(
+        LaunchError, match=r"^small: its parent big needs num_gpus 8, and .* children hold 0\.5 each .* Submit the parents first"
+    ):
+        world.submit(big, small)
+    assert cluster.jobs == {}
+    cluster.held = True
+    world.submit(replace(big, resources=None), small, world.job("elsewhere", "print(1)", after=("big",), resources={"other": 1}))
+    assert len(cluster.jobs) == 3
 
 
 def test_paths_with_blanks_and_quotes(cluster: FakeRay, tmp_path: Path):

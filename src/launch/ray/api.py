@@ -72,7 +72,7 @@ def _headers() -> dict[str, str]:
         found = {name: str(value) for name, value in json.loads(os.environ.get(HEADERS) or "{}").items()}
     except (ValueError, RecursionError, AttributeError):
         found = {"": ""}
-    if not all(re.fullmatch(r"[\w-]+:[ -~]*", f"{name}:{value}", re.ASCII) for name, value in found.items()):
+    if not all(re.fullmatch(r"[\w-]+\0[ -~]*", f"{name}\0{value}", re.ASCII) for name, value in found.items()):
         raise LaunchError(f'{HEADERS}: expected JSON such as {{"Authorization": "Bearer …"}}, in printable ASCII.')
     return found
 

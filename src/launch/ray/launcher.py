@@ -1,5 +1,6 @@
 """Runs each experiment as one job of a Ray cluster, through the HTTP API of Ray Jobs."""
 
+import contextlib
 import re
 import shlex
 from collections.abc import Iterable, Sequence
@@ -9,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from src.errors import LaunchError, UserError
-from src.files import reading, write_atomic, writing
+from src.files import write_atomic, writing
 from src.launch.command import INTERRUPTED, STOPPED, Environment, Processes, shell_line
 from src.launch.job import Job, LauncherConfig, Note, SchedulerState
 from src.launch.ray.api import ADDRESS, Refused, ask, brief, find_address
@@ -76,7 +77,7 @@ class Config(LauncherConfig):
     grace_seconds: int = Field(default=60, ge=1)
     """How long a killed job may take to write a checkpoint and stop."""
     parent_poll_seconds: float = Field(default=5.0, gt=0)
-    """How often a child looks at its parents. A waiting child holds its resources."""
+    """How often a child looks at its parents. A waiting child holds its resources, and so no parent may need more."""
     parent_wait_seconds: int = Field(default=86_400, ge=0)
     """How long a child waits for a parent that has not started."""
     processes: Processes = Processes()
@@ -145,11 +146,7 @@ class Config(LauncherConfig):
             place = self._place(name, "cancel")
             _forbid(place.parent, [place.name])
         for name in alive:
-            try:
-                self._ask("POST", f"/api/jobs/{name}/stop", {})
-            except Refused as error:
-                if not error.missing:
-                    raise
+            self._ask("POST", f"/api/jobs/{name}/stop", {})
 
     def find(self, folder: Path, exp_ids: Sequence[str]) -> dict[str, str]:
         """Those that Ray lists. A request for another one that is still on its way starts nothing any more."""
@@ -160,9 +157,7 @@ class Config(LauncherConfig):
 
     def check(self) -> None:
         """Raises LaunchError if no Ray answers at the address."""
-        found = self._ask("GET", "/api/version")
-        if not isinstance(found, dict) or not isinstance(found.get("ray_version"), str):
-            raise LaunchError(f"{self.scheduler()}: expected the version of Ray, got {brief(str(found))!r}.")
+        self._list_jobs()
 
     def scheduler(self) -> str:
         return find_address(self.address)
@@ -229,7 +224,7 @@ class Config(LauncherConfig):
             why = "never started: it waited for resources longer than RAY_JOB_START_TIMEOUT_SECONDS of Ray's head node allows"
             return SchedulerState("cancelled", reason=why, **facts)
         if code in (STOPPED, INTERRUPTED):
-            return SchedulerState("cancelled", reason=_read_brief(self._place(name, "ended")) or "stopped in order", **facts)
+            return SchedulerState("cancelled", reason=_read(self._place(name, "ended")) or "stopped in order", **facts)
         if type(code) is int:
             return SchedulerState("failed", reason=f"exit code {code}", **facts)
         return SchedulerState("failed", reason=f"Ray lost it: {said}" if kind == "JOB_SUPERVISOR_ACTOR_DIED" else said, **facts)
@@ -275,9 +270,7 @@ def _forbid(folder: Path, exp_ids: Iterable[str]) -> None:
             (folder / exp_id).touch()
 
 
-def _read_brief(path: Path) -> str:
-    try:
-        with reading(path):
-            return brief(path.read_text(errors="replace"))
-    except FileNotFoundError:
-        return ""
+def _read(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        return brief(path.read_text(errors="replace"))
+    return ""
