@@ -120,7 +120,7 @@ def test_what_stops_in_order_starts_again_and_what_fails_as_often_as_it_may(worl
         world.ends("stops", 75, 75, 0),
         world.ends("fails", 9, 75, 9, 9, retries=2),
         world.ends("once", 9, 0),
-        world.ends("by_a_person", 130, 0),
+        world.ends("by_a_person", 130, 0, retries=1),
     )
     world.wait_for(ids[0], "completed", "exit code 0")
     world.wait_for(ids[1], "failed", "exit code 9")
@@ -140,6 +140,14 @@ def test_a_killed_job_stops_in_order_and_does_not_start_again(world: World):
         world.wait_for(job_id, "cancelled", "stopped")
     assert world.log("runs") == ["up", "told", "stopped"]
     assert world.log("waits") == []
+
+
+def test_a_job_that_is_stopped_in_rays_dashboard_does_not_start_again(world: World):
+    (job_id,) = world.submit(world.job("runs", STOPPABLE, retries=1))
+    world.wait(lambda: world.log("runs") == ["up"], "the start")
+    ray.ask(world.config.address, "POST", f"/api/jobs/{job_id}/stop", {})
+    world.wait_for(job_id, "cancelled", "stopped")
+    assert world.log("runs") == ["up", "told", "stopped"]
 
 
 def test_what_is_submitted_twice_runs_once(world: World):

@@ -144,15 +144,3 @@ def test_a_training_is_ended_in_order_and_goes_on(cluster: Cluster, tmp_path: Pa
     trainval("--exp_id", first, "-j", "whole", "--log_every", "5")
     wait_until(lambda: rows_written(tmp_path, first) > written, "the training to go on")
     assert "continues from step" in (run / "logs" / "train.log").read_text()
-
-
-def test_a_lost_cluster_is_told(cluster: Cluster, grid: Grid):
-    """It takes its jobs with it. Another test gets a new one."""
-    item = planned("end", "lost", waits="nothing")
-    grid.run([item])
-    wait_until(grid.started, "its start")
-    cluster.lose("head")
-    wait_until(lambda: not list(processes(item.exp_id)), "its job to die with it")
-    (row,) = grid.rows([item])
-    assert row.state == "unknown"
-    assert "not answer" in row.doubt
