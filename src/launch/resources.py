@@ -119,6 +119,11 @@ def bind_at(raw: Mapping[str, Any], where: str) -> LauncherConfig:
         raise ConfigError("\n".join(f"{join(where, path)}: {text}" for path, text in error.found)) from None
 
 
+def with_submissions(launcher: LauncherConfig, folder: Path) -> LauncherConfig:
+    """The launcher, if it keeps its state in the folder of the submissions, with this one: where it lies now."""
+    return launcher.model_copy(update={_SUBMISSIONS: str(folder)}) if _SUBMISSIONS in type(launcher).model_fields else launcher
+
+
 def _merge(raw: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """`raw` with `changes`; dicts are merged key by key."""
     both = {key: _merge(raw[key], value) for key, value in changes.items() if isinstance(value, dict) and isinstance(raw.get(key), dict)}

@@ -53,9 +53,10 @@ class Submission:
     def load_launcher(self) -> LauncherConfig:
         """Its launcher. Raises LaunchError if this version does not know it, or not with this config."""
         try:
-            return resources.bind_at(self.launcher, str(self.folder / INTENT))
+            launcher = resources.bind_at(self.launcher, str(self.folder / INTENT))
         except ConfigError as error:
             raise LaunchError(str(error)) from None
+        return resources.with_submissions(launcher, self.folder.parent)
 
 
 @dataclass(frozen=True)

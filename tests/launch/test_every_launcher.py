@@ -112,6 +112,30 @@ class Slurm(World):
             self.cluster.set(job_id, state="FAILED" if code else "COMPLETED", exit=f"{code}:0")
 
 
+class SharedSlurm(Slurm):
+    """Both experiments in one task, whose script runs them."""
+
+    unknown = "4711_0+1of2"
+
+    def open(self) -> None:
+        super().open()
+        self.config = SOON.model_copy(update={"jobs_per_task": 2, "submissions": str(self.submission.parent)})
+
+    def start(self, ids: Sequence[str]) -> None:
+        assert ids == ["1_0+0of2", "1_0+1of2"]
+        self.cluster.start("1_0")
+
+    def finish(self, codes: Mapping[str, int]) -> None:
+        World.finish(self, codes)
+
+    def states(self, ids: Sequence[str]) -> list[str]:
+        self.cluster.reap()
+        return super().states(ids)
+
+    def close(self) -> None:
+        self.cluster.close()
+
+
 class Eai(World):
     """The emulator keeps jobs queued; its own command runs one."""
 
@@ -177,7 +201,7 @@ class Ray(World):
         self.cluster.close()
 
 
-@pytest.fixture(params=[Local, Slurm, Eai, Haven, Ray])
+@pytest.fixture(params=[Local, Slurm, SharedSlurm, Eai, Haven, Ray])
 def world(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     kind: Callable[[Path, pytest.MonkeyPatch], World] = request.param
     world = kind(tmp_path, monkeypatch)

@@ -1,5 +1,6 @@
 """The toolkit: one job for each experiment, whatever fails on the way. The program `eai` is an emulator, its jobs are real processes."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -13,6 +14,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from src import config as configs
@@ -523,6 +525,15 @@ class TestEndings:
         assert Path(f"{path}.node2").read_text() == "['2', '3', '29501', None, None]\n"
 
 
+def pauses(service: Path, seconds: str) -> bool:
+    """Whether a job has looked at its parent, and looks again after so many seconds."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.cmdline() == ["sleep", seconds] and process.environ().get("HOME", "").startswith(str(service)):
+                return True
+    return False
+
+
 class TestParents:
     def test_a_child_waits_for_its_parent(self, tmp_path: Path):
         parent = job(tmp_path, "parent", "print('ran')")
@@ -551,12 +562,12 @@ class TestParents:
         assert f"not started: it starts from experiment {parent.exp_id}, which {told} seconds; see {parent.run}" in log(child, "err")
         assert log(child) == ""
 
-    def test_a_failure_of_a_parent_that_is_submitted_again_does_not_count(self, tmp_path: Path):
+    def test_a_failure_of_a_parent_that_is_submitted_again_does_not_count(self, tmp_path: Path, service: Path):
         parent = job(tmp_path, "parent", "import time; time.sleep(60)")
         child = job(tmp_path, "child", "print('ran')", after=(parent.exp_id,))
         status(tmp_path, parent, "failed")
-        config, (first, other), _ = launched(tmp_path, [parent, child], parent_patience_seconds=0)
-        wait_for(config, other, "running")
+        config, (first, other), _ = launched(tmp_path, [parent, child], parent_patience_seconds=0, parent_poll_seconds=0.617)
+        wait_until(lambda: pauses(service, "0.617") or config.states([other])[other].state == "failed")
         status(tmp_path, parent, "done")
         assert wait_for(config, other).state == "completed", log(child, "err")
         config.kill([first])

@@ -20,6 +20,8 @@ from tests.launch.fake_slurm.cluster import Cluster
 from tests.launch.test_status import World, planned
 
 DOWN = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
+HANGS_SECONDS = 30
+"""So that who waits for a scheduler that hangs sees a wrong answer, and not the end of the test run."""
 PATIENT_LOOK, PATIENT_REFRESH = (dataclasses.replace(question, seconds=300.0) for question in (LOOK, REFRESH))
 """However busy the machine, the stand-in has the time to answer."""
 
@@ -119,7 +121,7 @@ def test_a_scheduler_that_hangs_is_left_alone(world: World, monkeypatch: pytest.
 
     def hang(self: slurm.Config, job_ids: list[str]) -> dict[str, Any]:
         asked.append(job_ids)
-        release.wait()
+        release.wait(HANGS_SECONDS)
         return {}
 
     monkeypatch.setattr(slurm.Config, "states", hang)
@@ -168,7 +170,12 @@ def test_an_interrupted_submission_delays_no_look(world: World, monkeypatch: pyt
     (folder,) = world.submissions()
     (folder / "jobs.json").unlink()
     release = threading.Event()
-    monkeypatch.setattr(slurm.Config, "find", lambda *_: release.wait() and {})
+
+    def hang(*_: object) -> dict[str, str]:
+        release.wait(HANGS_SECONDS)
+        return {}
+
+    monkeypatch.setattr(slurm.Config, "find", hang)
     try:
         rows = look(world, items, Question(seconds=0.2))
         assert [row.state for row in rows] == ["unknown", "unknown"]

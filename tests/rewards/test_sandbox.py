@@ -262,9 +262,11 @@ sandbox.run_programs([sandbox.Program("serve", order)] * 2, limits)
 def test_no_program_outlives_a_training_that_is_killed(limits: Limits):
     limits = limits.model_copy(update={"at_once": 2})
     training = subprocess.Popen([sys.executable, "-c", TRAINING, limits.model_dump_json()], cwd=ROOT)
-    wait_until(lambda: sum(process.cpu_times().user > 0.3 for process in marked_processes(limits)) == 2)  # both loops run
-    training.kill()
-    training.wait()
+    try:
+        wait_until(lambda: sum(process.cpu_times().user > 0.3 for process in marked_processes(limits)) == 2)  # both loops run
+    finally:
+        training.kill()
+        training.wait()
     wait_until(lambda: not marked_processes(limits))
 
 

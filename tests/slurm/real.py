@@ -1,10 +1,13 @@
 """What an administrator can do to a real Slurm, and waiting for what it does."""
 
+import contextlib
 import re
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from tests.conftest import ROOT
 
 
 def wait_until(condition: Callable[[], object], what: str, seconds: float = 300) -> None:
@@ -56,12 +59,12 @@ class Cluster:
             if now - since > 2:
                 subprocess.run(["scontrol", "update", f"jobid={job_id}", "StartTime=now"], capture_output=True, check=False)
 
-    def wait_for_all(self, seconds: float) -> None:
-        """Until no job waits or runs; those that are queued again are hurried."""
+    def wait_for_all(self, seconds: float, but: str = "") -> None:
+        """Until no job but `but` waits or runs; those that are queued again are hurried."""
 
         def over() -> bool:
             self.hurry()
-            return not self.alive()
+            return not {*self.alive()} - {but}
 
         wait_until(over, f"the end of {self.alive()}", seconds)
 
@@ -93,6 +96,16 @@ class Cluster:
             return "DOWN" not in state and "DRAIN" not in state
 
         wait_until(serves, f"node {node}")
+
+    @contextlib.contextmanager
+    def without_controller(self) -> Iterator[None]:
+        """Stop slurmctld, and start it again at the end; what is queued stays queued."""
+        words = ["bash", str(ROOT / ".ci" / "slurm"), "slurmctld", str(self.folder)]
+        try:
+            command(*words, "stop")
+            yield
+        finally:
+            command(*words, "start")
 
     def clear(self) -> None:
         """Cancel everything and wait for its end."""

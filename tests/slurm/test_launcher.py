@@ -219,6 +219,32 @@ def test_the_time_limit_queues_a_job_of_two_nodes_again(cluster: Cluster, folder
     assert "could not" not in log(folder, "e", "err")
 
 
+def test_experiments_that_share_a_task_end_each_by_itself(cluster: Cluster, folder: Path):
+    config = SETTINGS.model_copy(update={"jobs_per_task": 4, "submissions": str(folder.parent), "cpus_per_task": 1})
+    stops = f"import os; os.environ['NODE_RANK'] = '1'\n{STOPPABLE}"
+    codes = {"good": "print('ran')", "bad": "raise SystemExit(3)", "killed": stops, "goes_on": stops}
+    ids = submit([job(folder, name, code) for name, code in codes.items()], folder, config)
+    assert len(cluster.alive()) == 1
+
+    def seen() -> list[str]:
+        cluster.hurry()
+        found = config.states(ids)
+        return [found[job_id].state for job_id in ids]
+
+    wait_until(lambda: seen() == ["completed", "failed", "running", "running"], "the first two to end")
+    assert config.states(ids)[ids[1]].reason == "exit code 3"
+    wait_until(lambda: "up" in log(folder, "killed") and "up" in log(folder, "goes_on"), "the others to run")
+    config.kill(ids[2:3])
+    wait_until(lambda: seen() == ["completed", "failed", "cancelled", "running"], "one to be killed")
+    command("scancel", "--signal=USR1", "--batch", ids[3].partition("+")[0])  # as near the time limit
+    wait_until(lambda: seen() and log(folder, "goes_on").count("up") == 2, "the second start")
+    assert seen() == ["completed", "failed", "cancelled", "running"]
+    assert (log(folder, "good"), log(folder, "killed").count("up")) == ("ran\n", 1)
+    config.kill(ids)
+    wait_until(lambda: seen() == ["completed", "failed", "cancelled", "cancelled"], "the end")
+    wait_until(lambda: not cluster.alive(), "the end of the task")
+
+
 def test_a_lost_node_queues_the_job_again(cluster: Cluster, folder: Path, two_nodes: slurm.Config):
     (one,) = submit([stoppable(folder)], folder, two_nodes)
     wait_until(lambda: log(folder, "e").count("up") == 2, "both nodes")

@@ -13,11 +13,13 @@ from src.config import added_field, unknown_text
 from src.errors import LaunchError, UserError
 from src.launch.command import Environment, Processes
 from src.launch.job import Job, LauncherConfig, Note, SchedulerState
+from src.launch.slurm import shared_tasks
 from src.launch.slurm.commands import NoAnswer, Refused, ask, ask_once, check_programs, collapse, explain_refusal
 from src.launch.slurm.script import read_exp_ids, task_line, write_script, write_tasks
 from src.launch.slurm.states import array_ids_by_name, scheduler_states
 
 _TIME = re.compile(r"(?:(\d+)-)?(\d+):([0-5]?\d):([0-5]?\d)")
+_TASKS = re.compile(r"array-\d+(?:x(\d+))?")  # with the number of experiments in each task, where these share one
 _IDS_PER_CALL = 500
 _WAIT_SECONDS = 0.5
 # Options of sbatch that this file sets itself, and the setting to use instead; None: it cannot be changed.
@@ -81,6 +83,9 @@ class Config(LauncherConfig):
     """Number, or type and number such as "a100:4"."""
     max_running: Annotated[int, Field(ge=1)] | None = None
     """How many tasks of one array run at a time."""
+    jobs_per_task: int = added_field(1, ge=1)
+    """Up to so many experiments run side by side in one task, and share its processors, memory and GPUs. Those that others of the
+    submission start from have a task of their own."""
     stop_after_failures: int = added_field(5, ge=0)
     """So many experiments in a row that failed within a minute of their start end the submission: what waits is not started. 0: never."""
     signal_seconds: int = Field(default=120, ge=0, le=65535)
@@ -97,6 +102,8 @@ class Config(LauncherConfig):
     """`nodes` is the number of nodes of a job."""
     patience_seconds: float = Field(default=60.0, gt=0)
     """How long to ask a scheduler that does not answer."""
+    submissions: str = added_field("")
+    """Folder of the submissions. Filled in by `resources.load`; not allowed in a job config."""
 
     @model_validator(mode="after")
     def _signal_before_the_end(self) -> "Config":
@@ -106,8 +113,21 @@ class Config(LauncherConfig):
             )
         return self
 
+    @model_validator(mode="after")
+    def _one_node_shared(self) -> "Config":
+        if self.jobs_per_task > 1 and self.processes.nodes > 1:
+            raise ValueError(
+                f"jobs_per_task: {self.jobs_per_task} experiments cannot share a task of {self.processes.nodes} nodes. Write 1."
+            )
+        return self
+
+    @property
+    def _outcomes(self) -> Path:
+        """How the experiments of shared tasks ended."""
+        return Path(self.submissions, shared_tasks.FOLDER)
+
     def submit(self, jobs: Sequence[Job], folder: Path, note: Note) -> list[str]:
-        """Queue `jobs`; returns "ARRAY_TASK" for each.
+        """Queue `jobs`; returns "ARRAY_TASK" for each, with "+PLACEofCOUNT" where it shares the task.
 
         One array holds all jobs with the same resources and parents, up to the cluster's MaxArraySize. Job names begin with the
         name of `folder`, by which `find` finds them again.
@@ -117,12 +137,18 @@ class Config(LauncherConfig):
         patience = self.patience_seconds
         largest = _largest_array(patience)
         script = write_script(folder)
+        _refuse_shared_parents(jobs)
         queued: dict[str, str] = {}
         try:
             for array in self._group_into_arrays(jobs, largest):
                 tasks = _write_task_file(array, folder)
-                array_id = _queue_array(_sbatch_command(array, script, tasks, queued), _job_name(tasks), patience)
-                ids = {job.exp_id: f"{array_id}_{i}" for i, job in enumerate(array.jobs)}
+                program = [str(script.absolute()), str(tasks), str(array.config.stop_after_failures)]
+                if array.jobs_per_task > 1:
+                    program[0] = str(shared_tasks.write_shared_script(folder, self._outcomes).absolute())
+                    program += [str(array.jobs_per_task), str(self._outcomes.absolute())]
+                array_id = _queue_array([*_sbatch_command(array, tasks, queued), *program], _job_name(tasks), patience)
+                job_ids = shared_tasks.job_ids(array_id, len(array.jobs), array.jobs_per_task)
+                ids = {job.exp_id: job_id for job, job_id in zip(array.jobs, job_ids, strict=True)}
                 queued |= ids
                 note(ids)
         except UserError:
@@ -132,11 +158,18 @@ class Config(LauncherConfig):
         return [queued[job.exp_id] for job in jobs]
 
     def states(self, job_ids: Sequence[str]) -> dict[str, SchedulerState]:
-        return scheduler_states(job_ids, self.patience_seconds) if job_ids else {}
+        tasks = dict.fromkeys(map(shared_tasks.task_of, job_ids))
+        seen = scheduler_states(list(tasks), self.patience_seconds) if tasks else {}
+        return shared_tasks.with_outcomes(job_ids, seen, self._outcomes)
 
     def kill(self, job_ids: Sequence[str]) -> None:
-        """Cancel `job_ids`, which are not requeued. Raises LaunchError if Slurm does not answer, or refuses, as for jobs of others."""
-        words = collapse(job_ids)
+        """Cancel `job_ids`, which are not requeued. Neighbours in a task go on.
+
+        Raises:
+            LaunchError: Slurm does not answer, or refuses, as for jobs of others.
+            RunError: the disk refuses.
+        """
+        words = collapse(shared_tasks.kill(job_ids, self._outcomes))
         for i in range(0, len(words), _IDS_PER_CALL):
             try:
                 ask(["scancel", *words[i : i + _IDS_PER_CALL]], self.patience_seconds)
@@ -146,10 +179,10 @@ class Config(LauncherConfig):
 
     def hold(self, job_ids: Sequence[str]) -> None:
         """Keep `job_ids` from starting, or starting again. Raises LaunchError if Slurm refuses, as for jobs that have ended."""
-        ask(["scontrol", "hold", ",".join(job_ids)], self.patience_seconds)
+        ask(["scontrol", "hold", ",".join(_whole_tasks(job_ids))], self.patience_seconds)
 
     def release(self, job_ids: Sequence[str]) -> None:
-        ask(["scontrol", "release", ",".join(job_ids)], self.patience_seconds)
+        ask(["scontrol", "release", ",".join(_whole_tasks(job_ids))], self.patience_seconds)
 
     def throttle(self, job_ids: Sequence[str], max_running: int) -> None:
         for array in dict.fromkeys(job_id.partition("_")[0] for job_id in job_ids):
@@ -161,7 +194,9 @@ class Config(LauncherConfig):
             return {}
         known: dict[str, str] = {}
         for name, array_ids in array_ids_by_name(list(tasks_of), self.patience_seconds).items():
-            known |= {exp_id: f"{array_ids[-1]}_{i}" for i, exp_id in enumerate(read_exp_ids(tasks_of[name]))}
+            exp_ids_there = read_exp_ids(tasks_of[name])
+            ids = shared_tasks.job_ids(array_ids[-1], len(exp_ids_there), _jobs_per_task(tasks_of[name]))
+            known |= dict(zip(exp_ids_there, ids, strict=True))
         return {exp_id: known[exp_id] for exp_id in exp_ids if exp_id in known}
 
     def check(self) -> None:
@@ -174,22 +209,53 @@ class Config(LauncherConfig):
                 raise LaunchError(f"partition: {unknown_text('partition', name, partitions)}")
 
     def _group_into_arrays(self, jobs: Sequence[Job], largest: int) -> "list[_Array]":
-        """Arrays of jobs with equal resources and parents. Parents' arrays come first, as a group's first job comes after its parents."""
+        """Arrays of jobs with equal resources and parents. Parents' arrays come first, as a group's first job comes after its parents.
+
+        An experiment that others wait for shares no task: they would wait for its neighbours, and not start if one of these fails.
+        """
         place = {job.exp_id: i for i, job in enumerate(jobs)}
+        awaited = {exp_id for i, job in enumerate(jobs) for exp_id in job.after if place.get(exp_id, i) < i}
         groups: dict[object, _Array] = {}
         own = self.model_dump_json()
         for i, job in enumerate(jobs):
             parents = frozenset(exp_id for exp_id in job.after if place.get(exp_id, i) < i)
             resources = job.resources if isinstance(job.resources, Config) else self
+            each = 1 if job.exp_id in awaited else resources.jobs_per_task
             # A config that holds a dict has no hash; its JSON does as well.
-            key = (own if resources is self else resources.model_dump_json(), parents, frozenset(job.after_jobs))
-            groups.setdefault(key, _Array(resources, [])).jobs.append(job)
-        return [_Array(group.config, group.jobs[i : i + largest]) for group in groups.values() for i in range(0, len(group.jobs), largest)]
+            key = (own if resources is self else resources.model_dump_json(), each, parents, frozenset(job.after_jobs))
+            groups.setdefault(key, _Array(resources, [], each)).jobs.append(job)
+        return [
+            group._replace(jobs=group.jobs[i : i + largest * group.jobs_per_task])
+            for group in groups.values()
+            for i in range(0, len(group.jobs), largest * group.jobs_per_task)
+        ]
 
 
 class _Array(NamedTuple):
     config: Config
     jobs: list[Job]
+    jobs_per_task: int
+
+
+def _whole_tasks(job_ids: Sequence[str]) -> list[str]:
+    """The ids that Slurm knows. Raises LaunchError for experiments that share a task."""
+    for job_id in job_ids:
+        if shared_tasks.task_of(job_id) != job_id:
+            raise LaunchError(
+                f"job {job_id}: it shares its task with other experiments, and Slurm holds whole tasks alone. Kill it, or let it start."
+            )
+    return list(job_ids)
+
+
+def _refuse_shared_parents(jobs: Sequence[Job]) -> None:
+    """Raises LaunchError for a job that waits for an experiment, of an earlier submission, that shares its task."""
+    for job in jobs:
+        for parent in job.after_jobs:
+            if shared_tasks.task_of(parent) != parent:
+                raise LaunchError(
+                    f"{job.exp_id}: it starts from the experiment of job {parent}, which shares a Slurm task with others, and Slurm "
+                    "waits for whole tasks alone. Submit it once that has ended."
+                )
 
 
 def _largest_array(patience_seconds: float) -> int:
@@ -199,7 +265,12 @@ def _largest_array(patience_seconds: float) -> int:
 
 
 def _task_files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("array-*.tasks") if re.fullmatch(r"array-\d+", path.stem))
+    return sorted(path for path in folder.glob("array-*.tasks") if _TASKS.fullmatch(path.stem))
+
+
+def _jobs_per_task(tasks: Path) -> int:
+    match = _TASKS.fullmatch(tasks.stem)
+    return int((match and match[1]) or 1)
 
 
 def _job_name(tasks: Path) -> str:
@@ -208,22 +279,22 @@ def _job_name(tasks: Path) -> str:
 
 
 def _write_task_file(array: _Array, folder: Path) -> Path:
-    tasks = folder.absolute() / f"array-{len(_task_files(folder)):03d}.tasks"
+    shared = f"x{array.jobs_per_task}" if array.jobs_per_task > 1 else ""
+    tasks = folder.absolute() / f"array-{len(_task_files(folder)):03d}{shared}.tasks"
     config = array.config
     lines = [task_line(job, config.processes, config.environment, config.setup) for job in array.jobs]
     write_tasks(tasks, array.jobs, lines, config.requeue)
     return tasks
 
 
-def _sbatch_command(array: _Array, script: Path, tasks: Path, queued: dict[str, str]) -> list[str]:
-    """The command that queues `array`. Every value is an argument of its own; no shell parses it."""
-    config, first = array
-    job = first[0]
+def _sbatch_command(array: _Array, tasks: Path, queued: dict[str, str]) -> list[str]:
+    """The command that queues `array`, before the program. Every value is an argument of its own; no shell parses it."""
+    config, job = array.config, array.jobs[0]
     parents = [*dict.fromkeys([queued[exp_id] for exp_id in job.after if exp_id in queued] + list(job.after_jobs))]
     throttle = f"%{config.max_running}" if config.max_running else ""
     options: dict[str, object] = {
         "job-name": _job_name(tasks),
-        "array": f"0-{len(first) - 1}{throttle}",
+        "array": f"0-{(len(array.jobs) - 1) // array.jobs_per_task}{throttle}",
         "chdir": tasks.parent,
         "output": f"{tasks.stem}.log",
         "open-mode": "append",
@@ -246,7 +317,7 @@ def _sbatch_command(array: _Array, script: Path, tasks: Path, queued: dict[str, 
     words = [
         f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items() if value is not None and value is not False
     ]
-    return ["sbatch", "--parsable", *words, str(script.absolute()), str(tasks), str(config.stop_after_failures)]
+    return ["sbatch", "--parsable", *words]
 
 
 def _queue_array(argv: Sequence[str], name: str, patience_seconds: float) -> str:

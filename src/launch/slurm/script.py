@@ -11,15 +11,35 @@ from src.launch.command import INTERRUPTED, STOPPED, Processes, shell_line
 from src.launch.job import Job
 
 SCRIPT = "job.sh"
-_SCRIPT_TEXT = """\
+REQUEUED = "requeue"
+"""In place of the exit code of an experiment that shares a task, and asks for another start."""
+REQUEUE = """\
+    for pause in 1 2 4 8 16; do
+        if scontrol requeue "$this"; then exit 0; fi
+        sleep $pause
+    done
+    echo "slurm: a limit is reached, and the job could not be queued again; submit it again" >&2
+"""
+_SCRIPT_TEXT = (
+    (
+        """\
 #!/bin/bash
-# One task of an array. The file $1 holds six fields for each, each ended by a zero byte:
+# One experiment of an array: number $3, or that of the task. The file $1 holds six fields for each, each ended by a zero byte:
 # its experiment, its save directory, where its output and its errors go, whether it may be queued again, the bash that it runs.
 # Near the time limit Slurm sends USR1 to this script alone: the task is told to stop, and queued again once it has written its
 # checkpoint. So is one that stopped at a limit of its own.
 # Slurm's TERM (a preemption, scancel) reaches every process by itself; what follows then is Slurm's to decide.
+# One that shares its task (see jobs.sh) writes its exit code into $4.code, or that it asks for another start, and ends if there is $4.kill.
 this=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
-mapfile -d '' -s $((6 * SLURM_ARRAY_TASK_ID)) -n 6 task < "$1"
+index=${3:-$SLURM_ARRAY_TASK_ID} shared=$4 ended= watch=
+if [ -n "$shared" ]; then
+    leave() {
+        [ -z "$watch" ] || kill "$watch" 2> /dev/null
+        echo "${ended:-$1}" > "$shared.new" && mv "$shared.new" "$shared.code"
+    }
+    trap 'leave $?' EXIT
+fi
+mapfile -d '' -s $((6 * index)) -n 6 task < "$1"
 if [ ${#task[@]} -ne 6 ]; then
     echo "$this: $1 does not hold its command" >&2
     exit 1
@@ -32,7 +52,7 @@ if [ "$most" -gt 0 ] && [ "$({ wc -l < "$failures"; } 2> /dev/null || echo 0)" -
 fi
 newest() { ls "${task[1]}/checkpoints" 2> /dev/null | grep '^step-' | sort -V | tail -n 1; }
 had=$(newest)
-fruitless=${1%.tasks}.$SLURM_ARRAY_TASK_ID.fruitless  # there when the start before this one wrote no checkpoint
+fruitless=${1%.tasks}.$index.fruitless  # there when the start before this one wrote no checkpoint
 
 step= told= signals=0
 tell() {
@@ -51,9 +71,14 @@ tell() {
 }
 trap 'told=USR1; signals=$((signals + 1)); [ -z "$step" ] || tell' USR1
 trap 'told=${told:-TERM}; signals=$((signals + 1))' TERM
+if [ -n "$shared" ]; then
+    trap 'told=KILL; signals=$((signals + 1)); [ -z "$step" ] || tell' USR2
+    (until [ -e "$shared.kill" ]; do sleep 1; done; kill -USR2 $$) &
+    watch=$!
+fi
 
 export NNODES=${SLURM_NNODES:-1} MASTER_ADDR=127.0.0.1
-export MASTER_PORT=$((20000 + (SLURM_JOB_ID + 3989 * ${SLURM_RESTART_COUNT:-0}) % 10000))
+export MASTER_PORT=$((20000 + (SLURM_JOB_ID + 3989 * ${SLURM_RESTART_COUNT:-0} + 1013 * ${3:-0}) % 10000))
 start=(bash -c "${task[5]}")
 if [ "$NNODES" -gt 1 ]; then
     first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
@@ -68,7 +93,7 @@ set -m  # a process group of its own, to which signals can be sent
 "${start[@]}" < /dev/null &
 step=$!
 set +m
-[ "$told" != USR1 ] || tell
+case $told in USR1 | KILL) tell ;; esac
 while :; do
     before=$signals
     wait "$step"
@@ -93,11 +118,13 @@ if { [ "$told" = USR1 ] || [ -n "$limit" ]; } && [ "${task[4]}" = 1 ]; then
             else
                 touch "$fruitless"
             fi
-            for pause in 1 2 4 8 16; do
-                if scontrol requeue "$this"; then exit 0; fi
-                sleep $pause
-            done
-            echo "slurm: a limit is reached, and the job could not be queued again; submit it again" >&2
+            if [ -n "$shared" ]; then
+                ended=REQUEUED
+                exit 0
+            fi
+"""
+        + REQUEUE
+        + """\
             ;;
     esac
 fi
@@ -107,7 +134,12 @@ case $code in
     *) if [ $SECONDS -lt 60 ]; then echo "$this" >> "$failures"; else rm -f "$failures"; fi ;;
 esac
 exit $code
-""".replace("INTERRUPTED", str(INTERRUPTED)).replace("STOPPED", str(STOPPED))
+"""
+    )
+    .replace("REQUEUED", REQUEUED)
+    .replace("INTERRUPTED", str(INTERRUPTED))
+    .replace("STOPPED", str(STOPPED))
+)
 
 
 def write_script(folder: Path) -> Path:
@@ -151,6 +183,6 @@ def task_line(job: Job, processes: Processes, environment: Mapping[str, str], se
 
 
 def read_exp_ids(tasks: Path) -> list[str]:
-    """The experiment of each task of an array. Raises RunError if the file cannot be read."""
+    """The experiments of an array, in the order of its tasks. Raises RunError if the file cannot be read."""
     with reading(tasks, RunError):
         return [os.fsdecode(field) for field in tasks.read_bytes().split(b"\0")[:-1:6]]

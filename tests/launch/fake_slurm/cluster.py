@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -43,6 +44,7 @@ class Cluster:
     def __init__(self, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.home = home
         self.clock = Clock()
+        self.started: dict[str, subprocess.Popen[bytes]] = {}
         for module in (commands, slurm):
             monkeypatch.setattr(module, "time", self.clock)
         self.bin = home / "bin"
@@ -73,6 +75,31 @@ class Cluster:
     def task(self, job_id: str) -> dict[str, Any]:
         array, _, task = job_id.partition("_")
         return self.state["arrays"][array]["tasks"][task]
+
+    def start(self, job_id: str) -> "subprocess.Popen[bytes]":
+        """Run a task as Slurm would, in a session of its own."""
+        array, _, number = job_id.partition("_")
+        environment = {**os.environ, "SLURM_ARRAY_JOB_ID": array, "SLURM_ARRAY_TASK_ID": number, "SLURM_JOB_ID": f"{array}00{number}"}
+        call = self.calls("sbatch")[int(array) - 1]
+        script = next(place for place, word in enumerate(call) if word.endswith(".sh"))
+        process = subprocess.Popen(["bash", *call[script:]], env=environment, start_new_session=True)
+        self.set(job_id, state="RUNNING", node="n1", pid=process.pid)
+        self.started[job_id] = process
+        return process
+
+    def reap(self) -> None:
+        """Let the tasks that `start` began and that have ended be over."""
+        for job_id, process in list(self.started.items()):
+            if (code := process.poll()) is not None:
+                del self.started[job_id]
+                if self.task(job_id)["state"] == "RUNNING":
+                    self.set(job_id, state="FAILED" if code else "COMPLETED", exit=f"{code}:0")
+
+    def close(self) -> None:
+        """Leave no process of a task."""
+        for process in self.started.values():
+            subprocess.run(["pkill", "-KILL", "-s", str(process.pid)], check=False)
+            process.wait()
 
     def fail(self, command: str, do: str, text: str = "", **when: int) -> None:
         """Let a call of `command` go wrong; see program.py."""

@@ -196,6 +196,8 @@ def scancel(state: dict[str, Any], arguments: list[str]) -> str:
             numbers += [str(i) for i in range(int(first), int(last or first) + 1)]
         tasks += [state["arrays"][array]["tasks"][number] for number in numbers]
     for task in tasks:
+        if task.get("pid"):
+            subprocess.run(["pkill", "-TERM", "-s", str(task["pid"])], check=False)  # all of its session, which Cluster.start made
         if task["state"] == "PENDING":
             task.update(state="CANCELLED", vanished=True)  # Slurm keeps no record of a task that never started
         if task["state"] not in ENDED:

@@ -1,0 +1,156 @@
+"""Tasks that run several experiments side by side: their script, their job ids, and how each experiment of one ended.
+
+Slurm knows the task alone. Of each experiment the folder `shared_tasks` beside the submissions has two files, called by its job id:
+`.code` with its exit code, once it has ended, and `.kill`, if it was killed.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from src.files import write_atomic, writing
+from src.launch.command import STOPPED
+from src.launch.job import SchedulerState
+from src.launch.slurm.script import REQUEUE, REQUEUED, SCRIPT
+
+FOLDER = "shared_tasks"
+SHARED_SCRIPT = "jobs.sh"
+_ID = re.compile(r"(?P<task>\d+_\d+)\+(?P<place>\d+)of(?P<count>\d+)")
+_SCRIPT_TEXT = (
+    """\
+#!/bin/bash
+# One task of an array with at most $3 experiments in each: starts SCRIPT for each of them, side by side, and waits for all.
+# The files $4/JOB_ID.code and $4/JOB_ID.kill of each experiment tell how it ended, and whether it was killed. What has ended for good
+# is not started again with its neighbours.
+this=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+first=$(($3 * SLURM_ARRAY_TASK_ID))
+mapfile -d '' -s $((6 * first)) -n $((6 * $3)) fields < "$1"
+count=$((${#fields[@]} / 6))
+if [ $count -eq 0 ]; then
+    echo "$this: $1 does not hold its commands" >&2
+    exit 1
+fi
+pids=() told= signals=0
+tell() { [ ${#pids[@]} -eq 0 ] || kill -USR1 "${pids[@]}" 2> /dev/null; }
+trap 'told=1; signals=$((signals + 1)); tell' USR1
+trap 'signals=$((signals + 1))' TERM
+for ((place = 0; place < count; place++)); do
+    file=$4/$this+${place}of$count
+    ended=$(cat "$file.code" 2> /dev/null)
+    if [ -e "$file.kill" ]; then continue; fi
+    case $ended in
+        "" | STOPPED | REQUEUED)
+            rm -f "$file.code"
+            bash "${1%/*}/SCRIPT" "$1" "$2" $((first + place)) "$file" &
+            pids+=($!)
+            ;;
+    esac
+done
+[ -z "$told" ] || tell
+for pid in "${pids[@]}"; do
+    while :; do
+        before=$signals
+        wait "$pid"
+        [ "$signals" != "$before" ] || break
+    done
+done
+code=0 stopped= again=
+for ((place = 0; place < count; place++)); do
+    file=$4/$this+${place}of$count
+    if [ -e "$file.kill" ]; then continue; fi
+    ended=$(cat "$file.code" 2> /dev/null || echo 1)
+    case $ended in
+        REQUEUED) again=1 ;;
+        STOPPED) stopped=1 ;;
+        *) [ $code -ne 0 ] || code=$ended ;;
+    esac
+done
+if [ -n "$again" ]; then
+    code=STOPPED
+"""
+    + REQUEUE
+    + """\
+fi
+[ -z "$stopped" ] || code=STOPPED
+exit $code
+"""
+)
+
+
+def write_shared_script(folder: Path, outcomes: Path) -> Path:
+    """Write the script that the shared tasks of the submission in `folder` run, and make the folder of their `outcomes`.
+
+    Raises:
+        RunError: the disk refuses.
+    """
+    text = _SCRIPT_TEXT.replace("REQUEUED", REQUEUED).replace("STOPPED", str(STOPPED)).replace("SCRIPT", SCRIPT)
+    write_atomic(folder / SHARED_SCRIPT, text, private=True)
+    with writing(outcomes):
+        outcomes.mkdir(exist_ok=True)
+    return folder / SHARED_SCRIPT
+
+
+def job_ids(array_id: str, experiments: int, jobs_per_task: int) -> list[str]:
+    """The job id of each experiment of an array: "7_3" where it has the task for itself, else "7_3+0of2"."""
+    if jobs_per_task == 1:
+        return [f"{array_id}_{i}" for i in range(experiments)]
+    counts = [min(jobs_per_task, experiments - first) for first in range(0, experiments, jobs_per_task)]
+    return [f"{array_id}_{task}+{place}of{count}" for task, count in enumerate(counts) for place in range(count)]
+
+
+def task_of(job_id: str) -> str:
+    """The id that Slurm knows: "7_3" of "7_3+0of2"."""
+    return job_id.partition("+")[0]
+
+
+def with_outcomes(ids: Iterable[str], tasks: dict[str, SchedulerState], outcomes: Path) -> dict[str, SchedulerState]:
+    """The state of each experiment, from what Slurm says of the `tasks` and from how the experiment itself ended."""
+    found = {}
+    for job_id in ids:
+        if (task := tasks.get(task_of(job_id))) is not None:
+            found[job_id] = _state_of(outcomes / job_id, task) if _ID.fullmatch(job_id) else task
+    return found
+
+
+def _state_of(file: Path, task: SchedulerState) -> SchedulerState:
+    killed = file.with_name(f"{file.name}.kill").exists()
+    code = _read_code(file)
+    if code == "0":
+        return replace(task, state="completed", word="COMPLETED", reason="")
+    if killed and (code is not None or task.state != "running"):
+        return replace(task, state="cancelled", word="CANCELLED", reason="")
+    if code in (None, str(STOPPED), REQUEUED):
+        return task
+    return replace(task, state="failed", word="FAILED", reason=f"exit code {code}")
+
+
+def _read_code(file: Path) -> str | None:
+    try:
+        return file.with_name(f"{file.name}.code").read_text().strip() or None
+    except OSError:
+        return None
+
+
+def kill(ids: Sequence[str], outcomes: Path) -> list[str]:
+    """Let the experiments of shared tasks end, and not start again; the other ids, and the tasks that have nothing left to run.
+
+    Raises:
+        RunError: the disk refuses.
+    """
+    found: dict[str, None] = {}
+    for job_id in ids:
+        if (match := _ID.fullmatch(job_id)) is None:
+            found[job_id] = None
+        elif outcomes.is_dir():
+            if not _is_over(outcomes / job_id):
+                with writing(outcomes / job_id):
+                    (outcomes / f"{job_id}.kill").touch()
+            neighbours = [outcomes / f"{match['task']}+{place}of{match['count']}" for place in range(int(match["count"]))]
+            found |= dict.fromkeys([match["task"]] if all(map(_is_over, neighbours)) else [])
+    return list(found)
+
+
+def _is_over(file: Path) -> bool:
+    """Whether the experiment does not start again: it was killed, or has ended for good."""
+    return file.with_name(f"{file.name}.kill").exists() or _read_code(file) not in (None, str(STOPPED), REQUEUED)
