@@ -28,8 +28,8 @@ _DIMMED = 0.2
 class Plot:
     """`pane` displays the last argument of `show`, `legend` names its lines, and scrolls where they are many."""
 
-    def __init__(self, on_hover: Callable[[str | None], None]) -> None:
-        """on_hover: called with the colour of the line below the mouse, and with None where there is none any more."""
+    def __init__(self, on_hover: Callable[[str], None]) -> None:
+        """on_hover: called with the colour of the line below the mouse, where it is another than before."""
         self.pane = pn.pane.Bokeh(sizing_mode="stretch_width", margin=0, css_classes=["plot"])
         self._on_hover = on_hover
         self._made_for: Any = None
@@ -50,7 +50,7 @@ class Plot:
             return
         self._made_for, self._sources, self._parts = wanted, [], []
         hovered = ColumnDataSource({"colour": [""]})
-        hovered.on_change("data", lambda _, __, data: self._on_hover(data["colour"][0] or None))
+        hovered.on_change("data", lambda _, __, data: self._on_hover(data["colour"][0]))
         figures = [self._draw(metric, curves, hovered, wanted[:3], len(pictures)) for metric, curves in pictures.items()]
         for other in figures[1:]:
             other.x_range = figures[0].x_range
@@ -106,11 +106,9 @@ class Plot:
 
 _TELL = """
 const found = cb_data.index.indices.length > 0 || cb_data.index.line_indices.length > 0
-const [colour, now] = [cb_data.renderer.name, hovered.data.colour[0]]
-if (found && now !== colour) hovered.data = {colour: [colour]}
-if (!found && now === colour) hovered.data = {colour: [""]}
+if (found && hovered.data.colour[0] !== cb_data.renderer.name) hovered.data = {colour: [cb_data.renderer.name]}
 """
-"""Called for each line whenever the mouse moves."""
+"""Called for each line whenever the mouse moves. A line stays lit when the mouse leaves it: a row is often clicked next."""
 
 
 def legend(pictures: Mapping[str, Curves]) -> str:

@@ -276,7 +276,7 @@ class Dashboard:
         """The curve of a chosen row of results."""
         self.plot.light(self._colours[chosen[0]] if chosen and chosen[0] < len(self._colours) else None)
 
-    def _mark(self, colour: str | None) -> None:
+    def _mark(self, colour: str) -> None:
         """The row of results of a curve."""
         self.results.select(self._colours.index(colour) if colour in self._colours else None)
 

@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted(ROOT.glob("requirements*.txt")) + sorted((ROOT / "requirements").glob("*.txt"))
-LOCKS = ("requirements.lock", "requirements-dev.lock")
+LOCKS = ("requirements.lock", "requirements-dev.lock", ".ci/ray.lock")
 UNLOCKED = re.compile(r"(torch|triton|cuda-.*|nvidia-.*)==")
 """What depends on the machine."""
 

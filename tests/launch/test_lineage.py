@@ -1,11 +1,13 @@
 """A lineage whose parent failed is repaired by one retry, whoever the launcher is."""
 
+import contextlib
 import os
 from pathlib import Path
 
 import pytest
 
 from src.launch import actions, resources
+from tests.launch.fake_ray.server import FakeRay
 from tests.launch.fake_slurm.cluster import Cluster
 from tests.launch.test_status import World, planned
 
@@ -16,6 +18,7 @@ LAUNCHERS = {
     "toolkit": {"launcher": "toolkit", "account": "a", "image": "b:1", "max_run_seconds": 3600, "timeout_seconds": 300.0}
     # A parent that failed before this submission must not count: a child would give up at once.
     | {"parent_poll_seconds": 0.05, "parent_patience_seconds": 0, "calls_at_a_time": 1},
+    "ray": {"launcher": "ray", "parent_poll_seconds": 0.05, "patience_seconds": 300.0},
 }
 
 
@@ -26,6 +29,13 @@ def test_one_retry_repairs_a_lineage(launcher: str, tmp_path: Path, cluster: Clu
     monkeypatch.setenv("PATH", f"{FAKE_EAI}:{os.environ['PATH']}")
     monkeypatch.setenv("FAKE_EAI_STATE", str(tmp_path / "service"))
     cluster.configure(run=True)
+    with contextlib.closing(FakeRay()) as ray:
+        ray.release()
+        monkeypatch.setenv("RAY_ADDRESS", ray.address)
+        _repair(tmp_path, launcher)
+
+
+def _repair(tmp_path: Path, launcher: str) -> None:
     world = World(tmp_path)
     raw = LAUNCHERS[launcher] | ({"data": [f"a:{tmp_path}"]} if launcher == "toolkit" else {})
     given = resources.load("here", raw, world.runs)

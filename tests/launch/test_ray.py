@@ -120,7 +120,7 @@ def test_what_stops_in_order_starts_again_and_what_fails_as_often_as_it_may(worl
         world.ends("stops", 75, 75, 0),
         world.ends("fails", 9, 75, 9, 9, retries=2),
         world.ends("once", 9, 0),
-        world.ends("by_a_person", 130, 0),
+        world.ends("by_a_person", 130, 0, retries=1),
     )
     world.wait_for(ids[0], "completed", "exit code 0")
     world.wait_for(ids[1], "failed", "exit code 9")
@@ -140,6 +140,14 @@ def test_a_killed_job_stops_in_order_and_does_not_start_again(world: World):
         world.wait_for(job_id, "cancelled", "stopped")
     assert world.log("runs") == ["up", "told", "stopped"]
     assert world.log("waits") == []
+
+
+def test_a_job_that_is_stopped_in_rays_dashboard_does_not_start_again(world: World):
+    (job_id,) = world.submit(world.job("runs", STOPPABLE, retries=1))
+    world.wait(lambda: world.log("runs") == ["up"], "the start")
+    ray.ask(world.config.address, "POST", f"/api/jobs/{job_id}/stop", {})
+    world.wait_for(job_id, "cancelled", "stopped")
+    assert world.log("runs") == ["up", "told", "stopped"]
 
 
 def test_what_is_submitted_twice_runs_once(world: World):
@@ -204,9 +212,9 @@ def cut(answer: Answer) -> Answer:
 @pytest.mark.parametrize(
     ("fault", "match"),
     [
-        (HTML, "got a page of HTML. Is it the address of the dashboard, and are you logged in"),
-        ((502, {}, b"<html>Bad gateway"), "got a page of HTML with status 502"),
-        (LOGIN, r"got a redirection to 'https://login.example/\?next= ?\[31m'"),
+        (HTML, "expected JSON of Ray, got '<!doctype.*'. Is it the address of the dashboard, and are you logged in"),
+        ((502, {}, b"<html>Bad gateway"), "Ray has trouble, status 502: <html>Bad gateway"),
+        (LOGIN, r"a redirection to https://login.example/\?next= ?\[31m. Put the header that it wants into RAY_JOB_HEADERS"),
         ((401, {}, b"Unauthorized"), "refused with status 401: Unauthorized. Put the header that it wants into RAY_JOB_HEADERS"),
         (BUSY, r"Ray has trouble, status 500: TimeoutError: No available agent ?\[0m to submit job"),
         ((200, {}, b"[" * 200_000), "expected JSON of Ray"),
@@ -287,7 +295,7 @@ def test_headers_come_from_the_environment_and_stay_with_ray(cluster: FakeRay, w
     monkeypatch.setenv("RAY_JOB_HEADERS", '{"Authorization": "Bearer secret-of-mine"}')
     other = FakeRay()
     try:
-        cluster.faults = [(302, {"Location": f"{other.address}/api/version"}, b"")]
+        cluster.faults = [(302, {"Location": f"{other.address}/api/jobs/"}, b"")]
         with pytest.raises(LaunchError, match="redirection"):
             world.config.check()
         world.config.check()
@@ -369,6 +377,19 @@ def test_overrides_choose_resources_but_no_other_cluster(cluster: FakeRay, world
     }
     with pytest.raises(LaunchError, match="a: overrides cannot change address of the launcher ray"):
         world.submit(world.ends("a", 0, address="http://127.0.0.1:9"))
+
+
+def test_a_parent_that_could_wait_for_what_its_children_hold(cluster: FakeRay, world: World):
+    """A waiting child holds its resources."""
+    big, small = world.ends("big", 0, num_gpus=8), world.job("small", "print(1)", after=("big",), num_gpus=0.5)
+    with pytest.raises(
+        LaunchError, match=r"^small: its parent big needs num_gpus 8, and .* children hold 0\.5 each .* Submit the parents first"
+    ):
+        world.submit(big, small)
+    assert cluster.jobs == {}
+    cluster.held = True
+    world.submit(replace(big, resources=None), small, world.job("elsewhere", "print(1)", after=("big",), resources={"other": 1}))
+    assert len(cluster.jobs) == 3
 
 
 def test_paths_with_blanks_and_quotes(cluster: FakeRay, tmp_path: Path):

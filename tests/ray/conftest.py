@@ -9,13 +9,19 @@ from tests.ray.real import PYTHON, Cluster
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[Cluster]:
+def _cluster_of_the_session() -> Iterator[Cluster]:
     if not PYTHON.exists():
         pytest.skip("no Ray on this machine: .ray/bin/python not found; `bash .ci/ray` installs it")
     real = Cluster()
-    try:
-        yield real
-    finally:
-        real.close()
-        left = [process.pid for process in psutil.process_iter(["cmdline"]) if str(real.folder) in " ".join(process.info["cmdline"] or ())]
-        assert not left, "processes of Ray outlive it"
+    yield real
+    real.close()
+    left = [process.pid for process in psutil.process_iter(["cmdline"]) if str(real.folder) in " ".join(process.info["cmdline"] or ())]
+    assert not left, "processes of Ray outlive it"
+
+
+@pytest.fixture
+def cluster(_cluster_of_the_session: Cluster) -> Iterator[Cluster]:
+    """The head alone, with no job alive; what a test leaves is ended."""
+    _cluster_of_the_session.start()
+    yield _cluster_of_the_session
+    _cluster_of_the_session.clear()

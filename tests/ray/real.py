@@ -55,11 +55,17 @@ class Cluster:
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="ray-"))  # short, as sockets lie below
-        self.gcs, dashboard, client = free_ports(3)
-        self.address = f"http://127.0.0.1:{dashboard}"
+        self.gcs = self.address = ""
         self.nodes: dict[str, psutil.Popen] = {}
         self.ports: dict[str, str] = {}
         """Of each node's agent, by which a job says where it runs."""
+
+    def start(self) -> None:
+        """Start the head, unless it runs."""
+        if "head" in self.nodes:
+            return
+        self.gcs, dashboard, client = free_ports(3)
+        self.address = f"http://127.0.0.1:{dashboard}"
         words = [
             "--head",
             "--port",
@@ -114,6 +120,18 @@ class Cluster:
 
     def jobs(self) -> list[dict[str, Any]]:
         return ask(self.address, "GET", "/api/jobs/")
+
+    def alive(self) -> list[str]:
+        return [job["submission_id"] for job in self.jobs() if job["status"] in ("PENDING", "RUNNING")]
+
+    def clear(self) -> None:
+        """End all jobs and lose all nodes but the head, if that is there."""
+        for name in set(self.nodes) - {"head"}:
+            self.lose(name)
+        if "head" in self.nodes:
+            for name in self.alive():
+                ask(self.address, "POST", f"/api/jobs/{name}/stop", {})
+            wait_until(lambda: not self.alive(), "the jobs of a test to end")
 
     def close(self) -> None:
         """Leave no process and no file behind."""

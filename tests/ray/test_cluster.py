@@ -1,7 +1,6 @@
-"""Twelve experiments on a real Ray of two nodes: a worker killed, a node lost, submitted again, repaired, and ended in order."""
+"""Twelve experiments on a real Ray of two nodes: a worker killed, a node lost, submitted again; then a training that is ended in order."""
 
 import json
-import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,40 +9,99 @@ from typing import Any
 import psutil
 import pytest
 
-from src.experiments.grid import grid, ref
 from src.experiments.identity import exp_id
+from src.launch import resources
 from src.launch import status as jobs
 from src.runs import metadata
+from src.runs.plan import Planned
 from tests import toy
+from tests.launch.test_status import PROGRAM, World, planned
 from tests.ray.real import Cluster, wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
-PARENTS = [{**toy.BASE, "seed": seed, "loop": {**toy.BASE["loop"], "steps": 240, "eval_every": 20}} for seed in (0, 1)]
-CHILD: dict[str, Any] = {name: value for name, value in toy.CROSSATTN.items() if name != "answers"}
-CHILD["loop"] = {**CHILD["loop"], "steps": 8, "eval_every": 8}
-CHILDREN = [
-    child for parent in PARENTS for child in grid({**CHILD, "model": {**CHILD["model"], "base": ref(parent)}}, {"seed": [0, 1, 2, 3, 4]})
-]
+PARENTS = [planned("end", f"parent {n}", waits="parents may end") for n in range(2)]
+CHILDREN = [planned("end", f"child {n}", PARENTS[n % 2].exp_id, waits="children may end") for n in range(10)]
 LONG = [{**toy.BASE, "seed": seed, "loop": {**toy.BASE["loop"], "steps": 20_000, "eval_every": 10_000}} for seed in (8, 9)]
-GROUPS = {"parents": PARENTS, "grid": CHILDREN, "long": LONG}
+
+
+class Grid(World):
+    """Experiments that cost nothing, each of which waits for the file that it names."""
+
+    def __init__(self, cluster: Cluster, folder: Path) -> None:
+        super().__init__(folder)
+        self.cluster = cluster
+        (self.root / "trainval.py").write_text(PROGRAM.replace('"go"', 'exp["waits"]'))
+
+    def given(self, **values: Any) -> resources.Resources:
+        entry = {"launcher": "ray", "address": self.cluster.address, "num_cpus": 0, "resources": {"slot": 1}, "retries": 1}
+        return resources.load("here", {**entry, "parent_poll_seconds": 0.2, **values}, self.runs)
+
+    def let(self, event: str) -> None:
+        (self.runs / event).touch()
+
+    def submitted(self) -> Counter[str]:
+        return Counter(
+            job["submission_id"].rpartition(".")[2] for job in self.cluster.jobs() if not job["submission_id"].startswith("probe")
+        )
+
+
+def processes(identity: str) -> Iterator[psutil.Process]:
+    """Those that run an experiment, wherever they run."""
+    for process in psutil.process_iter():
+        try:
+            words = process.cmdline()
+            named = any(word.rpartition("/")[2] == identity for word in words)
+            if named and any(word.endswith("trainval.py") for word in words) and Path(words[0]).name.startswith("python"):
+                yield process
+        except psutil.Error:
+            continue
 
 
 @pytest.fixture
-def world(cluster: Cluster, tmp_path: Path) -> tuple[Path, Path]:
-    """(project, folder with data and runs)."""
-    toy.write_data(tmp_path / "data")
-    root = toy.project(tmp_path, f"EXP_GROUPS = {GROUPS!r}\n")
-    entry = {"launcher": "ray", "address": cluster.address, "num_cpus": 0, "retries": 1, "environment": {"OMP_NUM_THREADS": "1"}}
-    entries = {"one": {**entry, "resources": {"slot": 1}}, "whole": {**entry, "resources": {"slot": 2}}}
-    (root / "job_configs.py").write_text(f"JOB_CONFIGS = {entries!r}\n")
-    return root, tmp_path
+def grid(cluster: Cluster, tmp_path: Path) -> Grid:
+    return Grid(cluster, tmp_path)
 
 
-def trainval(world: tuple[Path, Path], *arguments: str) -> str:
-    """What trainval.py says; it must succeed."""
-    done = toy.run_cold(world[0], arguments, world[1])
-    assert done.returncode == 0, done.stderr
-    return done.stdout + done.stderr
+def test_twelve_experiments(cluster: Cluster, grid: Grid):
+    cluster.add("second", {"slot": 2})
+    items: list[Planned] = [*PARENTS, *CHILDREN]
+    parents, children = [item.exp_id for item in PARENTS], [item.exp_id for item in CHILDREN]
+    before = grid.submitted()
+    grid.run(items)
+    once = dict.fromkeys((*parents, *children), 1)
+
+    # A worker is killed: its node starts it again. All are alive, so that nothing more is submitted.
+    wait_until(lambda: set(grid.started()) == set(parents), "the parents to start")
+    for process in processes(parents[0]):
+        process.kill()
+    wait_until(lambda: grid.started().count(parents[0]) == 2, "its second start")
+    grid.run(items)
+    assert grid.submitted() - before == once
+    assert Counter(grid.started()) == {parents[0]: 2, parents[1]: 1}, "children wait for their parents"
+
+    # A node dies, with the two children that run there.
+    grid.let("parents may end")
+    wait_until(lambda: len(set(grid.started()) & set(children)) == 4, "children on both nodes")
+    running = {job["submission_id"]: job["driver_agent_http_address"] for job in cluster.jobs() if job["status"] == "RUNNING"}
+    victims = {name.rpartition(".")[2] for name, address in running.items() if address.endswith(f":{cluster.ports['second']}")}
+    cluster.lose("second")
+    grid.let("children may end")
+    wait_until(lambda: not cluster.alive(), "the others to end")
+    rows = {row.exp_id: row for row in grid.rows(items)}
+    assert {identity for identity, row in rows.items() if row.state != "done"} == victims
+    assert len(victims) == 2
+    for identity in victims:
+        assert rows[identity].state == "failed"
+        assert "Ray lost it" in rows[identity].reason
+
+    # Only what the node took with it is submitted again, once.
+    grid.run(items)
+    assert grid.submitted() - before == once
+    grid.run(items, "retry")
+    assert set(grid.ended(items)) == {"done"}
+    grid.run(items, "retry")
+    assert grid.submitted() - before == {identity: 1 + (identity in victims) for identity in once}
+    assert Counter(grid.started()) == {identity: 1 + (identity in victims or identity == parents[0]) for identity in once}
 
 
 def rows_written(folder: Path, identity: str) -> int:
@@ -51,113 +109,38 @@ def rows_written(folder: Path, identity: str) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def trainings(identity: str) -> Iterator[psutil.Process]:
-    """The processes that train an experiment, wherever they run."""
-    for process in psutil.process_iter():
-        try:
-            words = process.cmdline()
-            if (
-                identity in words
-                and any(word.endswith("trainval.py") for word in words)
-                and words[0].rpartition("/")[2].startswith("python")
-            ):
-                yield process
-        except psutil.Error:
-            continue
+def test_a_training_is_ended_in_order_and_goes_on(cluster: Cluster, tmp_path: Path):
+    """By the command line; beside one that waits for its turn."""
+    toy.write_data(tmp_path / "data")
+    root = toy.project(tmp_path, f"EXP_GROUPS = {{'long': {LONG!r}}}\n")
+    entry = {
+        "launcher": "ray",
+        "address": cluster.address,
+        "num_cpus": 0,
+        "resources": {"slot": 2},
+        "environment": {"OMP_NUM_THREADS": "1"},
+    }
+    (root / "job_configs.py").write_text(f"JOB_CONFIGS = {{'whole': {entry!r}}}\n")
 
+    def trainval(*arguments: str) -> None:
+        done = toy.run_cold(root, arguments, tmp_path)
+        assert done.returncode == 0, done.stderr
 
-def alive(cluster: Cluster) -> list[str]:
-    return [job["submission_id"] for job in cluster.jobs() if job["status"] in ("PENDING", "RUNNING")]
+    def states() -> dict[str, str]:
+        return {row.exp_id: row.state for row in jobs.table(tmp_path / "runs", [exp_id(exp) for exp in LONG])}
 
-
-def states(folder: Path, experiments: list[dict[str, Any]]) -> dict[str, str]:
-    return {row.exp_id: row.state for row in jobs.table(folder / "runs", [exp_id(exp) for exp in experiments])}
-
-
-def test_twelve_experiments(cluster: Cluster, world: tuple[Path, Path]):
-    folder = world[1]
-    everything = [*PARENTS, *CHILDREN]
-    parents, children = [exp_id(exp) for exp in PARENTS], [exp_id(exp) for exp in CHILDREN]
-    cluster.add("second", {"slot": 2})
-    submit = ["-e", "grid", "--with-parents", "--log_every", "1", "-j", "one"]
-    trainval(world, *submit)
-
-    # A worker is killed in the middle of its training.
-    wait_until(lambda: list((folder / "runs" / parents[0] / "checkpoints").glob("step-*")), "the first checkpoint of a parent")
-    killed = list(trainings(parents[0]))
-    for process in killed:
-        process.kill()
-    assert metadata.state_of(folder / "runs" / parents[0]) != "done", "it trains for longer than that"
-    assert "nothing to submit" in trainval(world, *submit)
-
-    # A node dies with what runs on it: a child, which is stopped so that it is there then.
-    head = cluster.ports["head"]
-    victims: list[str] = []
-
-    def found_a_victim() -> bool:
-        for job in cluster.jobs():
-            identity = job["submission_id"].rpartition(".")[2]
-            if job["status"] == "RUNNING" and identity in children and not job["driver_agent_http_address"].endswith(f":{head}"):
-                for process in trainings(identity):
-                    process.suspend()
-                    victims.append(identity)
-        return bool(victims)
-
-    wait_until(found_a_victim, "a child to train on the second node")
-    cluster.lose("second")
-    wait_until(lambda: not alive(cluster), "the others to end")
-    rows = {row.exp_id: row for row in jobs.table(folder / "runs", [*parents, *children])}
-    lost = [identity for identity, row in rows.items() if row.state != "done"]
-    assert set(victims) <= set(lost) <= set(children)
-    for identity in lost:
-        assert rows[identity].state == "failed"
-        assert "Ray lost it" in rows[identity].reason
-    submitted = Counter(job["submission_id"].rpartition(".")[2] for job in cluster.jobs())
-    assert {submitted[identity] for identity in rows} == {1}
-
-    # Only what the node took with it is submitted again.
-    assert "nothing to submit" in trainval(world, *submit)
-    trainval(world, *submit, "--job_option", "retry")
-    wait_until(lambda: not alive(cluster), "all to end")
-    assert set(states(folder, everything).values()) == {"done"}
-    submitted = Counter(job["submission_id"].rpartition(".")[2] for job in cluster.jobs())
-    assert {identity: submitted[identity] for identity in rows} == {identity: 2 if identity in lost else 1 for identity in rows}
-    assert metadata.attempts(folder / "runs" / parents[0]) == 2
-    assert "continues from step" in (folder / "runs" / parents[0] / "logs" / "train.log").read_text()
-    untouched = set(rows) - {parents[0], *lost}
-    assert {metadata.attempts(folder / "runs" / identity) for identity in untouched} == {1}
-    assert "nothing to submit" in trainval(world, *submit)
-
-
-def test_jobs_are_ended_in_order(cluster: Cluster, world: tuple[Path, Path]):
-    folder = world[1]
-    first, second = (exp_id(exp) for exp in LONG)
-    trainval(world, "--exp_id", first, "-j", "whole", "--log_every", "5")
-    trainval(world, "--exp_id", second, "-j", "whole", "--log_every", "5")
-    wait_until(lambda: rows_written(folder, first) > 2, "scores")
-    assert states(folder, LONG) == {first: "running", second: "queued"}
-    trainval(world, "-e", "long", "--job_option", "kill")
-    assert states(folder, LONG) == {first: "stopped", second: "stopped"}
-    assert json.loads((folder / "runs" / first / "status.json").read_text())["state"] == "stopped"
-    assert list((folder / "runs" / first / "checkpoints").glob("step-*")), "it has written a checkpoint"
-    wait_until(lambda: not alive(cluster), "Ray to start the other for its end")
-    assert metadata.attempts(folder / "runs" / second) == 0
-    written = rows_written(folder, first)
-    trainval(world, "--exp_id", first, "-j", "one", "--log_every", "5")
-    wait_until(lambda: rows_written(folder, first) > written, "the run to go on where it was stopped")
-    assert "continues from step" in (folder / "runs" / first / "logs" / "train.log").read_text()
-    trainval(world, "-e", "long", "--job_option", "kill")
-    assert states(folder, LONG)[first] == "stopped"
-    assert not list(trainings(first))
-
-
-def test_a_lost_cluster_is_told(cluster: Cluster, world: tuple[Path, Path]):
-    """The last test: nothing of the cluster is left after it."""
-    folder = world[1]
-    identity = exp_id(LONG[0])
-    trainval(world, "--exp_id", identity, "-j", "one", "--log_every", "5")
-    wait_until(lambda: rows_written(folder, identity) > 2, "scores")
-    cluster.lose("head")
-    wait_until(lambda: not list(trainings(identity)), "its job to die with it")
-    said = toy.run_cold(world[0], ["--exp_id", identity, "--job_option", "status"], folder).stdout
-    assert re.search(r" unknown .*Ray does not answer: .*refused. Does its dashboard run there\?", said), said
+    trainval("-e", "long", "-j", "whole", "--log_every", "5")
+    wait_until(lambda: any(rows_written(tmp_path, identity) > 2 for identity in states()), "scores")
+    assert sorted(states().values()) == ["queued", "running"]
+    first, second = sorted(states(), key=lambda identity: states()[identity], reverse=True)
+    trainval("-e", "long", "--job_option", "kill")
+    assert states() == {first: "stopped", second: "stopped"}
+    run = tmp_path / "runs" / first
+    assert json.loads((run / "status.json").read_text())["state"] == "stopped"
+    assert list((run / "checkpoints").glob("step-*")), "it has written a checkpoint"
+    wait_until(lambda: not cluster.alive(), "Ray to start the other for its end")
+    assert metadata.attempts(tmp_path / "runs" / second) == 0
+    written = rows_written(tmp_path, first)
+    trainval("--exp_id", first, "-j", "whole", "--log_every", "5")
+    wait_until(lambda: rows_written(tmp_path, first) > written, "the training to go on")
+    assert "continues from step" in (run / "logs" / "train.log").read_text()

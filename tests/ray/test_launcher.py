@@ -38,15 +38,7 @@ class Real(every.World):
         ask(self.address, "POST", f"/api/jobs/{self.blocker}/stop", {})
 
     def close(self) -> None:
-        self.finish({})
-        self.config.kill(
-            [self.blocker, *self.config.find(self.submission, [self.job(name).exp_id for name in ("a", "b", "good", "bad")]).values()]
-        )
-        wait_until(lambda: not self.alive(), "the jobs of a test to end")
-
-    def alive(self) -> list[str]:
-        jobs = ask(self.address, "GET", "/api/jobs/")
-        return [job["submission_id"] for job in jobs if job["status"] in ("PENDING", "RUNNING")]
+        """The cluster ends them."""
 
 
 @pytest.fixture
@@ -70,11 +62,11 @@ def test_a_killed_job_is_cancelled(every_world: Real):
     every.test_a_killed_job_is_cancelled_once_and_for_all(every_world, running=True)
 
 
-def test_a_lost_submission_and_jobs_that_wait(every_world: Real):
+def test_a_lost_submission_and_jobs_that_wait(cluster: Cluster, every_world: Real):
     """Whose jobs are found, killed while they wait for resources, and never start."""
     every.test_what_a_lost_submission_has_queued_is_found_again(every_world)
     every_world.start(())
-    wait_until(lambda: not every_world.alive(), "Ray to start the killed jobs for their end")
+    wait_until(lambda: not cluster.alive(), "Ray to start the killed jobs for their end")
     assert not list((every_world.folder / "logs").iterdir())
     every.test_a_job_that_nobody_knows(every_world)
 
@@ -85,6 +77,7 @@ def test_a_lost_submission_and_jobs_that_wait(every_world: Real):
         own.test_a_child_starts_after_its_parent_and_never_after_one_that_failed,
         own.test_what_stops_in_order_starts_again_and_what_fails_as_often_as_it_may,
         own.test_a_killed_job_stops_in_order_and_does_not_start_again,
+        own.test_a_job_that_is_stopped_in_rays_dashboard_does_not_start_again,
         own.test_what_is_submitted_twice_runs_once,
     ],
 )

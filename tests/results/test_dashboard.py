@@ -343,7 +343,7 @@ def test_a_row_and_its_curve_light_up_together(page: Dashboard):
     page._mark(colours[0])
     assert page.results.widget.selection == [0]
     assert lit() == {colours[0]}
-    page._mark(None)
+    page.results.widget.selection = []
     assert lit() == set(colours)
 
 

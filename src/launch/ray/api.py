@@ -15,21 +15,18 @@ from src.errors import LaunchError
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
 ADDRESS = re.compile(r"https?://[^\s/@?#]+(/[^\s?#]*)?")
 HEADERS = "RAY_JOB_HEADERS"
-_VARIABLES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
-_MOST_BYTES = 256 << 20
-_FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.25, 8.0
 _TRANSIENT = {408, 425, 429}
 
 
 class NoAnswer(LaunchError):
-    """No answer of use in time: the request may have been carried out, or may be later."""
+    """No answer in time: the request may have been carried out, or may be later."""
 
 
 class Refused(LaunchError):
     """Ray, or what answers in its place, refused."""
 
     def __init__(self, address: str, status: int, said: str) -> None:
-        hint = f" Put the header that it wants into {HEADERS}, as for `ray job submit`." if status in (401, 403) else ""
+        hint = f" Put the header that it wants into {HEADERS}, as for `ray job submit`." if status in (401, 403) or status < 400 else ""
         super().__init__(f"{address}: refused with status {status}: {brief(said)}.{hint}")
         self.missing = status == 404 and "does not exist" in said
         """Whether Ray says that there is no such job."""
@@ -44,7 +41,7 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 def find_address(given: str) -> str:
     """`given`, or what Ray's variables say; GCS addresses among them, such as host:6379, are for other purposes. Without a / at the end."""
-    found = [given, *(os.environ.get(name, "") for name in _VARIABLES)]
+    found = [given, *(os.environ.get(name, "") for name in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS"))]
     return next((address for address in found if ADDRESS.fullmatch(address)), DEFAULT_ADDRESS).rstrip("/")
 
 
@@ -56,11 +53,9 @@ def ask(address: str, method: str, path: str, content: Mapping[str, Any] | None 
         Refused: the request is wrong, or not allowed.
         LaunchError: what answers is not Ray.
     """
-    headers = {"Content-Type": "application/json", **_headers()}
     body = None if content is None else json.dumps(content).encode()
-    request = urllib.request.Request(f"{address}{path}", body, headers, method=method)
-    deadline = time.monotonic() + patience_seconds
-    wait = _FIRST_WAIT_SECONDS
+    request = urllib.request.Request(f"{address}{path}", body, {"Content-Type": "application/json", **_headers()}, method=method)
+    deadline, wait = time.monotonic() + patience_seconds, 0.25
     while True:
         try:
             return _ask_once(address, request, max(0.1, (deadline - time.monotonic()) / 2))
@@ -68,66 +63,42 @@ def ask(address: str, method: str, path: str, content: Mapping[str, Any] | None 
             if time.monotonic() + wait >= deadline:
                 raise
         time.sleep(wait)
-        wait = min(2 * wait, _LONGEST_WAIT_SECONDS)
+        wait = min(2 * wait, 8.0)
 
 
 def _headers() -> dict[str, str]:
     """Those of the environment, whose values are secrets and in no message."""
-    text = os.environ.get(HEADERS, "").strip() or "{}"
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
-        raise LaunchError(f'{HEADERS}: expected JSON such as {{"Authorization": "Bearer …"}}.')
-    for name, value in found.items():
-        if not re.fullmatch(r"[\w-]+", name, re.ASCII) or not re.fullmatch(r"[\x20-\x7e]*", value):
-            raise LaunchError(f"{HEADERS}: {name!r} and its value cannot be a header: expected printable ASCII on one line.")
+        found = {name: str(value) for name, value in json.loads(os.environ.get(HEADERS) or "{}").items()}
+    except (ValueError, RecursionError, AttributeError):
+        found = {"": ""}
+    if not all(re.fullmatch(r"[\w-]+\0[ -~]*", f"{name}\0{value}", re.ASCII) for name, value in found.items()):
+        raise LaunchError(f'{HEADERS}: expected JSON such as {{"Authorization": "Bearer …"}}, in printable ASCII.')
     return found
 
 
 def _ask_once(address: str, request: urllib.request.Request, seconds: float) -> Any:
     try:
-        status, data, place = _exchange(request, seconds)
+        try:
+            answer = urllib.request.build_opener(_NoRedirect).open(request, timeout=seconds)
+        except urllib.error.HTTPError as error:
+            answer = error
+        with answer:
+            text, status = answer.read().decode("utf-8", "replace"), answer.status or 0
     except (OSError, http.client.HTTPException) as error:
-        reason = getattr(error, "reason", None) or error
-        raise NoAnswer(
-            f"{address}: Ray does not answer: {brief(str(reason)) or type(reason).__name__}. Does its dashboard run there?"
-        ) from None
-    text = data.decode("utf-8", "replace")
-    if 300 <= status < 400:
-        raise LaunchError(
-            f"{address}: expected Ray, got a redirection to {brief(place)!r}. Give the address behind it, or its headers in {HEADERS}."
-        )
-    if re.match(r"\s*<", text):
-        where = f" with status {status}" if status != 200 else ""
-        wrong = LaunchError if status < 500 and status not in _TRANSIENT else NoAnswer
-        raise wrong(f"{address}: expected Ray, got a page of HTML{where}. Is it the address of the dashboard, and are you logged in?")
+        reason = brief(str(getattr(error, "reason", None) or error)) or type(error).__name__
+        raise NoAnswer(f"{address}: Ray does not answer: {reason}. Does its dashboard run there?") from None
     # Ray's head hands a request on to its agent, and answers 500 where that refuses with 400.
     if status in _TRANSIENT or (status >= 500 and not re.search(r"failed with status code 4\d\d", text)):
         raise NoAnswer(f"{address}: Ray has trouble, status {status}: {brief(text)}.")
     if status != 200:
-        raise Refused(address, status, text)
+        raise Refused(address, status, f"a redirection to {answer.headers.get('Location')}" if 300 <= status < 400 else text)
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        raise NoAnswer(f"{address}: expected JSON of Ray, got {brief(text)!r}.") from None
-
-
-def _exchange(request: urllib.request.Request, seconds: float) -> tuple[int, bytes, str]:
-    """Status, content and the place of a redirection."""
-    deadline = time.monotonic() + seconds
-    try:
-        answer = urllib.request.build_opener(_NoRedirect).open(request, timeout=seconds)
-    except urllib.error.HTTPError as error:
-        answer = error
-    with answer:
-        data = bytearray()
-        while piece := answer.read1(1 << 16):
-            data += piece
-            if len(data) > _MOST_BYTES or time.monotonic() > deadline:
-                raise TimeoutError(f"its answer has no end after {len(data)} bytes and {seconds:.0f} s")
-        return answer.status or 0, bytes(data), answer.headers.get("Location") or ""
+        raise LaunchError(
+            f"{address}: expected JSON of Ray, got {brief(text)!r}. Is it the address of the dashboard, and are you logged in?"
+        ) from None
 
 
 def brief(said: object) -> str:

@@ -1,10 +1,11 @@
 """Runs each experiment as one job of a Ray cluster, through the HTTP API of Ray Jobs."""
 
+import contextlib
 import re
 import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -16,22 +17,19 @@ from src.launch.ray.api import ADDRESS, Refused, ask, brief, find_address
 from src.runs.lease import LEASE, STALE_SECONDS
 from src.runs.metadata import STATUS
 
-_ID = re.compile(r"(?P<submission>[\w-]+)\.(?P<exp_id>[\w-]+)")
 _SHARED = ("address", "submissions", "patience_seconds")
-_NOT_STARTED = "not started, because"
 _ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 _KEPT_BY_RAY = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "mem_gb"}
 # What a job runs; its values stand before. Ray knows no dependencies, and starts no job twice. Its stop reaches every process by itself.
 _SCRIPT = f"""
-TOLD=0
-trap 'TOLD=$((TOLD + 1))' TERM
-end() {{ echo "$1" > "$FOLDER/ended/$ID"; exit "$1"; }}
-refuse() {{ echo "{_NOT_STARTED} $1" | tee -a "$ERR"; end {STOPPED}; }}
-check() {{ if [ "$TOLD" != 0 ] || [ -e "$FOLDER/cancel/$ID" ]; then end {STOPPED}; fi; }}
+TOLD=
+trap 'TOLD=1' TERM
+end() {{ echo "$2" > "$FOLDER/ended/$ID"; exit "$1"; }}
+refuse() {{ echo "not started, because $1" >> "$ERR"; end {STOPPED} "not started, because $1"; }}
+check() {{ if [ -n "$TOLD" ] || [ -e "$FOLDER/cancel/$ID" ]; then end {STOPPED}; fi; }}
 await() {{  # $1 a parent, $2 the folder of its submission, $3 its save directory
     local since=$SECONDS before= ended status now limit
-    while :; do
-        check
+    while check; do
         ended=; if [ -e "$2/ended/$1" ] || [ -e "$2/cancel/$1" ]; then ended=1; fi
         status=$(cat "$3/{STATUS}" 2> /dev/null)
         case $status in *'"state": "done"'*) return ;; esac
@@ -46,16 +44,11 @@ await() {{  # $1 a parent, $2 the folder of its submission, $3 its save director
 for ((i = 0; i < ${{#PARENTS[@]}}; i += 3)); do await "${{PARENTS[@]:i:3}}"; done
 cd -- "$CWD" || end 1
 stops=0 failures=0
-while :; do
-    check
+while check; do
     bash -c "$LINE" < /dev/null >> "$OUT" 2>> "$ERR" &
-    CHILD=$!
-    wait "$CHILD"; code=$?
-    while [ "$TOLD" != 0 ]; do
-        before=$TOLD; wait "$CHILD"; again=$?
-        [ $again = 127 ] || code=$again
-        [ "$TOLD" != "$before" ] || end $code
-    done
+    wait $!; code=$?
+    while kill -0 $! 2> /dev/null; do wait $!; done  # it was told to stop, and writes a checkpoint
+    [ -z "$TOLD" ] || end {STOPPED}
     case $code in
         0 | {INTERRUPTED}) end $code ;;
         {STOPPED}) [ $((stops += 1)) -le 100 ] || end $code ;;  # one that stops at once must not be started for ever
@@ -84,7 +77,7 @@ class Config(LauncherConfig):
     grace_seconds: int = Field(default=60, ge=1)
     """How long a killed job may take to write a checkpoint and stop."""
     parent_poll_seconds: float = Field(default=5.0, gt=0)
-    """How often a child looks at its parents. A waiting child holds its resources."""
+    """How often a child looks at its parents. A waiting child holds its resources, and so no parent may need more."""
     parent_wait_seconds: int = Field(default=86_400, ge=0)
     """How long a child waits for a parent that has not started."""
     processes: Processes = Processes()
@@ -115,19 +108,24 @@ class Config(LauncherConfig):
         """Queue each job as <submission>.<experiment>. Ray takes no id twice, so that nothing is queued twice."""
         folder = folder.absolute()
         ids: dict[str, str] = {}
+        settings = {job.exp_id: self._settings(job) for job in jobs}
         with writing(folder):
             for place in (folder / "ended", folder / "cancel", *{job.log_dir for job in jobs}):
                 place.mkdir(parents=True, exist_ok=True)
         for job in jobs:
+            own = settings[job.exp_id]
+            among = [parent for parent in job.after if parent in ids]
+            for parent in among:
+                _refuse_deadlock(job.exp_id, own, parent, settings[parent])
             ids[job.exp_id] = f"{folder.name}.{job.exp_id}"
-            parents = [*(ids[parent] for parent in job.after if parent in ids and parent != job.exp_id), *job.after_jobs]
-            write_atomic(folder / f"{job.exp_id}.sh", self._render_script(job, folder, list(dict.fromkeys(parents))), private=True)
+            parents = dict.fromkeys([*(ids[parent] for parent in among), *job.after_jobs])
+            write_atomic(folder / f"{job.exp_id}.sh", _render_script(own, job, folder, parents), private=True)
         try:
             for job in jobs:
-                self._create(ids[job.exp_id], folder / f"{job.exp_id}.sh", self._settings(job))
+                self._create(ids[job.exp_id], folder / f"{job.exp_id}.sh", settings[job.exp_id])
                 note({job.exp_id: ids[job.exp_id]})
         except UserError as error:
-            self._forbid(folder, ids)  # so that none of them starts, even if Ray does not hear of it
+            _forbid(folder / "cancel", ids)  # so that none of them starts, even if Ray does not hear of it
             try:
                 self.kill(list(ids.values()))
             except LaunchError as second:
@@ -137,35 +135,29 @@ class Config(LauncherConfig):
 
     def states(self, job_ids: Sequence[str]) -> dict[str, SchedulerState]:
         """With one call for all. A cluster that was started anew knows none of them."""
-        wanted = set(job_ids)
-        return {name: self._state(name, job) for name, job in self._list_jobs().items() if name in wanted} if wanted else {}
+        listed = self._list_jobs() if job_ids else {}
+        return {name: self._state(name, listed[name]) for name in job_ids if name in listed}
 
     def kill(self, job_ids: Sequence[str]) -> None:
         """Tell the jobs to stop. Ray kills them after the grace; one that still waits for resources is kept from starting by a file."""
         listed = self._list_jobs() if job_ids else {}
         alive = [name for name in dict.fromkeys(job_ids) if name in listed and listed[name].get("status") not in _ENDED]
         for name in alive:
-            if match := _ID.fullmatch(name):
-                self._forbid(Path(self.submissions, match["submission"]), [match["exp_id"]])
+            place = self._place(name, "cancel")
+            _forbid(place.parent, [place.name])
         for name in alive:
-            try:
-                self._ask("POST", f"/api/jobs/{name}/stop", {})
-            except Refused as error:
-                if not error.missing:
-                    raise
+            self._ask("POST", f"/api/jobs/{name}/stop", {})
 
     def find(self, folder: Path, exp_ids: Sequence[str]) -> dict[str, str]:
         """Those that Ray lists. A request for another one that is still on its way starts nothing any more."""
         listed = self._list_jobs()
         found = {exp_id: name for exp_id in exp_ids if (name := f"{folder.name}.{exp_id}") in listed}
-        self._forbid(folder, [exp_id for exp_id in exp_ids if exp_id not in found and (folder / f"{exp_id}.sh").exists()])
+        _forbid(folder / "cancel", [exp_id for exp_id in exp_ids if exp_id not in found and (folder / f"{exp_id}.sh").exists()])
         return found
 
     def check(self) -> None:
         """Raises LaunchError if no Ray answers at the address."""
-        found = self._ask("GET", "/api/version")
-        if not isinstance(found, dict) or not isinstance(found.get("ray_version"), str):
-            raise LaunchError(f"{self.scheduler()}: expected the version of Ray, got {brief(str(found))!r}.")
+        self._list_jobs()
 
     def scheduler(self) -> str:
         return find_address(self.address)
@@ -179,27 +171,6 @@ class Config(LauncherConfig):
             raise LaunchError(f"{job.exp_id}: overrides cannot change {changed[0]} of the launcher ray: all jobs of a submission share it.")
         return own
 
-    def _render_script(self, job: Job, folder: Path, parents: Iterable[str]) -> str:
-        own = self._settings(job)
-        places: list[object] = []
-        for parent in parents:
-            submission, _, exp_id = parent.partition(".")
-            places += [exp_id, folder.parent / submission, job.run.parent.absolute() / exp_id]
-        logs = job.log_dir.absolute()
-        values = {
-            "ID": job.exp_id,
-            "FOLDER": folder,
-            "CWD": job.cwd.absolute(),
-            "OUT": logs / f"{job.exp_id}.out.log",
-            "ERR": logs / f"{job.exp_id}.err.log",
-            "RETRIES": own.retries,
-            "POLL": f"{own.parent_poll_seconds:g}",
-            "LONGEST": own.parent_wait_seconds,
-            "LINE": shell_line(job, own.processes, own.environment),
-        }
-        lines = [f"{name}={shlex.quote(str(value))}" for name, value in values.items()]
-        return "\n".join(["#!/bin/bash", *lines, f"PARENTS=({shlex.join(map(str, places))})"]) + _SCRIPT
-
     def _create(self, name: str, script: Path, own: "Config") -> None:
         """Queue one job. After an error Ray is asked for it: an earlier request may have queued it."""
         content = {
@@ -210,7 +181,6 @@ class Config(LauncherConfig):
             "entrypoint_memory": int(own.mem_gb * 2**30),
             "entrypoint_resources": own.resources,
             "runtime_env": {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(own.grace_seconds), "RAY_JOB_STOP_SIGNAL": "SIGTERM"}},
-            "metadata": {"job_name": name},
         }
         try:
             answer = self._ask("POST", "/api/jobs/", content)
@@ -220,9 +190,7 @@ class Config(LauncherConfig):
             try:
                 found = self._ask("GET", f"/api/jobs/{name}")
             except Refused as refusal:
-                if refusal.missing:
-                    raise error from None
-                raise
+                raise (error if refusal.missing else refusal) from None
             if not isinstance(found, dict) or found.get("entrypoint") != content["entrypoint"]:
                 raise LaunchError(f"{self.scheduler()}: the id {name} belongs to a job that this submission has not queued.") from None
 
@@ -233,17 +201,21 @@ class Config(LauncherConfig):
             raise LaunchError(f"{self.scheduler()}: expected a list of jobs, got {brief(str(found))!r}.")
         return {name: job for job in found if isinstance(job, dict) and isinstance(name := job.get("submission_id"), str)}
 
+    def _place(self, name: str, kind: Literal["cancel", "ended"]) -> Path:
+        """The file that keeps a job from starting, or that it leaves at its end, with the reason."""
+        submission, _, exp_id = name.partition(".")
+        return Path(self.submissions, submission, kind, exp_id)
+
     def _state(self, name: str, job: dict[str, Any]) -> SchedulerState:
-        status, code, kind = job.get("status"), job.get("driver_exit_code"), brief(job.get("error_type"))
+        status, code, kind, said = job.get("status"), job.get("driver_exit_code"), brief(job.get("error_type")), brief(job.get("message"))
         node = re.match(r"https?://\[?([\w.:-]+?)\]?:\d+/?$", brief(job.get("driver_agent_http_address")))
         facts = {"word": kind or brief(status), "node": node[1] if node else ""}
         if status == "RUNNING":
             return SchedulerState("running", **facts)
         if status == "SUCCEEDED":
             return SchedulerState("completed", reason="exit code 0", **facts)
-        if status == "STOPPED" or (status in ("PENDING", "FAILED") and self._is_forbidden(name)):
+        if status == "STOPPED" or (status in ("PENDING", "FAILED") and self._place(name, "cancel").exists()):
             return SchedulerState("cancelled", reason="stopped" if node else "stopped before it was started", **facts)
-        said = brief(job.get("message"))
         if status == "PENDING":
             return SchedulerState("queued", reason=said, **facts)
         if status != "FAILED":
@@ -252,18 +224,53 @@ class Config(LauncherConfig):
             why = "never started: it waited for resources longer than RAY_JOB_START_TIMEOUT_SECONDS of Ray's head node allows"
             return SchedulerState("cancelled", reason=why, **facts)
         if code in (STOPPED, INTERRUPTED):
-            return SchedulerState("cancelled", reason=said if said.startswith(_NOT_STARTED) else "stopped in order", **facts)
+            return SchedulerState("cancelled", reason=_read(self._place(name, "ended")) or "stopped in order", **facts)
         if type(code) is int:
             return SchedulerState("failed", reason=f"exit code {code}", **facts)
         return SchedulerState("failed", reason=f"Ray lost it: {said}" if kind == "JOB_SUPERVISOR_ACTOR_DIED" else said, **facts)
 
-    def _is_forbidden(self, name: str) -> bool:
-        match = _ID.fullmatch(name)
-        return bool(match and self.submissions and Path(self.submissions, match["submission"], "cancel", match["exp_id"]).exists())
 
-    def _forbid(self, folder: Path, exp_ids: Iterable[str]) -> None:
-        """Keep jobs of the submission in `folder` from starting: their script looks for this file."""
+def _refuse_deadlock(exp_id: str, own: Config, parent: str, of_parent: Config) -> None:
+    """A waiting child holds its resources. What its parent needs more of, it could wait for until its children give up."""
+    needs, most = ({**c.resources, "num_cpus": c.num_cpus, "num_gpus": c.num_gpus, "mem_gb": c.mem_gb} for c in (own, of_parent))
+    for name, amount in most.items():
+        if 0 < needs.get(name, 0) < amount:
+            raise LaunchError(
+                f"{exp_id}: its parent {parent} needs {name} {amount:g}, and could wait for ever while children hold {needs[name]:g} each "
+                "and wait for it. Submit the parents first, and their children when they are done."
+            )
+
+
+def _render_script(own: Config, job: Job, folder: Path, parents: Iterable[str]) -> str:
+    places: list[object] = []
+    for parent in parents:
+        submission, _, exp_id = parent.partition(".")
+        places += [exp_id, folder.parent / submission, job.run.parent.absolute() / exp_id]
+    logs = job.log_dir.absolute()
+    values = {
+        "ID": job.exp_id,
+        "FOLDER": folder,
+        "CWD": job.cwd.absolute(),
+        "OUT": logs / f"{job.exp_id}.out.log",
+        "ERR": logs / f"{job.exp_id}.err.log",
+        "RETRIES": own.retries,
+        "POLL": f"{own.parent_poll_seconds:g}",
+        "LONGEST": own.parent_wait_seconds,
+        "LINE": shell_line(job, own.processes, own.environment),
+    }
+    lines = [f"{name}={shlex.quote(str(value))}" for name, value in values.items()]
+    return "\n".join(["#!/bin/bash", *lines, f"PARENTS=({shlex.join(map(str, places))})"]) + _SCRIPT
+
+
+def _forbid(folder: Path, exp_ids: Iterable[str]) -> None:
+    """Keep jobs from starting: their script looks for these files."""
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
         for exp_id in exp_ids:
-            with writing(folder / "cancel" / exp_id):
-                (folder / "cancel").mkdir(parents=True, exist_ok=True)
-                (folder / "cancel" / exp_id).touch()
+            (folder / exp_id).touch()
+
+
+def _read(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        return brief(path.read_text(errors="replace"))
+    return ""

@@ -86,8 +86,6 @@ class FakeRay:
             handler.wfile.write(data)
 
     def _answer(self, method: str, path: str, content: Any) -> Answer:
-        if (method, path) == ("GET", "/api/version"):
-            return _json({"version": "4", "ray_version": "2.60.0"})
         if (method, path) == ("GET", "/api/jobs/"):
             return _json([*self.jobs.values(), {"type": "DRIVER", "submission_id": None, "status": "RUNNING"}])
         if (method, path) == ("POST", "/api/jobs/"):
