@@ -9,7 +9,7 @@ from typing import Any
 
 import panel as pn
 from bokeh.layouts import column
-from bokeh.models import ColumnDataSource, CustomJS, HoverTool
+from bokeh.models import ColumnDataSource, CustomJS, DataRange1d, FactorRange, HoverTool
 from bokeh.plotting import figure
 
 from results import markup
@@ -72,7 +72,7 @@ class Plot:
             x_axis_label=x,
             y_axis_label=metric,
             y_axis_type="log" if logarithmic else "linear",
-            **({"x_range": list(factors)} if factors else {}),
+            x_range=FactorRange(factors=list(factors)) if factors else DataRange1d(),
             tools="pan,box_zoom,reset,save",
             toolbar_location="above",
             output_backend="canvas",

@@ -83,13 +83,33 @@ def _provider(token: str) -> Any:
             self.finish(_ASKS)
 
     class Provider(AuthProvider):
-        get_user = property(lambda _: lambda handler: "reader" if _knows(handler, token) else None)
-        get_user_async = property(lambda _: None)
-        login_url = property(lambda _: "/refused")
-        get_login_url = property(lambda _: None)
-        login_handler = property(lambda _: Refusal)
-        logout_url = property(lambda _: None)
-        logout_handler = property(lambda _: None)
+        @property
+        def get_user(self) -> Callable[[Any], Any]:
+            return lambda handler: "reader" if _knows(handler, token) else None
+
+        @property
+        def get_user_async(self) -> None:
+            return None
+
+        @property
+        def login_url(self) -> str:
+            return "/refused"
+
+        @property
+        def get_login_url(self) -> None:
+            return None
+
+        @property
+        def login_handler(self) -> type[RequestHandler]:
+            return Refusal
+
+        @property
+        def logout_url(self) -> None:
+            return None
+
+        @property
+        def logout_handler(self) -> None:
+            return None
 
     return Provider()
 

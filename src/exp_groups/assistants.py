@@ -105,17 +105,24 @@ PPO_TINY: dict[str, Any] = {
     "data": {**GRPO_TINY["data"], "group_size": 1, "passes": 2},
     "rewards": [
         {"name": "expressions", "right": 1.0, "wrong": -1.0},
-        {"name": "reward_model", "model": ref(REWARD_TINY), "squash": 4.0},
+        {"name": "reward_model", "model": ref(REWARD_TINY), "weight": 0.5, "squash": 4.0},
     ],
     "ppo": {"kl": {"weight": 0.05}},
-    "loop": {**GRPO_TINY["loop"], "steps": 300, "sequences_per_step": 128, "learning_rate": 1e-4, "eval_every": 100},
+    "loop": {
+        **GRPO_TINY["loop"],
+        "steps": 400,
+        "sequences_per_step": 128,
+        "learning_rate": 4e-4,
+        "schedule": "linear",
+        "eval_every": 100,
+    },
     "sampled": SAMPLED,
 }
 
 
 def without_verifier(ppo: dict[str, Any]) -> dict[str, Any]:
     """The same with the reward model alone, whose weaknesses the policy finds."""
-    return override(ppo, {"rewards": [{**ppo["rewards"][1], "squash": None}]})
+    return override(ppo, {"rewards": [{**ppo["rewards"][1], "weight": 1.0, "squash": None}]})
 
 
 def evaluation_of(trained: dict[str, Any]) -> dict[str, Any]:
