@@ -89,7 +89,7 @@ def test_every_view_has_the_means_of_what_is_done(planted: Path, tmp_path: Path,
         ("", "0"),
     ]
 
-    assert Dashboard(planted, ALL).results.value["val_loss ↓"].tolist() == digits
+    assert Dashboard(planted, ALL).results.value["val_loss ↓"].tolist() == [f"<b>{digits[0]}</b>", *digits[1:]]
     output = tmp_path / "report.html"
     assert report.main([str(planted), "-o", str(output)]) == 0
     assert all(text in output.read_text() for text in digits)

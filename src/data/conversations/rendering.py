@@ -17,6 +17,9 @@ from src.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+_BLANKS = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
+"""What control tokens take away: Unicode's White_Space. Python's own `strip` has U+001C to U+001F, too."""
+
 
 class Role(IntEnum):
     """Who a token is of."""
@@ -155,7 +158,7 @@ class Renderer:
                 if span.controls:
                     stripping = span.text in names
                 elif stripping:
-                    spans[place] = span._replace(text=span.text.lstrip() if step > 0 else span.text.rstrip())
+                    spans[place] = span._replace(text=span.text.lstrip(_BLANKS) if step > 0 else span.text.rstrip(_BLANKS))
                     stripping = not spans[place].text
         return spans
 

@@ -61,6 +61,7 @@ def test_chatml():
 @example([" a ", " b "], " ", "oasst", "stripping")
 @example([" a ", " b "], " ", "chatml", "stripping")
 @example(["a", "b"], None, "oasst", "first")
+@example(["", "\x1f"], None, "oasst", "stripping")
 def test_ours_and_jinjas_are_the_same(said: list[str], system: str | None, name: str, kind: str):
     """With whatever is said, and with what other programs make of the template where it spells no control token."""
     conversation, made = talk.messages(*said, system=system), TOKENIZERS[kind]
