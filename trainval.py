@@ -198,7 +198,7 @@ def look(args: argparse.Namespace, planned: Sequence[Any], places: Any) -> int:
             shown = [row for row in rows if not args.state or row.state in args.state]
             lines = [jobs.to_json(shown, differs)] if args.json else [*jobs.format_table(shown, differs), jobs.summarize(shown)]
             print("\n".join(lines), flush=True)
-            if args.watch is None or not any(row.state in ALIVE or row.doubt for row in rows):
+            if args.watch is None or not any(row.state in ALIVE or (row.doubt and row.job_id) for row in rows):
                 break
             time.sleep(args.watch)
     return 0

@@ -326,7 +326,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Serve the page until interrupted; prints its address when it can be opened. Returns the exit code."""
     options = _parser().parse_args(arguments)
     pn.config.raw_css.append(_BODY_CSS)
-    page_of_run = {"run/([0-9a-f]{32})": lambda name: run_page.render(options.runs / name)}
+    page_of_run = {"run/([0-9a-f]{8,128})": lambda name: run_page.render(options.runs / name)}
     serve_page(lambda: app(options.runs, options.group, linked=True), options, f"Experiments · {options.runs.name}", page_of_run)
     return 0
 

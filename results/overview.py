@@ -152,7 +152,7 @@ def load(runs: Path, group: str | Sequence[str] | None = None) -> Overview:
     states = {job.exp_id: job.state for job in table_of_jobs}
     rows = [_with_state(row, states.get(row["exp_id"])) for row in rows]
     others = {row["exp_id"]: row["state"] for row in rows if row["state"] in ("haven", "foreign")}
-    table_of_jobs = [replace(job, state=others.get(job.exp_id, job.state)) for job in table_of_jobs]
+    table_of_jobs = [replace(job, state=others[job.exp_id], reason="") if job.exp_id in others else job for job in table_of_jobs]
     return Overview(runs, rows, table_of_jobs, groups, told, loaded=rows)
 
 

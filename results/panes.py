@@ -86,6 +86,8 @@ class Table:
         """Mark a line as if it was clicked, or none."""
         wanted = [] if line is None else [line]
         if self.widget.selection != wanted:
+            if line is not None and self.widget.pagination:
+                self.widget.page = line // self._settings["page_size"] + 1
             self.widget.selection = wanted
 
     def _make(self, frame: pd.DataFrame) -> None:

@@ -138,7 +138,7 @@ class _Parser:
                     search = compile_pattern(pattern).search
                 except ValueError as error:
                     self.refuse(given, str(error))
-                return lambda row: isinstance(value := text(row), str) and search(value) is not None
+                return lambda row: isinstance(value := text(row), str) and search(value.encode(errors="replace").decode()) is not None
         return self.refuse(
             node, f"the only calls are matches(name, 'regular expression') and value('name'), got {ast.unparse(node)[:40]!r}"
         )

@@ -42,10 +42,26 @@ _SHARING = {"--use_deepspeed", "--use_fsdp", "--multi_gpu", "--config_file"}
 """Options of accelerate that choose how the model is distributed."""
 
 
-# What looks like a key by its name, unless its value is a number, a switch or a path; and what looks like one by its value.
+# What looks like a key by its name, unless its value is a number, a switch or a file; and what looks like one by its value.
 _SECRET_NAME = re.compile(r"(?:^|_)(?:API)?(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|AUTH)(?:_ID)?(?:$|_)", re.IGNORECASE)
-_HARMLESS = re.compile(r"\d{0,6}|true|false|yes|no|on|off|[~/.].*", re.IGNORECASE | re.DOTALL)
-_SECRET_VALUE = re.compile(r"\b(?:hf_|sk-|ghp_|github_pat_|glpat-|AKIA|xox[bp]-)\w{8,}|://[^/\s:@]+:[^/\s@]+@")
+_PASSWORD = re.compile("PASSWORD|PASSWD|SECRET", re.IGNORECASE)
+_HARMLESS = re.compile(r"\d{0,6}|true|false|yes|no|on|off", re.IGNORECASE)
+_FILE = re.compile(r"(?:~|\.{1,2}|/[\w.-]+)/.*", re.DOTALL)
+_SECRET_VALUE = re.compile(r"\b(?:hf_|sk-|ghp_|github_pat_|glpat-|AKIA|AIza|xox[bp]-)[\w-]{8,}|://[^/\s:@]+:[^/\s@]+@")
+
+
+def _looks_like_a_key(name: str, value: str) -> bool:
+    if _SECRET_VALUE.search(value):
+        return True
+    harmless = _FILE.fullmatch(value) or (not _PASSWORD.search(name) and _HARMLESS.fullmatch(value))
+    return bool(_SECRET_NAME.search(name) and not harmless and value)
+
+
+def check_no_key(text: str) -> str:
+    """`text`, a line of a job's script. Raises ValueError where something in it looks like a key."""
+    if _SECRET_VALUE.search(text):
+        raise ValueError("it holds what looks like a key, which everybody who sees the job's files would see. Export it where you submit.")
+    return text
 
 
 def _check_variables(environment: dict[str, str]) -> dict[str, str]:
@@ -54,7 +70,7 @@ def _check_variables(environment: dict[str, str]) -> dict[str, str]:
             raise ValueError(f"expected the name of an environment variable, got {name!r}.")
         if "\0" in value:
             raise ValueError(f"the value of {name} holds a zero byte, which no environment can.")
-        if (_SECRET_NAME.search(name) and not _HARMLESS.fullmatch(value)) or _SECRET_VALUE.search(value):
+        if _looks_like_a_key(name, value):
             raise ValueError(
                 f"{name} looks like a secret, and everybody who sees the job or its files would see it. Export it where you submit (jobs "
                 "of local and slurm inherit that), put it into the account's secret store, or where the job finds it, such as ~/.netrc."

@@ -125,8 +125,10 @@ def create(runs: Path, launcher: Mapping[str, Any], job_config: str, snapshot: s
 
 
 def _without_variables(launcher: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of a launcher as those who look need it. The variables of its jobs are nobody else's business."""
-    return {key: value for key, value in launcher.items() if key != "environment"}
+    """The config of a launcher as those who look need it. The variables of its jobs, and what their scripts do first, are nobody else's
+    business.
+    """
+    return {key: value for key, value in launcher.items() if key not in ("environment", "setup")}
 
 
 def read(runs: Path, name: str) -> Submission:
@@ -223,7 +225,14 @@ def refuse(unclear: Sequence[UnresolvedSubmission], exp_ids: Collection[str]) ->
 
 def _reconcile_one(runs: Path, submission: Submission, seconds: float | None) -> None:
     launcher = submission.load_launcher()
-    (found,) = ask([lambda: launcher.find(submission.folder, list(submission.experiments))], seconds)
+
+    def find() -> Mapping[str, str]:
+        try:
+            return launcher.find(submission.folder, list(submission.experiments))
+        except RunError as error:  # such as a file of somebody else's: what it submitted stays in doubt, and nothing else
+            raise LaunchError(str(error)) from None
+
+    (found,) = ask([find], seconds)
     if isinstance(found, LaunchError):
         raise found
     log.info("%s: was interrupted; %d of its %d jobs are there", submission.name, len(found), len(submission.experiments))

@@ -269,10 +269,18 @@ def test_what_a_submission_writes_is_its_owners_alone(world: World):
     assert {stat.filemode(path.stat().st_mode) for path in written} == {"-rw-------"}
 
 
+KEYS = (
+    ("A", "sk-proj-xyzzy-xyzzy"),
+    ("A", "AIzaxyzzy-xyzzy_xyzzy"),
+    ("AWS_SECRET_ACCESS_KEY", "/xyzzyxyzzy+xyzzy"),
+    ("PASSWORD", "123456"),
+)
+
+
 def test_a_value_that_looks_like_a_key_is_refused(world: World):
     kind = type(world.config)
     raw = {name: value for name, value in world.config.model_dump().items() if name not in ("environment", "launcher")}
-    for name, value in (("HF_TOKEN", "xyzzy"), ("A", "hf_xyzzyxyzzyxyzzy"), ("PROXY", "http://me:xyzzy@host")):
+    for name, value in (("HF_TOKEN", "xyzzy"), ("A", "hf_xyzzyxyzzyxyzzy"), ("PROXY", "http://me:xyzzy@host"), *KEYS):
         with pytest.raises(ConfigError, match=rf"environment: {name} looks like a secret"):
             configs.load(kind, {**raw, "environment": {name: value}}, "here")
     harmless = {"HF_HUB_DISABLE_IMPLICIT_TOKEN": "1", "WANDB_API_KEY_FILE": "/home/me/.key", "TOKENIZERS_PARALLELISM": "false"}

@@ -217,6 +217,14 @@ def test_quick_failures_in_a_row_stop_the_queue(world: World, quick: int, ended:
         assert rest[-1].reason == "not started: 3 in a row failed within 60 s of their start. See why, then submit again"
 
 
+def test_a_child_of_what_a_stopped_queue_leaves_out_ends_once(world: World):
+    """The failures of one round end jobs, whose children end in the same round."""
+    bad = [world.job(f"bad{n}", "1 / 0") for n in range(4)]
+    found = world.run(world.config(stop_after_failures=2, slots=2), [*bad, world.job("child", "pass", after=("bad3",))])
+    assert found["child"].state == "cancelled"
+    assert all(seen.state in ("failed", "cancelled") for seen in found.values())
+
+
 def test_slow_failures_do_not_stop_the_queue():
     queue = SimpleNamespace(content={"scheduler": {"stop_after_failures": 1}}, write_end=lambda *_: None)
     for seconds, left in ((_QUICK_SECONDS, 1), (_QUICK_SECONDS - 1, 0)):

@@ -73,6 +73,8 @@ class _Scheduler:
                 killed_at = killed_at or time.monotonic() + config["grace_seconds"]
                 self._stop(hard=time.monotonic() > killed_at)
             for entry in list(self.entries):
+                if entry.index in self.ended:  # by another one of this round
+                    continue
                 if entry.child is not None:
                     self._reap(entry, entry.index in cancelled)
                 elif entry.index in cancelled:

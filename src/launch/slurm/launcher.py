@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, StrictBool, model_validator
 
 from src.config import added_field, unknown_text
 from src.errors import LaunchError, UserError
-from src.launch.command import Environment, Processes
+from src.launch.command import Environment, Processes, check_no_key
 from src.launch.job import Job, LauncherConfig, Note, SchedulerState
 from src.launch.slurm import shared_tasks
 from src.launch.slurm.commands import NoAnswer, Refused, ask, ask_once, check_programs, collapse, explain_refusal
@@ -95,7 +95,7 @@ class Config(LauncherConfig):
     Near its time limit, not if two starts in a row wrote no new checkpoint."""
     options: Annotated[dict[str, str | int | StrictBool], AfterValidator(_check_options)] = {}
     """More long options of sbatch: {"exclude": "node7", "exclusive": true}."""
-    setup: list[Annotated[str, Field(pattern=r"^[^\x00]*$")]] = []
+    setup: list[Annotated[str, Field(pattern=r"^[^\x00]*$"), AfterValidator(check_no_key)]] = []
     """Bash that each node runs before the command, such as "module load cuda/12"."""
     environment: Environment = {}
     processes: Processes = Processes()
