@@ -82,8 +82,12 @@ def test_twelve_experiments(cluster: Cluster, grid: Grid):
     # A node dies, with the two children that run there.
     grid.let("parents may end")
     wait_until(lambda: len(set(grid.started()) & set(children)) == 4, "children on both nodes")
-    running = {job["submission_id"]: job["driver_agent_http_address"] for job in cluster.jobs() if job["status"] == "RUNNING"}
-    victims = {name.rpartition(".")[2] for name, address in running.items() if address.endswith(f":{cluster.ports['second']}")}
+
+    def running() -> dict[str, str]:  # Ray says so some time after they have begun
+        return {job["submission_id"]: job["driver_agent_http_address"] for job in cluster.jobs() if job["status"] == "RUNNING"}
+
+    wait_until(lambda: len(running()) == 4, "Ray to know of it")
+    victims = {name.rpartition(".")[2] for name, address in running().items() if address.endswith(f":{cluster.ports['second']}")}
     cluster.lose("second")
     grid.let("children may end")
     wait_until(lambda: not cluster.alive(), "the others to end")

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -75,12 +76,12 @@ def test_what_is_preferred_in_a_browser_is_in_the_file(browser: Browser, folder:
 
 def test_one_run_is_talked_with_and_its_port_is_not_another_ones(browser: Browser, folder: Path):
     with served(command(folder, 1)) as address, opened(browser, address) as page:
-        for text in ("2?", "3?"):
+        for number, text in enumerate(("2?", "3?"), 1):
             say(page, text)
             expect(page.get_by_text(text, exact=True)).to_be_visible()
-        expect(page.get_by_text(f"1: {exp_id(TALKER)[:8]}")).to_have_count(2)
+            expect(page.get_by_text(f"1: {exp_id(TALKER)[:8]}")).to_have_count(number)
         expect(page.get_by_role("button", name="Better")).to_have_count(0)
-        port = address.strip("/").rpartition(":")[2]
+        port = str(urlsplit(address).port)
         second = [sys.executable, "-m", *command(folder, 1), "--port", port]
         done = subprocess.run(second, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 1
