@@ -104,6 +104,11 @@ def make_parser(about: str, root: Path) -> argparse.ArgumentParser:
     where.add_argument("--gradient_checkpointing", action="store_true", help="recompute layers in the backward pass, to save memory")
     where.add_argument("--offload_activations", action="store_true", help="keep saved activations in host memory")
     where.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # appended by deepspeed and old launchers; LOCAL_RANK is used
+    _add_wandb(parser)
+    return parser
+
+
+def _add_wandb(parser: argparse.ArgumentParser) -> None:
     logs = parser.add_argument_group("Weights & Biases (offline unless entity and project are given)")
     logs.add_argument("--wandb_entity_name", metavar="NAME", help="user or team; with a project: log online")
     logs.add_argument("--wandb_project_name", metavar="NAME", help="project")
@@ -111,7 +116,6 @@ def make_parser(about: str, root: Path) -> argparse.ArgumentParser:
     logs.add_argument(
         "--wandb_log_gradients", nargs="?", type=_flag, const=True, default=False, metavar="true|false", help="histograms of gradients"
     )
-    return parser
 
 
 def _complete_names(module: str, name: str) -> Callable[..., list[str]]:
