@@ -21,8 +21,8 @@ HEIGHT, LOWER = 350, 240
 _REACH = 14
 """Pixels across a line, or a point, in which the mouse finds it."""
 _FEW_POINTS = 40
-_DIMMED = 0.2
-"""Opacity of the other lines where one is lit."""
+_BAND, _DIMMED = 0.13, 0.2
+"""Opacities of the band of a line, and of the other lines where one is lit."""
 
 
 class Plot:
@@ -32,37 +32,66 @@ class Plot:
         """on_hover: called with the colour of the line below the mouse, where it is another than before."""
         self.pane = pn.pane.Bokeh(sizing_mode="stretch_width", margin=0, css_classes=["plot"])
         self._on_hover = on_hover
-        self._made_for: Any = None
+        self._axes: Any = None
+        self._kinds: list[list[tuple[bool, bool]]] = []
+        """Of each picture that of each line."""
         self._sources: list[ColumnDataSource] = []
-        self._parts: list[tuple[str, Any, float]] = []
-        """Colour, glyph and opacity of what dims where another line is lit."""
+        self._colours: list[str] = []
+        self._renderers: list[list[Any]] = []
+        """Of each line, what draws it, the part that the mouse finds last."""
+        self._opacities: list[tuple[int, Any, float]] = []
+        """Number of the line, glyph and opacity of what dims where another line is lit."""
+        self._lit: str | None = None
 
     def show(self, pictures: Mapping[str, Curves], x: str, logarithmic: bool) -> None:
-        """Draw again if the lines are others; else only send the changed points. pictures: the curves of each metric."""
+        """Send what has changed to the pictures that are there; draw others if the axes are others, or kinds of lines, or these are more.
+
+        pictures: the curves of each metric.
+        """
         lines = [line for curves in pictures.values() for line in curves.lines]
         factors = sorted({place for line in lines for place in line.x if isinstance(place, str)})
-        drawn = [(metric, curves.scattered, [(line.label, line.colour) for line in curves.lines]) for metric, curves in pictures.items()]
-        wanted = (x, logarithmic, factors, drawn)
-        if wanted == self._made_for:
-            for source, line in zip(self._sources, lines, strict=True):
-                if (data := _data(line)) != source.data:
-                    source.data = data
-            return
-        self._made_for, self._sources, self._parts = wanted, [], []
-        hovered = ColumnDataSource({"colour": [""]})
-        hovered.on_change("data", lambda _, __, data: self._on_hover(data["colour"][0]))
-        figures = [self._draw(metric, curves, hovered, wanted[:3], len(pictures)) for metric, curves in pictures.items()]
-        for other in figures[1:]:
-            other.x_range = figures[0].x_range
-        self.pane.object = column(*figures, sizing_mode="stretch_width")
+        axes = (x, logarithmic, factors, [(metric, curves.scattered) for metric, curves in pictures.items()])
+        kinds = [[_kind(line, curves) for line in curves.lines] for curves in pictures.values()]
+        if axes != self._axes or any(new != old[: len(new)] for new, old in zip(kinds, self._kinds, strict=True)):
+            self._axes, self._kinds, self._sources, self._colours, self._renderers, self._opacities = axes, kinds, [], [], [], []
+            hovered = ColumnDataSource({"colour": [""]})
+            hovered.on_change("data", lambda _, __, data: self._on_hover(data["colour"][0]))
+            figures = [self._draw(metric, curves, hovered, axes[:3], len(pictures)) for metric, curves in pictures.items()]
+            for other in figures[1:]:
+                other.x_range = figures[0].x_range
+            self.pane.object = column(*figures, sizing_mode="stretch_width")
+        place = 0
+        for curves, drawn in zip(pictures.values(), self._kinds, strict=True):
+            for line in [*curves.lines, *[None] * (len(drawn) - len(curves.lines))]:
+                self._update(place, line)
+                place += 1
+        self.light(self._lit if self._lit in self._colours else None)
 
     def light(self, colour: str | None) -> None:
         """Dim all lines but those of a colour; None: dim none."""
-        for own, glyph, opacity in self._parts:
-            wanted = opacity * (1 if colour in (None, own) else _DIMMED)
+        self._lit = colour
+        for place, glyph, opacity in self._opacities:
+            wanted = opacity * (1 if colour in (None, self._colours[place]) else _DIMMED)
             for name in ("line_alpha", "fill_alpha"):
                 if hasattr(glyph, name) and getattr(glyph, name) != wanted:
                     setattr(glyph, name, wanted)
+
+    def _update(self, place: int, line: Line | None) -> None:
+        """Let the parts at `place` draw this line, or none."""
+        for renderer in self._renderers[place]:
+            if renderer.visible != (line is not None):
+                renderer.visible = line is not None
+        if line is None:
+            return
+        if (data := _data(line)) != self._sources[place].data:
+            self._sources[place].data = data
+        if self._colours[place] != line.colour:
+            self._colours[place] = line.colour
+            for renderer in self._renderers[place]:
+                for glyph in filter(None, (renderer.glyph, renderer.hover_glyph)):
+                    for name in {"line_color", "fill_color"} & glyph.properties():
+                        setattr(glyph, name, line.colour)
+            self._renderers[place][-1].name = line.colour
 
     def _draw(self, metric: str, curves: Curves, hovered: Any, axes: tuple[str, bool, Sequence[str]], count: int) -> Any:
         x, logarithmic, factors = axes
@@ -72,36 +101,42 @@ class Plot:
             x_axis_label=x,
             y_axis_label=metric,
             y_axis_type="log" if logarithmic else "linear",
-            x_range=FactorRange(factors=list(factors)) if factors else DataRange1d(),
+            x_range=FactorRange(factors=list(factors)) if factors else DataRange1d(only_visible=True),
+            y_range=DataRange1d(only_visible=True),
             tools="pan,box_zoom,reset,save",
             toolbar_location="above",
             output_backend="canvas",
         )
-        found: list[Any] = []
+        first = len(self._renderers)
         for line in curves.lines:
-            source = ColumnDataSource(_data(line))
-            self._sources.append(source)
-            points = curves.scattered or len(line.x) == 1
-            if points or len(line.x) < _FEW_POINTS:
-                size = 9 if curves.scattered else 4
-                self._keep(line, drawn.scatter("x", "mean", source=source, color=line.colour, size=size))
-            if not curves.scattered:
-                self._keep(line, drawn.varea("x", "low", "high", source=source, fill_color=line.colour, fill_alpha=0.13), 0.13)
-                self._keep(line, drawn.line("x", "mean", source=source, line_color=line.colour, line_width=2))
-            halo = {"source": source, "name": line.colour}
-            found.append(
-                drawn.scatter("x", "mean", size=_REACH, alpha=0, hover_alpha=0.3, color=line.colour, **halo)
-                if points
-                else drawn.line("x", "mean", line_width=_REACH, line_alpha=0, hover_line_alpha=0.3, line_color=line.colour, **halo)
-            )
+            self._add(drawn, line, curves)
+        found = [of_line[-1] for of_line in self._renderers[first:]]
         tell = CustomJS(args={"hovered": hovered}, code=_TELL)
         tooltips = [("", "@label"), (x, "@x"), (metric, "@mean{0.0000} (@low{0.0000} to @high{0.0000})")]
         drawn.add_tools(HoverTool(renderers=found, tooltips=tooltips, line_policy="nearest", callback=tell))
         _quiet(drawn)
         return drawn
 
-    def _keep(self, line: Line, renderer: Any, opacity: float = 1.0) -> None:
-        self._parts.append((line.colour, renderer.glyph, opacity))
+    def _add(self, drawn: Any, line: Line, curves: Curves) -> None:
+        source = ColumnDataSource(_data(line))
+        points, marks = _kind(line, curves)
+        seen: list[Any] = []
+        if marks:
+            size = 9 if curves.scattered else 4
+            seen.append(drawn.scatter("x", "mean", source=source, color=line.colour, size=size))
+        if not curves.scattered:
+            seen.append(drawn.line("x", "mean", source=source, line_color=line.colour, line_width=2))
+            seen.append(drawn.varea("x", "low", "high", source=source, fill_color=line.colour, fill_alpha=_BAND))
+        self._opacities += [(len(self._renderers), part.glyph, _BAND if hasattr(part.glyph, "y2") else 1.0) for part in seen]
+        halo = {"source": source, "name": line.colour}
+        seen.append(
+            drawn.scatter("x", "mean", size=_REACH, alpha=0, hover_alpha=0.3, color=line.colour, **halo)
+            if points
+            else drawn.line("x", "mean", line_width=_REACH, line_alpha=0, hover_line_alpha=0.3, line_color=line.colour, **halo)
+        )
+        self._sources.append(source)
+        self._colours.append(line.colour)
+        self._renderers.append(seen)
 
 
 _TELL = """
@@ -115,6 +150,12 @@ def legend(pictures: Mapping[str, Curves]) -> str:
     """The names of all lines, each once."""
     named = {line.colour: line.label for curves in pictures.values() for line in curves.lines}
     return "".join(f'<div class="entry">{markup.dot(colour)}{markup.escape(label)}</div>' for colour, label in named.items())
+
+
+def _kind(line: Line, curves: Curves) -> tuple[bool, bool]:
+    """Whether it is points alone, and whether points are marked."""
+    points = curves.scattered or len(line.x) == 1
+    return points, points or len(line.x) < _FEW_POINTS
 
 
 def _data(line: Line) -> dict[str, Any]:

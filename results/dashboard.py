@@ -16,7 +16,7 @@ from results.lineage import tree
 from results.run_arguments import RUNS
 from src.errors import ConfigError, UserError, print_errors
 from src.served_page import add_address, serve_page
-from src.tables import lineage
+from src.tables import curves, lineage
 from src.tables import rows as results
 
 PORT = 5006
@@ -24,7 +24,7 @@ SECONDS = (2, 5, 15, 60)
 """Choices of the refresh interval."""
 ALL = "all"
 LINKED = (
-    *("group", "states", "where", "text", "by", "scores", "sorted", "spread"),
+    *("group", "states", "where", "text", "by", "scores", "sorted", "spread", "over", "value", "at_step"),
     *("metrics", "x", "smoothing", "logarithmic", "experiment", "other", "wrong"),
 )
 """The widgets whose choices are in the page's address."""
@@ -65,6 +65,9 @@ class Dashboard:
         self.scores = many(label="Scores", css_classes=["scores"], placeholder="the headline ones", solid=False)
         self.sorted = select(label="Sorted by", width=170)
         self.spread = select(label="Spread", options={"± std": "std", "95 % interval": "ci95"}, width=120)
+        self.over = select(label="Means over", options={"done runs": False, "all runs": True}, width=110)
+        self.value = select(label="Value", options=list(curves.VALUES), width=80)
+        self.at_step = pn.widgets.IntInput(label="At step", value=None, start=0, width=90, stylesheets=[panes.CSS])
         self.metrics = many(label="Metrics", css_classes=["metrics"], placeholder="the first", solid=False)
         self.by.sizing_mode = self.scores.sizing_mode = self.metrics.sizing_mode = "stretch_width"
         self.x = select(label="x axis", options=["step"], sizing_mode="stretch_width")
@@ -100,14 +103,15 @@ class Dashboard:
     def view(self) -> pn.viewable.Viewable:
         """Everything on one page."""
         box, title = panes.box, lambda text: panes.page(f"<h2>{text}</h2>")
-        results_bar = box(self.sorted, self.scores, self.by, self.spread, kind="bar", row=True)
+        results_bar = box(self.sorted, self.scores, self.by, kind="bar", row=True)
+        values_bar = box(self.over, self.value, self.at_step, self.spread, kind="bar", row=True)
         curves_bar = box(self.metrics, self.x, self.smoothing, self.logarithmic, kind="bar", row=True)
         return box(
             box(self.head, box(self.time, self.live, self.seconds, kind="live", row=True), kind="head", row=True),
             box(box(self.group, self.states, self.where, self.text, kind="bar", row=True), self.problem),
             self.warnings,
             box(
-                box(title("Results"), results_bar, self.results.pane, self.result_note, kind="card wide"),
+                box(title("Results"), results_bar, values_bar, self.results.pane, self.result_note, kind="card wide"),
                 box(title("Learning curves"), curves_bar, box(self.plot.pane, self.legend, kind="drawn", row=True), self.curve_note),
                 kind="split",
                 row=True,
@@ -140,14 +144,17 @@ class Dashboard:
         finally:
             self._busy = False
 
+    @pn.io.hold()
     def filter(self) -> None:
-        """Apply the filters; a mistake in the expression is shown below it and changes nothing else."""
+        """Apply the filters; a mistake in the expression is shown below it and changes nothing else. The browser is told of all at once."""
         try:
-            self.shown = overview.select(self.found, self.states.value, self.where.value, self.text.value)
+            shown = overview.select(self.found, self.states.value, self.where.value, self.text.value)
         except ConfigError as error:
             panes.show_html(self.problem, markup.error(str(error)))
             return
+        self.shown = overview.choose_values(shown, self.over.value, self.value.value, self.at_step.value)
         panes.show_html(self.problem, "")
+        panes.show_html(self.warnings, markup.warnings(self.shown.warnings))
         panes.show_html(self.head, panes.head("Experiments" if self.group.value == ALL else self.group.value, self.found, self.shown))
         known = overview.metrics(self.shown)
         _offer(self.metrics, known)
@@ -182,7 +189,7 @@ class Dashboard:
         self.plot.show(drawn, x, self.logarithmic.value)
         panes.show_html(self.legend, chart.legend(drawn))
         more = [f"The first {MOST_PICTURES} metrics are drawn."] if len(metrics) > MOST_PICTURES else []
-        notes = dict.fromkeys([*more, *(note for curves in drawn.values() for note in curves.notes)])
+        notes = dict.fromkeys([*more, *(note for picture in drawn.values() for note in picture.notes)])
         panes.show_html(self.curve_note, "".join(map(markup.note, notes)))
 
     def chosen_metrics(self) -> list[str]:
@@ -264,7 +271,6 @@ class Dashboard:
         self.found = found
         _offer(self.group, [ALL, *found.groups, *([self.group.value] if self.group.value not in (ALL, *found.groups) else [])])
         _offer(self.states, list(found.counts()))
-        panes.show_html(self.warnings, markup.warnings(found.warnings))
         self.filter()
         panes.show_html(self.time, f'<div class="time">live · read at {time.strftime("%H:%M:%S")}</div>')
 
@@ -273,8 +279,9 @@ class Dashboard:
             self.experiment.value = self._ids[chosen[0]]
 
     def _light(self, chosen: Sequence[int]) -> None:
-        """The curve of a chosen row of results."""
-        self.plot.light(self._colours[chosen[0]] if chosen and chosen[0] < len(self._colours) else None)
+        """The curve of a chosen row of results. Its picture may only be changed while nothing else is sent."""
+        colour = self._colours[chosen[0]] if chosen and chosen[0] < len(self._colours) else None
+        pn.state.execute(partial(self.plot.light, colour), schedule=True)
 
     def _mark(self, colour: str) -> None:
         """The row of results of a curve."""
@@ -297,7 +304,7 @@ class Dashboard:
                 widget.param.watch(lambda _: do(), "value")
 
         watch(self.reload, self.group)
-        watch(self.filter, self.states, self.where, self.text)
+        watch(self.filter, self.states, self.where, self.text, self.over, self.value, self.at_step)
         watch(self.show_results, self.by, self.scores, self.spread, self.sorted)
         watch(self.show_curves, self.metrics, self.x, self.smoothing, self.logarithmic, self.spread, self.by)
         watch(self.show_detail, self.experiment, self.other, self.log_file, self.answer_file, self.wrong)

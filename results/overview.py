@@ -190,6 +190,14 @@ def select(found: Overview, states: Sequence[str] = (), where: str = "", text: s
     return replace(found, rows=[row for row in rows if row["exp_id"] in kept], jobs=listed)
 
 
+def choose_values(found: Overview, unfinished: bool = False, value: str = "last", at_step: int | None = None) -> Overview:
+    """With the values and the runs that means are over, as the options of `results.table` say them. at_step goes before `value`, and takes
+    runs that are not done, too, as all can be compared there.
+    """
+    rows, warnings = banded.choose_values(found.runs, found.rows, "last" if at_step is not None else value, at_step)
+    return replace(found, rows=rows, warnings=[*found.warnings, *warnings], unfinished=unfinished or at_step is not None)
+
+
 def tabulate(
     found: Overview, by: Sequence[str] = (), scores: Sequence[str] = (), metric: str | None = None, spread: str = "std"
 ) -> Ranking:

@@ -26,6 +26,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FORBIDDEN = {errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
 _WRONG_PATH = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG}
+_REQUIRED: Any = object()
 _REFUSALS = _FULL | _FORBIDDEN | _WRONG_PATH
 
 
@@ -139,15 +140,18 @@ def write_json(path: Path, value: Any) -> None:
     write_atomic(path, json.dumps(value, indent=4, sort_keys=True, allow_nan=False) + "\n")
 
 
-def read_json(path: Path, error: type[UserError]) -> Any:
-    """The JSON value in `path`.
+def read_json(path: Path, error: type[UserError], missing: Any = _REQUIRED) -> Any:
+    """The JSON value in `path`. missing: what a file that is not there counts as; without it that is an error.
 
     Raises:
         error: the file is missing, cannot be read or is not JSON; names the file and the line.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        with open(path, "rb", buffering=0) as file:
+            return json.loads(file.readall().decode("utf-8"))
     except FileNotFoundError:
+        if missing is not _REQUIRED:
+            return missing
         raise error(f"{path}: no such file.") from None
     except OSError as bad:
         raise error(f"{path}: cannot read: {_reason(bad, path)}.") from None

@@ -13,7 +13,7 @@ from tests.conftest import ROOT
 
 @contextmanager
 def served(arguments: list[str], env: dict[str, str] | None = None) -> Iterator[str]:
-    """The address of a server process, which ends with the block."""
+    """The address of a server process, which ends with the block. It may tell of no error that nobody has caught."""
     process = subprocess.Popen(
         [sys.executable, "-m", *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env
     )
@@ -24,6 +24,9 @@ def served(arguments: list[str], env: dict[str, str] | None = None) -> Iterator[
             lines.append(line)
             if found := re.search(r"http://\S+:[1-9]\d*\S*", line):
                 yield found[0]
+                process.terminate()
+                told = process.communicate(timeout=300)[0]
+                assert "Traceback" not in told, told
                 return
         pytest.fail("the server ended: " + "".join(lines))
     finally:

@@ -174,7 +174,7 @@ def _find_job(run: Path) -> tuple[str, LauncherConfig]:
     if job:
         job_id = job["job_id"]
     else:
-        env = read_json(run / ENV, RunError) if (run / ENV).exists() else {}
+        env = read_json(run / ENV, RunError, {})
         job_id = environment.slurm_job((env.get("variables") if isinstance(env, dict) else None) or {})
     if not job_id:
         raise LaunchError(f"{run}: no job was submitted for it, and it was not started within one.")

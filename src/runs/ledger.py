@@ -138,7 +138,7 @@ def last_start(run: Path) -> dict[str, str | None]:
     Raises:
         RunError: env.json is damaged.
     """
-    facts = read_json(run / ENV, RunError) if (run / ENV).exists() else {}
+    facts = read_json(run / ENV, RunError, {})
     facts = facts if isinstance(facts, dict) else {}
     variables = facts.get("variables") or {}
     return {"commit": _commit(facts), "job": environment.slurm_job(variables) or variables.get("EAI_JOB_ID")}

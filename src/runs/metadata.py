@@ -89,14 +89,13 @@ def read_status(path: Path) -> dict[str, Any]:
     Raises:
         RunError: it is damaged, or cannot be read.
     """
-    with reading(path):
-        if not (path / STATUS).exists():
-            return {"state": "new"}
-    hint = "Delete it: the run then goes on from its newest checkpoint."
+    hint, new = "Delete it: the run then goes on from its newest checkpoint.", {"state": "new"}
     try:
-        status = read_json(path / STATUS, RunError)
+        status = read_json(path / STATUS, RunError, new)
     except RunError as error:
         raise RunError(f"{error} {hint}") from None
+    if status is new:
+        return new
     if not isinstance(status, dict) or status.get("state") not in get_args(State):
         raise RunError(f"{path / STATUS}: expected a dict with one of the states {', '.join(get_args(State))}. {hint}")
     return status
@@ -154,12 +153,9 @@ def read_remarks(path: Path) -> tuple[list[str], str]:
     Raises:
         RunError: remarks.json is damaged, or cannot be read.
     """
-    with reading(path):
-        if not (path / REMARKS).exists():
-            return [], ""
     hint = "Repair it or delete it; nothing else reads it."
     try:
-        found = read_json(path / REMARKS, RunError)
+        found = read_json(path / REMARKS, RunError, {"tags": [], "note": ""})
     except RunError as error:
         raise RunError(f"{error} {hint}") from None
     tags, note = (found.get("tags"), found.get("note")) if isinstance(found, dict) else (None, None)
@@ -234,14 +230,13 @@ def read_job(path: Path) -> dict[str, str] | None:
     Raises:
         RunError: job_dict.json is damaged, or cannot be read.
     """
-    with reading(path):
-        if not (path / JOB).exists():
-            return None
     hint = "Delete it once you know that its job has ended."
     try:
-        job = read_json(path / JOB, RunError)
+        job = read_json(path / JOB, RunError, None)
     except RunError as error:
         raise RunError(f"{error} {hint}") from None
+    if job is None and not (path / JOB).exists():
+        return None
     if not isinstance(job, dict) or not isinstance(job.get("job_id"), str):
         raise RunError(f'{path / JOB}: expected a dict with "job_id" and "command". {hint}')
     return {key: job[key] if isinstance(job.get(key), str) else "" for key in ("job_id", "command", "submission")}

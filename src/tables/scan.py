@@ -130,7 +130,7 @@ def _read_record(path: Path, groups: list[str]) -> RunRecord:
 def _groups(path: Path) -> list[str]:
     """The recorded groups, and those of the last start."""
     groups = read_groups(path)
-    env = read_json(path / ENV, RunError) if (path / ENV).exists() else None
+    env = read_json(path / ENV, RunError, None)
     last = env.get("groups") if isinstance(env, dict) else None
     return groups + [name for name in last if isinstance(name, str) and name not in groups] if isinstance(last, list) else groups
 

@@ -1,9 +1,14 @@
 """The head of a real Ray dies, and with it all that the cluster knew. The last file, as starting another takes long."""
 
+import csv
+import io
 from pathlib import Path
 
 import pytest
 
+from results import overview, report, table
+from src.launch import tracking
+from src.runs import metadata
 from tests.launch.test_status import planned
 from tests.ray.real import Cluster, wait_until
 from tests.ray.test_cluster import Grid, processes
@@ -11,14 +16,36 @@ from tests.ray.test_cluster import Grid, processes
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 
-def test_a_lost_cluster_is_told(cluster: Cluster, tmp_path: Path):
-    """It takes its jobs with it. A test after this one would start a new one."""
+def test_what_has_ended_stays_known_without_the_cluster(
+    cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """It takes its running job with it. A test after this one would start a new one."""
+    monkeypatch.setattr(tracking, "_memory", tracking._Memory())
     grid = Grid(cluster, tmp_path)
-    item = planned("end", "lost", waits="nothing")
-    grid.run([item])
-    wait_until(grid.started, "its start")
+    done, failed = planned("end", "done"), planned("fail", "failed")
+    stopped, running = (planned("end", name, waits="nothing") for name in ("stopped", "running"))
+    items = [done, failed, stopped, running]
+    grid.run(items)
+    wait_until(lambda: {stopped.exp_id, running.exp_id} <= set(grid.started()), "their start")
+    wait_until(lambda: not list(processes(done.exp_id)) and not list(processes(failed.exp_id)), "the others to end")
+    grid.run([stopped], "kill")
+    wait_until(lambda: metadata.read_status(grid.runs / stopped.exp_id)["state"] == "stopped", "its orderly end")
+    for item, value in ((failed, 7.0), (stopped, 0.1), (running, 0.2)):
+        (grid.runs / item.exp_id / "scores.jsonl").write_text(f'{{"step": 1, "train_loss": {value}}}\n')
     cluster.lose("head")
-    wait_until(lambda: not list(processes(item.exp_id)), "its job to die with it")
-    (row,) = grid.rows([item])
-    assert row.state == "unknown"
-    assert "not answer" in row.doubt
+    wait_until(lambda: not list(processes(running.exp_id)), "its job to die with it")
+
+    told = {done.exp_id: "done", failed.exp_id: "failed", stopped.exp_id: "stopped", running.exp_id: "unknown"}
+    rows = {row.exp_id: row for row in grid.rows(items)}
+    assert {name: row.state for name, row in rows.items()} == told
+    assert "not answer" in rows[running.exp_id].doubt
+    found = overview.load(grid.runs)
+    assert {job.exp_id: job.state for job in found.jobs} == {row["exp_id"]: row["state"] for row in found.rows} == told
+    assert overview.tabulate(found, ["loop.steps"]).lines[0][0] == "0.5 (1 of 4)"
+    assert report.main([str(grid.runs), "-o", str(tmp_path / "report.html")]) == 0
+    page = (tmp_path / "report.html").read_text()
+    assert all(text in page for text in ("1 done", "1 failed", "1 stopped", "1 unknown", "out of luck"))
+    capsys.readouterr()
+    assert table.main([str(grid.runs), "--format", "csv", "--by", "loop.steps"]) == 0
+    (line,) = csv.DictReader(io.StringIO(capsys.readouterr().out))
+    assert (line["train_loss"], line["train_loss_n"], line["runs"]) == ("0.5", "1", "4")

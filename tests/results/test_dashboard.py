@@ -334,7 +334,7 @@ def test_several_metrics_are_drawn_above_one_axis(page: Dashboard, monkeypatch: 
 
 def test_a_row_and_its_curve_light_up_together(page: Dashboard):
     def lit() -> set[str]:
-        return {colour for colour, glyph, _ in page.plot._parts if getattr(glyph, "line_alpha", 0) == 1}
+        return {page.plot._colours[place] for place, glyph, _ in page.plot._opacities if getattr(glyph, "line_alpha", 0) == 1}
 
     colours = page._colours
     assert lit() == set(colours)
@@ -398,3 +398,23 @@ def test_the_help_needs_no_server():
     namespace = dashboard._parser().parse_args(["RUNS", "-e", "g", "--port", "0"])
     wanted = {"runs": Path("RUNS"), "group": "g", "port": 0, "address": "127.0.0.1", "origin": None, "token": None}
     assert SimpleNamespace(**vars(namespace)) == SimpleNamespace(**wanted)
+
+
+def test_other_lines_are_drawn_by_the_picture_that_is_there(page: Dashboard):
+    """Which keeps the zoom, and takes a browser a third of the time."""
+    before = page.plot.pane.object
+    (figure,) = before.children
+
+    def visible() -> list[str]:
+        return sorted(part.glyph.line_color for part in figure.renderers if part.visible and getattr(part.glyph, "line_width", 0) == 2)
+
+    both = visible()
+    assert both == sorted(page._colours)
+    page.where.value = "model.stride == 2"
+    (own,) = page._colours
+    assert visible() == [own]
+    (found,) = (part for part in figure.renderers if part.visible and part.name)
+    assert (found.name, found.data_source.data["label"][0]) == (own, "stride=2 (3)"), "the mouse finds it"
+    page.where.value = ""
+    assert visible() == both
+    assert page.plot.pane.object is before

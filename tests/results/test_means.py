@@ -6,7 +6,9 @@ import io
 import json
 import math
 import pickle
+import re
 import statistics
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -37,6 +39,7 @@ def plant(runs: Path, exp: dict, values: Sequence[tuple[int, float]], state: str
     with RunDir.open(runs, exp, exp, facts={"groups": [group]}) as run:
         for step, value in values:
             run.scores.append({"step": step, name: value})
+        run.scores.export_haven()
         run.set_status(state)
     return run.exp_id
 
@@ -105,6 +108,22 @@ def test_every_view_has_the_means_of_what_is_done(planted: Path, tmp_path: Path,
     assert drawn["stride=3 (0 of 2 done)"].mean == [0.01], "what goes on is seen"
 
 
+def test_haven_has_the_last_values_of_the_same_runs(planted: Path, capsys: pytest.CaptureFixture[str]):
+    """It knows no states, so that its rows are those of all runs."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # haven imports deprecated modules and calls
+        from haven.haven_results import ResultManager
+
+        manager = ResultManager(savedir_base=str(planted), verbose=False)
+        theirs = manager.get_score_df(columns=["exp_id", "model.stride"], show_exp_ids=True, show_meta=False, show_max_min=False)
+    assert table.main([str(planted), "--unfinished", "--by", "exp_id", "--format", "json"]) == 0
+    ours = {row["exp_id"]: (row["val_loss"], row["step"]) for row in json.loads(capsys.readouterr().out)}
+    assert {row["exp_id"]: (row["val_loss"], row["step"]) for row in theirs.to_dict("records")} == ours
+    done = {row["exp_id"] for row in results.load_rows(planted)[0] if row["state"] == "done"}
+    of_stride_2 = theirs[theirs["exp_id"].isin(done) & (theirs["model.stride"] == 2)]["val_loss"]
+    assert (of_stride_2.mean(), of_stride_2.std()) == pytest.approx((statistics.fmean(DONE), statistics.stdev(DONE)))
+
+
 def test_the_last_value_of_a_run_that_is_not_done_never_looks_like_a_result(planted: Path, capsys: pytest.CaptureFixture[str]):
     """Not even alone in its row, nor as a point."""
     rows = ("--where", "model.stride == 2", "--by", "seed", "--format", "markdown")
@@ -148,6 +167,13 @@ def test_other_values_of_other_runs(
     assert plot.main([str(planted), *options, "--x", "model.stride", "--y", "val_loss", "--output", str(tmp_path / "a.svg")]) == int(
         not of_stride_2
     )
+    page = Dashboard(planted, ALL)
+    page.over.value = "--unfinished" in options
+    page.value.value = options[1] if "--value" in options else "last"
+    page.at_step.value = int(options[1]) if "--at-step" in options else None
+    assert table.main([str(planted), *options]) == 0
+    terminal = [line.split("│")[1].strip() for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    assert [re.sub("<.*?>", "", cell) for cell in page.results.value.iloc[:, 1]] == terminal
 
 
 def test_runs_without_the_step_are_counted(planted: Path, capsys: pytest.CaptureFixture[str]):

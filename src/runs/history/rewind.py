@@ -165,7 +165,7 @@ def _whole_checkpoint(run: Path, step: int) -> Path:
 
 def _best_step(run: Path, target: Path) -> tuple[int | None, list[str]]:
     """The best step according to the checkpoint `target`, None if none was evaluated or it is gone; and warnings."""
-    state = read_json(target / "state.json", CheckpointError) if (target / "state.json").exists() else {}
+    state = read_json(target / "state.json", CheckpointError, {})
     selection = state.get("selection") if isinstance(state, dict) else None
     best = selection.get("best_step") if isinstance(selection, dict) else None
     if type(best) is not int:
@@ -176,7 +176,7 @@ def _best_step(run: Path, target: Path) -> tuple[int | None, list[str]]:
 
 
 def _wandb_id(run: Path) -> str:
-    found = read_json(run / WANDB, RunError) if (run / WANDB).exists() else None
+    found = read_json(run / WANDB, RunError, None)
     return found["id"] if isinstance(found, dict) and isinstance(found.get("id"), str) else run.name
 
 

@@ -145,7 +145,7 @@ def _assemble(folder: Path, step: int, optimizers: list[OptimizerShard], models:
         moments[name] = {key: value if value.shape == () else place.tensor(shape, optimizers, key) for key, value in entries.items()}
     order = {name: number for number, name in enumerate(first.module)}
     trained = dict(sorted(trained.items(), key=lambda item: order.get(item[0], len(order))))
-    topology = read_json(folder / TOPOLOGY, CheckpointError) if (folder / TOPOLOGY).exists() else {}
+    topology = read_json(folder / TOPOLOGY, CheckpointError, {})
     frozen, left_out = _frozen_weights(stage, models), topology.get("frozen", 0)
     found = Shards(folder, stage, len(optimizers), step, trained, frozen, first.buffers, first.tied, moments, left_out)
     if stage < 3:
