@@ -414,7 +414,7 @@ def test_other_lines_are_drawn_by_the_picture_that_is_there(page: Dashboard):
     (own,) = page._colours
     assert visible() == [own]
     (found,) = (part for part in figure.renderers if part.visible and part.name)
-    assert (found.name, found.data_source.data["label"][0]) == (own, "stride=2 (3)"), "the mouse finds it"
+    assert (found.name, found.data_source.data["mean"]) == (own, page.plot._sources[0].data["mean"]), "the mouse finds it"
     page.where.value = ""
     assert visible() == both
     assert page.plot.pane.object is before
