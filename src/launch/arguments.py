@@ -18,7 +18,7 @@ STATES = ("never", "queued", "running", "done", "failed", "stopped", "lost", "un
 JOB_OPTIONS = ("run", "status", "logs", "kill", "reset", "retry", "throttle")
 PASSED_ON = (
     *("log_every", "save_every", "stop_after", "max_host_memory", "num_workers", "micro_batch", "statistics_every"),
-    *("keep_last", "keep_every", "keep_best"),
+    *("keep_last", "keep_every", "keep_best", "fsdp_replicas"),
 )
 """Arguments that launched experiments get too, besides those for Weights & Biases and for sharded models."""
 SWITCHES = ("fsdp", "gradient_checkpointing", "offload_activations", "wandb_log_gradients")
@@ -101,6 +101,7 @@ def make_parser(about: str, root: Path) -> argparse.ArgumentParser:
     where.add_argument("--keep_best", type=int, metavar="N", help="and the N best by loop.best_metric (default: 1)")
     where.add_argument("--deepspeed", type=Path, metavar="JSON", help="shard the model with DeepSpeed ZeRO")
     where.add_argument("--fsdp", action="store_true", help="shard the model with FSDP2")
+    where.add_argument("--fsdp_replicas", type=int, metavar="N", help="shard within each of N equal parts of the processes (default: 1)")
     where.add_argument("--gradient_checkpointing", action="store_true", help="recompute layers in the backward pass, to save memory")
     where.add_argument("--offload_activations", action="store_true", help="keep saved activations in host memory")
     where.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # appended by deepspeed and old launchers; LOCAL_RANK is used
@@ -180,6 +181,8 @@ def check(args: argparse.Namespace, processes: int) -> None:
             raise ConfigError(f"--{name}: expected a number of at least 1, got {value}.")
     if args.deepspeed and args.fsdp:
         raise ConfigError("--deepspeed and --fsdp: give one of them.")
+    if args.fsdp_replicas is not None and args.fsdp_replicas < 1:
+        raise ConfigError(f"--fsdp_replicas: expected a number of at least 1, got {args.fsdp_replicas}.")
 
 
 def training_options(args: argparse.Namespace, processes: int) -> "Options":
@@ -193,6 +196,11 @@ def training_options(args: argparse.Namespace, processes: int) -> "Options":
     from src.runs.context import Limits, Options, Wandb
 
     choices = accelerate_env.take_choices(os.environ, processes, args.deepspeed, args.fsdp)
+    replicas = args.fsdp_replicas or 1
+    if replicas > 1 and not choices.fsdp:
+        raise ConfigError("--fsdp_replicas: says how --fsdp shards. Add it, or leave this out.")
+    if processes % replicas:
+        raise ConfigError(f"--fsdp_replicas {replicas}: {processes} processes cannot be cut into as many equal parts.")
     wanted = args.wandb_entity_name or args.wandb_project_name or args.wandb_run_name or args.wandb_log_gradients
     wanted = wanted or "WANDB_SWEEP_ID" in os.environ  # a trial of `wandb agent`
     wandb = Wandb(args.wandb_entity_name, args.wandb_project_name, args.wandb_run_name, args.wandb_log_gradients) if wanted else None
@@ -202,6 +210,7 @@ def training_options(args: argparse.Namespace, processes: int) -> "Options":
         wandb=wandb,
         deepspeed=choices.deepspeed,
         fsdp=choices.fsdp,
+        fsdp_replicas=replicas,
         gradient_checkpointing=args.gradient_checkpointing,
         offload_activations=args.offload_activations,
         statistics_every=args.statistics_every,

@@ -48,6 +48,8 @@ class Options:
     """Settings of DeepSpeed ZeRO; None: every rank has the whole model."""
     fsdp: bool = False
     """Shard the model over the ranks (FSDP2)."""
+    fsdp_replicas: int = 1
+    """Parts of the ranks, each of which has a sharded model of its own (HSDP): the nodes, say, so that layers are gathered within one."""
     gradient_checkpointing: bool = False
     """Recompute layers in the backward pass: the same bits, less memory, a third more time."""
     offload_activations: bool = False

@@ -53,6 +53,8 @@ class Engine(ABC):
     """True where a forward pass is collective: every process must make as many as the others. See `equalize_forward_passes`."""
     shards_gradients = False
     """True where each process has a part of the gradients."""
+    replicas = 1
+    """Processes that have the same part."""
     model: nn.Module
     optimizer: Any
 
@@ -109,7 +111,7 @@ class Engine(ABC):
         norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in self.gradients()]
         squares = [norm**2 for norm in torch.stack(norms).tolist()] if norms else [0.0]  # one wait for the device
         (total,) = distributed.all_reduce_sum([math.fsum(squares)]) if self.shards_gradients else [math.fsum(squares)]
-        return float(torch.tensor(math.sqrt(total), dtype=torch.float32))
+        return float(torch.tensor(math.sqrt(total / self.replicas), dtype=torch.float32))
 
     def clip(self, norm: float, max_norm: float) -> bool:
         """Scale the gradients so that their norm is at most `max_norm`; returns whether they were scaled."""

@@ -1,16 +1,22 @@
-"""Fully sharded data parallelism (FSDP2): each process holds a shard of every weight, gradient and optimizer state."""
+"""Fully sharded data parallelism (FSDP2): each process holds a shard of every weight, gradient and optimizer state.
+
+With replicas (HSDP) the processes are cut into equal parts of neighbouring ranks. Each part shards a model of its own, and gradients are
+averaged between the parts.
+"""
 
 import contextlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers.pytorch_utils import Conv1D
 
 from src import distributed
 from src.training.checkpointing import folder as checkpoint
@@ -19,19 +25,30 @@ from src.training.optim import optimizers
 from src.training.parallel.engine import BufferPool, Engine
 from src.weights import load_trained, trained_weights
 
+_CAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, Conv1D)
+_BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+
 
 class FSDPEngine(Engine):
-    """Layers are gathered one at a time. Its checkpoints are those of `DDPEngine`, for any number of processes."""
+    """Layers are gathered one at a time. Its checkpoints are those of `DDPEngine`, for any number of processes.
+
+    In bfloat16 the weights that autocast would cast are gathered as such: it finds nothing to cast, and autograd keeps no whole layer.
+    The numbers are the same bits, as others, such as those of norms, are gathered in float32, and gradients are averaged in it.
+    """
 
     name = "fsdp"
     sharded = True
     shards_gradients = True
 
-    def __init__(self, accelerator: Accelerator, module: nn.Module, config: LoopConfig) -> None:
+    def __init__(self, accelerator: Accelerator, module: nn.Module, config: LoopConfig, replicas: int = 1) -> None:
         super().__init__(accelerator, module, config)
         distributed.ensure_group()
-        mesh = init_device_mesh(accelerator.device.type, (distributed.world_size(),))
+        self.replicas = replicas
+        shape = (distributed.world_size(),) if replicas == 1 else (replicas, distributed.world_size() // replicas)
+        mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("replica", "shard")[-len(shape) :])
         for layer in _layers(module):
+            if accelerator.mixed_precision == "bf16" and (cast := _cast_modules(layer, module)):
+                fully_shard(cast, mesh=mesh, mp_policy=_BFLOAT16)
             fully_shard(layer, mesh=mesh)
         root = fully_shard(module, mesh=mesh)
         assert isinstance(root, FSDPModule)
@@ -88,6 +105,13 @@ def _layers(module: nn.Module) -> list[nn.Module]:
             found += [layer for layer in part if any(True for _ in layer.parameters())]
             inner |= {id(below) for below in part.modules()}
     return found
+
+
+def _cast_modules(layer: nn.Module, model: nn.Module) -> list[nn.Module]:
+    """The parts of a layer whose weights autocast casts, as only they use them."""
+    uses = Counter(id(weight) for part in model.modules() for weight in part.parameters(recurse=False))
+    found = [part for part in layer.modules() if isinstance(part, _CAST)]
+    return [part for part in found if all(uses[id(weight)] == 1 for weight in part.parameters(recurse=False))]
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -149,6 +149,21 @@ def test_a_model_on_frozen_weights_goes_on_with_the_same_bits(modes: Modes, mode
 
 
 @pytest.mark.slow
+def test_replicas_of_a_sharded_model_train_and_go_on(modes: Modes):
+    """Four processes in two parts, which two processes continue: the sums over processes have another order, and nothing else differs."""
+    wanted = scores(modes.trained("replicated", "twice"))
+    assert modes.start("fsdp", "twice", 4, ["--fsdp_replicas", "2"]) == ""
+    kept = scores(modes.run("twice"))
+    for found, other in zip(kept, wanted, strict=True):
+        for name in ("train_loss", "grad_norm", "val_loss"):
+            assert found[name] == pytest.approx(other[name], rel=1e-5)
+    modes.drop_last("twice")
+    assert modes.start("fsdp", "twice", 4, ["--fsdp_replicas", "2"]) == ""
+    assert scores(modes.run("twice")) == kept
+    shutil.rmtree(modes.run("twice"))
+
+
+@pytest.mark.slow
 def test_what_two_shared_one_alone_continues(modes: Modes):
     modes.cut_back("fsdp")
     assert modes.start("replicated", processes=1) == ""

@@ -1,6 +1,7 @@
 """Layers computed again and tensors kept on the host give the gradients of a plain pass, bit for bit, and do save memory."""
 
 import contextlib
+import json
 import platform
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from src.registry import MODELS, bind
 from src.training.parallel import memory
 from src.training.parallel.compile import layers
 from tests.models.conftest import PLACEHOLDER, make_base
-from tests.toy import ROOT
+from tests.toy import ROOT, environment
 
 IDS = torch.arange(3, 19).view(2, 8)
 CONTEXT = {"context_ids": IDS[:, None, :6], "context_mask": torch.ones(2, 1, 6, dtype=torch.bool)}
@@ -260,3 +261,16 @@ def test_freed_memory_is_not_taken_from_the_kernel_again():
     if not taken:
         pytest.skip("this kernel counts no faults")
     assert kept < taken / 100
+
+
+@pytest.mark.slow
+def test_a_sharded_model_in_bfloat16_keeps_no_second_copy_of_its_weights():
+    """Autocast's copies of them would be half of their bytes: as long as autograd keeps them, nothing is sharded. The bits are the same."""
+    command = [sys.executable, "-m", "tests.training.parallel.kept_memory"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment())
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert [name for name, *_ in found] == ["llama", "gpt2", "t5"]
+    for name, size, kept, sharded, whole in found:
+        assert kept < 0.1 * size, name
+        assert sharded == whole, name
