@@ -115,13 +115,15 @@ class StepLoader:
         """
         share = RankShare(self.config.sequences_per_step, self.config.micro_batch, distributed.rank(), distributed.world_size())
         gpu = self.device.type == "cuda"
+        workers = self._count_workers(gpu) if self.num_workers is None else self.num_workers
         samples = _Samples(self.dataset, gpu)
         sampler = _BatchSampler(self.order.micro_batches(start.step, share, dict(start.cursor)))
         batches = DataLoader(
             samples,
             batch_sampler=sampler,
             collate_fn=samples.collate,
-            num_workers=self._count_workers(gpu) if self.num_workers is None else self.num_workers,
+            num_workers=workers,
+            prefetch_factor=max(2, -(-len(share.numbers) // workers)) if workers else None,  # the whole next step, while this one trains
             worker_init_fn=distributed.ignore_stops,
             pin_memory=gpu,
             generator=torch.Generator(),  # else it draws from the global one

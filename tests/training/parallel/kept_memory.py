@@ -20,8 +20,14 @@ from src.training.parallel.fsdp import FSDPEngine
 
 LOOP = LoopConfig.model_validate(
     {
-        **{"steps": 1, "sequences_per_step": 1, "micro_batch": 1, "learning_rate": 1e-3, "eval_every": 1},
-        **{"best_metric": "val_loss", "best_mode": "min", "precision": "bfloat16"},
+        "steps": 1,
+        "sequences_per_step": 1,
+        "micro_batch": 1,
+        "learning_rate": 1e-3,
+        "eval_every": 1,
+        "best_metric": "val_loss",
+        "best_mode": "min",
+        "precision": "bfloat16",
     }
 )
 IDS = torch.arange(8)[None]
