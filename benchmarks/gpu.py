@@ -1,0 +1,387 @@
+"""Everything that only a GPU can prove, in one command of about ten minutes: `python -m benchmarks.gpu [--only ITEM ..] [-o FOLDER]`.
+
+Each item runs in a process of its own with a time limit, so that a fault of one does not end the rest, and leaves ITEM.json in the
+folder; the last lines say which passed. On a machine without a GPU tiny models take the place of large ones, and what needs a GPU is
+named as not tried. It needs torch, transformers, accelerate, pydantic and orjson alone (deepspeed for its item), and no network:
+`make gpu-wheels` packs what a machine with torch, transformers and accelerate lacks.
+
+device           what there is, and the rate of large products of matrices beside the table of peaks
+precisions       the losses of the same steps on the GPU and the CPU, in float32, bfloat16 and float16
+resume           killed after a checkpoint and continued: the same bits, for lm, cross-attention and T5 in each precision
+stop             SIGTERM: a checkpoint of the last whole step, and exit code 75
+sharded          FSDP2 and ZeRO-3 with one process: losses as of a whole copy, and the peak of memory
+speed            1.1 billion parameters and T5-base, compiled and not: tokens a second, also as a share of a bare loop's, MFU, memory, waits
+synchronisations times that a step waits for the device
+attention        the kernels of attention that ran in cross-attention
+checkpoint       how long a checkpoint keeps the training waiting
+"""
+
+import argparse
+import importlib.util
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from src.experiments.grid import override
+from src.experiments.identity import exp_id
+from src.files import new_directory
+from src.training.monitoring.flops import peak_flops
+from tests import toy
+
+ROOT = Path(__file__).resolve().parents[1]
+GPU = torch.cuda.is_available()
+PRECISIONS = ("float32", "bfloat16", "float16") if GPU else ("float32", "bfloat16")
+SECONDS = 240
+"""Of an item, at most."""
+T5_TOKENIZER = "toy_t5_tokenizer"
+T5: dict[str, Any] = {
+    "recipe": "t5_pretrain",
+    "seed": 0,
+    "model": {
+        "name": "t5",
+        "random": {"tokenizer": T5_TOKENIZER, "hidden_size": 32, "feed_forward_size": 64, "num_layers": 2, "num_heads": 2},
+    },
+    "data": {"name": "span_corruption", "corpus": "toy_text", "input_tokens": 24},
+    "loop": {**toy.BASE["loop"]},
+}
+TINY: dict[str, dict[str, Any]] = {"lm": toy.BASE, "crossattn": {k: v for k, v in toy.CROSSATTN.items() if k != "answers"}, "t5": T5}
+# About 1.1 billion parameters, and T5 v1.1-base.
+_LARGE_LM = {"hidden_size": 2048, "num_layers": 21, "num_heads": 16, "max_positions": 1024}
+_LARGE_T5 = {"hidden_size": 768, "feed_forward_size": 2048, "num_layers": 12, "num_heads": 12, "vocabulary_multiple": 32_128}
+SIZES: dict[str, dict[str, Any]] = {
+    "lm": {"model": {**toy.BASE["model"], **_LARGE_LM}, "data.sequence_tokens": 1024} if GPU else {},
+    "t5": {"model.random": {**T5["model"]["random"], **_LARGE_T5}, "data.input_tokens": 512} if GPU else {},
+}
+TARGETS = {"lm": 0.50, "t5": 0.45}
+"""MFU in bfloat16 with compile."""
+
+
+class NotTried(Exception):
+    """This machine lacks what the item needs; says what."""
+
+
+def main() -> int:
+    """Run the items, print a line for each. Returns 1 if one failed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=ITEMS, default=list(ITEMS), metavar="ITEM")
+    parser.add_argument("-o", "--output", type=Path, default=ROOT / "results" / "gpu", help="a folder for ITEM.json")
+    parser.add_argument("--item", choices=ITEMS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    options.output.mkdir(parents=True, exist_ok=True)
+    if options.item:
+        return _run_item(options.item, options.output)
+    states = {name: _start_item(name, options.output) for name in options.only}
+    print(" ".join(f"{name}: {state}" for name, state in states.items()))
+    return int("failed" in states.values())
+
+
+def _start_item(name: str, output: Path) -> str:
+    result = output / f"{name}.json"
+    result.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "benchmarks.gpu", "--item", name, "-o", str(output.resolve())]
+    began = time.monotonic()
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    try:
+        told, _ = process.communicate(timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        told = f"{process.communicate()[0]}\ntook more than {SECONDS} s"
+    found = json.loads(result.read_text()) if result.exists() else {"state": "failed", "reason": told[-4000:]}
+    found["seconds"] = round(time.monotonic() - began, 1)
+    result.write_text(json.dumps(found, indent=2) + "\n")
+    print(f"{name:17}{found['state']:11}{found['seconds']:6.1f} s  {json.dumps(found.get('found', found.get('reason')))}", flush=True)
+    return found["state"]
+
+
+def _run_item(name: str, output: Path) -> int:
+    logging.disable(logging.INFO)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        try:
+            _write_t5_tokenizer(toy.write_data(folder / "data"))
+            result = {"state": "passed", "found": ITEMS[name](folder)}
+        except NotTried as missing:
+            result = {"state": "not tried", "reason": str(missing)}
+        except Exception:  # noqa: BLE001  whatever it is belongs into the report
+            result = {"state": "failed", "reason": traceback.format_exc()[-4000:]}
+    (output / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
+    return 0
+
+
+def device(folder: Path) -> dict[str, Any]:
+    """Its name, the versions, and the rate of products of square matrices."""
+    del folder
+    kind = torch.device("cuda" if GPU else "cpu")
+    name = torch.cuda.get_device_name() if GPU else "cpu"
+    found: dict[str, Any] = {"device": name, "torch": torch.__version__, "cuda": torch.version.cuda}
+    size, rounds = (8192, 50) if GPU else (512, 5)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16) if GPU else (torch.float32,):
+        left, right = (torch.randn(size, size, device=kind, dtype=dtype) for _ in range(2))
+        seconds = _seconds(lambda left=left, right=right: left @ right, rounds)
+        word = str(dtype).removeprefix("torch.")
+        found[f"{word}_tflops"] = round(2 * size**3 / seconds / 1e12, 2)
+        if peak := peak_flops(name, word) if GPU else None:
+            found[f"{word}_share_of_peak"] = round(2 * size**3 / seconds / peak, 3)
+            assert found[f"{word}_share_of_peak"] < 1.05, "the table of peaks is too low for this device"
+    if GPU:
+        assert peak_flops(name, "bfloat16"), f"{name}: not in the table of peaks"
+    return found
+
+
+def precisions(folder: Path) -> dict[str, Any]:
+    """The first losses, on the device and on the CPU."""
+    found: dict[str, Any] = {}
+    on_cpu = _losses(folder / "cpu", toy.BASE, {"CUDA_VISIBLE_DEVICES": ""})
+    for precision in PRECISIONS:
+        own = _losses(folder / precision, override(toy.BASE, {"loop.precision": precision}), {})
+        found[precision] = max(abs(a - b) / abs(b) for a, b in zip(own, on_cpu, strict=True))
+        assert found[precision] < {"float32": 1e-3}.get(precision, 0.05), (precision, own, on_cpu)
+    return {f"largest difference to float32 on the CPU, {name}": round(value, 6) for name, value in found.items()}
+
+
+def resume(folder: Path) -> dict[str, Any]:
+    """Killed after a checkpoint, continued, compared with a run that was not."""
+    for precision in PRECISIONS:
+        exps = {name: _short(override(exp, {"loop.precision": precision})) for name, exp in TINY.items()}
+        for name, exp in exps.items():
+            whole, cut = folder / f"{precision}-whole", folder / f"{precision}-cut"
+            _train(whole, exp, "--with-parents")
+            _train(cut, exp, "--with-parents", kill_after=exp["loop"]["eval_every"])
+            _train(cut, exp, "--with-parents")
+            one, other = (_weights(place, exp) for place in (whole, cut))
+            assert one == other, f"{name} in {precision}: other bits"
+    return {"same bits": [f"{name} {precision}" for precision in PRECISIONS for name in TINY]}
+
+
+def stop(folder: Path) -> dict[str, Any]:
+    """Asked to end while it trains."""
+    exp = override(toy.BASE, {"loop.steps": 100_000, "loop.eval_every": 50_000})
+    process = _begin(folder, exp, "--log_every", "10")
+    _wait_for_scores(process, folder, exp)
+    process.send_signal(signal.SIGTERM)
+    told, _ = process.communicate(timeout=120)
+    assert process.returncode == 75, told
+    newest = max(place.name for place in (_run(folder, exp) / "checkpoints").glob("step-*"))
+    return {"exit code": process.returncode, "checkpoint": newest}
+
+
+def sharded(folder: Path) -> dict[str, Any]:
+    """One process: nothing to share, but all of the machinery."""
+    settings = folder / "zero3.json"
+    settings.write_text(json.dumps({"zero_optimization": {"stage": 3}, "train_batch_size": "auto"}))
+    ways: dict[str, list[str]] = {"replicated": [], "fsdp": ["--fsdp"]}
+    if importlib.util.find_spec("deepspeed"):
+        ways["zero3"] = ["--deepspeed", str(settings)]
+    exp, found = _large("lm", {"loop.precision": "bfloat16"}), {}
+    for name, words in ways.items():
+        _train(folder / name, exp, *words)
+        found[name] = {"loss": _scores(folder / name, exp)[-1]["train_loss"], **_perf(folder / name, exp, "peak_memory_bytes")}
+    for values in found.values():
+        assert abs(values["loss"] / found["replicated"]["loss"] - 1) < 1e-2, found
+    return {**found, "deepspeed": "zero3" in ways or "not installed"}
+
+
+def speed(folder: Path) -> dict[str, Any]:
+    """Of the same model on the same tokens."""
+    found: dict[str, Any] = {}
+    for name in SIZES:
+        for compiled in (False, True) if GPU else (False,):
+            exp = _large(name, {"loop.precision": "bfloat16", **({"loop.compile": True} if compiled else {})})
+            place = folder / f"{name}-{compiled}"
+            _train(place, exp)
+            own = _perf(place, exp, "tokens_per_second", "mfu", "peak_memory_bytes", "data_wait_rate")
+            if name == "lm":
+                own["times_bare"] = own["tokens_per_second"] / bare_tokens_per_second(exp, compiled)
+            found[f"{name}{', compiled' if compiled else ''}"] = own
+    for name, target in TARGETS.items() if GPU else ():
+        found[f"{name}: mfu of at least {target}"] = found[f"{name}, compiled"].get("mfu", 0) >= target
+    return found
+
+
+def synchronisations(folder: Path) -> dict[str, Any]:
+    """Counted by what torch warns of, over the steps after the first ten."""
+    if not GPU:
+        raise NotTried("torch counts waits for a GPU alone")
+    counted = {}
+    for name, exp in TINY.items():
+        exp = override(exp, {"loop.steps": 60, "loop.eval_every": 60})
+        assert (
+            toy.main(["-e", "one", "--with-parents"], {"one": [exp], "base": [toy.BASE]}, folder) == 0
+        )  # its parents, and what is made once
+        again = override(exp, {"seed": 1})
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            assert toy.main(["-e", "one", "--with-parents"], {"one": [again], "base": [toy.BASE]}, folder) == 0
+            torch.cuda.set_sync_debug_mode("default")
+        counted[name] = round(sum("synchroniz" in str(one.message) for one in told) / again["loop"]["steps"], 2)
+    return {"waits of a step": counted}
+
+
+def attention(folder: Path) -> dict[str, Any]:
+    """By the names in a profile of one forward and backward pass of scaled_dot_product_attention as cross-attention calls it."""
+    del folder
+    from torch.nn import functional
+    from torch.profiler import ProfilerActivity, profile
+
+    kind = "cuda" if GPU else "cpu"
+    queries, keys, values = (torch.randn(4, 16, n, 128, device=kind, dtype=torch.bfloat16, requires_grad=True) for n in (256, 1024, 1024))
+    mask = torch.ones(4, 1, 1, 1024, dtype=torch.bool, device=kind)
+    found = {}
+    for name, allowed in (("all positions", None), ("a mask of padding", mask)):
+        with profile(activities=[ProfilerActivity.CUDA if GPU else ProfilerActivity.CPU]) as recorded:
+            functional.scaled_dot_product_attention(queries, keys, values, allowed).sum().backward()
+        found[name] = sorted({event.key[:60] for event in recorded.key_averages() if "attention" in event.key or "fmha" in event.key})
+    return found
+
+
+def checkpoint(folder: Path) -> dict[str, Any]:
+    """Seconds in which the loop stands still, of perf.jsonl's time between the rows with and without a checkpoint."""
+    changes = {"loop.steps": 40, "loop.eval_every": 40}
+    exp = _large("lm", changes)
+    _train(folder / "with", exp, "--save_every", "10")
+    _train(folder / "without", exp)
+    seconds = [sum(row["seconds"] for row in _rows(_run(folder / name, exp) / "perf.jsonl")) for name in ("with", "without")]
+    size = max(file.stat().st_size for file in (_run(folder / "with", exp) / "checkpoints").glob("*/*"))
+    return {"megabytes of the largest file": size / 1e6, "seconds with three checkpoints": seconds[0], "without": seconds[1]}
+
+
+def bare_tokens_per_second(exp: Mapping[str, Any], compiled: bool) -> float:
+    """The model, AdamW and autocast, on tokens that lie on the device."""
+    from transformers import GPTBigCodeConfig, GPTBigCodeForCausalLM
+
+    kind, sizes, loop = "cuda" if GPU else "cpu", exp["model"], exp["loop"]
+    shape = {"n_embd": sizes["hidden_size"], "n_layer": sizes["num_layers"], "n_head": sizes["num_heads"]}
+    config = GPTBigCodeConfig(vocab_size=64, n_positions=sizes["max_positions"], **shape)
+    model: nn.Module = GPTBigCodeForCausalLM(config).to(kind).train()
+    optimizer = torch.optim.AdamW(model.parameters(), loop["learning_rate"], fused=GPU)
+    run: Any = torch.compile(model) if compiled else model
+    tokens = exp["data"]["sequence_tokens"]
+    ids = torch.randint(0, 40, (loop["micro_batch"], tokens), device=kind)
+    passes = loop["sequences_per_step"] // loop["micro_batch"]
+
+    def step() -> None:
+        for _ in range(passes):
+            with torch.autocast(kind, torch.bfloat16):
+                loss: Tensor = run(input_ids=ids, labels=ids).loss
+            (loss / passes).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return loop["sequences_per_step"] * tokens / _seconds(step, 10)
+
+
+def _large(name: str, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The largest of its kind that is tried here, for a few steps."""
+    loop = {"loop.steps": 40, "loop.eval_every": 40, "loop.sequences_per_step": 32, "loop.micro_batch": 8}
+    return override(TINY[name], {**SIZES[name], **(loop if GPU else {"loop.steps": 12, "loop.eval_every": 12}), **changes})
+
+
+def _short(exp: dict[str, Any]) -> dict[str, Any]:
+    return override(exp, {"loop.steps": 8, "loop.eval_every": 4})
+
+
+def _begin(folder: Path, exp: Mapping[str, Any], *words: str, variables: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+    if not (folder / "data").exists():
+        folder.mkdir(exist_ok=True)
+        (folder / "data").symlink_to(folder.parent / "data")
+    code = (
+        f"import sys; from pathlib import Path; from tests import toy; sys.exit(toy.main({['-e', 'one', *words]!r}, {{'one': [{exp!r}]}}, "
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=ROOT, env={**os.environ, **(variables or {})}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+def _train(folder: Path, exp: Mapping[str, Any], *words: str, kill_after: int = 0, variables: Mapping[str, str] | None = None) -> None:
+    """To the end, or until there is a checkpoint of that step."""
+    process = _begin(folder, exp, *words, variables=variables)
+    if kill_after:
+        while process.poll() is None and not (_run(folder, exp) / "checkpoints" / f"step-{kill_after:08}").exists():
+            time.sleep(0.01)
+        process.kill()
+    told, _ = process.communicate()
+    assert kill_after or process.returncode == 0, told[-4000:]
+
+
+def _wait_for_scores(process: subprocess.Popen[str], folder: Path, exp: Mapping[str, Any]) -> None:
+    while not (_run(folder, exp) / "scores.jsonl").exists() or not _scores(folder, exp):
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.05)
+
+
+def _losses(folder: Path, exp: dict[str, Any], variables: Mapping[str, str]) -> list[float]:
+    _train(folder, exp, variables=variables)
+    return [row["train_loss"] for row in _scores(folder, exp)]
+
+
+def _run(folder: Path, exp: Mapping[str, Any]) -> Path:
+    return folder / "runs" / exp_id(dict(exp))
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _scores(folder: Path, exp: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return _rows(_run(folder, exp) / "scores.jsonl")
+
+
+def _perf(folder: Path, exp: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    row = _rows(_run(folder, exp) / "perf.jsonl")[-1]
+    return {name: row[name] for name in names if name in row}
+
+
+def _weights(folder: Path, exp: Mapping[str, Any]) -> bytes:
+    return (max((_run(folder, exp) / "checkpoints").glob("step-*")) / "model.safetensors").read_bytes()
+
+
+def _seconds(work: Callable[[], object], rounds: int) -> float:
+    """Of a call, after three that are not counted."""
+
+    def wait(times: Iterable[int]) -> float:
+        for _ in times:
+            work()
+        if GPU:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    began = wait(range(3))
+    return (wait(range(rounds)) - began) / rounds
+
+
+def _write_t5_tokenizer(data: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    sentinels = [f"<extra_id_{n}>" for n in range(100)]
+    words = ["<pad>", "</s>", "<unk>", *toy.COLOURS, *toy.THINGS, "the", "is", ".", "what", "it", "?", *reversed(sentinels)]
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>", "extra_special_tokens": sentinels}
+    tokenizer.add_special_tokens([*special["extra_special_tokens"], "<pad>", "</s>", "<unk>"])
+    with new_directory(data / T5_TOKENIZER) as folder:
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+
+
+ITEMS: dict[str, Callable[[Path], dict[str, Any]]] = {
+    work.__name__: work for work in (device, precisions, resume, stop, sharded, speed, synchronisations, attention, checkpoint)
+}
+
+if __name__ == "__main__":
+    sys.exit(main())
