@@ -394,6 +394,29 @@ def test_a_scheduler_that_cannot_be_asked_makes_nothing_failed(world: World):
     assert world.ended([item]) == ["done"]
 
 
+@pytest.mark.parametrize(("damage", "told"), [('{"host": "elsewhere", "jobs": [{}]}', "its jobs run on elsewhere"), ("{", "not valid JSON")])
+def test_a_queue_that_cannot_be_read_puts_its_own_jobs_in_doubt_alone(world: World, damage: str, told: str):
+    lost, gone, other = planned("end", "lost", waits=True), planned("end", "gone", waits=True), planned("end", "other", waits=True)
+    world.run([lost])
+    world.run([gone])
+    world.run([other])
+    wait_until(lambda: world.states([lost, gone, other]) == ["running"] * 3)
+    queues = [folder / "queue.json" for folder in world.submissions()[:2]]
+    sound = [queue.read_text() for queue in queues]
+    for queue in queues:
+        queue.write_text(damage)
+    (world.runs / gone.exp_id).rename(world.runs / "moved")
+    assert world.states([lost, gone, other]) == ["unknown", "unknown", "running"]
+    assert told in world.rows([lost])[0].reason
+    world.run([lost, gone, other])
+    assert len(world.submissions()) == 3, "nothing is submitted twice"
+    with pytest.raises(LaunchError, match=told):
+        actions.kill(world.runs, [lost.exp_id, other.exp_id])
+    assert world.states([other]) == ["stopped"], "what can be killed is"
+    for queue, text in zip(queues, sound, strict=True):
+        queue.write_text(text)
+
+
 def test_damaged_files_are_named_and_hurt_nobody_else(world: World):
     items = [planned("end", str(n)) for n in range(6)]
     world.run(items)
