@@ -1,6 +1,7 @@
 """Several experiments in one task of Slurm: each ends, fails, is killed and is repaired by itself."""
 
 import signal
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,8 +12,10 @@ from src.errors import ConfigError, LaunchError
 from src.launch import actions, resources
 from src.launch.job import Job
 from src.launch.slurm import launcher as slurm
+from src.launch.slurm import script
 from src.runs.plan import Planned
 from tests.launch.fake_slurm.cluster import Cluster, job, submit
+from tests.launch.test_local import gone
 from tests.launch.test_slurm import option
 from tests.launch.test_status import World, planned, wait_until
 
@@ -157,6 +160,34 @@ def test_a_killed_experiment_does_not_come_back_with_its_neighbour(
     assert started(folder)[2:] == "b"
     assert written(folder.parent)[ids[0]] == before, "not even to be killed again"
     assert states(config, cluster, ids) == ["cancelled", "completed"]
+
+
+def test_a_killed_experiment_that_does_not_stop_is_killed_with_all_that_it_started(
+    cluster: Cluster, folder: Path, config: slurm.Config, monkeypatch: pytest.MonkeyPatch
+):
+    """Also what it started in a session of its own, as torchrun does; its neighbour goes on."""
+    monkeypatch.setattr(script, "GRACE_SECONDS", 1)
+    deaf = """
+        import os, signal, subprocess, sys, time
+        signal.signal(signal.SIGTERM, lambda *_: open("told", "w").close())
+        rank = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); open('rank', 'w').close(); time.sleep(600)"
+        child = subprocess.Popen([sys.executable, "-c", rank], start_new_session=True)
+        open("pid", "w").write(str(child.pid))
+        while True:
+            time.sleep(600)
+    """
+    codes = {"a": textwrap.dedent(deaf), "b": STOPPABLE}
+    jobs = [Job(name, ("-c", code, name), folder, folder / name, folder / "logs") for name, code in codes.items()]
+    ids, _ = submit(jobs, folder, config)
+    task = cluster.start("1_0")
+    wait_until(lambda: (folder / "rank").exists() and started(folder) == "b")
+    config.kill(ids[:1])
+    wait_until(lambda: states(config, cluster, ids) == ["cancelled", "running"])
+    assert (folder / "told").exists(), "it is asked first"
+    wait_until(lambda: gone(int((folder / "pid").read_text())))
+    end(folder, "b", 0)
+    assert task.wait(300) == 0
+    assert not (folder / "quick_failures").exists(), "what a person killed is no failure"
 
 
 def test_one_of_a_running_task_is_repaired_while_its_neighbour_runs(tmp_path: Path, cluster: Cluster):
