@@ -20,6 +20,7 @@ from src.errors import ConfigError
 from src.launch.job import Job, LauncherConfig
 from src.launch.local import launcher as local
 from src.launch.ray import launcher as ray
+from src.launch.slurm import shared_tasks
 from src.launch.toolkit import launcher as toolkit
 from tests.launch.fake_ray.server import FakeRay
 from tests.launch.fake_slurm.cluster import SOON, Cluster
@@ -122,7 +123,7 @@ class SharedSlurm(Slurm):
         self.config = SOON.model_copy(update={"jobs_per_task": 2, "submissions": str(self.submission.parent)})
 
     def start(self, ids: Sequence[str]) -> None:
-        assert ids == ["1_0+0of2", "1_0+1of2"]
+        assert [shared_tasks.task_of(job_id) for job_id in ids] == ["1_0", "1_0"]
         self.cluster.start("1_0")
 
     def finish(self, codes: Mapping[str, int]) -> None:
