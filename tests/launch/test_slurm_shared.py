@@ -232,7 +232,7 @@ def test_one_of_a_running_task_is_repaired_while_its_neighbour_runs(tmp_path: Pa
         cluster.reap()
         return world.states(items)
 
-    wait_until(lambda: len(written(world.runs / "submissions")) == 2)
+    wait_until(lambda: len(written(world.runs / "submissions")) == 2 and len(world.started()) == 3)
     assert look() == ["done", "failed", "running"]
     before = world.started()
     (world.runs / "mended").touch()

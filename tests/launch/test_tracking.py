@@ -135,16 +135,36 @@ def test_a_scheduler_that_hangs_is_left_alone(world: World, monkeypatch: pytest.
         release.set()
 
 
+@pytest.mark.parametrize("jobs_per_task", [1, 2])
 @pytest.mark.parametrize(("most", "started"), [(3, 5), (0, 8)])
-def test_quick_failures_in_a_row_stop_what_waits(world: World, cluster: Cluster, most: int, started: int):
+def test_quick_failures_in_a_row_stop_what_waits(world: World, cluster: Cluster, most: int, started: int, jobs_per_task: int):
     """As on this machine: see test_local.py."""
     cluster.configure(run=True)
     items = [planned("fail", "one"), planned("end", "well"), *(planned("fail", str(n)) for n in range(6))]
-    actions.run(world.request(items), resources.load("there", {"launcher": "slurm", "stop_after_failures": most}, world.runs))
-    assert [row.state for row in look(world, items)] == ["failed", "done"] + ["failed"] * 6
-    assert world.started() == [item.exp_id for item in items[:started]]
-    told = jobs.tail(world.runs / "logs" / f"{items[-1].exp_id}.err.log", 1)
-    assert ("not started: 3 in a row failed within 60 s of their start" in told) == bool(most)
+    config = {"launcher": "slurm", "stop_after_failures": most, "jobs_per_task": jobs_per_task}
+    actions.run(world.request(items), resources.load("there", config, world.runs))
+    rows = look(world, items)
+    ran = len(world.started())
+    assert ran == started if jobs_per_task == 1 or not most else started <= ran < 8
+    stopped = [row for row in rows if row.state == "stopped"]
+    assert sorted(row.state for row in rows) == ["done"] + ["failed"] * (ran - 1) + ["stopped"] * (8 - ran)
+    assert bool(stopped) == bool(most)
+    for row in stopped:
+        assert row.exp_id not in world.started()
+        assert row.reason == "not started: 3 in a row failed within 60 s of their start. See why, then submit again"
+        assert row.reason in jobs.tail(world.runs / "logs" / f"{row.exp_id}.err.log", 1)
+    (world.runs / "mended").touch()
+    actions.run(world.request(items), resources.load("there", {"launcher": "slurm"}, world.runs))
+    assert [row.state for row in look(world, items) if row.exp_id in {row.exp_id for row in stopped}] == ["done"] * len(stopped)
+
+
+def test_a_note_of_a_cluster_that_was_installed_anew_is_nobodys(world: World, cluster: Cluster):
+    cluster.configure(run=True)
+    (world.runs / "submissions" / "shared_tasks").mkdir(parents=True)
+    (world.runs / "submissions" / "shared_tasks" / "1_0.why").write_text("not started")
+    item = planned("fail")
+    actions.run(world.request([item]), resources.load("there", {"launcher": "slurm"}, world.runs))
+    assert [row.state for row in look(world, [item])] == ["failed"]
 
 
 def test_the_throttle_of_what_is_queued_is_changed(world: World, cluster: Cluster):

@@ -149,11 +149,12 @@ class Config(LauncherConfig):
             self._ask("POST", f"/api/jobs/{name}/stop", {})
 
     def find(self, folder: Path, exp_ids: Sequence[str]) -> dict[str, str]:
-        """Those that Ray lists. A request for another one that is still on its way starts nothing any more."""
+        """Those that Ray lists."""
         listed = self._list_jobs()
-        found = {exp_id: name for exp_id in exp_ids if (name := f"{folder.name}.{exp_id}") in listed}
-        _forbid(folder / "cancel", [exp_id for exp_id in exp_ids if exp_id not in found and (folder / f"{exp_id}.sh").exists()])
-        return found
+        return {exp_id: name for exp_id in exp_ids if (name := f"{folder.name}.{exp_id}") in listed}
+
+    def forbid(self, folder: Path, exp_ids: Sequence[str]) -> None:
+        _forbid(folder / "cancel", [exp_id for exp_id in exp_ids if (folder / f"{exp_id}.sh").exists()])
 
     def check(self) -> None:
         """Raises LaunchError if no Ray answers at the address."""

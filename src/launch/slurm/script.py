@@ -48,9 +48,13 @@ if [ ${#task[@]} -ne 6 ]; then
     exit 1
 fi
 exec >> "${task[2]}" 2>> "${task[3]}"
+why=${shared:-${1%/*/*}/shared_tasks/$this}.why  # there when it was not started
+rm -f "$why"
 failures=${1%/*}/quick_failures most=${2:-0}  # one line for each of the last tasks, of all arrays, that failed within a minute
 if [ "$most" -gt 0 ] && [ "$({ wc -l < "$failures"; } 2> /dev/null || echo 0)" -ge "$most" ]; then
-    echo "slurm: not started: $most in a row failed within 60 s of their start. See why, then submit again" >&2
+    said="not started: $most in a row failed within 60 s of their start. See why, then submit again"
+    echo "slurm: $said" >&2
+    mkdir -p "${why%/*}" && echo "$said" > "$why"
     exit 1
 fi
 newest() { ls "${task[1]}/checkpoints" 2> /dev/null | grep '^step-' | sort -V | tail -n 1; }

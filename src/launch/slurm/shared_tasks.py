@@ -1,8 +1,9 @@
-"""Tasks that run several experiments side by side: their script, their job ids, and how each experiment of one ended.
+"""Tasks that run several experiments side by side: their script, their job ids, and how each experiment of one ended, or why it never began.
 
 Slurm knows the task alone. Of each experiment the folder `shared_tasks` beside the submissions has two files, called by its job id:
 `.code` with its exit code, once it has ended, and `.kill`, if it was killed. A job id ends with the name of its submission, as a cluster that
-was installed anew counts from 1 again; those of earlier versions do not.
+was installed anew counts from 1 again; those of earlier versions do not. `.why` says why an experiment, also one with a task of its own, was
+not started; its next start removes that.
 """
 
 import re
@@ -115,8 +116,16 @@ def with_outcomes(ids: Iterable[str], tasks: dict[str, SchedulerState], outcomes
     found = {}
     for job_id in ids:
         if (task := tasks.get(task_of(job_id))) is not None:
-            found[job_id] = _state_of(outcomes / job_id, task) if _ID.fullmatch(job_id) else task
+            state = _state_of(outcomes / job_id, task) if _ID.fullmatch(job_id) else task
+            found[job_id] = _explain(outcomes / f"{job_id}.why", state) if state.state == "failed" else state
     return found
+
+
+def _explain(why: Path, failed: SchedulerState) -> SchedulerState:
+    try:
+        return replace(failed, state="cancelled", word="CANCELLED", reason=why.read_text().strip())
+    except OSError:
+        return failed
 
 
 def _state_of(file: Path, task: SchedulerState) -> SchedulerState:
