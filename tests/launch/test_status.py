@@ -46,6 +46,8 @@ def stop(*_):
     say("stopped", reason="SIGTERM: stopped at step 1; start it again to continue")
     sys.exit(75)
 signal.signal(signal.SIGTERM, stop)
+if exp["does"] == "refuse":
+    sys.exit("error: the data are not there")
 print("begins", flush=True)
 while exp.get("waits") and not (run.parent / "go").exists():
     time.sleep(0.02)

@@ -87,6 +87,17 @@ def test_what_is_known_stays_known_while_nobody_answers(world: World, cluster: C
     assert len(cluster.alive()) == queued
 
 
+def test_a_job_that_failed_before_its_training_is_known_to_have_failed(world: World, cluster: Cluster):
+    cluster.configure(run=True)
+    items = [planned("refuse"), planned("fail"), planned("end")]
+    actions.run(world.request(items), resources.load("there", {"launcher": "slurm"}, world.runs))
+    cluster.fail("squeue", "say", DOWN, times=1000)
+    rows = look(world, items)
+    assert [row.state for row in rows] == ["failed", "failed", "done"]
+    assert rows[0].reason.startswith("exit code 1 before its training began; its log says why")
+    assert rows[1].reason.startswith("out of luck")
+
+
 def test_one_question_serves_all_who_look(world: World, cluster: Cluster, monkeypatch: pytest.MonkeyPatch):
     """Any number of runs, readers and times; anew for a job that nobody asked about, and when the answer is 30 seconds old."""
     monkeypatch.setattr(tracking, "time", cluster.clock)
@@ -145,7 +156,7 @@ def test_quick_failures_in_a_row_stop_what_waits(world: World, cluster: Cluster,
     actions.run(world.request(items), resources.load("there", config, world.runs))
     rows = look(world, items)
     ran = len(world.started())
-    assert ran == started if jobs_per_task == 1 or not most else started <= ran < 8
+    assert ran == started if jobs_per_task == 1 or not most else 4 <= ran < 8, "side by side the order is not known"
     stopped = [row for row in rows if row.state == "stopped"]
     assert sorted(row.state for row in rows) == ["done"] + ["failed"] * (ran - 1) + ["stopped"] * (8 - ran)
     assert bool(stopped) == bool(most)
