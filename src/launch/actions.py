@@ -13,7 +13,7 @@ from src.launch import snapshot, status, submissions, tracking
 from src.launch.job import Job, LauncherConfig
 from src.launch.resources import Resources
 from src.launch.status import Row
-from src.launch.tracking import ACT, ALIVE, TrackedJob, track
+from src.launch.tracking import ACT, ALIVE, track
 from src.runs import metadata, run_dir
 from src.runs import parents as references
 from src.runs.plan import Planned

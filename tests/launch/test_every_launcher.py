@@ -9,6 +9,7 @@ import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -22,6 +23,7 @@ from src.launch.local import launcher as local
 from src.launch.ray import launcher as ray
 from src.launch.slurm import shared_tasks
 from src.launch.toolkit import launcher as toolkit
+from src.runs.environment import JOBS_PER_GPU
 from tests.launch.fake_ray.server import FakeRay
 from tests.launch.fake_slurm.cluster import SOON, Cluster
 
@@ -286,6 +288,35 @@ def test_a_value_that_looks_like_a_key_is_refused(world: World):
             configs.load(kind, {**raw, "environment": {name: value}}, "here")
     harmless = {"HF_HUB_DISABLE_IMPLICIT_TOKEN": "1", "WANDB_API_KEY_FILE": "/home/me/.key", "TOKENIZERS_PARALLELISM": "false"}
     assert configs.load(kind, {**raw, "environment": harmless}, "here").environment == harmless
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "told"),
+    [
+        (Local, {"gpus": [0], "gpus_per_job": 0.5}, "2"),
+        (Local, {"gpus": [0]}, "1"),
+        (SharedSlurm, {}, "2"),
+        (Ray, {"num_gpus": 0.25}, "4"),
+        (Ray, {"num_gpus": 2}, "1"),
+    ],
+)
+def test_a_job_knows_how_many_share_its_gpus(
+    kind: Callable[[Path, pytest.MonkeyPatch], World], given: dict[str, Any], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """What its GPU-hours are divided by. Not what a job that submits others was told."""
+    monkeypatch.setenv(JOBS_PER_GPU, "12")
+    world = kind(tmp_path, monkeypatch)
+    try:
+        world.config = world.config.model_copy(update=given)
+        code = f"import os; print(os.environ['{JOBS_PER_GPU}'], flush=True)\n{CODE}"
+        jobs = [replace(world.job(name), args=("-c", code, "0")) for name in "ab"]
+        ids = world.config.submit(jobs, world.submission, lambda _: None)
+        world.finish({})
+        world.start(ids)
+        world.wait_for(ids, "completed", "completed")
+        assert [(world.folder / "logs" / f"{job.exp_id}.out.log").read_text() for job in jobs] == [f"{told}\n"] * 2
+    finally:
+        world.close()
 
 
 def test_a_job_that_nobody_knows(world: World):

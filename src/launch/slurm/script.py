@@ -31,8 +31,8 @@ _SCRIPT_TEXT = (
 # Near the time limit Slurm sends USR1 to this script alone: the task is told to stop, and queued again once it has written its
 # checkpoint. So is one that stopped at a limit of its own.
 # Slurm's TERM (a preemption, scancel) reaches every process by itself; what follows then is Slurm's to decide.
-# One that shares its task (see jobs.sh) writes its exit code into $4.code, or that it asks for another start. If there is $4.kill, it is told
-# to stop, and killed after a grace.
+# One that shares its task (see jobs.sh) writes its exit code into $4.code, or that it asks for another start. If there is $4.kill, it is
+# told to stop, and killed after a grace.
 this=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
 index=${3:-$SLURM_ARRAY_TASK_ID} shared=$4 ended= watch=
 if [ -n "$shared" ]; then
@@ -84,6 +84,7 @@ family() {  # also what has a session of its own, as the ranks of torchrun
     echo "$1"
 }
 
+[ -n "$shared" ] || export JOBS_PER_GPU=1
 export NNODES=${SLURM_NNODES:-1} MASTER_ADDR=127.0.0.1
 export MASTER_PORT=$((20000 + (SLURM_JOB_ID + 3989 * ${SLURM_RESTART_COUNT:-0} + 1013 * ${3:-0}) % 10000))
 start=(bash -c "${task[5]}")

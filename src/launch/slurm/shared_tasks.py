@@ -1,9 +1,9 @@
-"""Tasks that run several experiments side by side: their script, their job ids, and how each experiment of one ended, or why it never began.
+"""Tasks that run several experiments side by side: their script, their job ids, and how each experiment ended, or why it never began.
 
 Slurm knows the task alone. Of each experiment the folder `shared_tasks` beside the submissions has two files, called by its job id:
-`.code` with its exit code, once it has ended, and `.kill`, if it was killed. A job id ends with the name of its submission, as a cluster that
-was installed anew counts from 1 again; those of earlier versions do not. `.why` says why an experiment, also one with a task of its own, was
-not started; its next start removes that.
+`.code` with its exit code, once it has ended, and `.kill`, if it was killed. A job id ends with the name of its submission, as a cluster
+that was installed anew counts from 1 again; those of earlier versions do not. `.why` says why an experiment, also one with a task of its
+own, was not started; its next start removes that.
 """
 
 import re
@@ -34,6 +34,7 @@ if [ $count -eq 0 ]; then
     echo "$this: $1 does not hold its commands" >&2
     exit 1
 fi
+export JOBS_PER_GPU=$count
 pids=() told= signals=0
 tell() { [ ${#pids[@]} -eq 0 ] || kill -USR1 "${pids[@]}" 2> /dev/null; }
 trap 'told=1; signals=$((signals + 1)); tell' USR1
@@ -161,7 +162,9 @@ def kill(ids: Sequence[str], outcomes: Path) -> list[str]:
             if not _is_over(outcomes / job_id):
                 with writing(outcomes / job_id):
                     (outcomes / f"{job_id}.kill").touch()
-            neighbours = [outcomes / f"{match['task']}+{place}of{match['count']}{match['submission'] or ''}" for place in range(int(match["count"]))]
+            neighbours = [
+                outcomes / f"{match['task']}+{place}of{match['count']}{match['submission'] or ''}" for place in range(int(match["count"]))
+            ]
             found |= dict.fromkeys([match["task"]] if all(map(_is_over, neighbours)) else [])
     return list(found)
 
