@@ -216,7 +216,7 @@ def throttle(runs: Path, exp_ids: Sequence[str], max_running: int) -> None:
         raise LaunchError("\n".join(dict.fromkeys(wrong.values())) or "--job_option throttle: none of these experiments is queued.")
     for launcher, job_ids in tracking.group_by_scheduler(queued):
         launcher.throttle(job_ids, max_running)
-    log.info("throttled: %d queued, at most %s at a time", len(queued), max_running or "as many as there is room for")
+    log.info("throttled: %d queued, %s at a time", len(queued), f"at most {max_running}" if max_running else "any number")
 
 
 def _kill(runs: Path, exp_ids: Sequence[str]) -> None:

@@ -1,6 +1,7 @@
 """Whom a look at experiments asks, how often and for how long; and what is known where nobody answers."""
 
 import dataclasses
+import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -178,11 +179,17 @@ def test_a_note_of_a_cluster_that_was_installed_anew_is_nobodys(world: World, cl
     assert [row.state for row in look(world, [item])] == ["failed"]
 
 
-def test_the_throttle_of_what_is_queued_is_changed(world: World, cluster: Cluster):
+def test_the_throttle_of_what_is_queued_is_changed(world: World, cluster: Cluster, caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO)
     items = submit(world, 3)
     ids = [item.exp_id for item in items]
     actions.throttle(world.runs, ids, 2)
     assert cluster.state["arrays"]["1"]["throttle"] == "2"
+    actions.throttle(world.runs, ids, 0)
+    assert [line for line in caplog.messages if "throttled" in line] == [
+        "throttled: 3 queued, at most 2 at a time",
+        "throttled: 3 queued, any number at a time",
+    ]
     for item in items:
         say(world, item, "done")
     cluster.configure(arrays={})
