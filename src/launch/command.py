@@ -43,7 +43,7 @@ _SHARING = {"--use_deepspeed", "--use_fsdp", "--multi_gpu", "--config_file"}
 
 
 # What looks like a key by its name, unless its value is a number, a switch or a file; and what looks like one by its value.
-_SECRET_NAME = re.compile(r"(?:^|_)(?:API)?(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|AUTH)(?:_ID)?(?:$|_)", re.IGNORECASE)
+_SECRET_NAME = re.compile(r"(?:^|_)(?:API)?(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|AUTH)(?:$|_)", re.IGNORECASE)
 _PASSWORD = re.compile("PASSWORD|PASSWD|SECRET", re.IGNORECASE)
 _HARMLESS = re.compile(r"\d{0,6}|true|false|yes|no|on|off", re.IGNORECASE)
 _FILE = re.compile(r"(?:~|\.{1,2}|/[\w.-]+)/.*", re.DOTALL)

@@ -273,20 +273,30 @@ def test_what_a_submission_writes_is_its_owners_alone(world: World):
 
 
 KEYS = (
-    ("A", "sk-proj-xyzzy-xyzzy"),
-    ("A", "AIzaxyzzy-xyzzy_xyzzy"),
-    ("AWS_SECRET_ACCESS_KEY", "/xyzzyxyzzy+xyzzy"),
-    ("PASSWORD", "123456"),
+    *(("A", f"{begin}xyzzy-xyzzy_xyzzy") for begin in ("hf_", "sk-", "ghp_", "github_pat_", "glpat-", "AKIA", "AIza", "xoxb-", "xoxp-")),
+    ("PROXY", "http://me:xyzzy@host"),
+    *((name, "xyzzy") for name in ("HF_TOKEN", "apikey", "API_KEY", "AWS_ACCESS_KEY_ID", "MY_SECRET_2", "PASSWD", "CREDENTIAL", "AUTH")),
+    *(("AWS_SECRET_ACCESS_KEY", value) for value in ("/xyzzyxyzzy+xyzzy", "xyzzy/xyzzy+xyzzy")),  # no path of a file
+    *((name, "123456") for name in ("PASSWORD", "PASSWD", "SECRET")),
+    ("TOKEN", "1234567"),
 )
 
 
 def test_a_value_that_looks_like_a_key_is_refused(world: World):
     kind = type(world.config)
     raw = {name: value for name, value in world.config.model_dump().items() if name not in ("environment", "launcher")}
-    for name, value in (("HF_TOKEN", "xyzzy"), ("A", "hf_xyzzyxyzzyxyzzy"), ("PROXY", "http://me:xyzzy@host"), *KEYS):
+    for name, value in KEYS:
         with pytest.raises(ConfigError, match=rf"environment: {name} looks like a secret"):
             configs.load(kind, {**raw, "environment": {name: value}}, "here")
     harmless = {"HF_HUB_DISABLE_IMPLICIT_TOKEN": "1", "WANDB_API_KEY_FILE": "/home/me/.key", "TOKENIZERS_PARALLELISM": "false"}
+    harmless |= {
+        "KEYBOARD": "xyzzy",
+        "MONKEY": "xyzzy",
+        "SSH_KEY": "~/.ssh/id",
+        "TOKEN": "",
+        "A": "task-12345678",
+        "URL": "http://host:80/a@b",
+    }
     assert configs.load(kind, {**raw, "environment": harmless}, "here").environment == harmless
 
 

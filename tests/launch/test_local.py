@@ -222,7 +222,10 @@ def test_a_child_of_what_a_stopped_queue_leaves_out_ends_once(world: World):
     bad = [world.job(f"bad{n}", "1 / 0") for n in range(4)]
     found = world.run(world.config(stop_after_failures=2, slots=2), [*bad, world.job("child", "pass", after=("bad3",))])
     assert found["child"].state == "cancelled"
+    assert found["child"].reason.startswith("not started: 2 in a row failed")
     assert all(seen.state in ("failed", "cancelled") for seen in found.values())
+    wait_until(lambda: not Queue(world.submissions / "one").scheduler_is_alive())
+    assert (world.submissions / "one" / "scheduler.log").read_text() == ""
 
 
 def test_slow_failures_do_not_stop_the_queue():

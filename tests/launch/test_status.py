@@ -569,6 +569,32 @@ def test_the_status_as_json_of_some_states_and_again(world: World, capsys: pytes
             arguments.check(arguments.make_parser("", ROOT).parse_args(["-e", "g", *words]), 1)
 
 
+def test_a_watch_goes_on_while_nobody_knows_of_a_job(world: World, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    """But not for what is damaged and has no job, which nobody will ever know more of."""
+    item, damaged = planned("end", waits=True), planned("end", "damaged")
+    (world.runs / damaged.exp_id).mkdir(parents=True)
+    (world.runs / damaged.exp_id / "status.json").write_text("{")
+    world.run([item])
+    wait_until(lambda: world.states([item]) == ["running"])
+    queue = world.submissions()[0] / "queue.json"
+    content = queue.read_text()
+    queue.write_text("{")
+    sleeps: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        assert not sleeps, "it ends"
+        sleeps.append(seconds)
+        queue.write_text(content)
+        world.go()
+        world.ended([item])
+
+    monkeypatch.setattr(trainval, "time", SimpleNamespace(sleep=sleep))
+    assert look(world, [item, damaged], "--watch") == 0
+    assert sleeps == [30]
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("2 experiments")]
+    assert said == ["2 experiments: 2 unknown", "2 experiments: 1 done, 1 unknown"]
+
+
 def test_a_line_written_while_the_last_ones_are_shown_is_shown_once(world: World):
     item = planned("end", waits=True)
     world.run([item])

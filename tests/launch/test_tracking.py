@@ -1,6 +1,7 @@
 """Whom a look at experiments asks, how often and for how long; and what is known where nobody answers."""
 
 import dataclasses
+import json
 import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -177,6 +178,18 @@ def test_a_note_of_a_cluster_that_was_installed_anew_is_nobodys(world: World, cl
     item = planned("fail")
     actions.run(world.request([item]), resources.load("there", {"launcher": "slurm"}, world.runs))
     assert [row.state for row in look(world, [item])] == ["failed"]
+
+
+def test_what_the_scripts_of_jobs_do_first_is_in_no_file_that_others_read(world: World, cluster: Cluster):
+    """One of an older version may hold what is refused today."""
+    item = planned("end")
+    actions.run(world.request([item]), resources.load("there", {"launcher": "slurm", "setup": ["echo mauve"]}, world.runs))
+    (folder,) = world.submissions()
+    assert [path for path in folder.iterdir() if b"mauve" in path.read_bytes() and path.stat().st_mode & 0o077] == []
+    assert any(b"mauve" in path.read_bytes() for path in folder.iterdir())
+    intent = json.loads((folder / "submission.json").read_text())
+    write_json(folder / "submission.json", intent | {"launcher": intent["launcher"] | {"setup": ["export A=hf_xyzzyxyzzyxyzzy"]}})
+    assert [row.state for row in look(world, [item])] == ["queued"]
 
 
 def test_the_throttle_of_what_is_queued_is_changed(world: World, cluster: Cluster, caplog: pytest.LogCaptureFixture):
