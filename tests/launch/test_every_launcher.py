@@ -297,7 +297,7 @@ def test_a_value_that_looks_like_a_key_is_refused(world: World):
         "A": "task-12345678",
         "URL": "http://host:80/a@b",
     }
-    assert configs.load(kind, {**raw, "environment": harmless}, "here").environment == harmless
+    assert configs.load(kind, {**raw, "environment": harmless}, "here").model_dump()["environment"] == harmless
 
 
 @pytest.mark.parametrize(
