@@ -184,10 +184,10 @@ def test_a_killed_experiment_that_does_not_stop_is_killed_with_all_that_it_start
     config.kill(ids[:1])
     wait_until(lambda: states(config, cluster, ids) == ["cancelled", "running"])
     assert (folder / "told").exists(), "it is asked first"
+    assert not (folder / "quick_failures").exists(), "what a person killed is no failure"
     wait_until(lambda: gone(int((folder / "pid").read_text())))
     end(folder, "b", 0)
     assert task.wait(300) == 0
-    assert not (folder / "quick_failures").exists(), "what a person killed is no failure"
 
 
 def test_a_cluster_that_was_installed_anew_counts_from_1_again(

@@ -401,10 +401,11 @@ def test_a_scheduler_that_cannot_be_asked_makes_nothing_failed(world: World):
 )
 def test_a_queue_that_cannot_be_read_puts_its_own_jobs_in_doubt_alone(world: World, damage: str, told: str):
     lost, gone, other = planned("end", "lost", waits=True), planned("end", "gone", waits=True), planned("end", "other", waits=True)
-    world.run([lost])
+    done = planned("end", "done")
+    world.run([done, lost])
     world.run([gone])
     world.run([other])
-    wait_until(lambda: world.states([lost, gone, other]) == ["running"] * 3)
+    wait_until(lambda: world.states([lost, gone, other, done]) == ["running"] * 3 + ["done"])
     queues = [folder / "queue.json" for folder in world.submissions()[:2]]
     sound = [queue.read_text() for queue in queues]
     for queue in queues:
@@ -417,6 +418,7 @@ def test_a_queue_that_cannot_be_read_puts_its_own_jobs_in_doubt_alone(world: Wor
     with pytest.raises(LaunchError, match=told):
         actions.kill(world.runs, [lost.exp_id, other.exp_id])
     assert world.states([other]) == ["stopped"], "what can be killed is"
+    actions.kill(world.runs, [done.exp_id])
     for queue, text in zip(queues, sound, strict=True):
         queue.write_text(text)
 
