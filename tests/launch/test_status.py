@@ -397,7 +397,7 @@ def test_a_scheduler_that_cannot_be_asked_makes_nothing_failed(world: World):
 
 
 @pytest.mark.parametrize(
-    ("damage", "told"), [('{"host": "elsewhere", "jobs": [{}]}', "its jobs run on elsewhere"), ("{", "not valid JSON")]
+    ("damage", "told"), [('{"host": "elsewhere", "jobs": [{}, {}]}', "its jobs run on elsewhere"), ("{", "not valid JSON")]
 )
 def test_a_queue_that_cannot_be_read_puts_its_own_jobs_in_doubt_alone(world: World, damage: str, told: str):
     lost, gone, other = planned("end", "lost", waits=True), planned("end", "gone", waits=True), planned("end", "other", waits=True)
