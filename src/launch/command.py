@@ -143,7 +143,7 @@ if [ $JOB_CODE -ne 0 ]; then
         *) [ -z "$JOB_TOLD" ] || JOB_CODE={STOPPED} ;;
     esac
     case $JOB_CODE in {STOPPED} | {INTERRUPTED}) ;; *) [ -e "$JOB_STATUS" ] || {{
-        printf '{{"state": "failed", "reason": "exit code %s before its training began; its log says why"}}\n' $JOB_CODE > "$JOB_STATUS.$$"
+        printf '{{"state": "failed", "reason": "exit code %s before its training began; its log says why"}}\\n' $JOB_CODE > "$JOB_STATUS.$$"
         mv -n "$JOB_STATUS.$$" "$JOB_STATUS"
     }} 2> /dev/null ;; esac
 fi

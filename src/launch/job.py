@@ -92,7 +92,7 @@ class LauncherConfig(Component):
     def find(self, folder: Path, exp_ids: Sequence[str]) -> dict[str, str]:
         """{experiment id: job id} of the jobs that an interrupted submission with this folder has queued, noted or not.
 
-        It does not act on what it finds: `status` stops waiting for it after some seconds, and the call goes on alone.
+        `status` stops waiting for it after some seconds, and the call goes on alone: what depends on its answer is done by `forbid`.
 
         Raises:
             LaunchError: the scheduler does not answer.
