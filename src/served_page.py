@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import hmac
+import re
 import secrets
 import sys
 from collections.abc import Callable, Mapping
@@ -57,14 +58,15 @@ def serve_page(
         raise ConfigError(
             f"--port {options.port}: cannot listen on {options.address}: {reason}. Choose another port, or 0 for a free one."
         ) from None
-    sys.stdout.write(f"http://{options.address}:{server.port}/{f'?{_TOKEN}={token}' if token else ''}\n")
+    host = f"[{options.address}]" if ":" in options.address else options.address
+    sys.stdout.write(f"http://{host}:{server.port}/{f'?{_TOKEN}={token}' if token else ''}\n")
     sys.stdout.flush()
     server.run_until_shutdown()
 
 
 def _knows(handler: Any, token: str) -> bool:
     """Whether a request has the token, in its address or in a cookie, which it then gets."""
-    cookie = f"trainval_{handler.request.host.rpartition(':')[2]}"
+    cookie = "trainval_" + re.sub(r"[^A-Za-z0-9]", "_", handler.request.host)  # "[::1]:5006" is no name of a cookie
     given, kept = handler.get_query_argument(_TOKEN, ""), handler.get_cookie(cookie, "")
     if hmac.compare_digest(given.encode(), token.encode()):
         handler.set_cookie(cookie, token, expires_days=_DAYS, httponly=True, samesite="Strict")

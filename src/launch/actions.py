@@ -13,7 +13,7 @@ from src.launch import snapshot, status, submissions, tracking
 from src.launch.job import Job, LauncherConfig
 from src.launch.resources import Resources
 from src.launch.status import Row
-from src.launch.tracking import ACT, ALIVE, TrackedJob, track
+from src.launch.tracking import ACT, ALIVE, track
 from src.runs import metadata, run_dir
 from src.runs import parents as references
 from src.runs.plan import Planned
@@ -216,7 +216,7 @@ def throttle(runs: Path, exp_ids: Sequence[str], max_running: int) -> None:
         raise LaunchError("\n".join(dict.fromkeys(wrong.values())) or "--job_option throttle: none of these experiments is queued.")
     for launcher, job_ids in tracking.group_by_scheduler(queued):
         launcher.throttle(job_ids, max_running)
-    log.info("throttled: %d queued, at most %s at a time", len(queued), max_running or "as many as there is room for")
+    log.info("throttled: %d queued, %s at a time", len(queued), f"at most {max_running}" if max_running else "any number")
 
 
 def _kill(runs: Path, exp_ids: Sequence[str]) -> None:
@@ -224,8 +224,13 @@ def _kill(runs: Path, exp_ids: Sequence[str]) -> None:
     tracked, wrong = track(runs, exp_ids)
     alive = {exp_id: job for exp_id, job in tracked.items() if job.is_alive}
     for exp_id in exp_ids:
-        if exp_id not in alive and exp_id not in wrong:
-            log.info("%s: %s", exp_id, _why_no_job(runs / exp_id, tracked.get(exp_id)))
+        job = tracked.get(exp_id)
+        if exp_id in alive or exp_id in wrong:
+            continue
+        if job and job.seen and job.is_unknown and not _is_done(runs / exp_id):
+            wrong[exp_id] = f"{exp_id}: what became of job {job.job_id} is not known, so it is left alone: {job.seen.reason}"
+        else:
+            log.info("%s: %s", exp_id, _why_no_job(runs / exp_id))
     launchers = tracking.group_by_scheduler((job.launcher, job.job_id) for job in alive.values() if job.launcher)
     for launcher, ids in launchers:
         launcher.kill(ids)
@@ -236,10 +241,14 @@ def _kill(runs: Path, exp_ids: Sequence[str]) -> None:
         raise LaunchError("\n".join(dict.fromkeys(wrong.values())))
 
 
-def _why_no_job(run: Path, job: TrackedJob | None) -> str:
+def _is_done(run: Path) -> bool:
+    with contextlib.suppress(RunError):
+        return metadata.state_of(run) == "done"
+    return False
+
+
+def _why_no_job(run: Path) -> str:
     """Why there is nothing to kill."""
-    if job is not None and job.seen is not None and job.seen.state == "unknown":
-        return f"what became of job {job.job_id} is not known ({job.seen.reason}), so it is left alone"
     with contextlib.suppress(RunError):
         if metadata.state_of(run) == "running":
             return "runs, but not as a job: stop it where it was started"

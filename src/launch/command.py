@@ -43,7 +43,7 @@ _SHARING = {"--use_deepspeed", "--use_fsdp", "--multi_gpu", "--config_file"}
 
 
 # What looks like a key by its name, unless its value is a number, a switch or a file; and what looks like one by its value.
-_SECRET_NAME = re.compile(r"(?:^|_)(?:API)?(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|AUTH)(?:_ID)?(?:$|_)", re.IGNORECASE)
+_SECRET_NAME = re.compile(r"(?:^|_)(?:API)?(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|AUTH)(?:$|_)", re.IGNORECASE)
 _PASSWORD = re.compile("PASSWORD|PASSWD|SECRET", re.IGNORECASE)
 _HARMLESS = re.compile(r"\d{0,6}|true|false|yes|no|on|off", re.IGNORECASE)
 _FILE = re.compile(r"(?:~|\.{1,2}|/[\w.-]+)/.*", re.DOTALL)
@@ -116,7 +116,8 @@ def shell_line(job: Job, processes: Processes | None = None, environment: Mappin
 
     The exit code is `STOPPED` if the job stopped gracefully: if its save directory says so, as torchrun turns every other code into 1, or
     if SIGTERM or SIGUSR1 came before it could handle them. It is `INTERRUPTED` if a person stopped it, and 0 if the run was done before
-    the command failed, as when a signal comes while the processes end. bash itself outlives both signals.
+    the command failed, as when a signal comes while the processes end. bash itself outlives both signals. Where the command failed before
+    its save directory had a status, this says "failed" in it, for those who cannot ask the scheduler.
 
     NGPUS in `job.python_binary`, which replaces the starter, becomes the number of GPUs of the machine that runs the line:
     those of CUDA_VISIBLE_DEVICES if set, else those of `nvidia-smi -L`, at least 1.
@@ -141,6 +142,10 @@ if [ $JOB_CODE -ne 0 ]; then
         *'"state": "failed"'*) ;;
         *) [ -z "$JOB_TOLD" ] || JOB_CODE={STOPPED} ;;
     esac
+    case $JOB_CODE in {STOPPED} | {INTERRUPTED}) ;; *) [ -e "$JOB_STATUS" ] || {{
+        printf '{{"state": "failed", "reason": "exit code %s before its training began; its log says why"}}\\n' $JOB_CODE > "$JOB_STATUS.$$"
+        mv -n "$JOB_STATUS.$$" "$JOB_STATUS"
+    }} 2> /dev/null ;; esac
 fi
 exit $JOB_CODE"""
     return f"{' '.join([stopping, *_torchrun_variables(processes), *exports, *before])}\n{start} {shlex.join(job.args)}{ending}"

@@ -92,8 +92,17 @@ class LauncherConfig(Component):
     def find(self, folder: Path, exp_ids: Sequence[str]) -> dict[str, str]:
         """{experiment id: job id} of the jobs that an interrupted submission with this folder has queued, noted or not.
 
+        `status` stops waiting for it after some seconds, and the call goes on alone: what depends on its answer is done by `forbid`.
+
         Raises:
             LaunchError: the scheduler does not answer.
+        """
+
+    def forbid(self, folder: Path, exp_ids: Sequence[str]) -> None:
+        """Keep jobs that `find` did not find from starting: a request for them may still be on its way to the scheduler.
+
+        Raises:
+            RunError: the disk refuses.
         """
 
     def wait_for(self, job_ids: Sequence[str]) -> None:

@@ -227,20 +227,29 @@ def _reconcile_one(runs: Path, submission: Submission, seconds: float | None) ->
     launcher = submission.load_launcher()
 
     def find() -> Mapping[str, str]:
-        try:
+        with _in_doubt():
             return launcher.find(submission.folder, list(submission.experiments))
-        except RunError as error:  # such as a file of somebody else's: what it submitted stays in doubt, and nothing else
-            raise LaunchError(str(error)) from None
 
     (found,) = ask([find], seconds)
     if isinstance(found, LaunchError):
         raise found
+    with _in_doubt():
+        launcher.forbid(submission.folder, [exp_id for exp_id in submission.experiments if exp_id not in found])
     log.info("%s: was interrupted; %d of its %d jobs are there", submission.name, len(found), len(submission.experiments))
     before = _read_noted_jobs(submission.folder)
     if before is None:  # damaged: if an experiment was submitted again since, the later job counts
         found = {exp_id: job_id for exp_id, job_id in found.items() if _submission_of(runs / exp_id) <= submission.name}
     _note_in_runs(submission, found)
     note(submission, found, complete=True)
+
+
+@contextlib.contextmanager
+def _in_doubt() -> Iterator[None]:
+    """A file that cannot be read or written, such as somebody else's, leaves in doubt what a submission queued, and nothing else."""
+    try:
+        yield
+    except RunError as error:
+        raise LaunchError(str(error)) from None
 
 
 def _submission_of(run: Path) -> str:

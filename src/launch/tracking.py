@@ -48,13 +48,18 @@ class TrackedJob:
         """Whether it is queued or running."""
         return self.seen is not None and self.seen.state in ALIVE
 
+    @property
+    def is_unknown(self) -> bool:
+        """Whether its scheduler answered that it cannot tell."""
+        return self.seen is not None and self.seen.state == "unknown"
+
 
 def track(
     runs: Path, exp_ids: Sequence[str], question: Question = ACT, settled: Collection[str] = ()
 ) -> tuple[dict[str, TrackedJob], dict[str, str]]:
     """The jobs of these experiments and what went wrong, by experiment. All jobs of a scheduler are asked for at once.
 
-    A job that its save directory does not name, such as a removed one, counts only while it is queued or running.
+    A job that its save directory does not name, such as a removed one, counts only while it is queued or running, or may be.
 
     settled: experiments whose state is known without a scheduler, which is not asked for their jobs.
     """
@@ -90,7 +95,7 @@ def track(
             elif (state := answer.get(noted[exp_id]["job_id"])) is not None:
                 seen[exp_id] = state
     tracked = {exp_id: TrackedJob(job["job_id"], job["submission"], known.get(exp_id), seen.get(exp_id)) for exp_id, job in noted.items()}
-    tracked = {exp_id: job for exp_id, job in tracked.items() if exp_id not in elsewhere or job.is_alive}
+    tracked = {exp_id: job for exp_id, job in tracked.items() if exp_id not in elsewhere or job.is_alive or job.is_unknown}
     return tracked, {exp_id: text for exp_id, text in wrong.items() if exp_id not in tracked or not tracked[exp_id].is_alive}
 
 

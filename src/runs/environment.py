@@ -21,6 +21,8 @@ _GIT_SECONDS = 5.0
 _GPU_SECONDS = 2.0
 _ROOT = Path(__file__).resolve().parents[2]
 
+JOBS_PER_GPU = "JOBS_PER_GPU"
+"""Variable of a job: how many share each of its GPUs."""
 # Only these variables are recorded: the whole environment may hold secrets.
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
@@ -38,6 +40,7 @@ VARIABLES = (
     "SLURM_NODELIST",
     "EAI_JOB_ID",
     "EAI_RUN_INDEX",
+    JOBS_PER_GPU,
 )
 _SECRET_WORDS = {"key", "apikey", "token", "secret", "secrets", "password", "passwd", "pwd", "credential", "credentials", "auth"}
 SECRET_FILES = (

@@ -7,6 +7,7 @@ from pathlib import Path
 from src.errors import RunError, UserError
 from src.files import read_json
 from src.runs import ledger
+from src.runs.environment import JOBS_PER_GPU
 from src.runs.heartbeat import HEARTBEAT
 from src.runs.metadata import ENV
 
@@ -18,11 +19,12 @@ def gpu_hours(run: Path) -> float:
     """Hours times GPUs of the save directory `run`: from each start to its stop, or to the last sign of life of what was killed.
 
     Signs of life are checkpoints and, of the last attempt, the heartbeat: of an earlier one that was killed, the time since its last
-    checkpoint is missing. A process has one GPU, or none where env.json of its attempt names none. What cannot be read counts nothing.
+    checkpoint is missing. A process has one GPU, or its part of one that jobs share, or none where env.json of its attempt names none.
+    What cannot be read counts nothing.
     """
     try:
         events = [event for event in ledger.read(run) if event["event"] in _BY_THE_RUN and isinstance(event.get("when"), str)]
-        found = sorted(_starts_with_gpus(run))
+        found = sorted(_shares_of_gpus(run))
         places = [place for place, event in enumerate(events) if event["event"] == "start"]
         hours = 0.0
         for place, following in zip(places, [*places[1:], len(events)], strict=True):
@@ -30,17 +32,17 @@ def gpu_hours(run: Path) -> float:
             began, ended = (datetime.fromisoformat(event["when"]) for event in (first, last))
             if following == len(events) and last["event"] != "stop" and (run / HEARTBEAT).exists():
                 ended = max(ended, datetime.fromtimestamp((run / HEARTBEAT).stat().st_mtime, UTC))
-            on_gpus = [has_gpus for when, has_gpus in found if when <= first["when"]]
-            if on_gpus and on_gpus[-1]:
-                hours += max(0.0, (ended - began).total_seconds()) / 3600 * first.get("world_size", 1)
+            share = next((share for when, share in reversed(found) if when <= first["when"]), 0.0)
+            hours += max(0.0, (ended - began).total_seconds()) / 3600 * first.get("world_size", 1) * share
     except (UserError, OSError, ValueError, TypeError):  # ValueError, TypeError: a line of the ledger that is not ours
         return 0.0
     return hours
 
 
-def _starts_with_gpus(run: Path) -> Iterator[tuple[str, bool]]:
-    """When each attempt began, and whether its machine had GPUs."""
+def _shares_of_gpus(run: Path) -> Iterator[tuple[str, float]]:
+    """When each attempt began, and how much of a GPU each of its processes had."""
     for path in (run / "attempts").glob(f"*/{ENV}"):
         env = read_json(path, RunError)
         if isinstance(env, dict) and isinstance(env.get("time"), str):
-            yield env["time"], bool(env.get("gpus"))
+            sharing = float((env.get("variables") or {}).get(JOBS_PER_GPU, 1))
+            yield env["time"], 1 / max(1.0, sharing) if env.get("gpus") else 0.0

@@ -17,6 +17,7 @@ from src.config import load
 from src.errors import ConfigError
 from src.launch.command import INTERRUPTED, STOPPED, Config, Environment, Processes, argv
 from src.launch.job import Job
+from src.runs import metadata
 from tests import toy
 
 LONGEST = 600
@@ -377,6 +378,21 @@ def test_a_job_that_was_stopped_in_order_ends_with_75(tmp_path: Path, before: st
     for what, number in ((before, 0), (state, code)):
         done = subprocess.run(argv(job_of(("status.py", what, str(number)), tmp_path)), cwd=tmp_path, timeout=LONGEST, check=False)
     assert done.returncode == ended
+
+
+@pytest.mark.parametrize(
+    ("state", "code", "told"),
+    [("", 1, "failed"), ("", STOPPED, None), ("", INTERRUPTED, None), ("", 0, None), ("running", 1, "running"), ("done", 1, "done")],
+)
+def test_a_job_that_failed_before_there_was_a_status_says_so(tmp_path: Path, state: str, code: int, told: str | None):
+    """A status of the run itself stays as it is, though another process, which holds the run, may have written it."""
+    (tmp_path / "status.py").write_text(STATUS)
+    if state:
+        subprocess.run([sys.executable, "status.py", state, "0"], cwd=tmp_path, check=True)
+    job = job_of(("status.py", "", str(code)), tmp_path)
+    assert subprocess.run(argv(job), cwd=tmp_path, timeout=LONGEST, check=False).returncode == code
+    assert (metadata.read_status(tmp_path / "run")["state"] if (tmp_path / "run" / "status.json").exists() else None) == told
+    assert {path.name for path in (tmp_path / "run").iterdir()} <= {"status.json"}
 
 
 @pytest.mark.parametrize(

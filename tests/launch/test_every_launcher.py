@@ -9,6 +9,7 @@ import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -20,7 +21,9 @@ from src.errors import ConfigError
 from src.launch.job import Job, LauncherConfig
 from src.launch.local import launcher as local
 from src.launch.ray import launcher as ray
+from src.launch.slurm import shared_tasks
 from src.launch.toolkit import launcher as toolkit
+from src.runs.environment import JOBS_PER_GPU
 from tests.launch.fake_ray.server import FakeRay
 from tests.launch.fake_slurm.cluster import SOON, Cluster
 
@@ -122,7 +125,7 @@ class SharedSlurm(Slurm):
         self.config = SOON.model_copy(update={"jobs_per_task": 2, "submissions": str(self.submission.parent)})
 
     def start(self, ids: Sequence[str]) -> None:
-        assert ids == ["1_0+0of2", "1_0+1of2"]
+        assert [shared_tasks.task_of(job_id) for job_id in ids] == ["1_0", "1_0"]
         self.cluster.start("1_0")
 
     def finish(self, codes: Mapping[str, int]) -> None:
@@ -270,21 +273,60 @@ def test_what_a_submission_writes_is_its_owners_alone(world: World):
 
 
 KEYS = (
-    ("A", "sk-proj-xyzzy-xyzzy"),
-    ("A", "AIzaxyzzy-xyzzy_xyzzy"),
-    ("AWS_SECRET_ACCESS_KEY", "/xyzzyxyzzy+xyzzy"),
-    ("PASSWORD", "123456"),
+    *(("A", f"{begin}xyzzy-xyzzy_xyzzy") for begin in ("hf_", "sk-", "ghp_", "github_pat_", "glpat-", "AKIA", "AIza", "xoxb-", "xoxp-")),
+    ("PROXY", "http://me:xyzzy@host"),
+    *((name, "xyzzy") for name in ("HF_TOKEN", "apikey", "API_KEY", "AWS_ACCESS_KEY_ID", "MY_SECRET_2", "PASSWD", "CREDENTIAL", "AUTH")),
+    *(("AWS_SECRET_ACCESS_KEY", value) for value in ("/xyzzyxyzzy+xyzzy", "xyzzy/xyzzy+xyzzy")),  # no path of a file
+    *((name, "123456") for name in ("PASSWORD", "PASSWD", "SECRET")),
+    ("TOKEN", "1234567"),
 )
 
 
 def test_a_value_that_looks_like_a_key_is_refused(world: World):
     kind = type(world.config)
     raw = {name: value for name, value in world.config.model_dump().items() if name not in ("environment", "launcher")}
-    for name, value in (("HF_TOKEN", "xyzzy"), ("A", "hf_xyzzyxyzzyxyzzy"), ("PROXY", "http://me:xyzzy@host"), *KEYS):
+    for name, value in KEYS:
         with pytest.raises(ConfigError, match=rf"environment: {name} looks like a secret"):
             configs.load(kind, {**raw, "environment": {name: value}}, "here")
     harmless = {"HF_HUB_DISABLE_IMPLICIT_TOKEN": "1", "WANDB_API_KEY_FILE": "/home/me/.key", "TOKENIZERS_PARALLELISM": "false"}
-    assert configs.load(kind, {**raw, "environment": harmless}, "here").environment == harmless
+    harmless |= {
+        "KEYBOARD": "xyzzy",
+        "MONKEY": "xyzzy",
+        "SSH_KEY": "~/.ssh/id",
+        "TOKEN": "",
+        "A": "task-12345678",
+        "URL": "http://host:80/a@b",
+    }
+    assert configs.load(kind, {**raw, "environment": harmless}, "here").model_dump()["environment"] == harmless
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "told"),
+    [
+        (Local, {"gpus": [0], "gpus_per_job": 0.5}, "2"),
+        (Local, {"gpus": [0]}, "1"),
+        (SharedSlurm, {}, "2"),
+        (Ray, {"num_gpus": 0.25}, "4"),
+        (Ray, {"num_gpus": 2}, "1"),
+    ],
+)
+def test_a_job_knows_how_many_share_its_gpus(
+    kind: Callable[[Path, pytest.MonkeyPatch], World], given: dict[str, Any], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """What its GPU-hours are divided by. Not what a job that submits others was told."""
+    monkeypatch.setenv(JOBS_PER_GPU, "12")
+    world = kind(tmp_path, monkeypatch)
+    try:
+        world.config = world.config.model_copy(update=given)
+        code = f"import os; print(os.environ['{JOBS_PER_GPU}'], flush=True)\n{CODE}"
+        jobs = [replace(world.job(name), args=("-c", code, "0")) for name in "ab"]
+        ids = world.config.submit(jobs, world.submission, lambda _: None)
+        world.finish({})
+        world.start(ids)
+        world.wait_for(ids, "completed", "completed")
+        assert [(world.folder / "logs" / f"{job.exp_id}.out.log").read_text() for job in jobs] == [f"{told}\n"] * 2
+    finally:
+        world.close()
 
 
 def test_a_job_that_nobody_knows(world: World):

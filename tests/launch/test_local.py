@@ -222,7 +222,10 @@ def test_a_child_of_what_a_stopped_queue_leaves_out_ends_once(world: World):
     bad = [world.job(f"bad{n}", "1 / 0") for n in range(4)]
     found = world.run(world.config(stop_after_failures=2, slots=2), [*bad, world.job("child", "pass", after=("bad3",))])
     assert found["child"].state == "cancelled"
+    assert found["child"].reason.startswith("not started: 2 in a row failed")
     assert all(seen.state in ("failed", "cancelled") for seen in found.values())
+    wait_until(lambda: not Queue(world.submissions / "one").scheduler_is_alive())
+    assert (world.submissions / "one" / "scheduler.log").read_text() == ""
 
 
 def test_slow_failures_do_not_stop_the_queue():
@@ -436,16 +439,20 @@ def test_a_folder_that_cannot_be_written(world: World):
 def test_jobs_of_another_machine_and_damaged_folders(world: World):
     config = world.config()
     ids = world.submit(config, [world.job("a", "")])
+    others = world.submit(config, [world.job("b", "")], "two")
     assert config.states(["gone.0", *ids, "no id"]).keys() == {ids[0]}
-    wait_until(lambda: config.states(ids)[ids[0]].state == "completed")
+    wait_until(lambda: {seen.state for seen in config.states([*ids, *others]).values()} == {"completed"})
     queue = world.submissions / "one" / "queue.json"
     content = queue.read_text()
     queue.write_text(json.dumps({**json.loads(content), "host": "elsewhere"}))
+    assert "submissions/one: its jobs run on elsewhere" in config.states(ids)[ids[0]].reason
     with pytest.raises(LaunchError, match=r"submissions/one: its jobs run on elsewhere"):
-        config.states(ids)
+        config.kill(ids)
     queue.write_text(content[:20])
+    assert "queue.json:1: not valid JSON" in config.states(ids)[ids[0]].reason
+    assert [seen.state for seen in config.states([*ids, *others]).values()] == ["unknown", "completed"]
     with pytest.raises(LaunchError, match=r"queue\.json:1: not valid JSON"):
-        config.states(ids)
+        config.kill(ids)
     queue.write_text(content)
 
 

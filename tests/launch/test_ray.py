@@ -2,6 +2,7 @@
 
 import json
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -12,9 +13,13 @@ import pytest
 
 from src import config as configs
 from src.errors import ConfigError, LaunchError
+from src.launch import actions, resources, status
 from src.launch.job import Job
 from src.launch.ray import launcher as ray
+from src.launch.tracking import Question
 from tests.launch.fake_ray.server import Answer, FakeRay
+from tests.launch.test_status import World as Suite
+from tests.launch.test_status import planned
 
 STOPPABLE = """
 import signal, sys, time
@@ -173,12 +178,43 @@ def test_a_request_that_arrives_after_its_submission_was_given_up_starts_nothing
     world.wait_for(job_id, "completed", "exit code 0")
     late = cluster.jobs.pop(job_id)
     assert world.config.find(world.submission, ["a"]) == {}
+    world.config.forbid(world.submission, ["a"])
     (world.folder / "logs" / "a.out.log").unlink()
     ray.ask(
         cluster.address, "POST", "/api/jobs/", {name: value for name, value in late.items() if name not in ("status", "driver_exit_code")}
     )
     world.wait_for(job_id, "cancelled", "stopped")
     assert world.log("a") == []
+
+
+def test_a_look_that_got_no_answer_in_time_forbids_nothing_later(cluster: FakeRay, tmp_path: Path):
+    """Its answer, which is older than the job, comes when another command has found the job."""
+    suite = Suite(tmp_path)
+    item = planned("end", waits=True)
+    given = resources.load("there", {"launcher": "ray", "address": cluster.address, "patience_seconds": 300.0}, suite.runs)
+    cluster.held = True
+    actions.run(suite.request([item]), given)
+    (folder,) = suite.submissions()
+    (folder / "jobs.json").unlink()
+    answer = threading.Event()
+
+    def answer_late(true: Answer) -> Answer:
+        answer.wait(300)
+        return 200, {}, b"[]"
+
+    before = set(threading.enumerate())
+    cluster.faults.append(answer_late)
+    (row,) = status.table(suite.runs, [item.exp_id], Question(seconds=0.2))
+    assert "was interrupted, and what it queued is not known" in row.reason
+    late = [thread for thread in threading.enumerate() if thread not in before and thread.name.endswith("(work)")]
+    assert late
+    assert suite.states([item]) == ["queued"]
+    answer.set()
+    for thread in late:
+        thread.join()
+    cluster.release()
+    suite.go()
+    assert suite.ended([item]) == ["done"]
 
 
 def test_a_cluster_that_was_started_anew_knows_no_job(cluster: FakeRay, world: World):

@@ -1,6 +1,7 @@
 """Several experiments in one task of Slurm: each ends, fails, is killed and is repaired by itself."""
 
 import signal
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,8 +12,10 @@ from src.errors import ConfigError, LaunchError
 from src.launch import actions, resources
 from src.launch.job import Job
 from src.launch.slurm import launcher as slurm
+from src.launch.slurm import script, shared_tasks
 from src.runs.plan import Planned
 from tests.launch.fake_slurm.cluster import Cluster, job, submit
+from tests.launch.test_local import gone
 from tests.launch.test_slurm import option
 from tests.launch.test_status import World, planned, wait_until
 
@@ -57,7 +60,7 @@ def end(folder: Path, name: str, code: int) -> None:
 
 def written(submissions: Path) -> dict[str, int]:
     """When the exit code of each experiment that has ended was written."""
-    return {path.stem: path.stat().st_mtime_ns for path in (submissions / "shared_tasks").glob("*.code")}
+    return {path.name.removesuffix(".code"): path.stat().st_mtime_ns for path in (submissions / "shared_tasks").glob("*.code")}
 
 
 def states(config: slurm.Config, cluster: Cluster, ids: list[str]) -> list[str]:
@@ -70,8 +73,8 @@ def test_who_shares_a_task(cluster: Cluster, folder: Path, config: slurm.Config)
     """Those with equal resources and parents, but nobody that another waits for."""
     jobs = [job(folder, "p"), *(job(folder, f"c{n}", after=("p",)) for n in range(5)), *(job(folder, f"x{n}") for n in range(2))]
     ids, _ = submit(jobs, folder, config)
-    shared = ["2_0+0of2", "2_0+1of2", "2_1+0of2", "2_1+1of2", "2_2+0of1"]
-    assert ids == ["1_0", *shared, "3_0+0of2", "3_0+1of2"]
+    shared = ["2_0+0of2", "2_0+1of2", "2_1+0of2", "2_1+1of2", "2_2+0of1", "3_0+0of2", "3_0+1of2"]
+    assert ids == ["1_0", *(f"{job_id}.{folder.name}" for job_id in shared)]
     assert [(option(call, "array"), option(call, "dependency")) for call in cluster.calls("sbatch")] == [
         ("0-0", None),
         ("0-2", "afterok:1_0"),
@@ -159,6 +162,65 @@ def test_a_killed_experiment_does_not_come_back_with_its_neighbour(
     assert states(config, cluster, ids) == ["cancelled", "completed"]
 
 
+def test_a_killed_experiment_that_does_not_stop_is_killed_with_all_that_it_started(
+    cluster: Cluster, folder: Path, config: slurm.Config, monkeypatch: pytest.MonkeyPatch
+):
+    """Also what it started in a session of its own, as torchrun does; its neighbour goes on."""
+    monkeypatch.setattr(script, "GRACE_SECONDS", 1)
+    deaf = """
+        import os, signal, subprocess, sys, time
+        signal.signal(signal.SIGTERM, lambda *_: open("told", "w").close())
+        rank = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); open('rank', 'w').close(); time.sleep(600)"
+        child = subprocess.Popen([sys.executable, "-c", rank], start_new_session=True)
+        open("pid", "w").write(str(child.pid))
+        while True:
+            time.sleep(600)
+    """
+    codes = {"a": textwrap.dedent(deaf), "b": STOPPABLE}
+    jobs = [Job(name, ("-c", code, name), folder, folder / name, folder / "logs") for name, code in codes.items()]
+    ids, _ = submit(jobs, folder, config)
+    task = cluster.start("1_0")
+    wait_until(lambda: (folder / "rank").exists() and started(folder) == "b")
+    config.kill(ids[:1])
+    wait_until(lambda: states(config, cluster, ids) == ["cancelled", "running"])
+    assert (folder / "told").exists(), "it is asked first"
+    assert not (folder / "quick_failures").exists(), "what a person killed is no failure"
+    wait_until(lambda: gone(int((folder / "pid").read_text())))
+    end(folder, "b", 0)
+    assert task.wait(300) == 0
+
+
+def test_a_cluster_that_was_installed_anew_counts_from_1_again(
+    cluster: Cluster, folder: Path, config: slurm.Config, start: Callable[[], list[str]]
+):
+    ids = start()
+    end(folder, "a", 3)
+    end(folder, "b", 0)
+    wait_until(lambda: states(config, cluster, ids) == ["failed exit code 3", "completed"])
+    cluster.configure(arrays={}, next=1)
+    later = folder.with_name("20260102-batch")
+    later.mkdir()
+    again, _ = submit([job(later, name) for name in "ab"], later, config)
+    assert [shared_tasks.task_of(job_id) for job_id in again] == [shared_tasks.task_of(job_id) for job_id in ids]
+    assert states(config, cluster, again) == ["queued Priority"] * 2
+    config.kill(again[:1])
+    assert states(config, cluster, ids)[1] == "completed"
+
+
+def test_experiments_of_an_earlier_version_go_on(cluster: Cluster, folder: Path, config: slurm.Config, monkeypatch: pytest.MonkeyPatch):
+    """Its job ids, and so its files, have no name of a submission."""
+    earlier = shared_tasks._SCRIPT_TEXT.replace("of$count.$SUBMISSION", "of$count").replace("SUBMISSION", "UNUSED")
+    monkeypatch.setattr(shared_tasks, "_SCRIPT_TEXT", earlier)
+    ids, _ = submit([Job(name, ("-c", STOPPABLE, name), folder, folder / name, folder / "logs") for name in "ab"], folder, config)
+    assert ids == ["1_0+0of2", "1_0+1of2"]
+    assert config.find(folder, ["a", "b"]) == dict(zip("ab", ids, strict=True))
+    task = cluster.start("1_0")
+    end(folder, "b", 3)
+    config.kill(ids[:1])
+    wait_until(lambda: states(config, cluster, ids) == ["cancelled", "failed exit code 3"])
+    assert task.wait(300) == 3
+
+
 def test_one_of_a_running_task_is_repaired_while_its_neighbour_runs(tmp_path: Path, cluster: Cluster):
     world = World(tmp_path)
     given = resources.load("there", {"launcher": "slurm", "jobs_per_task": 3, "patience_seconds": 300.0}, world.runs)
@@ -170,7 +232,7 @@ def test_one_of_a_running_task_is_repaired_while_its_neighbour_runs(tmp_path: Pa
         cluster.reap()
         return world.states(items)
 
-    wait_until(lambda: len(written(world.runs / "submissions")) == 2)
+    wait_until(lambda: len(written(world.runs / "submissions")) == 2 and len(world.started()) == 3)
     assert look() == ["done", "failed", "running"]
     before = world.started()
     (world.runs / "mended").touch()

@@ -259,6 +259,9 @@ def test_check(cluster: Cluster, monkeypatch: pytest.MonkeyPatch):
         ({"options": {"comment": "a\n#SBATCH x"}}, "expected text on one line"),
         ({"environment": {"1X": "y"}}, "environment"),
         ({"partitoin": "x"}, "Did you mean 'partition'"),
+        ({"setup": ["module load cuda", "export A=hf_xyzzyxyzzyxyzzy"]}, r"\.setup\[1\]: it holds what looks like a key"),
+        ({"setup": ["curl http://me:xyzzy@host"]}, r"\.setup\[0\]: it holds what looks like a key"),
+        ({"setup": ["a\0b"]}, r"\.setup\[0\]"),
     ],
 )
 def test_mistakes_in_the_job_config(raw: dict[str, Any], match: str):

@@ -46,6 +46,8 @@ def stop(*_):
     say("stopped", reason="SIGTERM: stopped at step 1; start it again to continue")
     sys.exit(75)
 signal.signal(signal.SIGTERM, stop)
+if exp["does"] == "refuse":
+    sys.exit("error: the data are not there")
 print("begins", flush=True)
 while exp.get("waits") and not (run.parent / "go").exists():
     time.sleep(0.02)
@@ -394,6 +396,33 @@ def test_a_scheduler_that_cannot_be_asked_makes_nothing_failed(world: World):
     assert world.ended([item]) == ["done"]
 
 
+@pytest.mark.parametrize(
+    ("damage", "told"), [('{"host": "elsewhere", "jobs": [{}, {}]}', "its jobs run on elsewhere"), ("{", "not valid JSON")]
+)
+def test_a_queue_that_cannot_be_read_puts_its_own_jobs_in_doubt_alone(world: World, damage: str, told: str):
+    lost, gone, other = planned("end", "lost", waits=True), planned("end", "gone", waits=True), planned("end", "other", waits=True)
+    done = planned("end", "done")
+    world.run([done, lost])
+    world.run([gone])
+    world.run([other])
+    wait_until(lambda: world.states([lost, gone, other, done]) == ["running"] * 3 + ["done"])
+    queues = [folder / "queue.json" for folder in world.submissions()[:2]]
+    sound = [queue.read_text() for queue in queues]
+    for queue in queues:
+        queue.write_text(damage)
+    (world.runs / gone.exp_id).rename(world.runs / "moved")
+    assert world.states([lost, gone, other]) == ["unknown", "unknown", "running"]
+    assert told in world.rows([lost])[0].reason
+    world.run([lost, gone, other])
+    assert len(world.submissions()) == 3, "nothing is submitted twice"
+    with pytest.raises(LaunchError, match=told):
+        actions.kill(world.runs, [lost.exp_id, other.exp_id])
+    assert world.states([other]) == ["stopped"], "what can be killed is"
+    actions.kill(world.runs, [done.exp_id])
+    for queue, text in zip(queues, sound, strict=True):
+        queue.write_text(text)
+
+
 def test_damaged_files_are_named_and_hurt_nobody_else(world: World):
     items = [planned("end", str(n)) for n in range(6)]
     world.run(items)
@@ -542,6 +571,32 @@ def test_the_status_as_json_of_some_states_and_again(world: World, capsys: pytes
             arguments.check(arguments.make_parser("", ROOT).parse_args(["-e", "g", *words]), 1)
 
 
+def test_a_watch_goes_on_while_nobody_knows_of_a_job(world: World, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    """But not for what is damaged and has no job, which nobody will ever know more of."""
+    item, damaged = planned("end", waits=True), planned("end", "damaged")
+    (world.runs / damaged.exp_id).mkdir(parents=True)
+    (world.runs / damaged.exp_id / "status.json").write_text("{")
+    world.run([item])
+    wait_until(lambda: world.states([item]) == ["running"])
+    queue = world.submissions()[0] / "queue.json"
+    content = queue.read_text()
+    queue.write_text("{")
+    sleeps: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        assert not sleeps, "it ends"
+        sleeps.append(seconds)
+        queue.write_text(content)
+        world.go()
+        world.ended([item])
+
+    monkeypatch.setattr(trainval, "time", SimpleNamespace(sleep=sleep))
+    assert look(world, [item, damaged], "--watch") == 0
+    assert sleeps == [30]
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("2 experiments")]
+    assert said == ["2 experiments: 2 unknown", "2 experiments: 1 done, 1 unknown"]
+
+
 def test_a_line_written_while_the_last_ones_are_shown_is_shown_once(world: World):
     item = planned("end", waits=True)
     world.run([item])
@@ -624,6 +679,16 @@ HERE = r"JOB_CONFIGS\['here'\]"
 def test_mistakes_in_a_job_config(world: World, raw: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=message):
         world.given(**raw)
+
+
+TOOLKIT = {"launcher": "toolkit", "account": "a", "image": "b:1", "max_run_seconds": 600}
+
+
+@pytest.mark.parametrize("raw", [TOOLKIT, {"launcher": "ray"}])
+def test_launchers_that_do_not_count_failures_refuse_to_be_told_when_to_stop(tmp_path: Path, raw: dict[str, Any]):
+    """At --dry-run, too, which loads the job config first."""
+    with pytest.raises(ConfigError, match=r"^JOB_CONFIGS\['there'\]: unknown key 'stop_after_failures'\. Known: [^\n]*$"):
+        resources.load("there", {**raw, "stop_after_failures": 3}, tmp_path)
 
 
 def test_an_override_that_asks_for_a_name_that_no_experiment_has(world: World, monkeypatch: pytest.MonkeyPatch):

@@ -1,6 +1,8 @@
 """Whom a look at experiments asks, how often and for how long; and what is known where nobody answers."""
 
 import dataclasses
+import json
+import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -87,6 +89,17 @@ def test_what_is_known_stays_known_while_nobody_answers(world: World, cluster: C
     assert len(cluster.alive()) == queued
 
 
+def test_a_job_that_failed_before_its_training_is_known_to_have_failed(world: World, cluster: Cluster):
+    cluster.configure(run=True)
+    items = [planned("refuse"), planned("fail"), planned("end")]
+    actions.run(world.request(items), resources.load("there", {"launcher": "slurm"}, world.runs))
+    cluster.fail("squeue", "say", DOWN, times=1000)
+    rows = look(world, items)
+    assert [row.state for row in rows] == ["failed", "failed", "done"]
+    assert rows[0].reason.startswith("exit code 1 before its training began; its log says why")
+    assert rows[1].reason.startswith("out of luck")
+
+
 def test_one_question_serves_all_who_look(world: World, cluster: Cluster, monkeypatch: pytest.MonkeyPatch):
     """Any number of runs, readers and times; anew for a job that nobody asked about, and when the answer is 30 seconds old."""
     monkeypatch.setattr(tracking, "time", cluster.clock)
@@ -135,23 +148,61 @@ def test_a_scheduler_that_hangs_is_left_alone(world: World, monkeypatch: pytest.
         release.set()
 
 
+@pytest.mark.parametrize("jobs_per_task", [1, 2])
 @pytest.mark.parametrize(("most", "started"), [(3, 5), (0, 8)])
-def test_quick_failures_in_a_row_stop_what_waits(world: World, cluster: Cluster, most: int, started: int):
+def test_quick_failures_in_a_row_stop_what_waits(world: World, cluster: Cluster, most: int, started: int, jobs_per_task: int):
     """As on this machine: see test_local.py."""
     cluster.configure(run=True)
     items = [planned("fail", "one"), planned("end", "well"), *(planned("fail", str(n)) for n in range(6))]
-    actions.run(world.request(items), resources.load("there", {"launcher": "slurm", "stop_after_failures": most}, world.runs))
-    assert [row.state for row in look(world, items)] == ["failed", "done"] + ["failed"] * 6
-    assert world.started() == [item.exp_id for item in items[:started]]
-    told = jobs.tail(world.runs / "logs" / f"{items[-1].exp_id}.err.log", 1)
-    assert ("not started: 3 in a row failed within 60 s of their start" in told) == bool(most)
+    config = {"launcher": "slurm", "stop_after_failures": most, "jobs_per_task": jobs_per_task}
+    actions.run(world.request(items), resources.load("there", config, world.runs))
+    rows = look(world, items)
+    ran = len(world.started())
+    assert ran == started if jobs_per_task == 1 or not most else 4 <= ran < 8, "side by side the order is not known"
+    stopped = [row for row in rows if row.state == "stopped"]
+    assert sorted(row.state for row in rows) == ["done"] + ["failed"] * (ran - 1) + ["stopped"] * (8 - ran)
+    assert bool(stopped) == bool(most)
+    for row in stopped:
+        assert row.exp_id not in world.started()
+        assert row.reason == "not started: 3 in a row failed within 60 s of their start. See why, then submit again"
+        assert row.reason in jobs.tail(world.runs / "logs" / f"{row.exp_id}.err.log", 1)
+    (world.runs / "mended").touch()
+    actions.run(world.request(items), resources.load("there", {"launcher": "slurm"}, world.runs))
+    assert [row.state for row in look(world, items) if row.exp_id in {row.exp_id for row in stopped}] == ["done"] * len(stopped)
 
 
-def test_the_throttle_of_what_is_queued_is_changed(world: World, cluster: Cluster):
+def test_a_note_of_a_cluster_that_was_installed_anew_is_nobodys(world: World, cluster: Cluster):
+    cluster.configure(run=True)
+    (world.runs / "submissions" / "shared_tasks").mkdir(parents=True)
+    (world.runs / "submissions" / "shared_tasks" / "1_0.why").write_text("not started")
+    item = planned("fail")
+    actions.run(world.request([item]), resources.load("there", {"launcher": "slurm"}, world.runs))
+    assert [row.state for row in look(world, [item])] == ["failed"]
+
+
+def test_what_the_scripts_of_jobs_do_first_is_in_no_file_that_others_read(world: World, cluster: Cluster):
+    """One of an older version may hold what is refused today."""
+    item = planned("end")
+    actions.run(world.request([item]), resources.load("there", {"launcher": "slurm", "setup": ["echo mauve"]}, world.runs))
+    (folder,) = world.submissions()
+    assert [path for path in folder.iterdir() if b"mauve" in path.read_bytes() and path.stat().st_mode & 0o077] == []
+    assert any(b"mauve" in path.read_bytes() for path in folder.iterdir())
+    intent = json.loads((folder / "submission.json").read_text())
+    write_json(folder / "submission.json", intent | {"launcher": intent["launcher"] | {"setup": ["export A=hf_xyzzyxyzzyxyzzy"]}})
+    assert [row.state for row in look(world, [item])] == ["queued"]
+
+
+def test_the_throttle_of_what_is_queued_is_changed(world: World, cluster: Cluster, caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO)
     items = submit(world, 3)
     ids = [item.exp_id for item in items]
     actions.throttle(world.runs, ids, 2)
     assert cluster.state["arrays"]["1"]["throttle"] == "2"
+    actions.throttle(world.runs, ids, 0)
+    assert [line for line in caplog.messages if "throttled" in line] == [
+        "throttled: 3 queued, at most 2 at a time",
+        "throttled: 3 queued, any number at a time",
+    ]
     for item in items:
         say(world, item, "done")
     cluster.configure(arrays={})

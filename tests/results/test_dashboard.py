@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -10,7 +11,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from urllib.error import HTTPError
-from urllib.request import HTTPCookieProcessor, build_opener, urlopen
+from urllib.request import HTTPCookieProcessor, Request, build_opener, urlopen
 
 import pandas as pd
 import pytest
@@ -392,6 +393,9 @@ def test_a_page_asks_for_its_token(runs: Path):
         assert run in opener.open(f"{bare}run/{run}").read().decode()
         with pytest.raises(HTTPError, match="404"):
             opener.open(f"{bare}run/{'0' * 32}")
+        for host in ("[::1]", "[::1]:80", "a.b"):
+            answer = urlopen(Request(f"{bare}run/{run}?token={token}", headers={"Host": host}))  # Panel's own page knows no IPv6
+            assert re.match(r"trainval_\w+=", answer.headers["Set-Cookie"]), "whatever the host, its name is one that a cookie can have"
 
 
 def test_the_help_needs_no_server():

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from results import report, table
+from src.runs import environment
 from src.runs.run_dir import RunDir
 from src.tables.gpu_hours import gpu_hours
 
@@ -52,6 +53,13 @@ def make(runs: Path, seed: int, events: list[tuple[str, float]], gpus: list[bool
 )
 def test_hours_of_all_attempts(tmp_path: Path, events: list[tuple[str, float]], gpus: list[bool], heartbeat: float | None, hours: float):
     assert gpu_hours(make(tmp_path, 0, events, gpus, heartbeat)) == pytest.approx(hours)
+
+
+def test_a_gpu_that_jobs_share_counts_once(tmp_path: Path):
+    path = make(tmp_path, 0, [("start", 0), ("stop", 1), ("start", 2), ("stop", 3)], [True, True])
+    env = path / "attempts" / "002" / "env.json"
+    env.write_text(json.dumps({**json.loads(env.read_text()), "variables": {environment.JOBS_PER_GPU: "2"}}))
+    assert gpu_hours(path) == pytest.approx(4 + 2)
 
 
 def test_tables_and_reports_add_them_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

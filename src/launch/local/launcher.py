@@ -126,11 +126,15 @@ class Config(LauncherConfig):
         return {job["exp_id"]: f"{folder.name}.{index}" for index, job in enumerate(jobs) if job["exp_id"] in set(exp_ids)}
 
     def states(self, job_ids: Sequence[str]) -> dict[str, SchedulerState]:
-        """Raises LaunchError if the jobs run on another machine, or the folder of a submission is damaged."""
+        """Jobs of a submission that runs on another machine, or whose folder is damaged, are "unknown"."""
         found: dict[str, SchedulerState] = {}
-        for queue, indices in self._group_by_queue(job_ids):
-            queue.check_host()
-            found |= {f"{queue.folder.name}.{index}": state for index, state in queue.states(indices).items()}
+        for ids in local_state.group_by_submission(job_ids):
+            try:
+                for queue, indices in self._group_by_queue(ids):
+                    queue.check_host()
+                    found |= {f"{queue.folder.name}.{index}": state for index, state in queue.states(indices).items()}
+            except LaunchError as error:
+                found |= dict.fromkeys(ids, SchedulerState("unknown", reason=str(error)))
         return found
 
     def _group_by_queue(self, job_ids: Sequence[str]) -> list[tuple[Queue, list[int]]]:
@@ -160,7 +164,7 @@ class Config(LauncherConfig):
         """Stop (or, if `hard`, kill) running jobs until all have ended or the time is up; the ids of those that have not."""
         until, signalled = time.monotonic() + seconds, set[int]()
         while True:
-            alive = [job_id for job_id, seen in self.states(job_ids).items() if seen.state in ("queued", "running")]
+            alive = [job_id for job_id, seen in self.states(job_ids).items() if seen.state in ("queued", "running", "unknown")]
             for queue, indices in self._group_by_queue(alive):
                 names = queue.attempts()
                 for attempt in (queue.last_attempt(index, names[index]) for index in indices):

@@ -15,6 +15,7 @@ from typing import Any
 from src.launch.command import INTERRUPTED, STOPPED
 from src.launch.local import state as local_state
 from src.launch.local.state import Queue, verdict
+from src.runs.environment import JOBS_PER_GPU
 
 _POLL_SECONDS = 0.05
 _QUICK_SECONDS = 60.0
@@ -135,7 +136,8 @@ class _Scheduler:
         job = entry.job
         entry.attempt += 1
         entry.began = time.monotonic()
-        environment = dict(os.environ)
+        twelfths = job.get("twelfths")
+        environment = {**os.environ, JOBS_PER_GPU: str(12 // twelfths if twelfths else 1)}
         if devices := [name.removeprefix("gpu-") for name in locks if name.startswith("gpu-")]:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
         files = [str(self.queue.path(f"{entry.index}.{entry.attempt}.{what}")) for what in ("pid", "code")]

@@ -210,6 +210,14 @@ def find_job(submissions: Path, job_id: str, queues: dict[str, Queue]) -> tuple[
     return (queue, index) if index < len(queue.content["jobs"]) else None
 
 
+def group_by_submission(job_ids: Sequence[str]) -> list[list[str]]:
+    """The job ids of each submission."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for job_id in job_ids:
+        groups[job_id.rpartition(".")[0]].append(job_id)
+    return list(groups.values())
+
+
 def write_queue(folder: Path, content: dict[str, Any]) -> None:
     """Write the jobs of a submission."""
     (folder / "jobs").mkdir(parents=True, exist_ok=True)

@@ -14,6 +14,7 @@ from src.files import write_atomic, writing
 from src.launch.command import INTERRUPTED, STOPPED, Environment, Processes, shell_line
 from src.launch.job import Job, LauncherConfig, Note, SchedulerState
 from src.launch.ray.api import ADDRESS, Refused, ask, brief, find_address
+from src.runs.environment import JOBS_PER_GPU
 from src.runs.lease import LEASE, STALE_SECONDS
 from src.runs.metadata import STATUS
 
@@ -149,11 +150,12 @@ class Config(LauncherConfig):
             self._ask("POST", f"/api/jobs/{name}/stop", {})
 
     def find(self, folder: Path, exp_ids: Sequence[str]) -> dict[str, str]:
-        """Those that Ray lists. A request for another one that is still on its way starts nothing any more."""
+        """Those that Ray lists."""
         listed = self._list_jobs()
-        found = {exp_id: name for exp_id in exp_ids if (name := f"{folder.name}.{exp_id}") in listed}
-        _forbid(folder / "cancel", [exp_id for exp_id in exp_ids if exp_id not in found and (folder / f"{exp_id}.sh").exists()])
-        return found
+        return {exp_id: name for exp_id in exp_ids if (name := f"{folder.name}.{exp_id}") in listed}
+
+    def forbid(self, folder: Path, exp_ids: Sequence[str]) -> None:
+        _forbid(folder / "cancel", [exp_id for exp_id in exp_ids if (folder / f"{exp_id}.sh").exists()])
 
     def check(self) -> None:
         """Raises LaunchError if no Ray answers at the address."""
@@ -256,7 +258,7 @@ def _render_script(own: Config, job: Job, folder: Path, parents: Iterable[str]) 
         "RETRIES": own.retries,
         "POLL": f"{own.parent_poll_seconds:g}",
         "LONGEST": own.parent_wait_seconds,
-        "LINE": shell_line(job, own.processes, own.environment),
+        "LINE": shell_line(job, own.processes, {JOBS_PER_GPU: f"{1 / own.num_gpus:g}" if 0 < own.num_gpus < 1 else "1", **own.environment}),
     }
     lines = [f"{name}={shlex.quote(str(value))}" for name, value in values.items()]
     return "\n".join(["#!/bin/bash", *lines, f"PARENTS=({shlex.join(map(str, places))})"]) + _SCRIPT

@@ -127,7 +127,7 @@ class Config(LauncherConfig):
         return Path(self.submissions, shared_tasks.FOLDER)
 
     def submit(self, jobs: Sequence[Job], folder: Path, note: Note) -> list[str]:
-        """Queue `jobs`; returns "ARRAY_TASK" for each, with "+PLACEofCOUNT" where it shares the task.
+        """Queue `jobs`; returns "ARRAY_TASK" for each, with "+PLACEofCOUNT.SUBMISSION" where it shares the task.
 
         One array holds all jobs with the same resources and parents, up to the cluster's MaxArraySize. Job names begin with the
         name of `folder`, by which `find` finds them again.
@@ -147,7 +147,7 @@ class Config(LauncherConfig):
                     program[0] = str(shared_tasks.write_shared_script(folder, self._outcomes).absolute())
                     program += [str(array.jobs_per_task), str(self._outcomes.absolute())]
                 array_id = _queue_array([*_sbatch_command(array, tasks, queued), *program], _job_name(tasks), patience)
-                job_ids = shared_tasks.job_ids(array_id, len(array.jobs), array.jobs_per_task)
+                job_ids = shared_tasks.job_ids(array_id, len(array.jobs), array.jobs_per_task, folder)
                 ids = {job.exp_id: job_id for job, job_id in zip(array.jobs, job_ids, strict=True)}
                 queued |= ids
                 note(ids)
@@ -195,7 +195,7 @@ class Config(LauncherConfig):
         known: dict[str, str] = {}
         for name, array_ids in array_ids_by_name(list(tasks_of), self.patience_seconds).items():
             exp_ids_there = read_exp_ids(tasks_of[name])
-            ids = shared_tasks.job_ids(array_ids[-1], len(exp_ids_there), _jobs_per_task(tasks_of[name]))
+            ids = shared_tasks.job_ids(array_ids[-1], len(exp_ids_there), _jobs_per_task(tasks_of[name]), folder)
             known |= dict(zip(exp_ids_there, ids, strict=True))
         return {exp_id: known[exp_id] for exp_id in exp_ids if exp_id in known}
 

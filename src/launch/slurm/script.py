@@ -11,6 +11,8 @@ from src.launch.command import INTERRUPTED, STOPPED, Processes, shell_line
 from src.launch.job import Job
 
 SCRIPT = "job.sh"
+GRACE_SECONDS = 60
+"""How long an experiment that shares a task may take to stop before it is killed."""
 REQUEUED = "requeue"
 """In place of the exit code of an experiment that shares a task, and asks for another start."""
 REQUEUE = """\
@@ -29,7 +31,8 @@ _SCRIPT_TEXT = (
 # Near the time limit Slurm sends USR1 to this script alone: the task is told to stop, and queued again once it has written its
 # checkpoint. So is one that stopped at a limit of its own.
 # Slurm's TERM (a preemption, scancel) reaches every process by itself; what follows then is Slurm's to decide.
-# One that shares its task (see jobs.sh) writes its exit code into $4.code, or that it asks for another start, and ends if there is $4.kill.
+# One that shares its task (see jobs.sh) writes its exit code into $4.code, or that it asks for another start. If there is $4.kill, it is
+# told to stop, and killed after a grace.
 this=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
 index=${3:-$SLURM_ARRAY_TASK_ID} shared=$4 ended= watch=
 if [ -n "$shared" ]; then
@@ -45,9 +48,13 @@ if [ ${#task[@]} -ne 6 ]; then
     exit 1
 fi
 exec >> "${task[2]}" 2>> "${task[3]}"
+why=${shared:-${1%/*/*}/shared_tasks/$this}.why  # there when it was not started
+rm -f "$why"
 failures=${1%/*}/quick_failures most=${2:-0}  # one line for each of the last tasks, of all arrays, that failed within a minute
 if [ "$most" -gt 0 ] && [ "$({ wc -l < "$failures"; } 2> /dev/null || echo 0)" -ge "$most" ]; then
-    echo "slurm: not started: $most in a row failed within 60 s of their start. See why, then submit again" >&2
+    said="not started: $most in a row failed within 60 s of their start. See why, then submit again"
+    echo "slurm: $said" >&2
+    mkdir -p "${why%/*}" && echo "$said" > "$why"
     exit 1
 fi
 newest() { ls "${task[1]}/checkpoints" 2> /dev/null | grep '^step-' | sort -V | tail -n 1; }
@@ -71,12 +78,13 @@ tell() {
 }
 trap 'told=USR1; signals=$((signals + 1)); [ -z "$step" ] || tell' USR1
 trap 'told=${told:-TERM}; signals=$((signals + 1))' TERM
-if [ -n "$shared" ]; then
-    trap 'told=KILL; signals=$((signals + 1)); [ -z "$step" ] || tell' USR2
-    (until [ -e "$shared.kill" ]; do sleep 1; done; kill -USR2 $$) &
-    watch=$!
-fi
+family() {  # also what has a session of its own, as the ranks of torchrun
+    local child
+    for child in $(cat "/proc/$1/task/"*/children 2> /dev/null); do family "$child"; done
+    echo "$1"
+}
 
+[ -n "$shared" ] || export JOBS_PER_GPU=1
 export NNODES=${SLURM_NNODES:-1} MASTER_ADDR=127.0.0.1
 export MASTER_PORT=$((20000 + (SLURM_JOB_ID + 3989 * ${SLURM_RESTART_COUNT:-0} + 1013 * ${3:-0}) % 10000))
 start=(bash -c "${task[5]}")
@@ -93,7 +101,16 @@ set -m  # a process group of its own, to which signals can be sent
 "${start[@]}" < /dev/null &
 step=$!
 set +m
-case $told in USR1 | KILL) tell ;; esac
+[ "$told" != USR1 ] || tell
+if [ -n "$shared" ]; then
+    (
+        until [ -e "$shared.kill" ]; do sleep 1; done
+        tell
+        for ((i = 0; i < GRACE_SECONDS; i++)); do sleep 1; done
+        kill -KILL -- "-$step" $(family "$step")
+    ) &
+    watch=$!
+fi
 while :; do
     before=$signals
     wait "$step"
@@ -106,6 +123,7 @@ if [ $code -eq STOPPED ] && grep -qs '"stopped_by": "limit"' "${task[1]}/status.
 if [ -z "$told$limit" ] && [ "$NNODES" -gt 1 ]; then
     case $code in STOPPED | 143) code=1 ;; esac  # nobody asked for a stop but srun, after the failure of another node
 fi
+if [ -n "$shared" ] && [ -e "$shared.kill" ]; then exit $code; fi
 if { [ "$told" = USR1 ] || [ -n "$limit" ]; } && [ "${task[4]}" = 1 ]; then
     case $code in
         STOPPED | 137 | 143)
@@ -144,7 +162,7 @@ exit $code
 
 def write_script(folder: Path) -> Path:
     """Write the script that every array of the submission in `folder` runs. Raises RunError if the disk refuses."""
-    write_atomic(folder / SCRIPT, _SCRIPT_TEXT, private=True)
+    write_atomic(folder / SCRIPT, _SCRIPT_TEXT.replace("GRACE_SECONDS", str(GRACE_SECONDS)), private=True)
     return folder / SCRIPT
 
 

@@ -1,7 +1,9 @@
-"""Tasks that run several experiments side by side: their script, their job ids, and how each experiment of one ended.
+"""Tasks that run several experiments side by side: their script, their job ids, and how each experiment ended, or why it never began.
 
 Slurm knows the task alone. Of each experiment the folder `shared_tasks` beside the submissions has two files, called by its job id:
-`.code` with its exit code, once it has ended, and `.kill`, if it was killed.
+`.code` with its exit code, once it has ended, and `.kill`, if it was killed. A job id ends with the name of its submission, as a cluster
+that was installed anew counts from 1 again; those of earlier versions do not. `.why` says why an experiment, also one with a task of its
+own, was not started; its next start removes that.
 """
 
 import re
@@ -9,14 +11,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from src.files import write_atomic, writing
+from src.files import reading, write_atomic, writing
 from src.launch.command import STOPPED
 from src.launch.job import SchedulerState
 from src.launch.slurm.script import REQUEUE, REQUEUED, SCRIPT
 
 FOLDER = "shared_tasks"
 SHARED_SCRIPT = "jobs.sh"
-_ID = re.compile(r"(?P<task>\d+_\d+)\+(?P<place>\d+)of(?P<count>\d+)")
+_ID = re.compile(r"(?P<task>\d+_\d+)\+(?P<place>\d+)of(?P<count>\d+)(?P<submission>\.[\w-]+)?")
 _SCRIPT_TEXT = (
     """\
 #!/bin/bash
@@ -24,6 +26,7 @@ _SCRIPT_TEXT = (
 # The files $4/JOB_ID.code and $4/JOB_ID.kill of each experiment tell how it ended, and whether it was killed. What has ended for good
 # is not started again with its neighbours.
 this=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+SUBMISSION=${1%/*} SUBMISSION=${SUBMISSION##*/}
 first=$(($3 * SLURM_ARRAY_TASK_ID))
 mapfile -d '' -s $((6 * first)) -n $((6 * $3)) fields < "$1"
 count=$((${#fields[@]} / 6))
@@ -31,12 +34,13 @@ if [ $count -eq 0 ]; then
     echo "$this: $1 does not hold its commands" >&2
     exit 1
 fi
+export JOBS_PER_GPU=$count
 pids=() told= signals=0
 tell() { [ ${#pids[@]} -eq 0 ] || kill -USR1 "${pids[@]}" 2> /dev/null; }
 trap 'told=1; signals=$((signals + 1)); tell' USR1
 trap 'signals=$((signals + 1))' TERM
 for ((place = 0; place < count; place++)); do
-    file=$4/$this+${place}of$count
+    file=$4/$this+${place}of$count.$SUBMISSION
     ended=$(cat "$file.code" 2> /dev/null)
     if [ -e "$file.kill" ]; then continue; fi
     case $ended in
@@ -57,7 +61,7 @@ for pid in "${pids[@]}"; do
 done
 code=0 stopped= again=
 for ((place = 0; place < count; place++)); do
-    file=$4/$this+${place}of$count
+    file=$4/$this+${place}of$count.$SUBMISSION
     if [ -e "$file.kill" ]; then continue; fi
     ended=$(cat "$file.code" 2> /dev/null || echo 1)
     case $ended in
@@ -91,16 +95,20 @@ def write_shared_script(folder: Path, outcomes: Path) -> Path:
     return folder / SHARED_SCRIPT
 
 
-def job_ids(array_id: str, experiments: int, jobs_per_task: int) -> list[str]:
-    """The job id of each experiment of an array: "7_3" where it has the task for itself, else "7_3+0of2"."""
+def job_ids(array_id: str, experiments: int, jobs_per_task: int, folder: Path) -> list[str]:
+    """The job id of each experiment of an array of the submission in `folder`: "7_3" where it has the task for itself, else
+    "7_3+0of2.SUBMISSION".
+    """
     if jobs_per_task == 1:
         return [f"{array_id}_{i}" for i in range(experiments)]
+    with reading(folder):
+        end = f".{folder.name}" if "SUBMISSION" in (folder / SHARED_SCRIPT).read_text() else ""  # written by an earlier version
     counts = [min(jobs_per_task, experiments - first) for first in range(0, experiments, jobs_per_task)]
-    return [f"{array_id}_{task}+{place}of{count}" for task, count in enumerate(counts) for place in range(count)]
+    return [f"{array_id}_{task}+{place}of{count}{end}" for task, count in enumerate(counts) for place in range(count)]
 
 
 def task_of(job_id: str) -> str:
-    """The id that Slurm knows: "7_3" of "7_3+0of2"."""
+    """The id that Slurm knows: "7_3" of "7_3+0of2.SUBMISSION"."""
     return job_id.partition("+")[0]
 
 
@@ -109,8 +117,16 @@ def with_outcomes(ids: Iterable[str], tasks: dict[str, SchedulerState], outcomes
     found = {}
     for job_id in ids:
         if (task := tasks.get(task_of(job_id))) is not None:
-            found[job_id] = _state_of(outcomes / job_id, task) if _ID.fullmatch(job_id) else task
+            state = _state_of(outcomes / job_id, task) if _ID.fullmatch(job_id) else task
+            found[job_id] = _explain(outcomes / f"{job_id}.why", state) if state.state == "failed" else state
     return found
+
+
+def _explain(why: Path, failed: SchedulerState) -> SchedulerState:
+    try:
+        return replace(failed, state="cancelled", word="CANCELLED", reason=why.read_text().strip())
+    except OSError:
+        return failed
 
 
 def _state_of(file: Path, task: SchedulerState) -> SchedulerState:
@@ -146,7 +162,9 @@ def kill(ids: Sequence[str], outcomes: Path) -> list[str]:
             if not _is_over(outcomes / job_id):
                 with writing(outcomes / job_id):
                     (outcomes / f"{job_id}.kill").touch()
-            neighbours = [outcomes / f"{match['task']}+{place}of{match['count']}" for place in range(int(match["count"]))]
+            neighbours = [
+                outcomes / f"{match['task']}+{place}of{match['count']}{match['submission'] or ''}" for place in range(int(match["count"]))
+            ]
             found |= dict.fromkeys([match["task"]] if all(map(_is_over, neighbours)) else [])
     return list(found)
 
