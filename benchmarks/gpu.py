@@ -299,9 +299,9 @@ def _begin(folder: Path, exp: Mapping[str, Any], *words: str, variables: Mapping
     if not (folder / "data").exists():
         folder.mkdir(exist_ok=True)
         (folder / "data").symlink_to(folder.parent / "data")
-    code = (
-        f"import sys; from pathlib import Path; from tests import toy; sys.exit(toy.main({['-e', 'one', *words]!r}, {{'one': [{exp!r}]}}, "
-    )
+    groups = {"one": [exp], "base": [toy.BASE]}
+    call = f"toy.main({['-e', 'one', *words]!r}, {groups!r}, Path({str(folder)!r}))"
+    code = f"import sys; from pathlib import Path; from tests import toy; sys.exit({call})"
     return subprocess.Popen(
         [sys.executable, "-c", code],
         cwd=ROOT, env={**os.environ, **(variables or {})}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
