@@ -24,8 +24,12 @@ from src.runs import plan
 GPT_BIGCODE = {"model_type": "gpt_bigcode", "architectures": ["GPTBigCodeForCausalLM"], "n_embd": 2048, "n_head": 16, "n_layer": 24}
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 32000, "max_position_embeddings": 4096}
 BASES: dict[str, dict[str, Any]] = {
-    "bigcode/starcoderbase-1b": {**GPT_BIGCODE, "n_inner": 8192, "n_positions": 8192, "vocab_size": 49152},
-    "TabbyML/SantaCoder-1B": {**GPT_BIGCODE, "n_inner": 8192, "n_positions": 2048, "vocab_size": 49280},
+    "bigcode/starcoderbase-1b": {**GPT_BIGCODE, "n_inner": 8192, "n_positions": 8192, "vocab_size": 49152, "bos_token_id": 0, "eos_token_id": 0},
+    "TabbyML/SantaCoder-1B": {**GPT_BIGCODE, "n_inner": 8192, "n_positions": 2048, "vocab_size": 49280, "bos_token_id": 0, "eos_token_id": 0},
+    "openai-community/gpt2-xl": {
+        **{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 1600, "n_head": 25, "n_layer": 48},
+        **{"n_positions": 1024, "vocab_size": 50257},
+    },
     "meta-llama/Llama-2-13b-hf": {
         **LLAMA,
         **{"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40},
@@ -33,7 +37,7 @@ BASES: dict[str, dict[str, Any]] = {
     },
 }
 """As they are published."""
-TOKENIZERS = {"t5_tokenizer": 32_100, "llama3_tokenizer": 128_256, "llama2_tokenizer": 32_000}
+TOKENIZERS = {"t5_tokenizer": 32_100, "llama3_tokenizer": 128_256, "llama2_tokenizer": 32_000, "openai-community/gpt2-xl": 50_257}
 # The sizes of IDEFICS-80B's decoder and encoder (Llama 65B, CLIP ViT-H/14) in the architecture that our recipe trains, which is another:
 # image tokens stand in the row instead of being cross-attended.
 VISION_80B = override(

@@ -1,7 +1,7 @@
 """The largest micro-batch that a data set can make, known from its config alone: for plans on paper, before any data are prepared.
 
-Each sequence is as long as the data allow, and each token is learned, so what is planned is never too little. Tokens and masks are real
-tensors; those of floating-point numbers are on torch's meta device.
+Each sequence is as long as the data allow, and each token is learned, so what is planned is never too little. Encoded contexts,
+which may be large, are on torch's meta device.
 """
 
 from typing import Any
@@ -86,7 +86,7 @@ def _interleaved(data: Any, rows: int, config: Any) -> dict[str, Tensor]:
     side, sources = data.images.frame_size, len(data.sources)
     return {
         **batch,
-        "frames": torch.empty(rows * frames, 3, side, side, device="meta"),
+        "frames": torch.ones(rows * frames, 3, side, side),
         "source_ids": torch.zeros(rows, T, dtype=torch.long),
         "counted": torch.zeros(sources, 6, dtype=torch.long),
         "cached": torch.zeros(2, dtype=torch.long),

@@ -153,7 +153,7 @@ class Config(ModelConfig):
         if self.quantization:
             raise ConfigError(f"model.quantization: {self.quantization!r} weights have no plan on paper. Plan without it, by --set.")
         make = getattr(made_by, "from_config", None) or made_by._from_config
-        attention = {} if self.attention in (None, "flash_attention_2") else {"attn_implementation": self.attention}  # sdpa saves the same
+        attention = {"attn_implementation": "eager"} if self.attention == "eager" else {}  # the others save what sdpa does
         model = make(self._scaled_config(places), dtype=getattr(torch, self.dtype), **attention)
         if self.extra_tokens or self.tokenizer:
             tokenizer.grow_embeddings(model, self.tokenizer_folder(places) or self.folder(places), self.extra_tokens or ())

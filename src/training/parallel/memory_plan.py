@@ -36,8 +36,10 @@ PARTS = ("weights", "gradients", "optimizer", "copies", "activations", "logits")
 processes. logits: with their float32 copies and gradients."""
 MFU = 0.4
 """Share of a GPU's peak at which the time is planned."""
-_MOST_REAL = 2**22
-"""Tokens and masks with more elements are fake too."""
+_MOST_REAL = 2**27
+"""Bytes, above which tokens and masks are fake too."""
+_ZERO_SIZES = {"reduce_bucket_size": 500_000_000, "stage3_max_live_parameters": 1_000_000_000}
+"""Numbers of DeepSpeed's buckets, where its json does not say."""
 _aten = torch.ops.aten
 _INDEXING = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default)
 
@@ -52,6 +54,24 @@ class Machines:
     fsdp: bool = False
     deepspeed: Path | None = None
     gradient_checkpointing: bool = False
+
+    def shares_gradients(self, passes: int) -> bool:
+        """Whether each GPU has a part of the gradients alone: with FSDP2 they are whole until the last of several passes."""
+        if self.deepspeed:
+            return self.zero_settings()["stage"] >= 2
+        return self.fsdp and passes == 1
+
+    def zero_settings(self) -> dict[str, Any]:
+        """`zero_optimization` of the json of --deepspeed.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        given = read_json(self.deepspeed or Path(), ConfigError)
+        found = given.get("zero_optimization") if isinstance(given, dict) else None
+        if not isinstance(found, dict) or found.get("stage") not in (1, 2, 3):
+            raise ConfigError(f"{self.deepspeed}: zero_optimization.stage: expected 1, 2 or 3.")
+        return found
 
     def peak(self, precision: str) -> float | None:
         """Operations per second of one GPU; None where the table has none in this precision.
@@ -84,11 +104,14 @@ class MemoryPlan:
 
 
 class LiveStorages(TorchDispatchMode):
-    """Within the block, counts the bytes of tensors that live, by part, and remembers when they were most."""
+    """Within the block, counts the bytes of tensors that live, by part, and remembers when they were most.
 
-    def __init__(self, vocabulary: int = 0) -> None:
+    processes: among which gradients are shared.
+    """
+
+    def __init__(self, vocabulary: int = 0, processes: int = 1) -> None:
         super().__init__()
-        self.vocabulary = vocabulary
+        self.vocabulary, self.processes = vocabulary, processes
         self.live = dict.fromkeys(PARTS, 0)
         self.at_peak = dict(self.live)
         self._known = WeakIdKeyDictionary()
@@ -115,8 +138,11 @@ class LiveStorages(TorchDispatchMode):
         self._known[storage] = entry
         weakref.finalize(storage, self._free, entry).atexit = False
         self.live[part] += entry["bytes"]
-        if sum(self.live.values()) > sum(self.at_peak.values()):
+        if self._most(self.live) > self._most(self.at_peak):
             self.at_peak = dict(self.live)
+
+    def _most(self, parts: Mapping[str, int]) -> int:
+        return sum(parts.values()) - parts["gradients"] + parts["gradients"] // self.processes
 
     def _move(self, entry: dict[str, Any], part: str) -> None:
         self.live[entry["part"]] -= entry["bytes"]
@@ -136,10 +162,11 @@ class LiveStorages(TorchDispatchMode):
 
 
 class FakeStorages(LiveStorages):
-    """As `LiveStorages`, where floating-point numbers are fake. Tokens and masks are real, so that what depends on them is known."""
+    """As `LiveStorages`, where weights and all that is made with them is fake. Tokens, masks and frames are real, so that what depends on
+    them is known."""
 
-    def __init__(self, vocabulary: int = 0) -> None:
-        super().__init__(vocabulary)
+    def __init__(self, vocabulary: int = 0, processes: int = 1) -> None:
+        super().__init__(vocabulary, processes)
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def fake(self, tensor: Tensor) -> Tensor:
@@ -150,7 +177,7 @@ class FakeStorages(LiveStorages):
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
 
     def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Numbers are computed where all that is read is real and what is made is small, or a view."""
+        """Numbers are computed where all that is read is real and what is made is small, or a view; floating-point ones only of others."""
         if func in _INDEXING:
             args = (args[0], [part for index in args[1] for part in self._positions(index)], *args[2:])
         given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
@@ -163,7 +190,7 @@ class FakeStorages(LiveStorages):
         except (DataDependentOutputException, DynamicOutputShapeException):
             return func(*args, **kwargs)
         made = [value for value in tree_leaves(like) if isinstance(value, Tensor)]
-        if not func.is_view and any(value.is_floating_point() or value.numel() > _MOST_REAL for value in made):
+        if not func.is_view and any(value.nbytes > _MOST_REAL or (value.is_floating_point() and not given) for value in made):
             return like
         return func(*args, **kwargs)
 
@@ -189,7 +216,8 @@ class _LikeGPU(TorchFunctionMode):
             rate, training = (kwargs.get(name, args[i] if len(args) > i else value) for i, name, value in ((1, "p", 0.5), (2, "training", True)))
             return torch.native_dropout(args[0], rate, True)[0] if training and rate else args[0]
         if func is F.scaled_dot_product_attention:
-            return func(*args[:4], **{**kwargs, "dropout_p": 0.0})
+            named = dict(zip(("attn_mask", "dropout_p", "is_causal"), args[3:], strict=False))
+            return func(*args[:3], **{**named, **kwargs, "dropout_p": 0.0})
         return func(*args, **kwargs)
 
 
@@ -204,7 +232,10 @@ def plan(model: nn.Module, loss: Loss, batch: Mapping[str, Tensor], config: Loop
     if count < machines.gpus:
         raise ConfigError(f"--gpus {machines.gpus}: a step has {count} micro-batches. Plan at most that many, or lower loop.micro_batch.")
     passes = -(-count // machines.gpus)
-    parts = _held(model, pass_peak(model, loss, batch, config, passes, machines.gradient_checkpointing), passes, config, machines)
+    if machines.gradient_checkpointing:
+        memory.checkpoint_layers(model)
+    shares = machines.gpus if machines.shares_gradients(passes) else 1
+    parts = _held(model, pass_peak(model, loss, batch, config, passes, shares), passes, config, machines)
     work = operations(batch) if operations else None
     read = sum(int(batch[name].sum()) for name in ("attention_mask", "context_mask") if name in batch)
     rate = MFU * peak / work if peak and work else None  # micro-batches a second, of one GPU
@@ -219,17 +250,17 @@ def plan(model: nn.Module, loss: Loss, batch: Mapping[str, Tensor], config: Loop
 
 
 def pass_peak(
-    model: nn.Module, loss: Loss, batch: Mapping[str, Tensor], config: LoopConfig, passes: int, recompute: bool = False, gpu: bool = True
+    model: nn.Module, loss: Loss, batch: Mapping[str, Tensor], config: LoopConfig, passes: int, processes: int = 1, gpu: bool = True
 ) -> dict[str, int]:
     """Bytes by part at the peak of the forward and backward passes of a step, of a model that is not shared. `model` becomes fake.
 
-    gpu: False for what a CPU holds, which rounds less under autocast.
+    processes: among which gradients will be shared, which are whole in what is returned. gpu: False for what a CPU holds.
     """
-    storages = FakeStorages(_vocabulary(model))
+    storages = FakeStorages(_vocabulary(model), processes)
     _make_fake(model, storages)
-    batch = {name: storages.fake(value) if value.is_floating_point() else value for name, value in batch.items()}
-    if recompute:
-        memory.checkpoint_layers(model)
+    batch = {name: storages.fake(value) if value.is_meta else value for name, value in batch.items()}
+    for value in batch.values():
+        storages.hold(value, "activations")
     model.train()
     dtype = torch.float16 if config.precision == "float16" else torch.bfloat16
     with storages, _LikeGPU() if gpu else contextlib.nullcontext():
@@ -268,8 +299,7 @@ def _held(model: nn.Module, peak: Mapping[str, int], passes: int, config: LoopCo
     parts = {**peak, "optimizer": optimizer_bytes(trained, config.optimizer)}
     step = {**parts, "gradients": gradients, "activations": 0, "logits": 0, "copies": 0 if config.optimizer == "adafactor" else gradients}
     if machines.deepspeed:
-        settings = read_json(machines.deepspeed, ConfigError).get("zero_optimization", {})
-        parts, step = (_zero(each, settings, gradients, model, N) for each in (parts, step))
+        parts, step = (_zero(each, machines.zero_settings(), gradients, N) for each in (parts, step))
     elif machines.fsdp:
         layer, rest = _gathered(model)
         whole = parts["gradients"] if passes > 1 else parts["gradients"] // N  # they are reduced in the last pass
@@ -281,10 +311,10 @@ def _held(model: nn.Module, peak: Mapping[str, int], passes: int, config: LoopCo
     return max(parts, step, key=lambda each: sum(each.values()))
 
 
-def _zero(parts: Mapping[str, int], settings: Mapping[str, Any], gradients: int, model: nn.Module, N: int) -> dict[str, int]:
+def _zero(parts: Mapping[str, int], settings: Mapping[str, Any], gradients: int, N: int) -> dict[str, int]:
     """Shares of DeepSpeed's stages. Each process has a copy of the weights that it moves, and a bucket of gradients to be reduced."""
-    stage, weight = settings.get("stage", 0), 4
-    bucket = min(gradients, weight * int(settings.get("reduce_bucket_size", 500_000_000)))
+    stage, most = settings["stage"], {name: 4 * _number(settings, name, usual) for name, usual in _ZERO_SIZES.items()}
+    bucket = min(gradients, most["reduce_bucket_size"])
     found = dict(parts)
     offloaded = (settings.get("offload_optimizer") or {}).get("device", "none") != "none"
     found["optimizer"] = 0 if offloaded else parts["optimizer"] // N
@@ -293,8 +323,12 @@ def _zero(parts: Mapping[str, int], settings: Mapping[str, Any], gradients: int,
         found["gradients"] = parts["gradients"] // N
     if stage == 3:
         found["weights"] = parts["weights"] // N
-        found["copies"] += min(parts["weights"], weight * int(settings.get("stage3_max_live_parameters", 1_000_000_000)))
+        found["copies"] += min(parts["weights"], most["stage3_max_live_parameters"])
     return found
+
+
+def _number(settings: Mapping[str, Any], name: str, usual: int) -> int:
+    return usual if settings.get(name, "auto") == "auto" else int(settings[name])
 
 
 def _gathered(model: nn.Module) -> tuple[int, int]:
