@@ -45,7 +45,7 @@ def _name(same: Sequence[Planned]) -> str:
 def _cells(plan: Any) -> list[str]:
     numbers = [*(plan.parts[part] for part in PARTS), plan.total]
     speed = "?" if plan.tokens_per_second is None else f"{plan.tokens_per_second:,.0f}"
-    hours = "?" if plan.hours is None else f"{plan.hours:,.1f}"
+    hours = "?" if plan.hours is None else f"{plan.hours:,.1f}" if plan.hours >= 1 else f"{plan.hours:.2g}"
     return [_count(plan.parameters), _count(plan.trained), *(f"{number / 2**30:.2f}" for number in numbers), speed, hours]
 
 

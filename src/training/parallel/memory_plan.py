@@ -304,7 +304,8 @@ def _held(model: nn.Module, peak: Mapping[str, int], passes: int, config: LoopCo
         layer, rest = _gathered(model)
         whole = parts["gradients"] if passes > 1 else parts["gradients"] // N  # they are reduced in the last pass
         parts, step = ({**each, **{name: each[name] // N for name in ("weights", "optimizer")}} for each in (parts, step))
-        parts |= {"gradients": whole, "copies": parts["copies"] + rest + 2 * layer}
+        # Two layers are gathered, of two the gradients are being reduced.
+        parts |= {"gradients": whole, "copies": parts["copies"] + 2 * rest + 4 * layer}
         step |= {"gradients": step["gradients"] // N, "copies": step["copies"] // N}
     elif N > 1:
         parts, step = ({**each, "copies": each["copies"] + gradients} for each in (parts, step))  # DDP's buckets
