@@ -21,43 +21,68 @@ from src.experiments.grid import override
 from src.launch import memory_table
 from src.runs import plan
 
-GPT_BIGCODE = {"model_type": "gpt_bigcode", "architectures": ["GPTBigCodeForCausalLM"], "n_embd": 2048, "n_head": 16, "n_layer": 24}
-LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 32000, "max_position_embeddings": 4096}
+CODE = {
+    "model_type": "gpt_bigcode",
+    "n_embd": 2048,
+    "n_head": 16,
+    "n_inner": 8192,
+    "n_layer": 24,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
 BASES: dict[str, dict[str, Any]] = {
-    "bigcode/starcoderbase-1b": {**GPT_BIGCODE, "n_inner": 8192, "n_positions": 8192, "vocab_size": 49152, "bos_token_id": 0, "eos_token_id": 0},
-    "TabbyML/SantaCoder-1B": {**GPT_BIGCODE, "n_inner": 8192, "n_positions": 2048, "vocab_size": 49280, "bos_token_id": 0, "eos_token_id": 0},
+    "bigcode/starcoderbase-1b": {**CODE, "n_positions": 8192, "vocab_size": 49152},
+    "TabbyML/SantaCoder-1B": {**CODE, "n_positions": 2048, "vocab_size": 49280},
     "openai-community/gpt2-xl": {
-        **{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 1600, "n_head": 25, "n_layer": 48},
-        **{"n_positions": 1024, "vocab_size": 50257},
+        "model_type": "gpt2",
+        "n_embd": 1600,
+        "n_head": 25,
+        "n_layer": 48,
+        "n_positions": 1024,
+        "vocab_size": 50257,
     },
     "meta-llama/Llama-2-13b-hf": {
-        **LLAMA,
-        **{"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40},
-        **{"num_attention_heads": 40, "num_key_value_heads": 40, "rms_norm_eps": 1e-5},
+        "model_type": "llama",
+        "vocab_size": 32000,
+        "max_position_embeddings": 4096,
+        "hidden_size": 5120,
+        "intermediate_size": 13824,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 40,
+    },
+    "llama-65b": {
+        "model_type": "llama",
+        "vocab_size": 32000,
+        "max_position_embeddings": 2048,
+        "hidden_size": 8192,
+        "intermediate_size": 22016,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 64,
+    },
+    "siglip-so400m": {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "image_size": 384,
+        "patch_size": 14,
     },
 }
 """As they are published."""
-TOKENIZERS = {"t5_tokenizer": 32_100, "llama3_tokenizer": 128_256, "llama2_tokenizer": 32_000, "openai-community/gpt2-xl": 50_257}
-# The sizes of IDEFICS-80B's decoder and encoder (Llama 65B, CLIP ViT-H/14) in the architecture that our recipe trains, which is another:
-# image tokens stand in the row instead of being cross-attended.
-VISION_80B = override(
+TOKENIZERS = {"t5_tokenizer": 32_100, "llama3_tokenizer": 128_256, "llama-65b": 32_000, "openai-community/gpt2-xl": 50_257}
+# The decoder of IDEFICS-80B (Llama 65B) in the model that our recipe trains: image tokens stand in the row, and no layers are added.
+ASSEMBLED_65B = override(
     INTERLEAVED_TINY,
     {
-        "model": {
-            "name": "vision_language",
-            "tokenizer": "llama2_tokenizer",
-            "vision": {"frame_size": 224, "patch_size": 14, "hidden_size": 1280, "num_layers": 32, "num_heads": 16},
-            "scale_factor": 2,
-            "hidden_size": 8192,
-            "num_layers": 74,
-            "num_heads": 64,
-            "max_positions": 2048,
-        },
-        "data.images": {"frame_size": 224, "image_tokens": 64, "max_size": 224},
+        "model": {"name": "vision_language_parts", "vision": "siglip-so400m", "text": "llama-65b", "scale_factor": 3, "dtype": "bfloat16"},
+        "data.images": {"frame_size": 384, "image_tokens": 81, "max_size": 384},
         "data.sequence_tokens": 2048,
-        "data.max_frames": 16,
+        "data.max_frames": 8,
         "loop.steps": 20_000,
-        "loop.sequences_per_step": 2048,
+        "loop.sequences_per_step": 1024,
         "loop.micro_batch": 1,
         "loop.precision": "bfloat16",
         "answers": None,
@@ -70,11 +95,20 @@ PLANS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("t5_v1_1_base", override(EXP_GROUPS["t5_v1_1_base"][0], {"loop.micro_batch": 16}), {"gpus": 8}),
     ("metadata_meco", EXP_GROUPS["metadata_meco"][1], {"gpus": 8, "gradient_checkpointing": True}),
     ("metadata_meco", EXP_GROUPS["metadata_meco"][1], {"gpus": 8, "gradient_checkpointing": True, "fsdp": True}),
-    ("metadata_gpt2xl_v2", EXP_GROUPS["metadata_gpt2xl_v2"][0], {"gpus": 8, "gpu": "A100"}),
+    ("metadata_gpt2xl_v2", EXP_GROUPS["metadata_gpt2xl_v2"][0], {"gpus": 8}),
     ("crossattn_llama-13b", EXP_GROUPS["crossattn_llama-13b"][0], {"gpus": 8, "gradient_checkpointing": True}),
     ("crossattn_llama-13b", EXP_GROUPS["crossattn_llama-13b"][0], {"gpus": 8, "gradient_checkpointing": True, "fsdp": True}),
-    ("vision-language, 80B-class", VISION_80B, {"gpus": 512, "gradient_checkpointing": True, "fsdp": True}),
-    ("vision-language, 80B-class", VISION_80B, {"gpus": 2048, "gradient_checkpointing": True, "fsdp": True}),
+    (
+        "vision-language, 65B decoder, weights in float32",
+        override(ASSEMBLED_65B, {"model.dtype": "float32"}),
+        {"gpus": 1024, "gradient_checkpointing": True, "fsdp": True},
+    ),
+    ("vision-language, 65B decoder, weights in bfloat16", ASSEMBLED_65B, {"gpus": 1024, "gradient_checkpointing": True, "fsdp": True}),
+    (
+        "vision-language, 65B decoder frozen",
+        override(ASSEMBLED_65B, {"model.frozen": ["text"]}),
+        {"gpus": 64, "gradient_checkpointing": True, "fsdp": True},
+    ),
 ]
 
 

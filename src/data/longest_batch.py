@@ -34,9 +34,9 @@ def longest_batch(data: DatasetConfig, rows: int, config: Any) -> dict[str, Tens
 
 def _lengths(data: Any, *fields: str) -> tuple[int, ...]:
     """Most tokens of the sequences of a sample."""
-    found = data.batch_lengths() or tuple(getattr(data, field, None) for field in fields)
     if hasattr(data, "longest"):
-        found = (data.longest(),)
+        return (data.longest(),)
+    found: tuple[Any, ...] = data.batch_lengths() or tuple(getattr(data, field, None) for field in fields)
     if None in found:
         missing = fields[found.index(None)]
         raise ConfigError(f"--memory: data.{missing} is not given, so the longest sequence is not known. Write it, or plan with --set.")

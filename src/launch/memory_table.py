@@ -3,7 +3,6 @@
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from src.command_line import aligned_lines
@@ -55,7 +54,7 @@ def _count(parameters: int) -> str:
 
 
 def _titled(rows: list[list[str]], machines: Mapping[str, Any]) -> list[str]:
-    sharing = machines["deepspeed"] and f"ZeRO as in {Path(machines['deepspeed']).name}" or "FSDP2" if machines["fsdp"] or machines["deepspeed"] else "DDP"
+    sharing = f"ZeRO by {machines['deepspeed'].name}" if machines["deepspeed"] else "FSDP2" if machines["fsdp"] else "DDP"
     kind = f"{machines['gpus']} x {machines['gpu']}" + (f", {sharing}" if machines["gpus"] > 1 else "")
     recomputed = ", gradient checkpointing" if machines["gradient_checkpointing"] else ""
     head = ["experiment", "parameters", "trained", *PARTS, "GiB", "tokens/s", "hours"]

@@ -38,10 +38,9 @@ PEAKS = {
 }
 """Operations per second of dense matrices in bfloat16, or in float16 on V100 and T4, by a part of the device's name; the first that fits.
 
-From NVIDIA's data sheets of each product, nvidia.com/en-us/data-center/<product>; where those give the rate with sparsity, half of it. GB200:
-one of the two GPUs of a superchip, a 72nd of the NVL72's 360 petaflops with sparsity. A10G: NVIDIA's data sheet for AWS. RTX: with sums
-in float32, from appendix A of the white papers of GA102 (3090, A6000), Ada (4090, 6000 Ada) and RTX Blackwell (5090); a card that
-NVIDIA gives no such figure for is not here.
+From NVIDIA's data sheets of each product, nvidia.com/en-us/data-center/<product>; where those give the rate with sparsity, half of it.
+GB200: a 72nd of the 360 petaflops with sparsity of the NVL72. A10G: NVIDIA's data sheet for AWS. RTX: with sums in float32, from the
+appendices of the white papers of the architectures GA102 (3090, A6000), Ada (4090, 6000 Ada) and RTX Blackwell (5090).
 """
 _WITHOUT_BFLOAT16 = ("v100", "t4")
 

@@ -6,9 +6,8 @@ again, and what a loss copies are counted as they are. Engines' shares, and what
 """
 
 import contextlib
-import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, FakeTensorMode
+from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -112,7 +112,7 @@ class LiveStorages(TorchDispatchMode):
     def __init__(self, vocabulary: int = 0, processes: int = 1) -> None:
         super().__init__()
         self.vocabulary, self.processes = vocabulary, processes
-        self.live = dict.fromkeys(PARTS, 0)
+        self.live: dict[str, int] = dict.fromkeys(PARTS, 0)
         self.at_peak = dict(self.live)
         self._known = WeakIdKeyDictionary()
 
@@ -165,9 +165,11 @@ class FakeStorages(LiveStorages):
     """As `LiveStorages`, where weights and all that is made with them is fake. Tokens, masks and frames are real, so that what depends on
     them is known."""
 
-    def __init__(self, vocabulary: int = 0, processes: int = 1) -> None:
+    def __init__(self, vocabulary: int = 0, processes: int = 1, gpu: bool = True) -> None:
+        """gpu: False for what a CPU holds."""
         super().__init__(vocabulary, processes)
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.device = _LikeGPU() if gpu else contextlib.nullcontext()
 
     def fake(self, tensor: Tensor) -> Tensor:
         """A stand-in without numbers, on the CPU."""
@@ -213,8 +215,8 @@ class _LikeGPU(TorchFunctionMode):
         if func in (F.layer_norm, F.softmax, torch.softmax, Tensor.softmax) and torch.is_autocast_enabled("cpu"):
             return func(args[0].float(), *args[1:], **kwargs)
         if func is F.dropout:
-            rate, training = (kwargs.get(name, args[i] if len(args) > i else value) for i, name, value in ((1, "p", 0.5), (2, "training", True)))
-            return torch.native_dropout(args[0], rate, True)[0] if training and rate else args[0]
+            named = {"p": 0.5, "training": True, **dict(zip(("p", "training"), args[1:], strict=False)), **kwargs}
+            return torch.native_dropout(args[0], named["p"], True)[0] if named["training"] and named["p"] else args[0]
         if func is F.scaled_dot_product_attention:
             named = dict(zip(("attn_mask", "dropout_p", "is_causal"), args[3:], strict=False))
             return func(*args[:3], **{**named, **kwargs, "dropout_p": 0.0})
@@ -234,8 +236,8 @@ def plan(model: nn.Module, loss: Loss, batch: Mapping[str, Tensor], config: Loop
     passes = -(-count // machines.gpus)
     if machines.gradient_checkpointing:
         memory.checkpoint_layers(model)
-    shares = machines.gpus if machines.shares_gradients(passes) else 1
-    parts = _held(model, pass_peak(model, loss, batch, config, passes, shares), passes, config, machines)
+    storages = FakeStorages(vocabulary(model), machines.gpus if machines.shares_gradients(passes) else 1)
+    parts = _held(model, pass_peak(storages, model, loss, batch, config.precision, passes), passes, config, machines)
     work = operations(batch) if operations else None
     read = sum(int(batch[name].sum()) for name in ("attention_mask", "context_mask") if name in batch)
     rate = MFU * peak / work if peak and work else None  # micro-batches a second, of one GPU
@@ -250,26 +252,23 @@ def plan(model: nn.Module, loss: Loss, batch: Mapping[str, Tensor], config: Loop
 
 
 def pass_peak(
-    model: nn.Module, loss: Loss, batch: Mapping[str, Tensor], config: LoopConfig, passes: int, processes: int = 1, gpu: bool = True
+    storages: FakeStorages, model: nn.Module, loss: Loss, batch: Mapping[str, Tensor], precision: str, passes: int
 ) -> dict[str, int]:
-    """Bytes by part at the peak of the forward and backward passes of a step, of a model that is not shared. `model` becomes fake.
-
-    processes: among which gradients will be shared, which are whole in what is returned. gpu: False for what a CPU holds.
-    """
-    storages = FakeStorages(_vocabulary(model), processes)
+    """Bytes by part at the peak of the forward and backward passes of a step, of a model that is not shared. `model` becomes fake."""
     _make_fake(model, storages)
     batch = {name: storages.fake(value) if value.is_meta else value for name, value in batch.items()}
     for value in batch.values():
         storages.hold(value, "activations")
     model.train()
-    dtype = torch.float16 if config.precision == "float16" else torch.bfloat16
-    with storages, _LikeGPU() if gpu else contextlib.nullcontext():
+    dtype = torch.float16 if precision == "float16" else torch.bfloat16
+    with storages, storages.device:
         for _ in range(min(passes, 2)):  # the second finds the gradients of the first
-            with torch.autocast("cpu", dtype, enabled=config.precision != "float32"):
+            with torch.autocast("cpu", dtype, enabled=precision != "float32"):
                 found = loss(model, batch)
                 summed = found[0] if isinstance(found, tuple) else found
                 del found
-            (summed * 1.0).backward()
+            # `backward` would leave the mode of functions, also where layers are computed again.
+            _engine_run_backward((summed,), (torch.ones_like(summed),), False, False, (), allow_unreachable=True, accumulate_grad=True)
             del summed
     return storages.at_peak
 
@@ -293,7 +292,7 @@ def _make_fake(model: nn.Module, storages: FakeStorages) -> None:
 
 
 def _held(model: nn.Module, peak: Mapping[str, int], passes: int, config: LoopConfig, machines: Machines) -> dict[str, int]:
-    """Bytes by part on one of the GPUs: the peak of a pass, shared as the engine shares it; or that of the optimizer's step if it is more."""
+    """Bytes by part on one of the GPUs: of the peak of a pass, shared as the engine does it, or of the optimizer's step if that is more."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     gradients, N = sum(parameter.nbytes for parameter in trained), machines.gpus
     parts = {**peak, "optimizer": optimizer_bytes(trained, config.optimizer)}
@@ -342,13 +341,11 @@ def optimizer_bytes(trained: list[nn.Parameter], optimizer: str) -> int:
     """Bytes of the optimizer's state: two moments of each weight, or with adafactor the means of rows and columns."""
     if optimizer != "adafactor":
         return sum(2 * parameter.nbytes for parameter in trained)
-    return sum(
-        4 * (parameter.numel() // parameter.shape[-1] + parameter.numel() // parameter.shape[-2] if parameter.ndim > 1 else parameter.numel())
-        for parameter in trained
-    )
+    factored = [p.numel() // p.shape[-1] + p.numel() // p.shape[-2] if p.ndim > 1 else p.numel() for p in trained]
+    return 4 * sum(factored)
 
 
-def _vocabulary(model: Any) -> int:
+def vocabulary(model: Any) -> int:
     """Rows of the matrix that gives the logits; 0 where there is none."""
     head = getattr(getattr(model, "base", model), "get_output_embeddings", lambda: None)()
     return 0 if head is None else head.weight.shape[0]

@@ -14,13 +14,14 @@ from torch.profiler import ProfilerActivity, profile
 
 from src.config import Places
 from src.data.longest_batch import longest_batch
-from src.errors import ConfigError
 from src.experiments.grid import override
 from src.files import write_json
 from src.interfaces import load_experiment
+from src.registry import MODELS, bind
 from src.runs.context import Options
+from src.training.monitoring import flops
 from src.training.parallel import choice, memory, memory_plan
-from src.training.parallel.memory_plan import pass_peak
+from src.training.parallel.memory_plan import FakeStorages, pass_peak, vocabulary
 from tests import toy
 
 TOLERANCE = 0.10
@@ -34,8 +35,12 @@ T5 = {
     "model": {
         "name": "t5",
         "random": {
-            **{"tokenizer": "toy_tokenizer", "vocabulary_multiple": 640, "hidden_size": 96},
-            **{"feed_forward_size": 256, "num_layers": 3, "num_heads": 4},
+            "tokenizer": "toy_tokenizer",
+            "vocabulary_multiple": 640,
+            "hidden_size": 96,
+            "feed_forward_size": 256,
+            "num_layers": 3,
+            "num_heads": 4,
         },
     },
     "data": {"name": "span_corruption", "corpus": "toy_text", "input_tokens": 128},
@@ -54,13 +59,18 @@ INTERLEAVED = {
         "name": "vision_language",
         "tokenizer": "toy_tokenizer",
         "vision": {"frame_size": 32, "patch_size": 4, "hidden_size": 64, "num_layers": 2, "num_heads": 4},
-        **{"scale_factor": 4, "hidden_size": 96, "num_layers": 2, "num_heads": 4, "max_positions": 96},
+        "scale_factor": 4,
+        "hidden_size": 96,
+        "num_layers": 2,
+        "num_heads": 4,
+        "max_positions": 96,
     },
     "data": {
         "name": "streamed",
         "sources": {"pages": {"path": "pages"}},
         "images": {"frame_size": 32, "image_tokens": 4, "max_size": 32},
-        **{"sequence_tokens": 96, "max_frames": 6},
+        "sequence_tokens": 96,
+        "max_frames": 6,
     },
     "loop": LOOP,
 }
@@ -124,7 +134,8 @@ def test_the_plan_is_what_a_step_takes(case: str, places: Places):
         on_paper = recipe.model.build(replace(places, on_paper=True))
     if recompute:
         memory.checkpoint_layers(on_paper)
-    parts = pass_peak(on_paper, loss, batch, recipe.loop, passes=2, gpu=False)
+    storages = FakeStorages(vocabulary(on_paper), gpu=False)
+    parts = pass_peak(storages, on_paper, loss, batch, recipe.loop.precision, passes=2)
     assert sum(parts.values()) + state == pytest.approx(taken, rel=TOLERANCE), parts
     assert sum(parts.values()) + state > 3 * parts["weights"], "little but weights would hide what is wrong with the rest"
 
@@ -166,13 +177,38 @@ def test_a_pretrained_model_needs_its_config_alone(printed: Any, tmp_path: Path)
     assert rows[0]["parameters"] == f"{(2 * 64 * 2048 + 4 * 2048**2 + 3 * 2048**2 + 3 * 2048) / 1e6:,.1f}"
 
 
-def test_time_is_work_by_the_peak(printed: Any):
+def test_a_gpu_computes_norms_in_float32_under_autocast_and_recomputes_them_so(tmp_path: Path):
+    """bfloat16 weights, whose norms would be computed in bfloat16 on a CPU."""
+    sizes = {"model_type": "gpt2", "vocab_size": 64, "n_embd": 64, "n_layer": 8, "n_head": 2, "n_positions": 64}
+    sizes |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    (tmp_path / "gpt2").mkdir()
+    write_json(tmp_path / "gpt2" / "config.json", sizes)
+    exp = override(LM, {"model": {"name": "hf", "path": str(tmp_path / "gpt2"), "dtype": "bfloat16"}, "data.sequence_tokens": 64})
+    recipe: Any = load_experiment(override(exp, {"loop.precision": "bfloat16"}), "")
+    places, held = Places(tmp_path, tmp_path / "runs", on_paper=True), dict[tuple[bool, bool], int]()
+    for gpu, recompute in ((True, False), (True, True), (False, False)):
+        with torch.device("meta"):
+            model = recipe.model.build(places)
+        if recompute:
+            memory.checkpoint_layers(model)
+        batch = longest_batch(recipe.data, recipe.micro_batch, model.config)
+        parts = pass_peak(FakeStorages(gpu=gpu), model, recipe.training_loss(recipe.loss()), batch, "bfloat16", passes=1)
+        held[gpu, recompute] = parts["activations"]
+    assert held[True, False] > held[False, False]
+    assert held[True, True] < held[True, False] / 2
+
+
+def test_time_is_work_by_the_peak(printed: Any, tmp_path: Path):
     def planned(*arguments: str) -> tuple[float, float]:
         exp = override(LM, {"loop.precision": "bfloat16", "loop.steps": 10**9})
         _, rows, _ = printed({"lm": [exp]}, *arguments)
         return float(rows[0]["tokens/s"].replace(",", "")), float(rows[0]["hours"].replace(",", ""))
 
     rate, hours = planned()
+    model = bind(MODELS, LM["model"]).build(Places(tmp_path / "data", tmp_path / "runs"))
+    work = flops.batch_flops(model)
+    assert work
+    assert hours == pytest.approx(10**9 * work({"input_ids": torch.zeros(8, 160)}) / (0.4 * 989e12) / 3600, rel=0.01)
     assert rate * hours * 3600 == pytest.approx(10**9 * 8 * 160, rel=0.01)
     assert planned("--gpus", "2") == pytest.approx((2 * rate, hours / 2), rel=0.01)
     assert planned("--gpu", "A100")[1] == pytest.approx(hours * 989 / 312, rel=0.01)
@@ -183,7 +219,9 @@ def test_a_shared_model_takes_less(tmp_path: Path):
     places = Places(toy.write_data(tmp_path / "data"), tmp_path / "runs")
     write_json(tmp_path / "zero.json", {"zero_optimization": {"stage": 3, "reduce_bucket_size": 1000, "stage3_max_live_parameters": 1000}})
     given = {"gpus": 4, "gpu": "H100"}
-    whole, fsdp, zero = (recipe.plan_memory(places, **given, **more) for more in ({}, {"fsdp": True}, {"deepspeed": tmp_path / "zero.json"}))
+    whole, fsdp, zero = (
+        recipe.plan_memory(places, **given, **more) for more in ({}, {"fsdp": True}, {"deepspeed": tmp_path / "zero.json"})
+    )
     for part in ("weights", "optimizer"):
         assert fsdp.parts[part] == zero.parts[part] == whole.parts[part] // 4
     assert fsdp.parts["gradients"] > 0.9 * whole.parts["gradients"], "with two passes a step, they are whole until the last"
