@@ -26,7 +26,7 @@ def longest_batch(data: DatasetConfig, rows: int, config: Any) -> dict[str, Tens
     parts = getattr(data, "parts_by_path", None)
     if parts:  # of a mixture, the part with the longest sequences
         return max((longest_batch(part, rows, config) for part in parts.values()), key=lambda batch: batch["input_ids"].numel())
-    make = {DECODER: _tokens, CROSS_ATTENTION: _contexts, ENCODER_DECODER: _seq2seq, VISION_LANGUAGE: _interleaved}.get(data.reader)
+    make = {DECODER: _tokens, CROSS_ATTENTION: _contexts, ENCODER_DECODER: _seq2seq, VISION_LANGUAGE: _image_rows}.get(data.reader)
     if make is None:
         raise ConfigError(f"--memory: the longest batch of {data.name!r} data is not known. Plan a model that reads others.")
     return make(data, rows, config)
@@ -46,7 +46,11 @@ def _lengths(data: Any, *fields: str) -> tuple[int, ...]:
 def _tokens(data: Any, rows: int, config: Any) -> dict[str, Tensor]:
     (T,) = _lengths(data, "sequence_tokens")
     mask_BT = torch.ones(rows, T, dtype=torch.bool)
-    batch = {"input_ids": torch.zeros(rows, T, dtype=torch.long), "attention_mask": _padded(data, mask_BT), "loss_mask": _learned(mask_BT)}
+    batch = {
+        "input_ids": torch.zeros(rows, T, dtype=torch.long),
+        "attention_mask": _pad_one(data, mask_BT),
+        "loss_mask": _loss_mask(mask_BT),
+    }
     return {**batch, "position_ids": _positions(rows, T)} if getattr(data, "open_rows", 0) or getattr(data, "apart", False) else batch
 
 
@@ -54,7 +58,7 @@ def _contexts(data: Any, rows: int, config: Any) -> dict[str, Tensor]:
     if data.chunked_contexts:
         raise ConfigError("--memory: with data.chunked_contexts the number of contexts of a row is not known. Plan without, by --set.")
     batch = _tokens(data, rows, config)
-    mask_BS = _padded(data, torch.ones(rows, data.context_tokens, dtype=torch.bool))
+    mask_BS = _pad_one(data, torch.ones(rows, data.context_tokens, dtype=torch.bool))
     if data.encoded_contexts:
         hidden_BPD = torch.empty(rows, data.context_tokens, config.get_text_config().hidden_size, dtype=config.dtype, device="meta")
         return {**batch, "context_hidden": hidden_BPD, "context_mask": mask_BS}
@@ -66,7 +70,7 @@ def _seq2seq(data: Any, rows: int, config: Any) -> dict[str, Tensor]:
     targets_BT = torch.zeros(rows, T, dtype=torch.long)
     batch = {
         "input_ids": torch.zeros(rows, S, dtype=torch.long),
-        "attention_mask": _padded(data, torch.ones(rows, S, dtype=torch.bool)),
+        "attention_mask": _pad_one(data, torch.ones(rows, S, dtype=torch.bool)),
         "decoder_input_ids": targets_BT,
         "labels": targets_BT.clone(),
         "loss_mask": torch.ones(rows, T, dtype=torch.bool),
@@ -77,7 +81,7 @@ def _seq2seq(data: Any, rows: int, config: Any) -> dict[str, Tensor]:
     return {**batch, **{name: torch.ones(rows, *shape, dtype=torch.bool) for name, shape in masks.items()}}
 
 
-def _interleaved(data: Any, rows: int, config: Any) -> dict[str, Tensor]:
+def _image_rows(data: Any, rows: int, config: Any) -> dict[str, Tensor]:
     batch, tokens = _tokens(data, rows, config), data.images.image_tokens
     frames, T = min(data.max_frames, data.sequence_tokens // (tokens + AROUND_FRAME)), data.sequence_tokens
     for n in range(frames):
@@ -93,14 +97,14 @@ def _interleaved(data: Any, rows: int, config: Any) -> dict[str, Tensor]:
     }
 
 
-def _padded(data: DatasetConfig, mask_BT: Tensor) -> Tensor:
+def _pad_one(data: DatasetConfig, mask_BT: Tensor) -> Tensor:
     """The mask with one token of padding where rows differ in length: attention takes more memory with a mask."""
     if data.batch_lengths() is None and len(mask_BT) > 1:
         mask_BT[-1, -1] = False
     return mask_BT
 
 
-def _learned(mask_BT: Tensor) -> Tensor:
+def _loss_mask(mask_BT: Tensor) -> Tensor:
     learned_BT = mask_BT.clone()
     learned_BT[:, 0] = False
     return learned_BT

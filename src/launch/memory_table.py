@@ -29,7 +29,7 @@ def plan_all(planned: Sequence[Planned], places: Places, machines: Mapping[str, 
             rows.append([_name(same), *_cells(recipe.plan_memory(places, **machines))])
         except UserError as error:
             mistakes += [f"{same[0].where}: {line}" for line in str(error).splitlines()]
-    return _titled(rows, machines) if rows else [], mistakes
+    return _table(rows, machines) if rows else [], mistakes
 
 
 def _key(item: Planned) -> str:
@@ -53,7 +53,7 @@ def _count(parameters: int) -> str:
     return f"{parameters / 1e6:,.1f}"
 
 
-def _titled(rows: list[list[str]], machines: Mapping[str, Any]) -> list[str]:
+def _table(rows: list[list[str]], machines: Mapping[str, Any]) -> list[str]:
     sharing = f"ZeRO by {machines['deepspeed'].name}" if machines["deepspeed"] else "FSDP2" if machines["fsdp"] else "DDP"
     kind = f"{machines['gpus']} x {machines['gpu']}" + (f", {sharing}" if machines["gpus"] > 1 else "")
     recomputed = ", gradient checkpointing" if machines["gradient_checkpointing"] else ""

@@ -138,10 +138,10 @@ class LiveStorages(TorchDispatchMode):
         self._known[storage] = entry
         weakref.finalize(storage, self._free, entry).atexit = False
         self.live[part] += entry["bytes"]
-        if self._most(self.live) > self._most(self.at_peak):
+        if self._total(self.live) > self._total(self.at_peak):
             self.at_peak = dict(self.live)
 
-    def _most(self, parts: Mapping[str, int]) -> int:
+    def _total(self, parts: Mapping[str, int]) -> int:
         return sum(parts.values()) - parts["gradients"] + parts["gradients"] // self.processes
 
     def _move(self, entry: dict[str, Any], part: str) -> None:
@@ -237,7 +237,7 @@ def plan(model: nn.Module, loss: Loss, batch: Mapping[str, Tensor], config: Loop
     if machines.gradient_checkpointing:
         memory.checkpoint_layers(model)
     storages = FakeStorages(vocabulary(model), machines.gpus if machines.shares_gradients(passes) else 1)
-    parts = _held(model, pass_peak(storages, model, loss, batch, config.precision, passes), passes, config, machines)
+    parts = _share(model, pass_peak(storages, model, loss, batch, config.precision, passes), passes, config, machines)
     work = operations(batch) if operations else None
     read = sum(int(batch[name].sum()) for name in ("attention_mask", "context_mask") if name in batch)
     rate = MFU * peak / work if peak and work else None  # micro-batches a second, of one GPU
@@ -264,9 +264,8 @@ def pass_peak(
     with storages, storages.device:
         for _ in range(min(passes, 2)):  # the second finds the gradients of the first
             with torch.autocast("cpu", dtype, enabled=precision != "float32"):
-                found = loss(model, batch)
-                summed = found[0] if isinstance(found, tuple) else found
-                del found
+                summed = loss(model, batch)
+                summed = summed[0] if isinstance(summed, tuple) else summed
             # `backward` would leave the mode of functions, also where layers are computed again.
             _engine_run_backward((summed,), (torch.ones_like(summed),), False, False, (), allow_unreachable=True, accumulate_grad=True)
             del summed
@@ -291,7 +290,7 @@ def _make_fake(model: nn.Module, storages: FakeStorages) -> None:
                 tensors[name] = made[id(tensor)]  # type: ignore[assignment]  of the same kind as before
 
 
-def _held(model: nn.Module, peak: Mapping[str, int], passes: int, config: LoopConfig, machines: Machines) -> dict[str, int]:
+def _share(model: nn.Module, peak: Mapping[str, int], passes: int, config: LoopConfig, machines: Machines) -> dict[str, int]:
     """Bytes by part on one of the GPUs: of the peak of a pass, shared as the engine does it, or of the optimizer's step if that is more."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     gradients, N = sum(parameter.nbytes for parameter in trained), machines.gpus
@@ -300,7 +299,7 @@ def _held(model: nn.Module, peak: Mapping[str, int], passes: int, config: LoopCo
     if machines.deepspeed:
         parts, step = (_zero(each, machines.zero_settings(), gradients, N) for each in (parts, step))
     elif machines.fsdp:
-        layer, rest = _gathered(model)
+        layer, rest = _layer_sizes(model)
         whole = parts["gradients"] if passes > 1 else parts["gradients"] // N  # they are reduced in the last pass
         parts, step = ({**each, **{name: each[name] // N for name in ("weights", "optimizer")}} for each in (parts, step))
         # Two layers are gathered, of two the gradients are being reduced.
@@ -331,7 +330,7 @@ def _number(settings: Mapping[str, Any], name: str, usual: int) -> int:
     return usual if settings.get(name, "auto") == "auto" else int(settings[name])
 
 
-def _gathered(model: nn.Module) -> tuple[int, int]:
+def _layer_sizes(model: nn.Module) -> tuple[int, int]:
     """Bytes of the largest layer that FSDP2 gathers, and of all that is in none and stays whole in a pass."""
     sizes = [sum(parameter.nbytes for parameter in layer.parameters()) for layer in layers(model)]
     return max(sizes, default=0), sum(parameter.nbytes for parameter in model.parameters()) - sum(sizes)
