@@ -119,7 +119,7 @@ def prepare(data: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
     for name, config in BASES.items():
-        (data / name).mkdir(parents=True)
+        (data / name).mkdir(parents=True, exist_ok=True)
         (data / name / "config.json").write_text(json.dumps(config))
     for name, size in TOKENIZERS.items():
         words = Tokenizer(WordLevel({f"t{i}": i for i in range(size)}, unk_token="t0"))

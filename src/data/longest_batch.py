@@ -27,8 +27,8 @@ def longest_batch(data: DatasetConfig, rows: int, config: Any) -> dict[str, Tens
     if parts:  # of a mixture, the part with the longest sequences
         return max((longest_batch(part, rows, config) for part in parts.values()), key=lambda batch: batch["input_ids"].numel())
     make = {DECODER: _tokens, CROSS_ATTENTION: _contexts, ENCODER_DECODER: _seq2seq, VISION_LANGUAGE: _image_rows}.get(data.reader)
-    if make is None:
-        raise ConfigError(f"--memory: the longest batch of {data.name!r} data is not known. Plan a model that reads others.")
+    if make is None or data.name == "rollouts":
+        raise ConfigError(f"--memory: a training on {data.name!r} data has no plan on paper yet. Plan one of the same model on text.")
     return make(data, rows, config)
 
 

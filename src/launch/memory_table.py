@@ -17,9 +17,13 @@ UNALIKE = ("steps", "sequences_per_step", "micro_batch", "optimizer", "label_smo
 
 
 def plan_all(planned: Sequence[Planned], places: Places, machines: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Lines of the table, and what is wrong with experiments that have no plan. Experiments whose plans are alike share a line."""
+    """Lines of the table, and what is wrong with experiments that have no plan. Experiments whose plans are alike share a line.
+
+    Those that train nothing are left out, beside others that do.
+    """
     alike: dict[str, list[Planned]] = {}
-    for item in planned:
+    trained = [item for item in planned if item.exp.get("loop")]
+    for item in trained or planned:
         alike.setdefault(_key(item), []).append(item)
     rows, mistakes = [], list[str]()
     logging.getLogger("src").setLevel(logging.WARNING)  # what building a model logs is of trainings

@@ -88,15 +88,13 @@ class Finetuning(RecipeConfig):
         from src.data.longest_batch import longest_batch
         from src.training.parallel.memory_plan import Machines, plan
 
-        loss = getattr(self, "loss", None)
         if self.loop is None:
             raise ConfigError("--memory: it has no loop, so nothing is trained. Leave --memory out.")
-        if loss is None:
-            raise ConfigError(f"--memory: a training of the recipe {self.name!r} has no plan on paper. Plan an 'sft' of the same model.")
         with torch.device("meta"):
             model = self.model.build(replace(places, on_paper=True))
         batch = longest_batch(self.data, self.loop.micro_batch, model.config)
-        return plan(model, self.training_loss(loss()), batch, self.loop, Machines(**machines))
+        recipe: Any = self  # the recipes whose data have a longest batch have a `loss`
+        return plan(model, self.training_loss(recipe.loss()), batch, self.loop, Machines(**machines))
 
     def fit_or_evaluate(self, spec: "TrainSpec", run: Run) -> None:
         """Train if there is a loop, otherwise evaluate; then call `spec.finish`. Collective."""

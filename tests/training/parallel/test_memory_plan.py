@@ -248,7 +248,6 @@ def test_what_cannot_be_planned_is_said(printed: Any, arguments: tuple[str, ...]
     ("changes", "message"),
     [
         ({"data": {"name": "documents", "corpus": "toy_text"}}, "data.sequence_tokens is not given"),
-        ({"loop": None, "evaluation": {"micro_batch": 4}}, "it has no loop"),
         ({"model": {"name": "hf", "path": "gone"}}, "'gone' is neither a folder"),
     ],
 )
@@ -257,6 +256,15 @@ def test_experiments_without_a_plan_are_named(printed: Any, changes: dict[str, A
     assert code == 1
     assert [row["experiment"] for row in rows] == ["base[0]"]
     assert re.search(rf"odd\[0\].*{message}", err), err
+
+
+def test_evaluations_are_left_out_beside_trainings(printed: Any):
+    evaluated = override(toy.BASE, {"loop": None, "evaluation": {"micro_batch": 4}})
+    code, rows, _ = printed({"evaluated": [evaluated], "base": [toy.BASE]})
+    assert (code, [row["experiment"] for row in rows]) == (0, ["base[0]"])
+    code, rows, err = printed({"evaluated": [evaluated]})
+    assert (code, rows) == (1, [])
+    assert "it has no loop" in err
 
 
 def test_memory_alone_runs_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
