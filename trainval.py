@@ -99,7 +99,7 @@ def act(args: argparse.Namespace) -> int:
     reset = chosen if args.reset or args.job_option == "reset" else ()
     lacks = plan.find_problems(planned, places, reset, queued, args.micro_batch, here=given is None)
     if args.dry_run:
-        return show(planned, lacks, places, known)
+        return show(planned, lacks, places, known) | (show_memory(args, planned, places) if args.memory else 0)
     if lacks:
         raise ConfigError("\n".join(plan.merge_problems(lacks, known)))
     return submit(given, args, planned, chosen, places) if given else train(args, planned, chosen, places)
@@ -162,6 +162,21 @@ def show(planned: Sequence[Any], lacks: dict[str, list[str]], places: Any, known
     not_ready = f", {len(lacks)} that cannot run as they are" if lacks else ""
     print(f"{len(planned)} experiment{'s' * (len(planned) != 1)}: {done} done, {len(planned) - len(lacks) - done} to run{not_ready}.")
     return 1 if lacks else 0
+
+
+def show_memory(args: argparse.Namespace, planned: Sequence[Any], places: Any) -> int:
+    """Print what a GPU would hold of each training, and how long it would take; returns exit code 1 if one has no plan."""
+    from src.launch import memory_table
+    from src.runs.plan import merge_mistakes, replace_micro_batch
+
+    machines = {name: getattr(args, name) for name in ("fsdp", "deepspeed", "gradient_checkpointing")}
+    machines |= {"gpus": args.gpus or 1, "gpu": args.gpu or "H100"}
+    lines, mistakes = memory_table.plan_all([replace_micro_batch(item, args.micro_batch) for item in planned], places, machines)
+    for line in lines:
+        print(line)
+    for message in merge_mistakes(mistakes):
+        complain(message)
+    return 1 if mistakes else 0
 
 
 def submit(given: Any, args: argparse.Namespace, planned: Sequence[Any], chosen: set[str], places: Any) -> int:

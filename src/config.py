@@ -93,6 +93,9 @@ class Places:
     """Save directories, one per experiment id (`--savedir_base`)."""
     experiments: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     """Every experiment of exp_configs.py by its id: where `ref` finds a parent that has not run yet."""
+    on_paper: bool = False
+    """Whether models are built without weights, below torch.device("meta"): of a pretrained one only config.json is needed, and a parent
+    need not be trained."""
 
 
 class Problems(ValueError):

@@ -54,6 +54,11 @@ def make_parser(about: str, root: Path) -> argparse.ArgumentParser:
     what.add_argument("--with-parents", "--with_parents", action="store_true", help="first run the experiments that these start from")
     what.add_argument("--list", action="store_true", help="print the groups, or the experiments of -e, and exit")
     what.add_argument("--dry-run", "--dry_run", action="store_true", help="check everything that can be checked, print the plan, and exit")
+    what.add_argument(
+        "--memory", action="store_true", help="with --dry-run: also what a GPU would hold, tokens a second and hours; loads no weights"
+    )
+    what.add_argument("--gpus", type=int, metavar="N", help="with --memory: of so many GPUs (default: 1)")
+    what.add_argument("--gpu", metavar="NAME", help='with --memory: their kind, such as H100 or "RTX 4090" (default: H100)')
     where = parser.add_argument_group("where and how")
     where.add_argument(
         "-sb", "--savedir_base", type=Path, default=root / "results" / "runs", metavar="DIR", help="save directories (results/runs)"
@@ -179,10 +184,22 @@ def check(args: argparse.Namespace, processes: int) -> None:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name}: expected a number of at least 1, got {value}.")
+    _check_memory(args)
     if args.deepspeed and args.fsdp:
         raise ConfigError("--deepspeed and --fsdp: give one of them.")
     if args.fsdp_replicas is not None and args.fsdp_replicas < 1:
         raise ConfigError(f"--fsdp_replicas: expected a number of at least 1, got {args.fsdp_replicas}.")
+
+
+def _check_memory(args: argparse.Namespace) -> None:
+    if args.memory and not args.dry_run:
+        raise ConfigError("--memory: it is planned, and nothing runs. Add --dry-run.")
+    if not args.memory and (args.gpus is not None or args.gpu):
+        raise ConfigError("--gpus and --gpu: say for which GPUs --memory plans. Add --dry-run --memory, or leave them out.")
+    if args.gpus is not None and args.gpus < 1:
+        raise ConfigError(f"--gpus: expected a number of at least 1, got {args.gpus}.")
+    if args.memory and args.offload_activations:
+        raise ConfigError("--memory: what --offload_activations leaves on a GPU is not planned. Leave one of the two out.")
 
 
 def training_options(args: argparse.Namespace, processes: int) -> "Options":

@@ -110,6 +110,8 @@ class Config(ModelConfig):
 
         self.require_files(places)
         folder = self.folder(places)
+        if places.on_paper:
+            return self._build_on_paper(places, getattr(transformers, kind))
         if self.attention == "flex_attention" and not torch.cuda.is_available():
             raise ConfigError("model.attention: 'flex_attention' cannot train without a GPU: it has no backward pass. Take 'sdpa'.")
         try:
@@ -143,6 +145,19 @@ class Config(ModelConfig):
             if hasattr(module, "support_avx512bf16_for_cpu"):
                 module.support_avx512bf16_for_cpu = False
         return model.requires_grad_(False)
+
+    def _build_on_paper(self, places: Places, made_by: Any) -> Any:
+        """The model without weights. made_by: transformers' class."""
+        import torch
+
+        if self.quantization:
+            raise ConfigError(f"model.quantization: {self.quantization!r} weights have no plan on paper. Plan without it, by --set.")
+        make = getattr(made_by, "from_config", None) or made_by._from_config
+        attention = {"attn_implementation": "eager"} if self.attention == "eager" else {}  # the others save what sdpa does
+        model = make(self._scaled_config(places), dtype=getattr(torch, self.dtype), **attention)
+        if self.extra_tokens or self.tokenizer:
+            tokenizer.grow_embeddings(model, self.tokenizer_folder(places) or self.folder(places), self.extra_tokens or ())
+        return model
 
     def _scaled_config(self, places: Places) -> Any:
         config = self.load_config(places)
@@ -184,6 +199,8 @@ class Config(ModelConfig):
             self._scaled_config(places)
         if self._local_folder(places) is not None and self.revision is not None:
             raise ConfigError(f"{self.path!r} is a folder, so revision {self.revision!r} would be ignored. Remove it, or name a hub id.")
+        if places.on_paper:
+            return
         weights = _find_weights(folder)
         if weights is None:
             raise CheckpointError(f"{folder}: no weights here. Expected {' or '.join(WEIGHTS)}.")

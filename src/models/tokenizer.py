@@ -75,4 +75,4 @@ def grow_embeddings(model: Any, folder: Path, extra: Sequence[str]) -> None:
     """
     num_tokens = len(load(folder, extra))
     if model.get_input_embeddings().num_embeddings < num_tokens:
-        model.resize_token_embeddings(num_tokens)
+        model.resize_token_embeddings(num_tokens, mean_resizing=model.device.type != "meta")

@@ -31,6 +31,8 @@ class Config(ModelConfig):
             ConfigError: the parent is unknown, or not trained yet.
             CheckpointError: the checkpoint is gone, damaged, or does not fit its own description.
         """
+        if places.on_paper:
+            return self.parent(places).build(places)
         folder = self._checkpoint_folder(places)
         if folder is None:
             raise ConfigError(

@@ -45,6 +45,12 @@ class Config(Finetuning):
             raise ValueError(f"data: the task {twice[0]!r} stands there twice, and its scores would have one name.")
         return self
 
+    def loss(self) -> Callable[..., Any]:
+        """(model, batch) and, for training, label smoothing and z-loss -> summed loss."""
+        from src.training.loss import seq2seq_loss
+
+        return seq2seq_loss
+
     @property
     def tasks(self) -> "list[TaskConfig]":
         """The tasks in `data`; where it has phases, in the last."""
@@ -128,7 +134,6 @@ class Config(Finetuning):
         from src.evaluation import predictions as predicting
         from src.evaluation.ranking import TaskPredictor
         from src.training.checkpointing.folder import CheckpointMetadata
-        from src.training.loss import seq2seq_loss
         from src.training.spec import TrainSpec
         from src.training.state import fingerprints
         from src.training.validation import mean_loss
@@ -152,7 +157,7 @@ class Config(Finetuning):
             for data in val:
                 texts = [text for batch in predictor.batches(data, range(len(data))) for text in batch]
                 scores = predicting.task_scores(data.task, [data.prediction(i, text) for i, text in enumerate(texts)])
-                scores[LOSS] = mean_loss(model, data, seq2seq_loss, batch_size, accelerator.device)
+                scores[LOSS] = mean_loss(model, data, self.loss(), batch_size, accelerator.device)
                 if data.task.task.kind == "text":
                     scores[PERPLEXITY] = float(torch.tensor(scores[LOSS]).exp())
                 found[data.task.name] = scores
@@ -170,7 +175,7 @@ class Config(Finetuning):
             return scores
 
         about = CheckpointMetadata(resolved_dict(self.model), tokenizer)
-        spec = TrainSpec(model, about, train, inputs, self.training_loss(seq2seq_loss), evaluate, finish, finish_with_best=best)
+        spec = TrainSpec(model, about, train, inputs, self.training_loss(self.loss()), evaluate, finish, finish_with_best=best)
         self.fit_or_evaluate(spec, run)
 
 

@@ -137,7 +137,7 @@ class Config(ModelConfig):
         from src.models.cross_attention.layers import CrossAttentionLM
 
         model = CrossAttentionLM(self, self.base.build(places))
-        if self.weights is not None:
+        if self.weights is not None and not places.on_paper:
             xc_cache_weights.load(model, Path(self.weights))
         return model
 

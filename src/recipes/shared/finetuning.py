@@ -1,6 +1,7 @@
 """A model that is trained, or evaluated without training: shared by all recipes."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, model_validator
@@ -12,6 +13,7 @@ from src.runs.context import Run
 from src.training.config import Evaluation, LoopConfig, check_weight_type, require_device
 
 if TYPE_CHECKING:
+    from src.training.parallel.memory_plan import MemoryPlan
     from src.training.spec import TrainSpec
 
 
@@ -74,6 +76,25 @@ class Finetuning(RecipeConfig):
         """(model, batch) -> summed loss with the loop's label smoothing and z-loss, which `loss` takes as further arguments."""
         options = (self.loop.label_smoothing, self.loop.z_loss) if self.loop else ()
         return lambda model, batch: loss(model, batch, *options)
+
+    def plan_memory(self, places: Places, **machines: Any) -> "MemoryPlan":
+        """What a GPU holds of the training, and how long it takes. machines: fields of `memory_plan.Machines`. No weights are loaded.
+
+        Raises:
+            ConfigError: nothing is trained, or the plan does not know a part of it.
+        """
+        import torch
+
+        from src.data.longest_batch import longest_batch
+        from src.training.parallel.memory_plan import Machines, plan
+
+        if self.loop is None:
+            raise ConfigError("--memory: it has no loop, so nothing is trained. Leave --memory out.")
+        with torch.device("meta"):
+            model = self.model.build(replace(places, on_paper=True))
+        batch = longest_batch(self.data, self.loop.micro_batch, model.config)
+        recipe: Any = self  # the recipes whose data have a longest batch have a `loss`
+        return plan(model, self.training_loss(recipe.loss()), batch, self.loop, Machines(**machines))
 
     def fit_or_evaluate(self, spec: "TrainSpec", run: Run) -> None:
         """Train if there is a loop, otherwise evaluate; then call `spec.finish`. Collective."""

@@ -9,6 +9,7 @@ from src.flops import KNOWN, adapter_weights, training_flops
 
 log = logging.getLogger(__name__)
 PEAKS = {
+    "GB200": 2500e12,
     "B200": 2250e12,
     "H200 NVL": 835e12,
     "H200": 989e12,
@@ -21,6 +22,7 @@ PEAKS = {
     "A800": 312e12,
     "A30": 165e12,
     "A40": 149.7e12,
+    "A10G": 70e12,
     "A10": 125e12,
     "L40S": 362e12,
     "L40": 181e12,
@@ -28,23 +30,30 @@ PEAKS = {
     "V100-PCIE": 112e12,
     "V100": 125e12,
     "T4": 65e12,
+    "RTX 6000 Ada": 364.2e12,
+    "RTX A6000": 154.8e12,
+    "RTX 5090": 209.5e12,
+    "RTX 4090": 165.2e12,
+    "RTX 3090": 71e12,
 }
 """Operations per second of dense matrices in bfloat16, or in float16 on V100 and T4, by a part of the device's name; the first that fits.
 
 From NVIDIA's data sheets of each product, nvidia.com/en-us/data-center/<product>; where those give the rate with sparsity, half of it.
+GB200: a 72nd of the 360 petaflops with sparsity of the NVL72. A10G: NVIDIA's data sheet for AWS. RTX: with sums in float32, from the
+appendices of the white papers of the architectures GA102 (3090, A6000), Ada (4090, 6000 Ada) and RTX Blackwell (5090).
 """
-_BFLOAT16_SINCE = ("V100", "T4")  # these have none
+_WITHOUT_BFLOAT16 = ("v100", "t4")
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
     """Operations per second that the device can reach in "bfloat16" or "float16"; None for another precision or an unknown device."""
     if precision not in ("bfloat16", "float16"):
         return None
-    words = device_name.replace("-", " ").split()
+    words = device_name.lower().replace("-", " ").split()
     for name, rate in PEAKS.items():
-        parts = name.replace("-", " ").split()
+        parts = name.lower().replace("-", " ").split()
         if all(part in words for part in parts):
-            return None if precision == "bfloat16" and parts[0] in _BFLOAT16_SINCE else rate
+            return None if precision == "bfloat16" and parts[0] in _WITHOUT_BFLOAT16 else rate
     return None
 
 

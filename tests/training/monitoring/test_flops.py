@@ -101,6 +101,11 @@ def test_a_frozen_part_and_an_unknown_model_have_no_count(caplog: pytest.LogCapt
         ("NVIDIA A100-SXM4-80GB", "float32", None),
         ("NVIDIA A1000", "bfloat16", None),
         ("", "bfloat16", None),
+        ("NVIDIA A10G", "bfloat16", 70e12),
+        ("NVIDIA GB200", "bfloat16", 2500e12),
+        ("NVIDIA GeForce RTX 4090", "bfloat16", 165.2e12),
+        ("NVIDIA RTX 6000 Ada Generation", "bfloat16", 364.2e12),
+        ("h100 pcie", "bfloat16", 756e12),
     ],
 )
 def test_peaks_are_found_by_whole_words(name: str, precision: str, rate: float | None):

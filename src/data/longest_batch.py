@@ -1,0 +1,115 @@
+"""The largest micro-batch that a data set can make, known from its config alone: for plans on paper, before any data are prepared.
+
+Each sequence is as long as the data allow, and each token is learned, so what is planned is never too little. Encoded contexts,
+which may be large, are on torch's meta device.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from src.errors import ConfigError
+from src.interfaces import DatasetConfig
+from src.kinds import CROSS_ATTENTION, DECODER, ENCODER_DECODER, VISION_LANGUAGE
+
+AROUND_FRAME = 3
+"""Tokens that stand around those of a frame."""
+
+
+def longest_batch(data: DatasetConfig, rows: int, config: Any) -> dict[str, Tensor]:
+    """A micro-batch of so many rows. config: transformers' config of the model.
+
+    Raises:
+        ConfigError: how long a sequence can be, or how many contexts it has, is not known from the config.
+    """
+    parts = getattr(data, "parts_by_path", None)
+    if parts:  # of a mixture, the part with the longest sequences
+        return max((longest_batch(part, rows, config) for part in parts.values()), key=lambda batch: batch["input_ids"].numel())
+    make = {DECODER: _tokens, CROSS_ATTENTION: _contexts, ENCODER_DECODER: _seq2seq, VISION_LANGUAGE: _image_rows}.get(data.reader)
+    if make is None or data.name == "rollouts":
+        raise ConfigError(f"--memory: a training on {data.name!r} data has no plan on paper yet. Plan one of the same model on text.")
+    return make(data, rows, config)
+
+
+def _lengths(data: Any, *fields: str) -> tuple[int, ...]:
+    """Most tokens of the sequences of a sample."""
+    if hasattr(data, "longest"):
+        return (data.longest(),)
+    found: tuple[Any, ...] = data.batch_lengths() or tuple(getattr(data, field, None) for field in fields)
+    if None in found:
+        missing = fields[found.index(None)]
+        raise ConfigError(f"--memory: data.{missing} is not given, so the longest sequence is not known. Write it, or plan with --set.")
+    return found
+
+
+def _tokens(data: Any, rows: int, config: Any) -> dict[str, Tensor]:
+    (T,) = _lengths(data, "sequence_tokens")
+    mask_BT = torch.ones(rows, T, dtype=torch.bool)
+    batch = {
+        "input_ids": torch.zeros(rows, T, dtype=torch.long),
+        "attention_mask": _pad_one(data, mask_BT),
+        "loss_mask": _loss_mask(mask_BT),
+    }
+    return {**batch, "position_ids": _positions(rows, T)} if getattr(data, "open_rows", 0) or getattr(data, "apart", False) else batch
+
+
+def _contexts(data: Any, rows: int, config: Any) -> dict[str, Tensor]:
+    if data.chunked_contexts:
+        raise ConfigError("--memory: with data.chunked_contexts the number of contexts of a row is not known. Plan without, by --set.")
+    batch = _tokens(data, rows, config)
+    mask_BS = _pad_one(data, torch.ones(rows, data.context_tokens, dtype=torch.bool))
+    if data.encoded_contexts:
+        hidden_BPD = torch.empty(rows, data.context_tokens, config.get_text_config().hidden_size, dtype=config.dtype, device="meta")
+        return {**batch, "context_hidden": hidden_BPD, "context_mask": mask_BS}
+    return {**batch, "context_ids": torch.zeros(rows, 1, data.context_tokens, dtype=torch.long), "context_mask": mask_BS[:, None]}
+
+
+def _seq2seq(data: Any, rows: int, config: Any) -> dict[str, Tensor]:
+    S, T = _lengths(data, "input_tokens", "target_tokens")
+    targets_BT = torch.zeros(rows, T, dtype=torch.long)
+    batch = {
+        "input_ids": torch.zeros(rows, S, dtype=torch.long),
+        "attention_mask": _pad_one(data, torch.ones(rows, S, dtype=torch.bool)),
+        "decoder_input_ids": targets_BT,
+        "labels": targets_BT.clone(),
+        "loss_mask": torch.ones(rows, T, dtype=torch.bool),
+    }
+    if data.name != "depth":
+        return batch
+    masks = {"encoder_mask": (S, S), "decoder_mask": (T, T), "cross_mask": (T, S)}
+    return {**batch, **{name: torch.ones(rows, *shape, dtype=torch.bool) for name, shape in masks.items()}}
+
+
+def _image_rows(data: Any, rows: int, config: Any) -> dict[str, Tensor]:
+    batch, tokens = _tokens(data, rows, config), data.images.image_tokens
+    frames, T = min(data.max_frames, data.sequence_tokens // (tokens + AROUND_FRAME)), data.sequence_tokens
+    for n in range(frames):
+        start = n * (T // frames)
+        batch["input_ids"][:, start : start + tokens] = config.image_token_id
+    side, sources = data.images.frame_size, len(data.sources)
+    return {
+        **batch,
+        "frames": torch.ones(rows * frames, 3, side, side),
+        "source_ids": torch.zeros(rows, T, dtype=torch.long),
+        "counted": torch.zeros(sources, 6, dtype=torch.long),
+        "cached": torch.zeros(2, dtype=torch.long),
+    }
+
+
+def _pad_one(data: DatasetConfig, mask_BT: Tensor) -> Tensor:
+    """The mask with one token of padding where rows differ in length: attention takes more memory with a mask."""
+    if data.batch_lengths() is None and len(mask_BT) > 1:
+        mask_BT[-1, -1] = False
+    return mask_BT
+
+
+def _loss_mask(mask_BT: Tensor) -> Tensor:
+    learned_BT = mask_BT.clone()
+    learned_BT[:, 0] = False
+    return learned_BT
+
+
+def _positions(rows: int, T: int) -> Tensor:
+    """Of two documents in each row, so that attention keeps them apart."""
+    return torch.cat([torch.arange(T // 2), torch.arange(T - T // 2)]).expand(rows, T).contiguous()

@@ -1,0 +1,69 @@
+"""The table of `--dry-run --memory`: what a GPU would hold of each training, and how long it would take."""
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from src.command_line import aligned_lines
+from src.config import Places
+from src.errors import UserError
+from src.runs.plan import Planned
+
+PARTS = ("weights", "gradients", "optimizer", "copies", "activations", "logits")
+"""As the plans name them."""
+UNALIKE = ("steps", "sequences_per_step", "micro_batch", "optimizer", "label_smoothing", "z_loss", "precision")
+"""Settings of a loop on which a plan depends."""
+
+
+def plan_all(planned: Sequence[Planned], places: Places, machines: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Lines of the table, and what is wrong with experiments that have no plan. Experiments whose plans are alike share a line.
+
+    Those that train nothing are left out, beside others that do.
+    """
+    alike: dict[str, list[Planned]] = {}
+    trained = [item for item in planned if item.exp.get("loop")]
+    for item in trained or planned:
+        alike.setdefault(_key(item), []).append(item)
+    rows, mistakes = [], list[str]()
+    logging.getLogger("src").setLevel(logging.WARNING)  # what building a model logs is of trainings
+    for same in alike.values():
+        recipe: Any = same[0].recipe
+        try:
+            rows.append([_name(same), *_cells(recipe.plan_memory(places, **machines))])
+        except UserError as error:
+            mistakes += [f"{same[0].where}: {line}" for line in str(error).splitlines()]
+    return _table(rows, machines) if rows else [], mistakes
+
+
+def _key(item: Planned) -> str:
+    loop = item.exp.get("loop") or {}
+    return json.dumps([item.exp["recipe"], item.exp["model"], item.exp["data"], {name: loop.get(name) for name in UNALIKE}], sort_keys=True)
+
+
+def _name(same: Sequence[Planned]) -> str:
+    return same[0].where + (f" and {len(same) - 1} more" if len(same) > 1 else "")
+
+
+def _cells(plan: Any) -> list[str]:
+    numbers = [*(plan.parts[part] for part in PARTS), plan.total]
+    speed = "?" if plan.tokens_per_second is None else f"{plan.tokens_per_second:,.0f}"
+    hours = "?" if plan.hours is None else f"{plan.hours:,.1f}" if plan.hours >= 1 else f"{plan.hours:.2g}"
+    return [_count(plan.parameters), _count(plan.trained), *(f"{number / 2**30:.2f}" for number in numbers), speed, hours]
+
+
+def _count(parameters: int) -> str:
+    """Parameters in millions."""
+    return f"{parameters / 1e6:,.1f}"
+
+
+def _table(rows: list[list[str]], machines: Mapping[str, Any]) -> list[str]:
+    sharing = f"ZeRO by {machines['deepspeed'].name}" if machines["deepspeed"] else "FSDP2" if machines["fsdp"] else "DDP"
+    kind = f"{machines['gpus']} x {machines['gpu']}" + (f", {sharing}" if machines["gpus"] > 1 else "")
+    recomputed = ", gradient checkpointing" if machines["gradient_checkpointing"] else ""
+    head = ["experiment", "parameters", "trained", *PARTS, "GiB", "tokens/s", "hours"]
+    return [
+        f"{kind}{recomputed}. Parameters in millions; GiB of each GPU, where every sequence is as long as the data allow;",
+        "tokens/s of all GPUs and hours at 40 % of their peak; ?: the model's operations or the peak are not known.",
+        *aligned_lines([head, *rows]),
+    ]

@@ -1,0 +1,350 @@
+"""What a GPU holds of a training, and how long the training takes, without a GPU and without memory for the weights.
+
+One step's passes run on torch's fake tensors, which have shapes and types and no numbers, through the real model, loss, autocast and
+autograd. A dispatch mode counts the bytes of every storage while it lives, so that what is saved for the backward pass, what is computed
+again, and what a loss copies are counted as they are. Engines' shares, and what they hold besides, follow by arithmetic.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, FakeTensorMode
+from torch.autograd.graph import _engine_run_backward
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
+
+from src.config import unknown_text
+from src.errors import ConfigError
+from src.files import read_json
+from src.training.config import LoopConfig
+from src.training.loss import Loss
+from src.training.monitoring import flops
+from src.training.parallel import memory
+from src.training.parallel.compile import layers
+
+PARTS = ("weights", "gradients", "optimizer", "copies", "activations", "logits")
+"""copies: of weights in the precision of the loop, of layers that a sharded model gathers, of gradients that are on their way to other
+processes. logits: with their float32 copies and gradients."""
+MFU = 0.4
+"""Share of a GPU's peak at which the time is planned."""
+_MOST_REAL = 2**27
+"""Bytes, above which tokens and masks are fake too."""
+_ZERO_SIZES = {"reduce_bucket_size": 500_000_000, "stage3_max_live_parameters": 1_000_000_000}
+"""Numbers of DeepSpeed's buckets, where its json does not say."""
+_aten = torch.ops.aten
+_INDEXING = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default)
+
+
+@dataclass(frozen=True)
+class Machines:
+    """Where the training would run."""
+
+    gpus: int
+    gpu: str
+    """A part of the device's name, such as "H100"."""
+    fsdp: bool = False
+    deepspeed: Path | None = None
+    gradient_checkpointing: bool = False
+
+    def shares_gradients(self, passes: int) -> bool:
+        """Whether each GPU has a part of the gradients alone: with FSDP2 they are whole until the last of several passes."""
+        if self.deepspeed:
+            return self.zero_settings()["stage"] >= 2
+        return self.fsdp and passes == 1
+
+    def zero_settings(self) -> dict[str, Any]:
+        """`zero_optimization` of the json of --deepspeed.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        given = read_json(self.deepspeed or Path(), ConfigError)
+        found = given.get("zero_optimization") if isinstance(given, dict) else None
+        if not isinstance(found, dict) or found.get("stage") not in (1, 2, 3):
+            raise ConfigError(f"{self.deepspeed}: zero_optimization.stage: expected 1, 2 or 3.")
+        return found
+
+    def peak(self, precision: str) -> float | None:
+        """Operations per second of one GPU; None where the table has none in this precision.
+
+        Raises:
+            ConfigError: the GPU is not in the table.
+        """
+        rates = [flops.peak_flops(self.gpu, kind) for kind in ("bfloat16", "float16")]
+        if rates == [None, None]:
+            raise ConfigError(f"--gpu: {unknown_text('GPU', self.gpu, flops.PEAKS)}")
+        return flops.peak_flops(self.gpu, precision)
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What one of the GPUs holds at most, and the time of the whole training."""
+
+    parameters: int
+    trained: int
+    parts: Mapping[str, int]
+    """Bytes by `PARTS`, when they are most in all."""
+    tokens_per_second: float | None
+    """Of all GPUs together, at `MFU`; None where the peak or the operations of the model are not known."""
+    hours: float | None
+
+    @property
+    def total(self) -> int:
+        """Bytes."""
+        return sum(self.parts.values())
+
+
+class LiveStorages(TorchDispatchMode):
+    """Within the block, counts the bytes of tensors that live, by part, and remembers when they were most.
+
+    processes: among which gradients are shared.
+    """
+
+    def __init__(self, vocabulary: int = 0, processes: int = 1) -> None:
+        super().__init__()
+        self.vocabulary, self.processes = vocabulary, processes
+        self.live: dict[str, int] = dict.fromkeys(PARTS, 0)
+        self.at_peak = dict(self.live)
+        self._known = WeakIdKeyDictionary()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = self.compute(func, args, kwargs or {})
+        for tensor in tree_leaves(found):
+            if isinstance(tensor, Tensor):
+                self.hold(tensor, self._part(func, args, tensor))
+        return found
+
+    def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of an operation."""
+        return func(*args, **kwargs)
+
+    def hold(self, tensor: Tensor, part: str) -> None:
+        """Count a tensor as `part` until its storage is freed, also where it is counted already."""
+        storage = tensor.untyped_storage()
+        if storage in self._known:
+            if part == "gradients":
+                self._move(self._known[storage], part)
+            return
+        entry = {"part": part, "bytes": storage.nbytes()}
+        self._known[storage] = entry
+        weakref.finalize(storage, self._free, entry).atexit = False
+        self.live[part] += entry["bytes"]
+        if self._total(self.live) > self._total(self.at_peak):
+            self.at_peak = dict(self.live)
+
+    def _total(self, parts: Mapping[str, int]) -> int:
+        return sum(parts.values()) - parts["gradients"] + parts["gradients"] // self.processes
+
+    def _move(self, entry: dict[str, Any], part: str) -> None:
+        self.live[entry["part"]] -= entry["bytes"]
+        self.live[part] += entry["bytes"]
+        entry["part"] = part
+
+    def _free(self, entry: dict[str, Any]) -> None:
+        self.live[entry["part"]] -= entry["bytes"]
+
+    def _part(self, func: Any, args: Any, made: Tensor) -> str:
+        if func is _aten._to_copy.default:
+            entry = self._known.get(args[0].untyped_storage())
+            if entry and entry["part"] in ("weights", "copies"):
+                return "copies"
+        is_logits = made.is_floating_point() and made.ndim > 1 and made.shape[-1] == self.vocabulary
+        return "logits" if is_logits else "activations"
+
+
+class FakeStorages(LiveStorages):
+    """As `LiveStorages`, where weights and all that is made with them is fake. Tokens, masks and frames are real, so that what depends on
+    them is known."""
+
+    def __init__(self, vocabulary: int = 0, processes: int = 1, gpu: bool = True) -> None:
+        """gpu: False for what a CPU holds."""
+        super().__init__(vocabulary, processes)
+        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.device = _LikeGPU() if gpu else contextlib.nullcontext()
+
+    def fake(self, tensor: Tensor) -> Tensor:
+        """A stand-in without numbers, on the CPU."""
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        with self.fake_mode:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+
+    def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Numbers are computed where all that is read is real and what is made is small, or a view; floating-point ones only of others."""
+        if func in _INDEXING:
+            args = (args[0], [part for index in args[1] for part in self._positions(index)], *args[2:])
+        given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        stand_ins = tree_map_only(Tensor, self.fake, (args, kwargs))
+        if any(isinstance(value, FakeTensor) for value in given):
+            return func(*stand_ins[0], **stand_ins[1])
+        try:
+            with self.fake_mode:
+                like = func(*stand_ins[0], **stand_ins[1])
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            return func(*args, **kwargs)
+        made = [value for value in tree_leaves(like) if isinstance(value, Tensor)]
+        if not func.is_view and any(value.nbytes > _MOST_REAL or (value.is_floating_point() and not given) for value in made):
+            return like
+        return func(*args, **kwargs)
+
+    def _positions(self, index: Any) -> tuple[Any, ...]:
+        """Positions instead of a mask; all of them where the mask is fake."""
+        if not isinstance(index, Tensor) or index.dtype != torch.bool:
+            return (index,)
+        if not isinstance(index, FakeTensor):
+            return index.nonzero().unbind(1)
+        with self.fake_mode:
+            return torch.zeros(index.numel(), index.ndim, dtype=torch.long).unbind(1)
+
+
+class _LikeGPU(TorchFunctionMode):
+    """What a GPU computes otherwise than a CPU: norms and softmax in float32 under autocast; dropout keeps a mask of bytes; attention
+    with dropout or a mask has a kernel that keeps no scores."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (F.layer_norm, F.softmax, torch.softmax, Tensor.softmax) and torch.is_autocast_enabled("cpu"):
+            return func(args[0].float(), *args[1:], **kwargs)
+        if func is F.dropout:
+            named = {"p": 0.5, "training": True, **dict(zip(("p", "training"), args[1:], strict=False)), **kwargs}
+            return torch.native_dropout(args[0], named["p"], True)[0] if named["training"] and named["p"] else args[0]
+        if func is F.scaled_dot_product_attention:
+            named = dict(zip(("attn_mask", "dropout_p", "is_causal"), args[3:], strict=False))
+            return func(*args[:3], **{**named, **kwargs, "dropout_p": 0.0})
+        return func(*args, **kwargs)
+
+
+def plan(model: nn.Module, loss: Loss, batch: Mapping[str, Tensor], config: LoopConfig, machines: Machines) -> MemoryPlan:
+    """The plan of a model on the meta device, for training on micro-batches like `batch`.
+
+    Raises:
+        ConfigError: a GPU or an option is not known to the plan, or there are more GPUs than micro-batches in a step.
+    """
+    operations, peak = flops.batch_flops(model), machines.peak(config.precision)
+    count = config.sequences_per_step // config.micro_batch
+    if count < machines.gpus:
+        raise ConfigError(f"--gpus {machines.gpus}: a step has {count} micro-batches. Plan at most that many, or lower loop.micro_batch.")
+    passes = -(-count // machines.gpus)
+    if machines.gradient_checkpointing:
+        memory.checkpoint_layers(model)
+    storages = FakeStorages(vocabulary(model), machines.gpus if machines.shares_gradients(passes) else 1)
+    parts = _share(model, pass_peak(storages, model, loss, batch, config.precision, passes), passes, config, machines)
+    work = operations(batch) if operations else None
+    read = sum(int(batch[name].sum()) for name in ("attention_mask", "context_mask") if name in batch)
+    rate = MFU * peak / work if peak and work else None  # micro-batches a second, of one GPU
+    every = list(model.parameters())
+    return MemoryPlan(
+        parameters=sum(parameter.numel() for parameter in every),
+        trained=sum(parameter.numel() for parameter in every if parameter.requires_grad),
+        parts=parts,
+        tokens_per_second=rate * read * machines.gpus if rate else None,
+        hours=config.steps * passes / rate / 3600 if rate else None,
+    )
+
+
+def pass_peak(
+    storages: FakeStorages, model: nn.Module, loss: Loss, batch: Mapping[str, Tensor], precision: str, passes: int
+) -> dict[str, int]:
+    """Bytes by part at the peak of the forward and backward passes of a step, of a model that is not shared. `model` becomes fake."""
+    _make_fake(model, storages)
+    batch = {name: storages.fake(value) if value.is_meta else value for name, value in batch.items()}
+    for value in batch.values():
+        storages.hold(value, "activations")
+    model.train()
+    dtype = torch.float16 if precision == "float16" else torch.bfloat16
+    with storages, storages.device:
+        for _ in range(min(passes, 2)):  # the second finds the gradients of the first
+            with torch.autocast("cpu", dtype, enabled=precision != "float32"):
+                summed = loss(model, batch)
+                summed = summed[0] if isinstance(summed, tuple) else summed
+            # `backward` would leave the mode of functions, also where layers are computed again.
+            _engine_run_backward((summed,), (torch.ones_like(summed),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+            del summed
+    return storages.at_peak
+
+
+def _make_fake(model: nn.Module, storages: FakeStorages) -> None:
+    """Replace all weights and buffers of `model` by fake ones, tied ones by the same one, and count them."""
+    made: dict[int, Tensor] = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in made:
+                    stand_in = storages.fake(tensor)
+                    made[id(tensor)] = nn.Parameter(stand_in, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else stand_in
+                    storages.hold(made[id(tensor)], "weights")
+                    if tensor.requires_grad:
+                        parameter: Any = made[id(tensor)]
+                        parameter.register_post_accumulate_grad_hook(lambda weight: storages.hold(weight.grad, "gradients"))
+                tensors[name] = made[id(tensor)]  # type: ignore[assignment]  of the same kind as before
+
+
+def _share(model: nn.Module, peak: Mapping[str, int], passes: int, config: LoopConfig, machines: Machines) -> dict[str, int]:
+    """Bytes by part on one of the GPUs: of the peak of a pass, shared as the engine does it, or of the optimizer's step if that is more."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    gradients, N = sum(parameter.nbytes for parameter in trained), machines.gpus
+    parts = {**peak, "optimizer": optimizer_bytes(trained, config.optimizer)}
+    step = {**parts, "gradients": gradients, "activations": 0, "logits": 0, "copies": 0 if config.optimizer == "adafactor" else gradients}
+    if machines.deepspeed:
+        parts, step = (_zero(each, machines.zero_settings(), gradients, N) for each in (parts, step))
+    elif machines.fsdp:
+        layer, rest = _layer_sizes(model)
+        whole = parts["gradients"] if passes > 1 else parts["gradients"] // N  # they are reduced in the last pass
+        parts, step = ({**each, **{name: each[name] // N for name in ("weights", "optimizer")}} for each in (parts, step))
+        # Two layers are gathered, of two the gradients are being reduced.
+        parts |= {"gradients": whole, "copies": parts["copies"] + 2 * rest + 4 * layer}
+        step |= {"gradients": step["gradients"] // N, "copies": step["copies"] // N}
+    elif N > 1:
+        parts, step = ({**each, "copies": each["copies"] + gradients} for each in (parts, step))  # DDP's buckets
+    return max(parts, step, key=lambda each: sum(each.values()))
+
+
+def _zero(parts: Mapping[str, int], settings: Mapping[str, Any], gradients: int, N: int) -> dict[str, int]:
+    """Shares of DeepSpeed's stages. Each process has a copy of the weights that it moves, and a bucket of gradients to be reduced."""
+    stage, most = settings["stage"], {name: 4 * _number(settings, name, usual) for name, usual in _ZERO_SIZES.items()}
+    bucket = min(gradients, most["reduce_bucket_size"])
+    found = dict(parts)
+    offloaded = (settings.get("offload_optimizer") or {}).get("device", "none") != "none"
+    found["optimizer"] = 0 if offloaded else parts["optimizer"] // N
+    found["copies"] = parts["copies"] + bucket + (0 if offloaded else gradients // N)
+    if stage >= 2:
+        found["gradients"] = parts["gradients"] // N
+    if stage == 3:
+        found["weights"] = parts["weights"] // N
+        found["copies"] += min(parts["weights"], most["stage3_max_live_parameters"])
+    return found
+
+
+def _number(settings: Mapping[str, Any], name: str, usual: int) -> int:
+    return usual if settings.get(name, "auto") == "auto" else int(settings[name])
+
+
+def _layer_sizes(model: nn.Module) -> tuple[int, int]:
+    """Bytes of the largest layer that FSDP2 gathers, and of all that is in none and stays whole in a pass."""
+    sizes = [sum(parameter.nbytes for parameter in layer.parameters()) for layer in layers(model)]
+    return max(sizes, default=0), sum(parameter.nbytes for parameter in model.parameters()) - sum(sizes)
+
+
+def optimizer_bytes(trained: list[nn.Parameter], optimizer: str) -> int:
+    """Bytes of the optimizer's state: two moments of each weight, or with adafactor the means of rows and columns."""
+    if optimizer != "adafactor":
+        return sum(2 * parameter.nbytes for parameter in trained)
+    factored = [p.numel() // p.shape[-1] + p.numel() // p.shape[-2] if p.ndim > 1 else p.numel() for p in trained]
+    return 4 * sum(factored)
+
+
+def vocabulary(model: Any) -> int:
+    """Rows of the matrix that gives the logits; 0 where there is none."""
+    head = getattr(getattr(model, "base", model), "get_output_embeddings", lambda: None)()
+    return 0 if head is None else head.weight.shape[0]

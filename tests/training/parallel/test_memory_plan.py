@@ -1,0 +1,273 @@
+"""What is planned on paper beside what a real step of tiny models takes on this machine, by PyTorch's own record of allocations."""
+
+import gc
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from src.config import Places
+from src.data.longest_batch import longest_batch
+from src.experiments.grid import override
+from src.files import write_json
+from src.interfaces import load_experiment
+from src.registry import MODELS, bind
+from src.runs.context import Options
+from src.training.monitoring import flops
+from src.training.parallel import choice, memory, memory_plan
+from src.training.parallel.memory_plan import FakeStorages, pass_peak, vocabulary
+from tests import toy
+
+TOLERANCE = 0.10
+VOCABULARY = [f"<{i}>" for i in range(800)]
+LOOP = {"steps": 2, "sequences_per_step": 8, "micro_batch": 4, "learning_rate": 1e-2, "eval_every": 2}
+GPT = {"name": "gpt_bigcode", "tokenizer": "toy_tokenizer", "hidden_size": 96, "num_layers": 4, "num_heads": 4, "max_positions": 160}
+LM = {**toy.BASE, "model": {**GPT, "extra_tokens": VOCABULARY}, "data": {**toy.BASE["data"], "sequence_tokens": 160}, "loop": LOOP}
+T5 = {
+    "recipe": "t5_pretrain",
+    "seed": 0,
+    "model": {
+        "name": "t5",
+        "random": {
+            "tokenizer": "toy_tokenizer",
+            "vocabulary_multiple": 640,
+            "hidden_size": 96,
+            "feed_forward_size": 256,
+            "num_layers": 3,
+            "num_heads": 4,
+        },
+    },
+    "data": {"name": "span_corruption", "corpus": "toy_text", "input_tokens": 128},
+    "loop": {**LOOP, "optimizer": "adamw_scale"},
+}
+CROSSATTN = {
+    **toy.CROSSATTN,
+    "model": {"name": "cross_attention", "num_layers": 2, "stride": 2, "base": {**GPT}},
+    "data": {**toy.CROSSATTN["data"], "context_tokens": 160, "sequence_tokens": 96, "loss_on": "all"},
+    "loop": LOOP,
+}
+INTERLEAVED = {
+    "recipe": "interleaved",
+    "seed": 0,
+    "model": {
+        "name": "vision_language",
+        "tokenizer": "toy_tokenizer",
+        "vision": {"frame_size": 32, "patch_size": 4, "hidden_size": 64, "num_layers": 2, "num_heads": 4},
+        "scale_factor": 4,
+        "hidden_size": 96,
+        "num_layers": 2,
+        "num_heads": 4,
+        "max_positions": 96,
+    },
+    "data": {
+        "name": "streamed",
+        "sources": {"pages": {"path": "pages"}},
+        "images": {"frame_size": 32, "image_tokens": 4, "max_size": 32},
+        "sequence_tokens": 96,
+        "max_frames": 6,
+    },
+    "loop": LOOP,
+}
+LORA = override(LM, {"model": {"name": "lora", "rank": 4, "alpha": 4.0, "target_modules": ["c_attn", "c_fc"], "base": LM["model"]}})
+CASES: dict[str, tuple[dict[str, Any], bool]] = {
+    "lm": (LM, False),
+    "lm bfloat16": (override(LM, {"loop.precision": "bfloat16"}), False),
+    "lm recomputed": (LM, True),
+    "t5 bfloat16": (override(T5, {"loop.precision": "bfloat16"}), False),
+    "crossattn bfloat16": (override(CROSSATTN, {"loop.precision": "bfloat16"}), False),
+    "lora": (LORA, False),
+    "documents that are kept apart": (override(LM, {"data.apart": True, "loop.optimizer": "adafactor"}), False),
+    "images": (INTERLEAVED, False),
+}
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> Places:
+    return Places(toy.write_data(tmp_path / "data"), tmp_path / "runs")
+
+
+def measured(model: nn.Module, loss: Any, batch: Mapping[str, Tensor], recipe: Any, recompute: bool) -> int:
+    """Bytes of weights, and the most that two steps have taken besides."""
+    accelerator = choice.build_accelerator(recipe.loop, Options())
+    if recompute:
+        memory.checkpoint_layers(model)
+    engine = choice.build_engine(accelerator, model, recipe.loop, Options())
+    model.train()
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        for _ in range(recipe.loop.steps):
+            for last in (False, True):
+                with engine.accumulation_context(last):
+                    with accelerator.autocast():
+                        found = loss(engine.model, batch)
+                    summed = found[0] if isinstance(found, tuple) else found
+                    engine.backward(summed * 1.0, last)
+                del found, summed
+            engine.clip(engine.norm(), 1.0)
+            engine.step()
+    events = [(e.start_ns(), e.nbytes()) for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
+    now = most = 0
+    for _, number in sorted(events, key=lambda event: event[0]):
+        now += number
+        most = max(most, now)
+    return most + sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_plan_is_what_a_step_takes(case: str, places: Places):
+    exp, recompute = CASES[case]
+    recipe: Any = load_experiment(exp, case)
+    loss = recipe.training_loss(recipe.loss())
+    torch.manual_seed(0)
+    model = recipe.model.build(places)
+    batch = longest_batch(recipe.data, recipe.micro_batch, model.config)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    state = memory_plan.optimizer_bytes(trained, recipe.loop.optimizer)
+    taken = measured(model, loss, batch, recipe, recompute)
+    with torch.device("meta"):
+        on_paper = recipe.model.build(replace(places, on_paper=True))
+    if recompute:
+        memory.checkpoint_layers(on_paper)
+    storages = FakeStorages(vocabulary(on_paper), gpu=False)
+    parts = pass_peak(storages, on_paper, loss, batch, recipe.loop.precision, passes=2)
+    assert sum(parts.values()) + state == pytest.approx(taken, rel=TOLERANCE), parts
+    assert sum(parts.values()) + state > 3 * parts["weights"], "little but weights would hide what is wrong with the rest"
+
+
+@pytest.fixture
+def printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    """A function from groups and arguments to the exit code, the lines of the table and the errors of --dry-run --memory."""
+    toy.write_data(tmp_path / "data")
+
+    def run(groups: dict[str, Any], *arguments: str) -> tuple[int, list[dict[str, str]], str]:
+        code = toy.main(["-e", *groups, "--dry-run", "--memory", *arguments], groups, tmp_path)
+        out, err = capsys.readouterr()
+        lines = [re.split(r"  +", line) for line in out.splitlines()]
+        head = next((line for line in lines if line[0] == "experiment"), [])
+        return code, [dict(zip(head, line, strict=True)) for line in lines[lines.index(head) + 1 :]] if head else [], err
+
+    return run
+
+
+def test_experiments_that_are_alike_have_one_line_and_no_parent_is_needed(printed: Any, tmp_path: Path):
+    groups = {"base": [override(toy.BASE, {"seed": seed}) for seed in (0, 1, 2)], "crossattn": [toy.CROSSATTN]}
+    code, rows, err = printed(groups)
+    assert (code, err) == (0, "")
+    assert [row["experiment"] for row in rows] == ["base[0] and 2 more", "crossattn[0]"]
+    places = Places(tmp_path / "data", tmp_path / "runs")
+    model = load_experiment(toy.BASE, "").model.build(places)  # type: ignore[attr-defined]  a recipe with a model
+    count = f"{sum(parameter.numel() for parameter in model.parameters()) / 1e6:,.1f}"
+    assert (rows[0]["parameters"], rows[0]["trained"]) == (count, count)
+
+
+def test_a_pretrained_model_needs_its_config_alone(printed: Any, tmp_path: Path):
+    config = {"model_type": "llama", "vocab_size": 64, "hidden_size": 2048, "num_hidden_layers": 1, "num_attention_heads": 8}
+    (tmp_path / "llama").mkdir()
+    write_json(tmp_path / "llama" / "config.json", {**config, "intermediate_size": 2048})
+    base = {"name": "hf", "path": str(tmp_path / "llama"), "dtype": "bfloat16"}
+    code, rows, err = printed({"pretrained": [override(toy.BASE, {"model": base})]})
+    assert code == 1
+    assert "no weights here" in err, "the plan hides nothing of what is missing"
+    assert rows[0]["parameters"] == f"{(2 * 64 * 2048 + 4 * 2048**2 + 3 * 2048**2 + 3 * 2048) / 1e6:,.1f}"
+
+
+def test_a_gpu_computes_norms_in_float32_under_autocast_and_recomputes_them_so(tmp_path: Path):
+    """bfloat16 weights, whose norms would be computed in bfloat16 on a CPU."""
+    sizes = {"model_type": "gpt2", "vocab_size": 64, "n_embd": 64, "n_layer": 8, "n_head": 2, "n_positions": 64}
+    sizes |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    (tmp_path / "gpt2").mkdir()
+    write_json(tmp_path / "gpt2" / "config.json", sizes)
+    exp = override(LM, {"model": {"name": "hf", "path": str(tmp_path / "gpt2"), "dtype": "bfloat16"}, "data.sequence_tokens": 64})
+    recipe: Any = load_experiment(override(exp, {"loop.precision": "bfloat16"}), "")
+    places, held = Places(tmp_path, tmp_path / "runs", on_paper=True), dict[tuple[bool, bool], int]()
+    for gpu, recompute in ((True, False), (True, True), (False, False)):
+        with torch.device("meta"):
+            model = recipe.model.build(places)
+        if recompute:
+            memory.checkpoint_layers(model)
+        batch = longest_batch(recipe.data, recipe.micro_batch, model.config)
+        parts = pass_peak(FakeStorages(gpu=gpu), model, recipe.training_loss(recipe.loss()), batch, "bfloat16", passes=1)
+        held[gpu, recompute] = parts["activations"]
+    assert held[True, False] > held[False, False]
+    assert held[True, True] < held[True, False] / 2
+
+
+def test_time_is_work_by_the_peak(printed: Any, tmp_path: Path):
+    def planned(*arguments: str) -> tuple[float, float]:
+        exp = override(LM, {"loop.precision": "bfloat16", "loop.steps": 10**9})
+        _, rows, _ = printed({"lm": [exp]}, *arguments)
+        return float(rows[0]["tokens/s"].replace(",", "")), float(rows[0]["hours"].replace(",", ""))
+
+    rate, hours = planned()
+    model = bind(MODELS, LM["model"]).build(Places(tmp_path / "data", tmp_path / "runs"))
+    work = flops.batch_flops(model)
+    assert work
+    assert hours == pytest.approx(10**9 * work({"input_ids": torch.zeros(8, 160)}) / (0.4 * 989e12) / 3600, rel=0.01)
+    assert rate * hours * 3600 == pytest.approx(10**9 * 8 * 160, rel=0.01)
+    assert planned("--gpus", "2") == pytest.approx((2 * rate, hours / 2), rel=0.01)
+    assert planned("--gpu", "A100")[1] == pytest.approx(hours * 989 / 312, rel=0.01)
+
+
+def test_a_shared_model_takes_less(tmp_path: Path):
+    recipe: Any = load_experiment(override(LM, {"loop.micro_batch": 1}), "")
+    places = Places(toy.write_data(tmp_path / "data"), tmp_path / "runs")
+    write_json(tmp_path / "zero.json", {"zero_optimization": {"stage": 3, "reduce_bucket_size": 1000, "stage3_max_live_parameters": 1000}})
+    given = {"gpus": 4, "gpu": "H100"}
+    whole, fsdp, zero = (
+        recipe.plan_memory(places, **given, **more) for more in ({}, {"fsdp": True}, {"deepspeed": tmp_path / "zero.json"})
+    )
+    for part in ("weights", "optimizer"):
+        assert fsdp.parts[part] == zero.parts[part] == whole.parts[part] // 4
+    assert fsdp.parts["gradients"] > 0.9 * whole.parts["gradients"], "with two passes a step, they are whole until the last"
+    assert zero.parts["gradients"] <= whole.parts["gradients"] // 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--gpu", "H101"), r"--gpu: unknown GPU 'H101'. Did you mean 'H100'\? Known: A10, .*RTX 4090"),
+        (("--gpus", "9"), r"base\[0\]: --gpus 9: a step has 4 micro-batches. Plan at most that many"),
+        (("--gpus", "0"), "--gpus: expected a number of at least 1, got 0"),
+        (("--offload_activations",), "--offload_activations leaves on a GPU is not planned"),
+        (("--micro_batch", "3"), "--micro_batch 3: .*is not a multiple"),
+    ],
+)
+def test_what_cannot_be_planned_is_said(printed: Any, arguments: tuple[str, ...], message: str):
+    code, rows, err = printed({"base": [toy.BASE]}, *arguments)
+    assert (code, rows) == (1, [])
+    assert re.search(message, err), err
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": {"name": "documents", "corpus": "toy_text"}}, "data.sequence_tokens is not given"),
+        ({"model": {"name": "hf", "path": "gone"}}, "'gone' is neither a folder"),
+    ],
+)
+def test_experiments_without_a_plan_are_named(printed: Any, changes: dict[str, Any], message: str):
+    code, rows, err = printed({"odd": [override(toy.BASE, changes)], "base": [toy.BASE]})
+    assert code == 1
+    assert [row["experiment"] for row in rows] == ["base[0]"]
+    assert re.search(rf"odd\[0\].*{message}", err), err
+
+
+def test_evaluations_are_left_out_beside_trainings(printed: Any):
+    evaluated = override(toy.BASE, {"loop": None, "evaluation": {"micro_batch": 4}})
+    code, rows, _ = printed({"evaluated": [evaluated], "base": [toy.BASE]})
+    assert (code, [row["experiment"] for row in rows]) == (0, ["base[0]"])
+    code, rows, err = printed({"evaluated": [evaluated]})
+    assert (code, rows) == (1, [])
+    assert "it has no loop" in err
+
+
+def test_memory_alone_runs_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for arguments, message in ((["--memory"], "Add --dry-run"), (["--dry-run", "--gpus", "2"], "Add --dry-run --memory")):
+        assert toy.main(["-e", "base", *arguments], {"base": [toy.BASE]}, tmp_path) == 1
+        assert message in capsys.readouterr().err
