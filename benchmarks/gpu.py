@@ -28,7 +28,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -144,9 +144,9 @@ def device(folder: Path) -> dict[str, Any]:
 def precisions(folder: Path) -> dict[str, Any]:
     """The first losses, on the device and on the CPU."""
     found: dict[str, Any] = {}
-    on_cpu = _losses(folder / "cpu", toy.BASE, {"CUDA_VISIBLE_DEVICES": ""})
+    on_cpu = _losses(folder / "cpu", toy.BASE, without_gpu=True)
     for precision in PRECISIONS:
-        own = _losses(folder / precision, override(toy.BASE, {"loop.precision": precision}), {})
+        own = _losses(folder / precision, override(toy.BASE, {"loop.precision": precision}))
         found[precision] = max(abs(a - b) / abs(b) for a, b in zip(own, on_cpu, strict=True))
         assert found[precision] < {"float32": 1e-3}.get(precision, 0.05), (precision, own, on_cpu)
     return {f"largest difference to float32 on the CPU, {name}": round(value, 6) for name, value in found.items()}
@@ -154,22 +154,26 @@ def precisions(folder: Path) -> dict[str, Any]:
 
 def resume(folder: Path) -> dict[str, Any]:
     """Killed after a checkpoint, continued, compared with a run that was not."""
-    for precision in PRECISIONS:
-        exps = {name: _short(override(exp, {"loop.precision": precision})) for name, exp in TINY.items()}
-        for name, exp in exps.items():
-            whole, cut = folder / f"{precision}-whole", folder / f"{precision}-cut"
-            _train(whole, exp, "--with-parents")
-            _train(cut, exp, "--with-parents", kill_after=exp["loop"]["eval_every"])
-            _train(cut, exp, "--with-parents")
-            one, other = (_weights(place, exp) for place in (whole, cut))
-            assert one == other, f"{name} in {precision}: other bits"
-    return {"same bits": [f"{name} {precision}" for precision in PRECISIONS for name in TINY]}
+    exps = {
+        f"{name} {precision}": override(exp, {"loop.precision": precision, "loop.steps": 8, "loop.eval_every": 4})
+        for precision in PRECISIONS
+        for name, exp in TINY.items()
+    }
+    whole, cut = folder / "whole", folder / "cut"
+    _train(whole, list(exps.values()), "--with-parents")
+    for exp in exps.values():
+        _train(cut, [exp], "--with-parents", kill_after=4)
+    _train(cut, list(exps.values()), "--with-parents")
+    for name, exp in exps.items():
+        one, other = (_weights(place, exp) for place in (whole, cut))
+        assert one == other, f"{name}: other bits"
+    return {"same bits": list(exps)}
 
 
 def stop(folder: Path) -> dict[str, Any]:
     """Asked to end while it trains."""
     exp = override(toy.BASE, {"loop.steps": 100_000, "loop.eval_every": 50_000})
-    process = _begin(folder, exp, "--log_every", "10")
+    process = _begin(folder, [exp], "--log_every", "10")
     _wait_for_scores(process, folder, exp)
     process.send_signal(signal.SIGTERM)
     told, _ = process.communicate(timeout=120)
@@ -187,7 +191,7 @@ def sharded(folder: Path) -> dict[str, Any]:
         ways["zero3"] = ["--deepspeed", str(settings)]
     exp, found = _large("lm", {"loop.precision": "bfloat16"}), {}
     for name, words in ways.items():
-        _train(folder / name, exp, *words)
+        _train(folder / name, [exp], *words)
         found[name] = {"loss": _scores(folder / name, exp)[-1]["train_loss"], **_perf(folder / name, exp, "peak_memory_bytes")}
     for values in found.values():
         assert abs(values["loss"] / found["replicated"]["loss"] - 1) < 1e-2, found
@@ -201,7 +205,7 @@ def speed(folder: Path) -> dict[str, Any]:
         for compiled in (False, True) if GPU else (False,):
             exp = _large(name, {"loop.precision": "bfloat16", **({"loop.compile": True} if compiled else {})})
             place = folder / f"{name}-{compiled}"
-            _train(place, exp)
+            _train(place, [exp])
             own = _perf(place, exp, "tokens_per_second", "mfu", "peak_memory_bytes", "data_wait_rate")
             if name == "lm":
                 own["times_bare"] = own["tokens_per_second"] / bare_tokens_per_second(exp, compiled)
@@ -252,8 +256,8 @@ def checkpoint(folder: Path) -> dict[str, Any]:
     """Seconds in which the loop stands still, of perf.jsonl's time between the rows with and without a checkpoint."""
     changes = {"loop.steps": 40, "loop.eval_every": 40}
     exp = _large("lm", changes)
-    _train(folder / "with", exp, "--save_every", "10")
-    _train(folder / "without", exp)
+    _train(folder / "with", [exp], "--save_every", "10")
+    _train(folder / "without", [exp])
     seconds = [sum(row["seconds"] for row in _rows(_run(folder / name, exp) / "perf.jsonl")) for name in ("with", "without")]
     size = max(file.stat().st_size for file in (_run(folder / "with", exp) / "checkpoints").glob("*/*"))
     return {"megabytes of the largest file": size / 1e6, "seconds with three checkpoints": seconds[0], "without": seconds[1]}
@@ -291,29 +295,25 @@ def _large(name: str, changes: Mapping[str, Any]) -> dict[str, Any]:
     return override(TINY[name], {**SIZES[name], **(loop if GPU else {"loop.steps": 12, "loop.eval_every": 12}), **changes})
 
 
-def _short(exp: dict[str, Any]) -> dict[str, Any]:
-    return override(exp, {"loop.steps": 8, "loop.eval_every": 4})
-
-
-def _begin(folder: Path, exp: Mapping[str, Any], *words: str, variables: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+def _begin(folder: Path, exps: Sequence[Mapping[str, Any]], *words: str, without_gpu: bool = False) -> subprocess.Popen[str]:
     if not (folder / "data").exists():
         folder.mkdir(exist_ok=True)
         (folder / "data").symlink_to(folder.parent / "data")
-    groups = {"one": [exp], "base": [toy.BASE]}
+    groups = {"one": exps, "base": [toy.BASE]}
     call = f"toy.main({['-e', 'one', *words]!r}, {groups!r}, Path({str(folder)!r}))"
     code = f"import sys; from pathlib import Path; from tests import toy; sys.exit({call})"
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""} if without_gpu else None
     return subprocess.Popen(
-        [sys.executable, "-c", code],
-        cwd=ROOT, env={**os.environ, **(variables or {})}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
 
 
-def _train(folder: Path, exp: Mapping[str, Any], *words: str, kill_after: int = 0, variables: Mapping[str, str] | None = None) -> None:
-    """To the end, or until there is a checkpoint of that step."""
-    process = _begin(folder, exp, *words, variables=variables)
+def _train(folder: Path, exps: Sequence[Mapping[str, Any]], *words: str, kill_after: int = 0, without_gpu: bool = False) -> None:
+    """To the end, or until the first of them has a checkpoint of step `kill_after`."""
+    process = _begin(folder, exps, *words, without_gpu=without_gpu)
     if kill_after:
-        while process.poll() is None and not (_run(folder, exp) / "checkpoints" / f"step-{kill_after:08}").exists():
-            time.sleep(0.01)
+        while process.poll() is None and not (_run(folder, exps[0]) / "checkpoints" / f"step-{kill_after:08}").exists():
+            time.sleep(0.001)
         process.kill()
     told, _ = process.communicate()
     assert kill_after or process.returncode == 0, told[-4000:]
@@ -325,8 +325,8 @@ def _wait_for_scores(process: subprocess.Popen[str], folder: Path, exp: Mapping[
         time.sleep(0.05)
 
 
-def _losses(folder: Path, exp: dict[str, Any], variables: Mapping[str, str]) -> list[float]:
-    _train(folder, exp, variables=variables)
+def _losses(folder: Path, exp: dict[str, Any], without_gpu: bool = False) -> list[float]:
+    _train(folder, [exp], without_gpu=without_gpu)
     return [row["train_loss"] for row in _scores(folder, exp)]
 
 
