@@ -46,8 +46,8 @@ class FSDPEngine(Engine):
         self.replicas = replicas
         shape = (distributed.world_size(),) if replicas == 1 else (replicas, distributed.world_size() // replicas)
         mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("replica", "shard")[-len(shape) :])
-        for layer in _layers(module):
-            if accelerator.mixed_precision == "bf16" and (cast := _cast_modules(layer, module)):
+        for layer in sharded_layers(module):
+            if accelerator.mixed_precision == "bf16" and (cast := cast_modules(layer, module)):
                 fully_shard(cast, mesh=mesh, mp_policy=_BFLOAT16)
             fully_shard(layer, mesh=mesh)
         root = fully_shard(module, mesh=mesh)
@@ -96,7 +96,7 @@ class FSDPEngine(Engine):
         checkpoint.load_optimizer(folder, self.module, self.optimizer, _shard_like)
 
 
-def _layers(module: nn.Module) -> list[nn.Module]:
+def sharded_layers(module: nn.Module) -> list[nn.Module]:
     """The entries of the module lists, which are gathered one at a time; without nested ones, such as T5's sublayers."""
     found: list[nn.Module] = []
     inner: set[int] = set()
@@ -107,7 +107,7 @@ def _layers(module: nn.Module) -> list[nn.Module]:
     return found
 
 
-def _cast_modules(layer: nn.Module, model: nn.Module) -> list[nn.Module]:
+def cast_modules(layer: nn.Module, model: nn.Module) -> list[nn.Module]:
     """The parts of a layer whose weights autocast casts, as only they use them."""
     uses = Counter(id(weight) for part in model.modules() for weight in part.parameters(recurse=False))
     found = [part for part in layer.modules() if isinstance(part, _CAST)]

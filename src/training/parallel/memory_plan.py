@@ -28,7 +28,7 @@ from src.files import read_json
 from src.training.config import LoopConfig
 from src.training.loss import Loss
 from src.training.monitoring import flops
-from src.training.parallel import memory
+from src.training.parallel import fsdp, memory
 from src.training.parallel.compile import layers
 
 PARTS = ("weights", "gradients", "optimizer", "copies", "activations", "logits")
@@ -130,6 +130,8 @@ class LiveStorages(TorchDispatchMode):
     def hold(self, tensor: Tensor, part: str) -> None:
         """Count a tensor as `part` until its storage is freed, also where it is counted already."""
         storage = tensor.untyped_storage()
+        if part == "gathered":
+            return
         if storage in self._known:
             if part == "gradients":
                 self._move(self._known[storage], part)
@@ -156,7 +158,7 @@ class LiveStorages(TorchDispatchMode):
         if func is _aten._to_copy.default:
             entry = self._known.get(args[0].untyped_storage())
             if entry and entry["part"] in ("weights", "copies"):
-                return "copies"
+                return "gathered" if entry.get("gathered") else "copies"
         is_logits = made.is_floating_point() and made.ndim > 1 and made.shape[-1] == self.vocabulary
         return "logits" if is_logits else "activations"
 
@@ -169,6 +171,8 @@ class FakeStorages(LiveStorages):
         """gpu: False for what a CPU holds."""
         super().__init__(vocabulary, processes)
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.gathered: set[int] = set()
+        """Ids of the weights that are gathered in the precision of the loop: nothing keeps a copy of them."""
         self.device = _LikeGPU() if gpu else contextlib.nullcontext()
 
     def fake(self, tensor: Tensor) -> Tensor:
@@ -237,6 +241,9 @@ def plan(model: nn.Module, loss: Loss, batch: Mapping[str, Tensor], config: Loop
     if machines.gradient_checkpointing:
         memory.checkpoint_layers(model)
     storages = FakeStorages(vocabulary(model), machines.gpus if machines.shares_gradients(passes) else 1)
+    if machines.fsdp and config.precision == "bfloat16":
+        cast = (part for layer in fsdp.sharded_layers(model) for part in fsdp.cast_modules(layer, model))
+        storages.gathered = {id(weight) for part in cast for weight in part.parameters(recurse=False)}
     parts = _share(model, pass_peak(storages, model, loss, batch, config.precision, passes), passes, config, machines)
     work = operations(batch) if operations else None
     read = sum(int(batch[name].sum()) for name in ("attention_mask", "context_mask") if name in batch)
@@ -284,6 +291,7 @@ def _make_fake(model: nn.Module, storages: FakeStorages) -> None:
                     stand_in = storages.fake(tensor)
                     made[id(tensor)] = nn.Parameter(stand_in, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else stand_in
                     storages.hold(made[id(tensor)], "weights")
+                    storages._known[made[id(tensor)].untyped_storage()]["gathered"] = id(tensor) in storages.gathered
                     if tensor.requires_grad:
                         parameter: Any = made[id(tensor)]
                         parameter.register_post_accumulate_grad_hook(lambda weight: storages.hold(weight.grad, "gradients"))

@@ -228,6 +228,16 @@ def test_a_shared_model_takes_less(tmp_path: Path):
     assert zero.parts["gradients"] <= whole.parts["gradients"] // 4
 
 
+def test_a_model_that_is_gathered_in_bfloat16_leaves_no_copies_to_autocast(tmp_path: Path):
+    """Of a deep one: what FSDP2 gathers is of two layers, and what autocast would copy of all."""
+    places = Places(toy.write_data(tmp_path / "data"), tmp_path / "runs")
+    changes = {"loop.micro_batch": 1, "loop.precision": "bfloat16", "model.num_layers": 24}
+    recipe: Any = load_experiment(override(LM, changes), "")
+    whole, fsdp = (recipe.plan_memory(places, gpus=4, gpu="H100", **more) for more in ({}, {"fsdp": True}))
+    assert fsdp.parts["copies"] < whole.parts["weights"] / 3
+    assert whole.parts["copies"] > whole.parts["weights"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
