@@ -130,13 +130,13 @@ class LiveStorages(TorchDispatchMode):
     def hold(self, tensor: Tensor, part: str) -> None:
         """Count a tensor as `part` until its storage is freed, also where it is counted already."""
         storage = tensor.untyped_storage()
-        if part == "gathered":
-            return
         if storage in self._known:
             if part == "gradients":
                 self._move(self._known[storage], part)
             return
-        entry = {"part": part, "bytes": storage.nbytes()}
+        free = part == "gathered"
+        entry = {"part": "copies" if free else part, "bytes": 0 if free else storage.nbytes()}
+        part = entry["part"]
         self._known[storage] = entry
         weakref.finalize(storage, self._free, entry).atexit = False
         self.live[part] += entry["bytes"]

@@ -235,6 +235,7 @@ def test_a_model_that_is_gathered_in_bfloat16_leaves_no_copies_to_autocast(tmp_p
     recipe: Any = load_experiment(override(LM, changes), "")
     whole, fsdp = (recipe.plan_memory(places, gpus=4, gpu="H100", **more) for more in ({}, {"fsdp": True}))
     assert fsdp.parts["copies"] < whole.parts["weights"] / 3
+    assert fsdp.parts["activations"] == pytest.approx(whole.parts["activations"], rel=0.1)
     assert whole.parts["copies"] > whole.parts["weights"]
 
 
