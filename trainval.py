@@ -231,7 +231,7 @@ def train(args: argparse.Namespace, planned: Sequence[Any], chosen: set[str], pl
 
     options = arguments.training_options(args, distributed.world_size())
     failed = 0
-    with distributed.stoppable(), distributed.session():
+    with distributed.stoppable(), distributed.session(args.deterministic):
         for item in planned:
             if any(distributed.all_gather_list([distributed.stop_requested()])):  # at the end of the one before, too late for its loop
                 raise distributed.agreed_stop(None)
@@ -251,7 +251,7 @@ def train(args: argparse.Namespace, planned: Sequence[Any], chosen: set[str], pl
 
 def run_one(item: Any, reset: int, places: Any, options: Any, micro_batch: int | None = None) -> None:
     """Train one experiment in its save directory; a finished one is left as it is. micro_batch: instead of the experiment's own."""
-    from src import distributed
+    from src import distributed, torch_settings
     from src.errors import ConfigError
     from src.registry import resolved_dict
     from src.runs import metadata, parents, plan
@@ -265,7 +265,7 @@ def run_one(item: Any, reset: int, places: Any, options: Any, micro_batch: int |
         lacks = parents.missing_parents(item.exp, places)
         if lacks and (reset or metadata.state_of(places.runs / item.exp_id) != "done"):
             raise ConfigError("\n".join(lacks))
-        facts = {"groups": list(item.groups), **describe(sys.argv)}
+        facts = {"groups": list(item.groups), **describe(sys.argv), "torch": torch_settings.describe()}
         resolved = resolved_dict(item.recipe, key="recipe")
         opened.append(RunDir.open(places.runs, item.exp, resolved, recipe=item.recipe, reset=reset, facts=facts))
         return opened[0].status()["state"]
@@ -273,6 +273,7 @@ def run_one(item: Any, reset: int, places: Any, options: Any, micro_batch: int |
     distributed.defer_stop()  # until `carry_out` keeps the status true
     state = distributed.broadcast_from_rank0(begin)
     run_dir = opened[0] if opened else RunDir.attach(places.runs / item.exp_id)
+    torch_settings.place_flight_recorder(run_dir.logs)
     with run_dir, log_to_file(run_dir.logs, LOGGERS if distributed.is_main() else ()):
         if state == "done":
             log.info("%s %s: done already.", item.where, item.exp_id)

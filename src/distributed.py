@@ -13,6 +13,7 @@ from datetime import timedelta
 from types import FrameType
 from typing import Any, Literal, TypeVar
 
+from src import torch_settings
 from src.errors import LaunchError, UserError
 
 T = TypeVar("T")
@@ -90,8 +91,8 @@ def is_main() -> bool:
 
 
 @contextlib.contextmanager
-def session() -> Iterator[None]:
-    """Join the process group on entry and leave it gracefully on success; a failing process leaves at once.
+def session(deterministic: bool = False) -> Iterator[None]:
+    """Join the process group on entry and leave it gracefully on success; a failing process leaves at once. Makes `torch_settings`.
 
     Backend: nccl between GPUs where the machine has any, one for each process; gloo between CPUs.
 
@@ -99,6 +100,7 @@ def session() -> Iterator[None]:
         LaunchError: fewer GPUs than processes on this machine; incomplete variables of the launcher, or settings with which its
             restarts of killed processes would hang.
     """
+    torch_settings.make(deterministic)
     if world_size() == 1:
         yield
         return
@@ -118,7 +120,7 @@ def session() -> Iterator[None]:
         raise LaunchError(f"WORLD_SIZE is {world_size()}, but RANK is not set. Start several processes with torchrun, or unset WORLD_SIZE.")
     if gpu:
         torch.cuda.set_device(local_rank())
-    dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")
+    dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", timeout=torch_settings.COLLECTIVE_TIMEOUT)
     try:
         yield
     except TrainingStopped as stopped:
@@ -272,7 +274,7 @@ def raise_together() -> Iterator[None]:
 def broadcast_from_rank0(compute: Callable[[], T], timeout: timedelta | None = None) -> T:
     """Call `compute` on rank 0 only and give its result, or its exception, to every rank. Results must be picklable.
 
-    timeout: how long the others wait. None: as long as in every collective, which is half an hour.
+    timeout: how long the others wait. None: `torch_settings.COLLECTIVE_TIMEOUT`, as in every collective.
     """
     if world_size() == 1:
         return compute()

@@ -68,6 +68,11 @@ class ModelConfig(Component):
     def check(self, places: Places) -> None:
         """Raises a UserError for what `build` would refuse, as far as it is known without loading weights."""
 
+    def check_device(self) -> None:
+        """Raises a ConfigError where this machine lacks the device that the model needs."""
+        if isinstance(base := getattr(self, "base", None), ModelConfig):
+            base.check_device()
+
     def kind(self, places: Places | None) -> str | None:
         """One of `kinds.KINDS`; None if only `places`, where parents are, would tell."""
         return DECODER
@@ -127,8 +132,7 @@ class ModelConfig(Component):
 
     def require_kind(self, wanted: str, places: Places | None, field: str = "model") -> None:
         """Raises ValueError where the model, which an experiment names in `field`, is known to be of another kind than `wanted`."""
-        found = self.kind(places)
-        if found not in (None, wanted):
+        if (found := self.kind(places)) not in (None, wanted):
             raise ValueError(f"{field}: expected {KINDS[wanted]}; got {self.name!r}, which is of the kind {found!r}.")
 
     def check_kind(self, wanted: str, places: Places, field: str = "model") -> None:

@@ -18,7 +18,7 @@ from src.training.config import Evaluation
 from src.training.monitoring.reporter import Reporter
 from src.training.parallel import choice as engines
 from src.training.parallel import memory
-from src.training.stop_conditions import StopConditions
+from src.training.stopping.stop_conditions import StopConditions
 
 Measure = Callable[[Accelerator], Mapping[str, float]]
 log = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ PASSED_ON = (
     *("keep_last", "keep_every", "keep_best", "fsdp_replicas"),
 )
 """Arguments that launched experiments get too, besides those for Weights & Biases and for sharded models."""
-SWITCHES = ("fsdp", "gradient_checkpointing", "offload_activations", "wandb_log_gradients")
+SWITCHES = ("fsdp", "gradient_checkpointing", "offload_activations", "deterministic", "wandb_log_gradients")
 """Switches that launched experiments get too."""
 
 
@@ -109,6 +109,7 @@ def make_parser(about: str, root: Path) -> argparse.ArgumentParser:
     where.add_argument("--fsdp_replicas", type=int, metavar="N", help="shard within each of N equal parts of the processes (default: 1)")
     where.add_argument("--gradient_checkpointing", action="store_true", help="recompute layers in the backward pass, to save memory")
     where.add_argument("--offload_activations", action="store_true", help="keep saved activations in host memory")
+    where.add_argument("--deterministic", action="store_true", help="only algorithms of torch that give the same bits each time; slower")
     where.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # appended by deepspeed and old launchers; LOCAL_RANK is used
     _add_wandb(parser)
     return parser

@@ -25,8 +25,13 @@ if TYPE_CHECKING:
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 """Weight files that transformers looks for, in its order; each may instead be an index of shards."""
 BITSANDBYTES = "requirements/bitsandbytes.txt"
-WITHOUT_FLEX = ("gpt2", "gpt_bigcode")
-"""Families that have no flex_attention in transformers 5.23."""
+WITHOUT = {
+    "sdpa": ("bloom", "gpt_neo"),
+    "flash_attention_2": ("bloom", "mt5", "t5"),
+    "flex_attention": ("bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neo"),
+}
+"""Families that lack an implementation of attention in transformers 5.23, of those that are known to be used here."""
+ON_GPU = ("flash_attention_2", "flex_attention")
 
 
 class RotaryScaling(StrictConfig):
@@ -112,8 +117,7 @@ class Config(ModelConfig):
         folder = self.folder(places)
         if places.on_paper:
             return self._build_on_paper(places, getattr(transformers, kind))
-        if self.attention == "flex_attention" and not torch.cuda.is_available():
-            raise ConfigError("model.attention: 'flex_attention' cannot train without a GPU: it has no backward pass. Take 'sdpa'.")
+        self.check_device()
         try:
             loaded: Any = getattr(transformers, kind).from_pretrained(
                 folder,
@@ -213,8 +217,15 @@ class Config(ModelConfig):
         if self.attention == "flash_attention_2" and find_spec("flash_attn") is None:
             raise ConfigError(f"model.attention: {self.attention!r} needs a package that is not installed: pip install flash-attn")
         sizes = call_once(self.architecture, places)
-        if self.attention == "flex_attention" and sizes and sizes.model_type in WITHOUT_FLEX:
-            raise ConfigError(f"model.attention: the family {sizes.model_type!r} has no {self.attention!r}. Take 'sdpa'.")
+        if sizes and sizes.model_type in WITHOUT.get(self.attention or "", ()):
+            instead = "eager" if self.attention == "sdpa" or sizes.model_type in WITHOUT["sdpa"] else "sdpa"
+            raise ConfigError(f"model.attention: the family {sizes.model_type!r} has no {self.attention!r}. Take {instead!r}.")
+
+    def check_device(self) -> None:
+        import torch
+
+        if self.attention in ON_GPU and not torch.cuda.is_available():
+            raise ConfigError(f"model.attention: {self.attention!r} cannot train without a GPU. Take 'sdpa'.")
 
     def tokenizer_folder(self, places: Places) -> Path | None:
         return places.data / self.tokenizer if self.tokenizer else None

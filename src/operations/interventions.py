@@ -7,7 +7,7 @@ python -m src.operations.interventions rollback-evals RUN [--to STEP]
 python -m src.operations.interventions hold RUN / release RUN       Slurm does not start its job, until it is released
 python -m src.operations.interventions ledger RUN                   who did what, when and why
 
-To stop a run, make a file `stop` in its save directory: see src/training/stop_conditions.py. A changed learning rate is applied by
+To stop a run, make a file `stop` in its save directory: see src/training/stopping/stop_conditions.py. A changed learning rate is applied by
 src/runs/history/branches.py.
 
 RUN is a save directory, or the beginning of an id in --runs. `--dry-run` prints the plan and changes nothing. An interrupted command is

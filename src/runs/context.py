@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -63,6 +63,8 @@ class Options:
     """Which checkpoints are kept."""
     launcher_settings: Mapping[str, str | float] = field(default_factory=dict)
     """Settings of accelerate's launcher, by name: `LoopConfig.check_accelerate` refuses those that contradict the experiment."""
+    after_step: Callable[[int], object] = lambda step: None
+    """Called by each process with the number of optimizer steps that are finished, after each."""
 
     def save_intervals(self, eval_every: int) -> tuple[int, ...]:
         """Steps between checkpoints, which are written at the multiples of each."""

@@ -28,7 +28,6 @@ from src.training.checkpointing import folder as checkpoint
 from src.training.checkpointing.saver import LoopSnapshot, Saver
 from src.training.config import LoopConfig
 from src.training.divergence.guard import DivergenceGuard, Source
-from src.training.early_stopping import ModelSelection
 from src.training.loss import NamedSums, watch_groups
 from src.training.monitoring.monitor import Monitor
 from src.training.monitoring.reporter import Reporter
@@ -40,7 +39,8 @@ from src.training.parallel import memory
 from src.training.parallel.engine import Engine
 from src.training.spec import TrainSpec
 from src.training.state import CONTENT, IntervalTotals, State, content_samples
-from src.training.stop_conditions import StopConditions
+from src.training.stopping.early_stopping import ModelSelection
+from src.training.stopping.stop_conditions import StopConditions
 
 log = logging.getLogger(__name__)
 ROW = {"", "step", "train_loss", "grad_norm", "clip_rate", "skipped_steps", "learning_rate", "tokens"}

@@ -15,6 +15,7 @@ from src.models import hf
 from src.models.architecture import Architecture
 from src.registry import MODELS, bind, resolved_dict
 from src.training.config import check_weight_type
+from tests import toy
 
 GPT = {"name": "gpt_bigcode", "tokenizer": "tokenizer", "hidden_size": 16, "num_layers": 4, "num_heads": 4, "max_positions": 32}
 
@@ -250,15 +251,61 @@ def test_hf_refuses_an_attention_that_cannot_be_used(pretrained, places, base_of
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     flex = part({"name": "hf", "path": str(pretrained), "attention": "flex_attention"})
     flex.check(places)
-    with pytest.raises(ConfigError, match=r"'flex_attention' cannot train without a GPU: it has no backward pass\. Take 'sdpa'\."):
-        flex.build(places)
+    around = part({"name": "lora", "rank": 1, "alpha": 1.0, "target_modules": ["q_proj"], "base": resolved_dict(flex)})
+    for refused in (lambda: flex.build(places), flex.check_device, around.check_device):
+        with pytest.raises(ConfigError, match=r"^model\.attention: 'flex_attention' cannot train without a GPU\. Take 'sdpa'\.$"):
+            refused()
     base_of("gpt_bigcode").save_pretrained(tmp_path / "gpt")
     with pytest.raises(ConfigError, match=r"the family 'gpt_bigcode' has no 'flex_attention'\. Take 'sdpa'\."):
         part({"name": "hf", "path": str(tmp_path / "gpt"), "attention": "flex_attention"}).check(places)
 
 
-def test_flex_attention_lacks_the_families_that_are_refused():
-    from transformers import GPT2PreTrainedModel, GPTBigCodePreTrainedModel, GPTNeoXPreTrainedModel
+def test_families_lack_the_attention_that_is_refused():
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    assert [cls._supports_flex_attn for cls in (GPT2PreTrainedModel, GPTBigCodePreTrainedModel)] == [False] * len(hf.WITHOUT_FLEX)
-    assert GPTNeoXPreTrainedModel._supports_flex_attn
+    flags = {"sdpa": "_supports_sdpa", "flash_attention_2": "_supports_flash_attn", "flex_attention": "_supports_flex_attn"}
+    for attention, families in hf.WITHOUT.items():
+        for family in families:
+            model = getattr(transformers, CONFIG_MAPPING[family].__name__.removesuffix("Config") + "PreTrainedModel")
+            assert not getattr(model, flags[attention]), (attention, family)
+    assert transformers.GPTNeoXPreTrainedModel._supports_flex_attn
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt_bigcode", "gpt_neox"])
+@pytest.mark.parametrize("attention", ["sdpa", *hf.ON_GPU])
+def test_each_attention_is_eager_to_rounding(base_of, tmp_path, places, model_type, attention):
+    """Of float32 to 1e-5 of logits and gradients, of bfloat16, which flash_attention_2 needs, to 2e-2; rows are padded on the left."""
+    if attention in hf.ON_GPU and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    if model_type in hf.WITHOUT[attention] or (attention == "flash_attention_2" and hf.find_spec("flash_attn") is None):
+        pytest.skip("transformers, or this machine, has none")
+    base_of(model_type).save_pretrained(tmp_path / "m")
+    device = "cuda" if attention in hf.ON_GPU else "cpu"
+    short = attention == "flash_attention_2"
+    ids = torch.randint(3, 16, (3, 12), device=device)
+    mask = torch.ones_like(ids)
+    mask[0, :5] = mask[1, :1] = 0
+    found = []
+    for each in ("eager", attention):
+        raw = {"name": "hf", "path": str(tmp_path / "m"), "attention": each, "dtype": "bfloat16" if short else "float32"}
+        model = part(raw).build(places).to(device).eval()
+        assert model.config._attn_implementation == each
+        logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[mask.bool()].float()
+        logits.logsumexp(-1).sum().backward()
+        found.append([logits.detach(), *(parameter.grad.float() for parameter in model.parameters() if parameter.grad is not None)])
+    for one, other in zip(*found, strict=True):
+        assert (one - other).abs().max() <= (2e-2 if short else 1e-5) * max(1.0, float(one.abs().max()))
+
+
+def test_a_dry_run_refuses_an_attention_that_needs_a_gpu(tmp_path, base_of, monkeypatch, capsys):
+    toy.write_data(tmp_path / "data")
+    base_of("llama", vocab_size=64).save_pretrained(tmp_path / "data" / "m")
+    for file in (tmp_path / "data" / "toy_tokenizer").iterdir():
+        if file.name != "manifest.json":
+            shutil.copy(file, tmp_path / "data" / "m")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    asked = {each: {**toy.BASE, "model": {"name": "hf", "path": "m", "attention": each}} for each in ("flex_attention", "eager")}
+    codes = {each: toy.main(["-e", "group", "--dry-run"], {"group": [exp]}, tmp_path) for each, exp in asked.items()}
+    assert codes == {"flex_attention": 1, "eager": 0}
+    assert "group[0]: model.attention: 'flex_attention' cannot train without a GPU. Take 'sdpa'." in capsys.readouterr().err

@@ -250,3 +250,18 @@ def test_what_does_not_fit_is_refused(places: Places, tmp_path: Path):
         bind(MODELS, {"name": "vision_language_hf", "path": "decoder"}).check(places)
     with pytest.raises(ConfigError, match="neither a folder nor in the local Hugging Face cache"):
         bind(MODELS, {"name": "vision_language_hf", "path": str(tmp_path / "none")}).check(places)
+
+
+def test_it_takes_the_attention_that_is_asked_for_to_rounding(places: Places, tmp_path: Path):
+    """float32, 1e-5 of logits and gradients."""
+    build(RANDOM, places).save_pretrained(tmp_path / "saved")
+    found = []
+    for attention in ("eager", "sdpa"):
+        model = build({"name": "vision_language_hf", "path": str(tmp_path / "saved"), "attention": attention}, places).eval()
+        parts = (model.config, model.config.text_config, model.config.vision_config)
+        assert [part._attn_implementation for part in parts] == [attention] * 3
+        batch = batch_of(model)
+        interleaved_lm_loss(model, batch).backward()
+        found.append([logits(model, batch).detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)

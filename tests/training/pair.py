@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from src import distributed
 from src.errors import UserError
 from src.runs.context import Limits, Options
-from src.training import stop_conditions
 from src.training.config import LoopConfig
+from src.training.stopping import stop_conditions
 from src.training.validation import mean_loss
 from tests.training import small, test_counts
 from tests.training.divergence.test_guard import config as diverging

@@ -5,7 +5,7 @@ import pytest
 from src.config import load
 from src.errors import ConfigError
 from src.training.config import LoopConfig
-from src.training.early_stopping import ModelSelection
+from src.training.stopping.early_stopping import ModelSelection
 
 LOOP = {"steps": 10, "sequences_per_step": 2, "micro_batch": 2, "learning_rate": 0.1, "eval_every": 1}
 

@@ -25,7 +25,7 @@ from src.runs.context import Limits, Options, Run
 from src.runs.history.transaction import manifest_hash
 from src.runs.lease import Lease
 from src.runs.metadata import read_status
-from src.training import stop_conditions
+from src.training.stopping import stop_conditions
 from tests import toy, warm
 from tests.training import small
 

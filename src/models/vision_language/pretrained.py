@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, field_validator
 
 from src.call_once import call_once
-from src.config import Places
+from src.config import Places, added_field
 from src.errors import ConfigError
 from src.interfaces import Architecture, ModelConfig
 from src.kinds import VISION_LANGUAGE
@@ -27,6 +27,8 @@ class Config(ModelConfig):
     """Branch, tag or commit of the hub id; None for main."""
     frozen: list[Part] = []
     """Parts that are not trained."""
+    attention: Literal["sdpa", "eager"] | None = added_field(None)
+    """Of every part, as of the model 'hf'. Those that it has besides do not tell the documents of a row apart by their positions."""
 
     @field_validator("frozen")
     @classmethod
@@ -71,4 +73,4 @@ class Config(ModelConfig):
         return self._hf_config().cache_bytes(places, value_bytes)
 
     def _hf_config(self) -> Any:
-        return hf.Config(path=self.path, dtype=self.dtype, revision=self.revision)
+        return hf.Config(path=self.path, dtype=self.dtype, revision=self.revision, attention=self.attention)

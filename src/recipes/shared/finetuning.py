@@ -61,6 +61,7 @@ class Finetuning(RecipeConfig):
 
     def check_device(self) -> None:
         require_device(*self._precision)
+        self.model.check_device()
 
     def check_trainable(self) -> None:
         """Raises ConfigError if the loop has no weights to train."""

@@ -1,0 +1,72 @@
+"""Settings of torch that decide rounding, memory, and how a hanging training ends: they are made here and nowhere else.
+
+What a user has set in the environment is left as it is. docs/long_trainings.md says what each choice means; env.json what was in force.
+"""
+
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+"""How long a process waits for the others. Rank 0 alone scores answers and writes checkpoints meanwhile."""
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Environment variables that configure the allocator of GPU memory: the name of torch 2.9 and later, and the older one."""
+ENVIRONMENT = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",  # a failed or late collective ends the process; without it the GPU would wait for ever
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    "TORCH_FR_BUFFER_SIZE": "2000",
+}
+"""Environment variables of NCCL's watchdog, and of its flight recorder: the last collectives of each process."""
+DUMP = "TORCH_FR_DUMP_TEMP_FILE"
+"""Environment variable: the beginning of the flight recorder's files, to which torch adds the rank."""
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+VARIABLES = (*ALLOCATOR, *ENVIRONMENT, DUMP, WORKSPACE, "NVIDIA_TF32_OVERRIDE")
+_dump_is_the_users = DUMP in os.environ
+
+
+def make(deterministic: bool = False) -> None:
+    """Make the settings in this process, before it touches a GPU or joins a process group.
+
+    Products of float32 matrices are of float32, never TF32, and no kernel is chosen by a race. deterministic: only algorithms that give
+    the same bits each time; torch raises a RuntimeError at an operation that has none.
+    """
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if not any(name in os.environ for name in ALLOCATOR):
+        os.environ[ALLOCATOR[0]] = "expandable_segments:True"  # batches have many lengths, and fixed segments would fragment
+    if deterministic:
+        os.environ.setdefault(WORKSPACE, ":4096:8")  # what cuBLAS asks for
+    import torch
+
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cudnn.benchmark = False
+    torch.use_deterministic_algorithms(deterministic)
+
+
+def place_flight_recorder(folder: Path) -> None:
+    """Have a collective that fails or is late leave <folder>/flight_recorder_RANK, unless the user has named another place."""
+    if not _dump_is_the_users:
+        os.environ[DUMP] = str(folder.resolve() / "flight_recorder_")
+
+
+def describe() -> dict[str, Any]:
+    """The settings in force, as JSON values, for env.json."""
+    import torch
+    import torch.cuda.nccl
+
+    gpu = torch.cuda.is_available()
+    return {
+        "float32_matmul": torch.get_float32_matmul_precision(),
+        "cudnn_tf32": torch.backends.cudnn.allow_tf32,
+        "cudnn_benchmark": torch.backends.cudnn.benchmark,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "bfloat16_reduced_precision_sums": torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+        "collective_timeout_seconds": COLLECTIVE_TIMEOUT.total_seconds(),
+        "threads": torch.get_num_threads(),
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version() if gpu else None,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if gpu else None,
+        "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
+    }
