@@ -95,6 +95,13 @@ triton: run-environment  ## the Triton server in .triton, for src.serving.triton
 	  cp $$site/pytriton/tritonserver/python_backend_stubs/$$version/triton_python_backend_stub .triton/backends/python/; \
 	  mv .triton-wanted .triton/installed; fi
 
+# What a machine with torch, transformers and accelerate lacks to train: versions of the lock, for Python 3.12 on Linux.
+GPU_WHEELS := pydantic pydantic-core annotated-types typing-inspection orjson
+.PHONY: gpu-wheels
+gpu-wheels: run-environment  ## a folder gpu-wheels for a GPU machine without a network: pip install --no-index --no-deps gpu-wheels/*.whl
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: --python-version 3.12 \
+	  --platform manylinux2014_x86_64 --platform manylinux_2_28_x86_64 -d gpu-wheels $$(grep -hoE "^($(subst $() ,|,$(GPU_WHEELS)))==[^ ]+" requirements.lock)
+
 UV ?= $(BIN)/uv
 # Without torch and what its build for CUDA brings: which build is right depends on the machine.
 UNLOCKED := torch triton cuda-bindings cuda-pathfinder cuda-toolkit \

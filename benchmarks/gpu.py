@@ -99,7 +99,7 @@ def _start_item(name: str, output: Path) -> str:
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         told = f"{process.communicate()[0]}\ntook more than {SECONDS} s"
-    found = json.loads(result.read_text()) if result.exists() else {"state": "failed", "reason": told[-4000:]}
+    found: dict[str, Any] = json.loads(result.read_text()) if result.exists() else {"state": "failed", "reason": told[-4000:]}
     found["seconds"] = round(time.monotonic() - began, 1)
     result.write_text(json.dumps(found, indent=2) + "\n")
     print(f"{name:17}{found['state']:11}{found['seconds']:6.1f} s  {json.dumps(found.get('found', found.get('reason')))}", flush=True)
@@ -270,7 +270,8 @@ def bare_tokens_per_second(exp: Mapping[str, Any], compiled: bool) -> float:
     kind, sizes, loop = "cuda" if GPU else "cpu", exp["model"], exp["loop"]
     shape = {"n_embd": sizes["hidden_size"], "n_layer": sizes["num_layers"], "n_head": sizes["num_heads"]}
     config = GPTBigCodeConfig(vocab_size=64, n_positions=sizes["max_positions"], **shape)
-    model: nn.Module = GPTBigCodeForCausalLM(config).to(kind).train()
+    model: nn.Module = GPTBigCodeForCausalLM(config).train()
+    model.to(kind)
     optimizer = torch.optim.AdamW(model.parameters(), loop["learning_rate"], fused=GPU)
     run: Any = torch.compile(model) if compiled else model
     tokens = exp["data"]["sequence_tokens"]

@@ -41,7 +41,8 @@ class Plot:
         """Of each line, what draws it, the part that the mouse finds last."""
         self._opacities: list[tuple[int, Any, float]] = []
         """Number of the line, glyph and opacity of what dims where another line is lit."""
-        self._lit: str | None = None
+        self.lit: str | None = None
+        """The colour of the line that is lit."""
 
     def show(self, pictures: Mapping[str, Curves], x: str, logarithmic: bool) -> None:
         """Send what has changed to the pictures that are there; draw others if the axes are others, or kinds of lines, or these are more.
@@ -65,11 +66,11 @@ class Plot:
             for line in [*curves.lines, *[None] * (len(drawn) - len(curves.lines))]:
                 self._update(place, line)
                 place += 1
-        self.light(self._lit if self._lit in self._colours else None)
+        self.light(self.lit if any(line.colour == self.lit for line in lines) else None)
 
     def light(self, colour: str | None) -> None:
         """Dim all lines but those of a colour; None: dim none."""
-        self._lit = colour
+        self.lit = colour
         for place, glyph, opacity in self._opacities:
             wanted = opacity * (1 if colour in (None, self._colours[place]) else _DIMMED)
             for name in ("line_alpha", "fill_alpha"):

@@ -124,7 +124,11 @@ class Dashboard:
     def restore(self, location: Any) -> None:
         """Take the choices from the page's address, and keep them there: a link to the page opens the same view."""
         for name in LINKED:
-            location.sync(getattr(self, name), {"value": name})
+            widget = getattr(self, name)
+            kept = widget.value
+            location.sync(widget, {"value": name})
+            if isinstance(widget, pn.widgets.Select) and widget.value not in widget.values:
+                widget.value = kept  # an address that was written by hand
         location.sync(self.tabs, {"active": "tab"})
 
     def reload(self) -> None:
@@ -152,6 +156,7 @@ class Dashboard:
         except ConfigError as error:
             panes.show_html(self.problem, markup.error(str(error)))
             return
+        self.over.disabled = self.value.disabled = self.at_step.value is not None  # at a step it is the value there, of all runs
         self.shown = overview.choose_values(shown, self.over.value, self.value.value, self.at_step.value)
         panes.show_html(self.problem, "")
         panes.show_html(self.warnings, markup.warnings(self.shown.warnings))
@@ -188,6 +193,7 @@ class Dashboard:
         drawn = {metric: overview.curves(self.shown, metric, look) for metric in metrics[:MOST_PICTURES]}
         self.plot.show(drawn, x, self.logarithmic.value)
         panes.show_html(self.legend, chart.legend(drawn))
+        self._mark(self.plot.lit)
         more = [f"The first {MOST_PICTURES} metrics are drawn."] if len(metrics) > MOST_PICTURES else []
         notes = dict.fromkeys([*more, *(note for picture in drawn.values() for note in picture.notes)])
         panes.show_html(self.curve_note, "".join(map(markup.note, notes)))
@@ -283,7 +289,7 @@ class Dashboard:
         colour = self._colours[chosen[0]] if chosen and chosen[0] < len(self._colours) else None
         pn.state.execute(partial(self.plot.light, colour), schedule=True)
 
-    def _mark(self, colour: str) -> None:
+    def _mark(self, colour: str | None) -> None:
         """The row of results of a curve."""
         self.results.select(self._colours.index(colour) if colour in self._colours else None)
 

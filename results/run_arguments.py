@@ -73,10 +73,7 @@ def choose_values(options: argparse.Namespace, rows: Sequence[results.Row]) -> t
         options.seed_key = results.resolve_key(known, options.seed_key)
         results.check_known("key", [options.seed_key], known, "--seed-key")
     options.unfinished = options.unfinished or options.at_step is not None  # at one step all runs can be compared
-    chosen, warnings = curves.choose_values(options.runs, rows, options.value, options.at_step)
-    if options.at_step is not None and (absent := sum(row["step"] is None for row in chosen)):
-        warnings.append(f"{absent} of {len(chosen)} runs have no row at step {options.at_step}; they are left out.")
-    return chosen, warnings
+    return curves.choose_values(options.runs, rows, options.value, options.at_step)
 
 
 def title(groups: Sequence[str] | None) -> str:

@@ -149,7 +149,7 @@ def read_json(path: Path, error: type[UserError], missing: Any = _REQUIRED) -> A
     try:
         with open(path, "rb", buffering=0) as file:
             return json.loads(file.readall().decode("utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         if missing is not _REQUIRED:
             return missing
         raise error(f"{path}: no such file.") from None

@@ -101,7 +101,7 @@ def histories(runs: Path, names: Iterable[str], scores: Sequence[str]) -> tuple[
 
 
 def choose_values(runs: Path, rows: Sequence[Row], value: str = "last", at_step: int | None = None) -> tuple[list[Row], list[str]]:
-    """The rows with another value of each score than the last, and a warning for each run whose history cannot be read.
+    """The rows with another value of each score than the last, and warnings: of runs whose history cannot be read, or lacks the step.
 
     value: one of `VALUES`, over the whole run; the best is that by `loop.best_mode` of the dict for its `loop.best_metric`, and by the name
     for other scores. at_step: the values at exactly this step, None where a run has no row or no value there.
@@ -110,7 +110,10 @@ def choose_values(runs: Path, rows: Sequence[Row], value: str = "last", at_step:
         return list(rows), []
     names = list(dict.fromkeys(name for score in score_names(rows) for name in (score, score.removeprefix("score."))))
     found, warnings = histories(runs, [row["exp_id"] for row in rows], names)
-    return [row.replace(_choose_of_run(row, found.get(row["exp_id"], {}), value, at_step)) for row in rows], warnings
+    chosen = [row.replace(_choose_of_run(row, found.get(row["exp_id"], {}), value, at_step)) for row in rows]
+    if at_step is not None and (absent := sum(row["step"] is None for row in chosen)):
+        warnings = [*warnings, f"{absent} of {len(chosen)} runs have no row at step {at_step}; they are left out."]
+    return chosen, warnings
 
 
 def _choose_of_run(row: Row, columns: Columns, value: str, at_step: int | None) -> dict[str, Any]:

@@ -422,3 +422,39 @@ def test_other_lines_are_drawn_by_the_picture_that_is_there(page: Dashboard):
     page.where.value = ""
     assert visible() == both
     assert page.plot.pane.object is before
+
+
+def test_a_row_stays_with_its_curve_when_others_come_and_go(page: Dashboard):
+    def alphas() -> dict[str, float]:
+        (figure,) = page.plot.pane.object.children
+        lines = (part for part in figure.renderers if part.visible and getattr(part.glyph, "line_width", 0) == 2)
+        return {line.glyph.line_color: line.glyph.line_alpha for line in lines}
+
+    first, last = page._colours
+    page.results.widget.selection = [1]
+    page.where.value = "model.stride == 1"
+    assert alphas() == {first: 1.0}, "what is lit is not there, and nothing else is dimmed"
+    assert page.results.widget.selection == []
+    page.where.value = ""
+    page.results.widget.selection = [page._colours.index(last)]
+    page.sorted.value = "em"
+    page.by.value = ["model.stride"]
+    page.reload()
+    assert page.plot.lit == last
+    assert page.results.widget.selection == [page._colours.index(last)]
+
+
+def test_at_a_step_other_choices_are_off_and_what_lacks_it_is_told(page: Dashboard):
+    page.at_step.value = 99
+    assert (page.over.disabled, page.value.disabled) == (True, True)
+    assert "6 of 6 runs have no row at step 99; they are left out." in page.warnings.object
+    page.at_step.value = None
+    assert (page.over.disabled, page.value.disabled, page.warnings.object) == (False, False, "")
+
+
+def test_an_address_with_unknown_choices_changes_nothing(page: Dashboard):
+    from panel.io.location import Location
+
+    location = Location(search="?over=maybe&value=nope&spread=ci95")
+    page.restore(location)
+    assert (page.over.value, page.value.value, page.spread.value) == (False, "last", "ci95")

@@ -1,0 +1,76 @@
+"""`python -m benchmarks.gpu`: with a GPU all of it; without one, items that cost little, so that it is whole on the day there is one."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import ROOT
+from tests.toy import environment
+
+
+def run(folder: Path, *words: str) -> dict[str, dict]:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu", "-o", str(folder), *words], cwd=ROOT, env=environment(), capture_output=True, text=True
+    )
+    found = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+    assert done.returncode == int(any(each["state"] == "failed" for each in found.values())), done.stderr
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_every_item_passes(tmp_path: Path):
+    assert {name: each["state"] for name, each in run(tmp_path).items() if each["state"] != "passed"} == {}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU there are no tiny stand-ins")
+def test_without_a_gpu_it_tries_what_it_can_and_names_the_rest(tmp_path: Path):
+    found = run(tmp_path, "--only", "device", "stop", "synchronisations")
+    assert {name: each["state"] for name, each in found.items()} == {"device": "passed", "stop": "passed", "synchronisations": "not tried"}
+    assert "GPU" in found["synchronisations"]["reason"]
+    assert found["stop"]["found"]["exit code"] == 75
+
+
+@pytest.mark.slow
+def test_a_training_needs_no_more_packages_than_are_carried_to_a_bare_machine(tmp_path: Path):
+    """torch, transformers, accelerate, pydantic, orjson, numpy and what they need, linked into a folder of their own."""
+    bare = tmp_path / "packages"
+    link_packages(bare, ["torch", "transformers", "accelerate", "pydantic", "orjson", "numpy"])
+    code = f"from pathlib import Path; from tests import toy; import sys; toy.write_data(Path({str(tmp_path / 'data')!r})); "
+    code += f"sys.exit(toy.main(['-e', 'base'], toy.GROUPS, Path({str(tmp_path)!r})))"
+    variables = environment() | {"PYTHONPATH": f"{bare}:{ROOT}"}
+    done = subprocess.run([sys.executable, "-S", "-c", code], cwd=tmp_path, env=variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    refused = subprocess.run([sys.executable, "-S", "-c", "import panel"], cwd=tmp_path, env=variables, capture_output=True, check=False)
+    assert refused.returncode == 1
+
+
+def link_packages(folder: Path, names: list[str]) -> None:
+    """Links to the installed packages `names`, and to all that these require."""
+    import importlib.metadata
+
+    from packaging.requirements import Requirement
+
+    folder.mkdir()
+    seen: set[str] = set()
+    while names:
+        name = names.pop().lower().replace("_", "-")
+        try:
+            found = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        seen.add(name)
+        for text in found.requires or ():
+            needed = Requirement(text)
+            if (needed.marker is None or needed.marker.evaluate({"extra": ""})) and needed.name.lower().replace("_", "-") not in seen:
+                names.append(needed.name)
+        for top in {file.parts[0] for file in found.files or ()} - {"..", "__pycache__"}:
+            source = Path(str(found.locate_file(top)))
+            if source.exists() and not (folder / top).exists():
+                (folder / top).symlink_to(source)
