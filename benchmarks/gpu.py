@@ -270,7 +270,7 @@ def bare_tokens_per_second(exp: Mapping[str, Any], compiled: bool) -> float:
     kind, sizes, loop = "cuda" if GPU else "cpu", exp["model"], exp["loop"]
     shape = {"n_embd": sizes["hidden_size"], "n_layer": sizes["num_layers"], "n_head": sizes["num_heads"]}
     config = GPTBigCodeConfig(vocab_size=64, n_positions=sizes["max_positions"], **shape)
-    model: nn.Module = GPTBigCodeForCausalLM(config).train()
+    model: Any = GPTBigCodeForCausalLM(config).train()
     model.to(kind)
     optimizer = torch.optim.AdamW(model.parameters(), loop["learning_rate"], fused=GPU)
     run: Any = torch.compile(model) if compiled else model
