@@ -28,6 +28,8 @@ ROOT = Path(__file__).resolve().parents[1]
 WIDTHS, HEIGHT = (1280, 800), 1000
 MILLISECONDS = 120_000
 TURNS = 6
+PAUSE = 2000
+"""Milliseconds between two clicks: a reader looks at what the first has shown."""
 RATES, SEEDS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2), 10
 Result = TypeVar("Result")
 
@@ -107,7 +109,11 @@ def _measure(browser: Browser, address: str, running: RunDir, server: int, minut
     }
     page.locator(".live-switch").click()  # so that no refresh stands between a click and its answer
     for name, click in clicks.items():
-        seconds = sorted(_timed(partial(click, turn))[1] for turn in range(TURNS))
+        seconds = []
+        for turn in range(TURNS):
+            page.wait_for_timeout(PAUSE)
+            seconds.append(_timed(partial(click, turn))[1])
+        seconds.sort()
         print(f"{name:16} {seconds[TURNS // 2]:6.2f} s median of {TURNS}, most {seconds[-1]:.2f} s", flush=True)
     page.close()
     pages = [_opened(browser, address) for _ in range(3)]
