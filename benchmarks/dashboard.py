@@ -1,10 +1,12 @@
-"""The dashboard of many runs in a browser: `python -m benchmarks.dashboard [--experiments 500] [--minutes 10] [-o FOLDER]`.
+"""The dashboard of many runs in a browser: `python -m benchmarks.dashboard [--experiments 500] [--minutes 10] [-o FILE]`.
 
 Prints how long the first paint takes and each kind of click, then keeps three tabs open, which refresh every two seconds, and prints what
-memory the server and the browser take at the begin and at the end. -o: pictures of the page, whole and filtered, in windows of two widths.
+memory the server and the browser take at the begin and at the end. -o: pictures of the page, of all runs and filtered, in windows of two
+widths.
 """
 
 import argparse
+import io
 import os
 import random
 import re
@@ -19,13 +21,15 @@ from pathlib import Path
 from typing import TypeVar
 
 import psutil
+from PIL import Image
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from src.runs.environment import describe
 from src.runs.run_dir import RunDir
 
 ROOT = Path(__file__).resolve().parents[1]
-WIDTHS, HEIGHT = (1280, 800), 1000
+WIDTHS, HEIGHT, TALL = (1280, 800), 1000, 1700
+SCALE, GAP = 0.4, 12
 MILLISECONDS = 120_000
 TURNS = 6
 PAUSE = 2000
@@ -40,14 +44,15 @@ def main() -> int:
     parser.add_argument("--experiments", type=int, default=500)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--minutes", type=float, default=10, help="how long the tabs stay open")
-    parser.add_argument("-o", "--output", type=Path, help="a folder for pictures")
+    parser.add_argument("-o", "--output", type=Path, help="a file for pictures, such as docs/dashboard.webp")
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="benchmark-dashboard-"))
     try:
         running = generate(folder / "runs", options.experiments, options.steps)
         print(f"{options.experiments} runs of {options.steps} points, load {os.getloadavg()[0]:.1f}", flush=True)
-        command = [sys.executable, "-m", "results.dashboard", str(folder / "runs"), "--port", "0"]
-        server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        command = [sys.executable, "-m", "results.dashboard", "runs", "--port", "0"]
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        server = subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True)
         try:
             assert server.stdout is not None
             address = server.stdout.readline().strip()
@@ -55,7 +60,6 @@ def main() -> int:
                 browser = started.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
                 _measure(browser, address, running, server.pid, options.minutes)
                 if options.output:
-                    options.output.mkdir(parents=True, exist_ok=True)
                     _draw(browser, address, options.output)
                 browser.close()
         finally:
@@ -132,8 +136,8 @@ def _measure(browser: Browser, address: str, running: RunDir, server: int, minut
         print(f"memory of {name:7}{begin:6.0f} MB in the second third, {end:6.0f} MB in the last, most {max(values):6.0f} MB")
 
 
-def _opened(browser: Browser, address: str, width: int = WIDTHS[0]) -> Page:
-    page = browser.new_context(viewport={"width": width, "height": HEIGHT}).new_page()
+def _opened(browser: Browser, address: str, width: int = WIDTHS[0], height: int = HEIGHT) -> Page:
+    page = browser.new_context(viewport={"width": width, "height": height}).new_page()
     page.set_default_timeout(MILLISECONDS)
     page.goto(address)
     page.locator(".jobs .tabulator-row").first.wait_for()
@@ -204,14 +208,23 @@ def _wait_for_count(page: Page, filtered: bool) -> None:
     page.wait_for_function("Bokeh.documents[0].is_idle")
 
 
-def _draw(browser: Browser, address: str, folder: Path) -> None:
+def _draw(browser: Browser, address: str, output: Path) -> None:
+    """The page of all runs and of some, side by side, in each width."""
+    pictures = []
     for width in WIDTHS:
-        for name, words in (("live", ""), ("filtered", "?where=model.stride%20%3C%203&states=%5B%22done%22%2C%22failed%22%5D")):
-            page = _opened(browser, address + (words.replace("?", "&") if "?" in address else words), width)
-            path = folder / f"dashboard_{name}_{width}.png"
-            page.screenshot(path=path)
-            print(path)
+        for words in ("", "&where=model.stride%20%3C%203&states=%5B%22done%22%2C%22failed%22%5D"):
+            page = _opened(browser, address + words, width, TALL)
+            page.wait_for_timeout(PAUSE)
+            picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
+            pictures.append(picture.resize((round(SCALE * width), round(SCALE * TALL)), Image.Resampling.LANCZOS))
             page.close()
+    sheet = Image.new("RGB", (sum(picture.width + GAP for picture in pictures) + GAP, pictures[0].height + 2 * GAP), "#8a93a3")
+    x = GAP
+    for picture in pictures:
+        sheet.paste(picture, (x, GAP))
+        x += picture.width + GAP
+    sheet.save(output, quality=72, method=6)
+    print(f"{output}  {output.stat().st_size / 1000:.0f} kB")
 
 
 def _megabytes(pid: int) -> float:

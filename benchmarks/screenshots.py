@@ -1,13 +1,12 @@
-"""The pictures of pages in docs/: `python -m benchmarks.screenshots RUNS [-e demo] [-o docs]`, of runs as `make demo` leaves them.
+"""The pictures of two pages in docs/: `python -m benchmarks.screenshots RUNS [-e demo] [-o docs]`, of runs as `make demo` leaves them.
 
-A sheet for each page: as it opens in windows of three widths, light and dark.
+A sheet for the report, and one for the page of a run: in windows of three widths, light and dark. benchmarks.dashboard draws the dashboard.
 """
 
 import argparse
 import io
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -21,7 +20,6 @@ from src.tables import rows as results
 ROOT = Path(__file__).resolve().parents[1]
 WIDTHS, HEIGHT = (1280, 800, 400), 900
 SCALE, GAP = 0.5, 12
-MILLISECONDS = 120_000
 
 
 def main() -> int:
@@ -35,23 +33,14 @@ def main() -> int:
     os.chdir(options.runs.resolve().parents[1])  # pages show the path as it is given
     runs = Path(*options.runs.resolve().parts[-2:])
     best = results.sort_best_first(results.load_rows(runs, options.group)[0], "inference/em")[0]["exp_id"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "results.dashboard", str(runs), "--port", "0"]
-    server = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
-    try:
-        assert server.stdout is not None
-        with tempfile.TemporaryDirectory() as scratch, sync_playwright() as started:
-            browser = started.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-            page = Path(scratch) / "page.html"
-            draw(browser, server.stdout.readline().strip(), output / "dashboard.webp")
-            report.main(["-e", options.group, str(runs), "-o", str(page)])
-            draw(browser, page.as_uri(), output / "report.webp")
-            run_page.main([str(runs / best), "-o", str(page)])
-            draw(browser, page.as_uri(), output / "run_page.webp")
-            browser.close()
-    finally:
-        server.terminate()
-        server.communicate()
+    with tempfile.TemporaryDirectory() as scratch, sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        page = Path(scratch) / "page.html"
+        report.main(["-e", options.group, str(runs), "-o", str(page)])
+        draw(browser, page.as_uri(), output / "report.webp")
+        run_page.main([str(runs / best), "-o", str(page)])
+        draw(browser, page.as_uri(), output / "run_page.webp")
+        browser.close()
     return 0
 
 
@@ -64,10 +53,6 @@ def draw(browser: Browser, address: str, output: Path) -> None:
             context = browser.new_context(viewport={"width": width, "height": HEIGHT}, color_scheme=scheme)
             page = context.new_page()
             page.goto(address)
-            if address.startswith("http"):
-                page.locator(".jobs .tabulator-row").first.wait_for(timeout=MILLISECONDS)
-                page.locator(".tail pre").wait_for(timeout=MILLISECONDS)
-                page.wait_for_function("Bokeh.documents[0].is_idle")
             picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
             small = picture.resize((round(SCALE * width), round(SCALE * HEIGHT)), Image.Resampling.LANCZOS)
             sheet.paste(small, (x, GAP + row * (small.height + GAP)))
