@@ -10,7 +10,7 @@ from pathlib import Path
 from src import files, registry
 from src.errors import LaunchError, RunError
 from src.launch import snapshot, status, submissions, tracking
-from src.launch.job import Job, LauncherConfig
+from src.launch.job import QUEUE_STOPPED, Job, LauncherConfig
 from src.launch.resources import Resources
 from src.launch.status import Row
 from src.launch.tracking import ACT, ALIVE, track
@@ -63,9 +63,10 @@ def pending_parents(runs: Path, planned: Sequence[Planned]) -> set[str]:
 
 
 def run(request: Request, given: Resources, option: str = "run") -> None:
-    """Submit by `option`: "run" what was never run, stopped or lost; "retry" what failed or was lost; "reset" everything anew.
+    """Submit by `option`: "run" what was never run, stopped or lost; "retry" what failed or was lost, and what was
+    left out by a queue that failures stopped; "reset" everything anew.
 
-    Queued and running jobs are left alone, except that "reset" kills them first. Returns when the jobs are queued, or have ended if the
+    Queued and running jobs are left alone, except that "reset" kills them first, unless what became of one is not known. Returns when the jobs are queued, or have ended if the
     launcher waits for them.
 
     Raises:
@@ -74,7 +75,7 @@ def run(request: Request, given: Resources, option: str = "run") -> None:
     with submissions.lock(request.runs):
         submissions.refuse(submissions.reconcile(request.runs), [item.exp_id for item in request.planned])
         if option == "reset":
-            _kill(request.runs, [item.exp_id for item in request.planned if item.exp_id in request.chosen])
+            _kill(request.runs, [item.exp_id for item in request.planned if item.exp_id in request.chosen], all_or_none=True)
         rows = {row.exp_id: row for row in status.table(request.runs, [item.exp_id for item in request.planned], ACT)}
         todo = _choose(request, rows, option)
         if not todo:
@@ -98,14 +99,15 @@ def _choose(request: Request, rows: Mapping[str, Row], option: str) -> list[Plan
 
 def _needs_job(request: Request, row: Row, option: str) -> bool:
     """Whether to submit a job for this row; logs why not."""
+    retried = row.state in _SUBMITTED["retry"] or (row.state == "stopped" and QUEUE_STOPPED in row.reason)
     starts_over = row.exp_id in request.chosen and (request.reset or option == "reset")
     if row.doubt:
         log.info("%s: %s (%s)", row.exp_id, _HINTS["unknown"], row.reason)
         return False
     if starts_over and row.state not in (*ALIVE, "unknown"):
-        return option != "retry" or row.state in _SUBMITTED["retry"]
+        return option != "retry" or retried
     states = _SUBMITTED["run"] if option == "reset" else _SUBMITTED[option]
-    if row.state in states:
+    if row.state in states or (option == "retry" and retried):
         return True
     hint = _HINTS.get(row.state, f"it is {row.state}, not failed")
     log.info("%s: %s%s", row.exp_id, hint, f" ({row.reason})" if row.reason and row.state in ("failed", "stopped", "unknown") else "")
@@ -219,8 +221,8 @@ def throttle(runs: Path, exp_ids: Sequence[str], max_running: int) -> None:
     log.info("throttled: %d queued, %s at a time", len(queued), f"at most {max_running}" if max_running else "any number")
 
 
-def _kill(runs: Path, exp_ids: Sequence[str]) -> None:
-    """Kill what can be killed, then raise for the rest."""
+def _kill(runs: Path, exp_ids: Sequence[str], all_or_none: bool = False) -> None:
+    """Kill what can be killed, then raise for the rest. all_or_none: raise first."""
     tracked, wrong = track(runs, exp_ids)
     alive = {exp_id: job for exp_id, job in tracked.items() if job.is_alive}
     for exp_id in exp_ids:
@@ -231,6 +233,8 @@ def _kill(runs: Path, exp_ids: Sequence[str]) -> None:
             wrong[exp_id] = f"{exp_id}: what became of job {job.job_id} is not known, so it is left alone: {job.seen.reason}"
         else:
             log.info("%s: %s", exp_id, _why_no_job(runs / exp_id))
+    if wrong and all_or_none:
+        raise LaunchError("\n".join([*dict.fromkeys(wrong.values()), "Nothing was killed or started over."]))
     launchers = tracking.group_by_scheduler((job.launcher, job.job_id) for job in alive.values() if job.launcher)
     for launcher, ids in launchers:
         launcher.kill(ids)

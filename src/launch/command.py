@@ -117,7 +117,7 @@ def shell_line(job: Job, processes: Processes | None = None, environment: Mappin
     The exit code is `STOPPED` if the job stopped gracefully: if its save directory says so, as torchrun turns every other code into 1, or
     if SIGTERM or SIGUSR1 came before it could handle them. It is `INTERRUPTED` if a person stopped it, and 0 if the run was done before
     the command failed, as when a signal comes while the processes end. bash itself outlives both signals. Where the command failed before
-    its save directory had a status, this says "failed" in it, for those who cannot ask the scheduler.
+    its save directory had a status, or one but from here, this says "failed" in it, for those who cannot ask the scheduler.
 
     NGPUS in `job.python_binary`, which replaces the starter, becomes the number of GPUs of the machine that runs the line:
     those of CUDA_VISIBLE_DEVICES if set, else those of `nvidia-smi -L`, at least 1.
@@ -142,9 +142,10 @@ if [ $JOB_CODE -ne 0 ]; then
         *'"state": "failed"'*) ;;
         *) [ -z "$JOB_TOLD" ] || JOB_CODE={STOPPED} ;;
     esac
-    case $JOB_CODE in {STOPPED} | {INTERRUPTED}) ;; *) [ -e "$JOB_STATUS" ] || {{
+    JOB_MOVE=-n; ! grep -qs '"exit code [0-9]* before its training began; its log says why"' "$JOB_STATUS" || JOB_MOVE=-f
+    case $JOB_CODE in {STOPPED} | {INTERRUPTED}) ;; *) [ -e "$JOB_STATUS" ] && [ $JOB_MOVE = -n ] || {{
         printf '{{"state": "failed", "reason": "exit code %s before its training began; its log says why"}}\\n' $JOB_CODE > "$JOB_STATUS.$$"
-        mv -n "$JOB_STATUS.$$" "$JOB_STATUS"
+        mv $JOB_MOVE "$JOB_STATUS.$$" "$JOB_STATUS"
     }} 2> /dev/null ;; esac
 fi
 exit $JOB_CODE"""

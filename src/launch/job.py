@@ -40,6 +40,10 @@ class Job:
     """The launcher's config with the `overrides` for this experiment; None: no override."""
 
 
+QUEUE_STOPPED = "in a row failed within 60 s of their start"
+"""In the reason of each experiment that a launcher did not start because of `stop_after_failures`."""
+
+
 @dataclass(frozen=True)
 class SchedulerState:
     """The state of one job, from its scheduler."""

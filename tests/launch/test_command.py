@@ -395,6 +395,14 @@ def test_a_job_that_failed_before_there_was_a_status_says_so(tmp_path: Path, sta
     assert {path.name for path in (tmp_path / "run").iterdir()} <= {"status.json"}
 
 
+def test_a_later_start_that_fails_before_its_training_says_its_own_exit_code(tmp_path: Path):
+    (tmp_path / "run").mkdir()
+    for code in (3, 4):
+        job = job_of(("-c", f"raise SystemExit({code})"), tmp_path)
+        assert subprocess.run(argv(job), cwd=tmp_path, timeout=LONGEST, check=False).returncode == code
+        assert metadata.read_status(tmp_path / "run")["reason"].startswith(f"exit code {code} before its training began")
+
+
 @pytest.mark.parametrize(
     ("number", "state", "ended"),
     [("TERM", "", STOPPED), ("USR1", "", STOPPED), ("TERM", "failed", 143), ("TERM", "done", 0)],

@@ -58,6 +58,16 @@ def _repair(tmp_path: Path, launcher: str) -> None:
     assert len(world.submissions()) == 2
 
 
+def test_one_retry_repairs_what_a_stopped_queue_left_out(tmp_path: Path):
+    world = World(tmp_path)
+    items = [planned("fail", str(n)) for n in range(3)]
+    world.run(items, slots=1, stop_after_failures=1)
+    assert world.ended(items) == ["failed", "stopped", "stopped"]
+    (world.runs / "mended").touch()
+    world.run(items, "retry")
+    assert world.ended(items) == ["done"] * 3
+
+
 def test_a_child_that_a_person_stopped_is_not_retried_without_its_parent(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     caplog.set_level("INFO")
     world = World(tmp_path)

@@ -214,7 +214,7 @@ def test_quick_failures_in_a_row_stop_the_queue(world: World, quick: int, ended:
     rest = [found[f"bad{n}"] for n in range(6)]
     assert [seen.state for seen in rest] == ["failed"] * ended + ["cancelled"] * (6 - ended)
     if quick:
-        assert rest[-1].reason == "not started: 3 in a row failed within 60 s of their start. See why, then submit again"
+        assert rest[-1].reason == "not started: 3 in a row failed within 60 s of their start. See why, then --job_option retry"
 
 
 def test_a_child_of_what_a_stopped_queue_leaves_out_ends_once(world: World):

@@ -164,11 +164,11 @@ def test_quick_failures_in_a_row_stop_what_waits(world: World, cluster: Cluster,
     assert bool(stopped) == bool(most)
     for row in stopped:
         assert row.exp_id not in world.started()
-        assert row.reason == "not started: 3 in a row failed within 60 s of their start. See why, then submit again"
+        assert row.reason == "not started: 3 in a row failed within 60 s of their start. See why, then --job_option retry"
         assert row.reason in jobs.tail(world.runs / "logs" / f"{row.exp_id}.err.log", 1)
     (world.runs / "mended").touch()
-    actions.run(world.request(items), resources.load("there", {"launcher": "slurm"}, world.runs))
-    assert [row.state for row in look(world, items) if row.exp_id in {row.exp_id for row in stopped}] == ["done"] * len(stopped)
+    actions.run(world.request(items), resources.load("there", {"launcher": "slurm"}, world.runs), "retry")
+    assert {row.state for row in look(world, items)} == {"done"}, "one command repairs all"
 
 
 def test_a_note_of_a_cluster_that_was_installed_anew_is_nobodys(world: World, cluster: Cluster):
@@ -178,6 +178,32 @@ def test_a_note_of_a_cluster_that_was_installed_anew_is_nobodys(world: World, cl
     item = planned("fail")
     actions.run(world.request([item]), resources.load("there", {"launcher": "slurm"}, world.runs))
     assert [row.state for row in look(world, [item])] == ["failed"]
+
+
+def test_a_note_of_a_cluster_that_was_installed_anew_hides_no_failure(world: World, cluster: Cluster):
+    notes = world.runs / "submissions" / "shared_tasks"
+    notes.mkdir(parents=True)
+    for name in ("1_0.20200101-000000.why", "1_1.why", "1_2.20200101-000000.why"):
+        (notes / name).write_text("not started")
+    items = submit(world, 3)
+    cluster.set("1_0", state="NODE_FAIL", exit="0:0")
+    cluster.set("1_1", state="FAILED", exit="1:0")
+    cluster.set("1_2", state="FAILED", exit="1:0")
+    (notes / f"1_2.{world.submissions()[0].name}.why").write_text("not started, by its own script")
+    (notes / f"1_0.{world.submissions()[0].name}.why").write_text("not started, before the node failed")
+    rows = look(world, items)
+    assert [row.state for row in rows] == ["failed", "failed", "stopped"]
+    assert rows[2].reason == "not started, by its own script"
+
+
+def test_a_reset_that_is_refused_kills_nobody(world: World, cluster: Cluster):
+    items = submit(world, 2)
+    cluster.set("1_0", state="RUNNING")
+    cluster.set("1_1", state="WONDERING")
+    with pytest.raises(LaunchError, match=r"what became of job 1_1 is not known(.|\n)*Nothing was killed"):
+        submit(world, 2, "reset")
+    assert [row.state for row in look(world, items)] == ["running", "unknown"]
+    assert not cluster.calls("scancel")
 
 
 def test_what_the_scripts_of_jobs_do_first_is_in_no_file_that_others_read(world: World, cluster: Cluster):

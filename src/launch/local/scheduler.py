@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 from src.launch.command import INTERRUPTED, STOPPED
+from src.launch.job import QUEUE_STOPPED
 from src.launch.local import state as local_state
 from src.launch.local.state import Queue, verdict
 from src.runs.environment import JOBS_PER_GPU
@@ -188,7 +189,7 @@ class _Scheduler:
         if not most or self.quick_failures < most:
             return
         for entry in [entry for entry in self.entries if entry.attempt == 0]:
-            reason = f"not started: {most} in a row failed within {_QUICK_SECONDS:g} s of their start. See why, then submit again"
+            reason = f"not started: {most} {QUEUE_STOPPED}. See why, then --job_option retry"
             self._end(entry, "cancelled", reason)
 
     def _end(self, entry: _Entry, state: str, reason: str) -> None:

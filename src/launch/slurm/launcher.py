@@ -151,6 +151,7 @@ class Config(LauncherConfig):
                 ids = {job.exp_id: job_id for job, job_id in zip(array.jobs, job_ids, strict=True)}
                 queued |= ids
                 note(ids)
+                shared_tasks.forget_notes(array_id, folder, self._outcomes)
         except UserError:
             with contextlib.suppress(LaunchError):  # the refusal is what the user needs to read
                 self.kill(list(queued.values()))

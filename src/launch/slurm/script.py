@@ -8,7 +8,7 @@ from pathlib import Path
 from src.errors import RunError
 from src.files import reading, write_atomic, writing
 from src.launch.command import INTERRUPTED, STOPPED, Processes, shell_line
-from src.launch.job import Job
+from src.launch.job import QUEUE_STOPPED, Job
 
 SCRIPT = "job.sh"
 GRACE_SECONDS = 60
@@ -48,11 +48,12 @@ if [ ${#task[@]} -ne 6 ]; then
     exit 1
 fi
 exec >> "${task[2]}" 2>> "${task[3]}"
-why=${shared:-${1%/*/*}/shared_tasks/$this}.why  # there when it was not started
+submission=${1%/*} submission=${submission##*/}
+why=${shared:-${1%/*/*}/shared_tasks/$this.$submission}.why  # there when it was not started
 rm -f "$why"
 failures=${1%/*}/quick_failures most=${2:-0}  # one line for each of the last tasks, of all arrays, that failed within a minute
 if [ "$most" -gt 0 ] && [ "$({ wc -l < "$failures"; } 2> /dev/null || echo 0)" -ge "$most" ]; then
-    said="not started: $most in a row failed within 60 s of their start. See why, then submit again"
+    said="not started: $most QUEUE_STOPPED. See why, then --job_option retry"
     echo "slurm: $said" >&2
     mkdir -p "${why%/*}" && echo "$said" > "$why"
     exit 1
@@ -155,6 +156,7 @@ exit $code
 """
     )
     .replace("REQUEUED", REQUEUED)
+    .replace("QUEUE_STOPPED", QUEUE_STOPPED)
     .replace("INTERRUPTED", str(INTERRUPTED))
     .replace("STOPPED", str(STOPPED))
 )

@@ -1,9 +1,9 @@
 """Tasks that run several experiments side by side: their script, their job ids, and how each experiment ended, or why it never began.
 
-Slurm knows the task alone. Of each experiment the folder `shared_tasks` beside the submissions has two files, called by its job id:
-`.code` with its exit code, once it has ended, and `.kill`, if it was killed. A job id ends with the name of its submission, as a cluster
-that was installed anew counts from 1 again; those of earlier versions do not. `.why` says why an experiment, also one with a task of its
-own, was not started; its next start removes that.
+Slurm knows the task alone. Of each experiment the folder `shared_tasks` beside the submissions has up to three files, called by its job
+id: `.code` with its exit code, once it has ended; `.kill`, if it was killed; `.why`, also of one with a task of its own, which says why it
+was not started, until its next start. Their names hold that of the submission, as a cluster that was installed anew counts from 1 again;
+job ids of earlier versions lack it.
 """
 
 import re
@@ -115,11 +115,26 @@ def task_of(job_id: str) -> str:
 def with_outcomes(ids: Iterable[str], tasks: dict[str, SchedulerState], outcomes: Path) -> dict[str, SchedulerState]:
     """The state of each experiment, from what Slurm says of the `tasks` and from how the experiment itself ended."""
     found = {}
+    notes = {_job_of(path.stem): path for path in sorted(outcomes.glob("*.why"))}
     for job_id in ids:
         if (task := tasks.get(task_of(job_id))) is not None:
             state = _state_of(outcomes / job_id, task) if _ID.fullmatch(job_id) else task
-            found[job_id] = _explain(outcomes / f"{job_id}.why", state) if state.state == "failed" else state
+            refused = job_id in notes and (state.word, state.reason) == ("FAILED", "exit code 1")
+            found[job_id] = _explain(notes[job_id], state) if refused else state
     return found
+
+
+def forget_notes(array_id: str, folder: Path, outcomes: Path) -> None:
+    """Remove what other submissions than that in `folder` noted of an array of this id, on a cluster that was installed anew since."""
+    for path in outcomes.glob(f"{array_id}_*.why"):
+        if not path.stem.endswith(f".{folder.name}"):
+            with writing(path):
+                path.unlink(missing_ok=True)
+
+
+def _job_of(stem: str) -> str:
+    """The job id of a note: that of a task of its own lacks the name of the submission."""
+    return stem if "+" in stem else stem.partition(".")[0]
 
 
 def _explain(why: Path, failed: SchedulerState) -> SchedulerState:
