@@ -66,8 +66,8 @@ def run(request: Request, given: Resources, option: str = "run") -> None:
     """Submit by `option`: "run" what was never run, stopped or lost; "retry" what failed or was lost, and what was
     left out by a queue that failures stopped; "reset" everything anew.
 
-    Queued and running jobs are left alone, except that "reset" kills them first, unless what became of one is not known. Returns when the jobs are queued, or have ended if the
-    launcher waits for them.
+    Queued and running jobs are left alone, except that "reset" kills them first, unless what became of one is not known:
+    then it refuses. Returns when the jobs are queued, or have ended if the launcher waits for them.
 
     Raises:
         LaunchError: refused by the launcher; a parent that has failed, or is a job of another launcher; jobs that do not end.
