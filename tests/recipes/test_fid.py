@@ -117,10 +117,10 @@ def test_what_processes_gather_together_is_a_whole_block(folder: Path):
     """A block of T5 has a list of its own parts, which go with it."""
     from src.config import Places
     from src.registry import MODELS, bind
-    from src.training.parallel.fsdp import _layers
+    from src.training.parallel.fsdp import sharded_layers
 
     model = bind(MODELS, FID["model"]).build(Places(folder / "data", folder / "runs"))
-    assert _layers(model) == [*model.base.encoder.block, *model.base.decoder.block]
+    assert sharded_layers(model) == [*model.base.encoder.block, *model.base.decoder.block]
 
 
 @pytest.mark.slow
