@@ -59,6 +59,12 @@ def make_parser(about: str, root: Path) -> argparse.ArgumentParser:
     )
     what.add_argument("--gpus", type=int, metavar="N", help="with --memory: of so many GPUs (default: 1)")
     what.add_argument("--gpu", metavar="NAME", help='with --memory: their kind, such as H100 or "RTX 4090" (default: H100)')
+    _add_place(parser, root)
+    _add_wandb(parser)
+    return parser
+
+
+def _add_place(parser: argparse.ArgumentParser, root: Path) -> None:
     where = parser.add_argument_group("where and how")
     where.add_argument(
         "-sb", "--savedir_base", type=Path, default=root / "results" / "runs", metavar="DIR", help="save directories (results/runs)"
@@ -111,8 +117,6 @@ def make_parser(about: str, root: Path) -> argparse.ArgumentParser:
     where.add_argument("--offload_activations", action="store_true", help="keep saved activations in host memory")
     where.add_argument("--deterministic", action="store_true", help="only algorithms of torch that give the same bits each time; slower")
     where.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # appended by deepspeed and old launchers; LOCAL_RANK is used
-    _add_wandb(parser)
-    return parser
 
 
 def _add_wandb(parser: argparse.ArgumentParser) -> None:

@@ -124,6 +124,26 @@ def test_haven_has_the_last_values_of_the_same_runs(planted: Path, capsys: pytes
     assert (of_stride_2.mean(), of_stride_2.std()) == pytest.approx((statistics.fmean(DONE), statistics.stdev(DONE)))
 
 
+def test_a_seed_that_goes_on_changes_no_mean_in_any_view(planted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Of the best configuration, with a better score than any that is done."""
+    exp = experiment(2, 5)
+    with RunDir.open(planted, exp, exp, facts={"groups": ["g"]}) as run:
+        run.scores.append({"step": 68, "val_loss": 0.001})
+        run.scores.export_haven()
+        row = rows_of(planted, capsys)[2]
+        assert (row["val_loss"], row["val_loss_n"], row["runs"]) == (statistics.fmean(DONE), 3, 6)
+        assert "1 running" in row["state"]
+        shown = "0.5100 ± 0.0100 (3 of 6)"
+        page = Dashboard(planted, ALL)
+        assert page.results.value["val_loss ↓"].tolist()[0] == f"<b>{shown}</b>"
+        assert page.shown.counts()["running"] == 1
+        output = tmp_path / "report.html"
+        assert report.main([str(planted), "-o", str(output)]) == 0
+        assert all(text in output.read_text() for text in (shown, "1 running"))
+        capsys.readouterr()
+        test_haven_has_the_last_values_of_the_same_runs(planted, capsys)
+
+
 def test_the_last_value_of_a_run_that_is_not_done_never_looks_like_a_result(planted: Path, capsys: pytest.CaptureFixture[str]):
     """Not even alone in its row, nor as a point."""
     rows = ("--where", "model.stride == 2", "--by", "seed", "--format", "markdown")
