@@ -40,7 +40,8 @@ PEAKS = {
 
 From NVIDIA's data sheets of each product, nvidia.com/en-us/data-center/<product>; where those give the rate with sparsity, half of it.
 GB200: a 72nd of the 360 petaflops with sparsity of the NVL72. A10G: NVIDIA's data sheet for AWS. RTX: with sums in float32, from the
-appendices of the white papers of the architectures GA102 (3090, A6000), Ada (4090, 6000 Ada) and RTX Blackwell (5090).
+appendices of the white papers of the architectures GA102 (3090, A6000), Ada (4090, 6000 Ada) and RTX Blackwell (5090). Those of GB200, A10G
+and RTX were not looked up there again: `benchmarks.gpu` compares one with what its device reaches.
 """
 _WITHOUT_BFLOAT16 = ("v100", "t4")
 
