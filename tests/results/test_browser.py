@@ -203,13 +203,14 @@ def test_a_curve_is_found_by_the_mouse_between_its_points_and_lights_up_with_its
         assert legend.evaluate("node => node.scrollHeight > node.clientHeight || node.clientHeight > 200")
         job = rows(page, "jobs").filter(has_text=failed[:8])
         assert (job.bounding_box() or {"height": 0})["height"] > 60
+        with page.context.expect_page(timeout=SLOW) as opened_page:
+            job.get_by_role("link").click()
+        expect(opened_page.value.get_by_role("heading", name="Scores", exact=True)).to_be_visible(timeout=SLOW)
+        opened_page.value.close()
         page.set_viewport_size({"width": 880, "height": 1000})
         expression = page.get_by_label("Expression", exact=True).bounding_box()
         assert expression is not None
         assert expression["width"] >= 280
-        with page.context.expect_page() as opened_page:
-            job.get_by_role("link").click()
-        expect(opened_page.value.get_by_role("heading", name="Scores", exact=True)).to_be_visible(timeout=SLOW)
 
 
 def test_a_link_restores_the_view(browser: Browser, demo_runs: Path):
