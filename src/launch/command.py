@@ -30,7 +30,7 @@ count_failure() {{  # $1 the exit code, $2 seconds since the start
     esac
 }}
 """
-"""Bash by which the jobs of a submission tell each other that it is to stop: $MOST quick failures in a row, of which $FAILURES is the file."""
+"""Bash by which the jobs of a submission tell each other that it is to stop, after $MOST quick failures in a row."""
 _OF_TORCHRUN = re.compile(r"RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE)_(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
 _NGPUS = re.compile(r"(?<![\w${])NGPUS(?!\w)")
 _COUNT_GPUS = (
