@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field, model_validator
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 class PolicyTraining(Finetuning):
     """An experiment that trains a policy on rollouts."""
+
+    takes_chunks: ClassVar[bool] = False
 
     rewards: list[RewardField] = Field(min_length=1)
     """What is good about an answer; their weighted sum is what it is worth."""

@@ -79,6 +79,7 @@ CASES: dict[str, tuple[dict[str, Any], bool]] = {
     "lm": (LM, False),
     "lm bfloat16": (override(LM, {"loop.precision": "bfloat16"}), False),
     "lm recomputed": (LM, True),
+    "lm in chunks": (override(LM, {"loop.cross_entropy_chunk_tokens": 64}), False),
     "t5 bfloat16": (override(T5, {"loop.precision": "bfloat16"}), False),
     "crossattn bfloat16": (override(CROSSATTN, {"loop.precision": "bfloat16"}), False),
     "lora": (LORA, False),
