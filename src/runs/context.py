@@ -50,8 +50,8 @@ class Options:
     """Shard the model over the ranks (FSDP2)."""
     fsdp_replicas: int = 1
     """Parts of the ranks, each of which has a sharded model of its own (HSDP): the nodes, say, so that layers are gathered within one."""
-    gradient_checkpointing: bool = False
-    """Recompute layers in the backward pass: the same bits, less memory, a third more time."""
+    gradient_checkpointing: str | None = None
+    """Recompute layers in the backward pass: the same bits, less memory. "full": a third more time; "selective": all but products."""
     offload_activations: bool = False
     """Keep activations in the host's memory until the backward pass: the same bits."""
     statistics_every: int = 50
