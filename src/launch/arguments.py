@@ -119,7 +119,7 @@ def _add_place(parser: argparse.ArgumentParser, root: Path) -> None:
         nargs="?",
         const="full",
         choices=GRADIENT_CHECKPOINTING,
-        help="recompute layers in the backward pass, to save memory; selective: all but products",
+        help="recompute layers in the backward pass; selective: all but products",
     )
     where.add_argument("--offload_activations", action="store_true", help="keep saved activations in host memory")
     where.add_argument("--deterministic", action="store_true", help="only algorithms of torch that give the same bits each time; slower")

@@ -83,7 +83,9 @@ def cross_entropy(
 def context_lm_loss(model: nn.Module, batch: Mapping[str, Tensor], label_smoothing: float = 0.0, z_loss: float = 0.0) -> Tensor:
     """Summed loss, on the tokens where `loss_mask` is True, of a model that reads contexts too and gives logits for these tokens alone."""
     targets_N = batch["input_ids"][batch["loss_mask"]]
-    return sum_loss(model, lambda: model(**batch), lambda *chunk: cross_entropy(*chunk, label_smoothing, z_loss), targets_N)
+    return sum_loss(
+        model, lambda: model(**batch), lambda logits, targets: cross_entropy(logits, targets, label_smoothing, z_loss), targets_N
+    )
 
 
 def causal_lm_loss(
@@ -101,7 +103,7 @@ def causal_lm_loss(
     return sum_loss(
         model,
         lambda: model(input_ids=batch["input_ids"], **seen, use_cache=False).logits,
-        lambda *chunk: cross_entropy(*chunk, label_smoothing, z_loss, poly_epsilon),
+        lambda logits, targets: cross_entropy(logits, targets, label_smoothing, z_loss, poly_epsilon),
         targets_BT.flatten(),
     )
 
@@ -141,7 +143,7 @@ def seq2seq_loss(model: nn.Module, batch: Mapping[str, Tensor], label_smoothing:
     return sum_loss(
         model,
         lambda: model(**inputs, use_cache=False).logits,
-        lambda *chunk: cross_entropy(*chunk, label_smoothing, z_loss),
+        lambda logits, targets: cross_entropy(logits, targets, label_smoothing, z_loss),
         batch["labels"].flatten(),
     )
 

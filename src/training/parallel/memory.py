@@ -102,7 +102,7 @@ def _is_dear(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         return True
     if not func._schema.name.startswith("aten::_scaled_dot_product"):
         return False
-    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | dict(kwargs)
     return not given.get("dropout_p", 0.0)
 
 
