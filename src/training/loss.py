@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from src.host_copies import pick
+
 NOT_LEARNED = -100
 NamedSums = Mapping[str, tuple[Tensor, Tensor]]
 """Sum and count of what is reported as a mean, by name: the same names in every call."""
@@ -37,12 +39,12 @@ def watch_groups(batch: Mapping[str, Tensor], groups_B: Tensor, num_groups: int)
     """
     mask_NT = batch["loss_mask"]
     groups_N = groups_B[batch["sample_of_row"]] if "sample_of_row" in batch else groups_B
-    groups = (groups_N if groups_N.dim() == 2 else groups_N[:, None].expand_as(mask_NT))[mask_NT]
+    groups = pick(groups_N if groups_N.dim() == 2 else groups_N[:, None].expand_as(mask_NT), mask_NT)
     sums = torch.zeros(num_groups, 2, dtype=torch.float64, device=mask_NT.device)
 
     @torch.no_grad()
     def add(logits_NV: Tensor, targets_N: Tensor) -> None:
-        learned = targets_N != NOT_LEARNED
+        learned = (targets_N != NOT_LEARNED).nonzero_static(size=len(groups))[:, 0]  # how many is known, so nothing waits for a GPU
         losses = F.cross_entropy(logits_NV[learned].float(), targets_N[learned], reduction="none").double()
         finite = losses.isfinite()
         sums.index_add_(0, groups, torch.stack([losses.where(finite, 0.0), finite.double()], dim=1))
@@ -75,7 +77,7 @@ def cross_entropy(
 
 def context_lm_loss(model: nn.Module, batch: Mapping[str, Tensor], label_smoothing: float = 0.0, z_loss: float = 0.0) -> Tensor:
     """Summed loss, on the tokens where `loss_mask` is True, of a model that reads contexts too and gives logits for these tokens alone."""
-    return cross_entropy(model(**batch), batch["input_ids"][batch["loss_mask"]], label_smoothing, z_loss)
+    return cross_entropy(model(**batch), pick(batch["input_ids"], batch["loss_mask"]), label_smoothing, z_loss)
 
 
 def causal_lm_loss(
@@ -87,7 +89,7 @@ def causal_lm_loss(
     Logits are not picked by the mask, which would copy them and their gradient, and have a GPU wait for the count.
     """
     packed = "position_ids" in batch
-    seen = {"position_ids": batch["position_ids"]} if packed else {"attention_mask": batch["attention_mask"].long()}
+    seen = {"position_ids": batch["position_ids"]} if packed else {"attention_mask": batch["attention_mask"]}
     logits_BTV = model(input_ids=batch["input_ids"], **seen, use_cache=False).logits
     targets_BT = torch.where(batch["loss_mask"], batch["input_ids"], NOT_LEARNED)
     targets_BT = F.pad(targets_BT[:, 1:], (0, 1), value=NOT_LEARNED)
