@@ -5,7 +5,9 @@ is then worked out from that. Without such a copy, as for a tensor of a caller o
 tensor is its own copy.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from itertools import islice
 from typing import Any
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor
 
 _NAME = "host_copy"
+_NOTHING_HIDDEN: ContextVar[bool] = ContextVar("nothing hidden", default=False)
 
 
 def to_device(batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
@@ -22,8 +25,8 @@ def to_device(batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Te
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the CPU on `device`, which is not waited for."""
-    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+    """A tensor of the CPU on `device`, which is not waited for; one that is there already as it is."""
+    return (tensor.pin_memory() if device.type == "cuda" and tensor.device.type == "cpu" else tensor).to(device, non_blocking=True)
 
 
 def remember(tensor: Tensor, copy: Tensor) -> Tensor:
@@ -76,6 +79,16 @@ def read_together(*parts: Tensor) -> list[list[float]]:
     return [list(islice(flat, len(part))) for part in parts]
 
 
+@contextmanager
+def nothing_hidden() -> Iterator[None]:
+    """In the block no mask for attention that transformers makes of two axes hides anything: it is not asked whether one does."""
+    token = _NOTHING_HIDDEN.set(True)
+    try:
+        yield
+    finally:
+        _NOTHING_HIDDEN.reset(token)
+
+
 @cache
 def answer_masks() -> None:
     """From now on transformers asks the CPU, where that knows, whether a mask hides anything and whether rows are packed.
@@ -101,6 +114,7 @@ def _answering(make: Callable[..., Any]) -> Callable[..., Any]:
     """A function of transformers that makes a mask for attention, which is not told of one that hides nothing."""
 
     def make_mask(*args: Any, attention_mask: Tensor | None = None, **options: Any) -> Any:
+        attention_mask = None if _NOTHING_HIDDEN.get() else attention_mask
         copy = None if attention_mask is None else host_copy(attention_mask)
         if copy is None or copy is attention_mask or copy.shape[-1] != options.get("kv_length"):
             return make(*args, attention_mask=attention_mask, **options)

@@ -28,10 +28,13 @@ READS = {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.d
 SIZED_BY_VALUES = {
     *(aten.nonzero.default, aten.nonzero_numpy.default, aten.masked_select.default, aten.bincount.default, aten.argwhere.default),
     *(aten._unique2.default, aten.unique_dim.default, aten.unique_consecutive.default, aten.repeat_interleave.Tensor),
+    aten.masked_scatter_backward.default,
 }
 INDEXED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
 TO_HOST = {Tensor.tolist, Tensor.numpy, Tensor.cpu, Tensor.__array__}
 TO_DEVICE = {Tensor.to}
+MAKES = {torch.arange, torch.empty, torch.full, torch.ones, torch.rand, torch.randn, torch.zeros}
+"""With `device=` they make a tensor there."""
 STEP, STARTS = "train_step", ("_require_no_dropout",)
 """The function that is a step, and what is in the first of a start alone."""
 
@@ -117,7 +120,11 @@ class _Copies(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in TO_HOST and self.counter.is_on_device(args[0]):
             self.counter.note(f"Tensor.{func.__name__}")
+        if func in (torch.tensor, torch.as_tensor) and kwargs.get("device") is not None:
+            self.counter.note(f"torch.{func.__name__} on a device")
         found = func(*args, **kwargs)
+        if func in MAKES and kwargs.get("device") is not None:
+            self.counter.put_on_device(found)
         if func is Tensor.cpu:
             found = found.clone()
             self.counter.take_from_device(found)

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset as TorchDataset
 
 from src import distributed
 from src.errors import UserError
-from src.host_copies import to_device
+from src.host_copies import answer_masks, to_device
 from src.interfaces import Dataset, DecodedDataset, SourcedDataset
 from src.orders import Cursor, Key, MicroBatch, Order, RankShare
 from src.training.config import LoopConfig
@@ -53,15 +53,15 @@ class Step:
     copies: "Copies"
     """To the device."""
 
-    def on_device(self) -> Iterator[tuple[Mapping[str, Tensor], Tensor | None]]:
-        """Micro-batch and sources of each of the passes; what counts nothing reads the first. One is copied ahead of the pass."""
-        parts = list(zip(self.batches, self.sources, strict=True))
+    def on_device(self) -> Iterator[tuple[Mapping[str, Tensor], Tensor | None, bool]]:
+        """Of each of the passes the micro-batch, its sources, and whether it counts: else it is one that keeps this process in step with
+        those that have one more, and reads the first. The next micro-batch is copied while a pass computes."""
+        count = len(self.batches)
+        parts = [*zip(self.batches, self.sources, strict=True)] + [(self.batches[0], self.sources[0])] * (self.passes - count)
         ahead = self.copies.start(*parts[0])
         for a in range(self.passes):
-            now = ahead
-            if a + 1 < self.passes:
-                ahead = self.copies.start(*parts[a + 1 if a + 1 < len(parts) else 0])
-            yield self.copies.wait(now)
+            now, ahead = ahead, self.copies.start(*parts[a + 1]) if a + 1 < self.passes else ahead
+            yield *self.copies.wait(now), a < count
 
 
 class Copies:
@@ -69,15 +69,16 @@ class Copies:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        answer_masks()
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def start(self, batch: Mapping[str, Tensor], sources_B: Tensor | None) -> tuple[dict[str, Tensor], torch.cuda.Event | None]:
+    def start(self, batch: Mapping[str, Tensor], sources_B: Tensor | None) -> tuple[dict[str, Tensor], Any]:
         """Begin to copy. The result is for `wait` alone."""
         both = {**batch, **({} if sources_B is None else {_SOURCES: sources_B})}
         with torch.cuda.stream(self.stream):  # does nothing where there is none
             return to_device(both, self.device), self.stream and self.stream.record_event()
 
-    def wait(self, started: tuple[dict[str, Tensor], torch.cuda.Event | None]) -> tuple[Mapping[str, Tensor], Tensor | None]:
+    def wait(self, started: tuple[dict[str, Tensor], Any]) -> tuple[Mapping[str, Tensor], Tensor | None]:
         """Micro-batch and sources, which whatever the device computes from here on may read. The CPU does not wait."""
         copies, event = started
         if event is not None:

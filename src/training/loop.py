@@ -17,7 +17,7 @@ from torch import Tensor
 
 from src import distributed
 from src.errors import CheckpointError, ConfigError, RunError, TrainingError
-from src.host_copies import answer_masks, read_together, write_beside
+from src.host_copies import read_together, write_beside
 from src.orders import Cursor, order_of
 from src.runs import environment, ledger
 from src.runs.checkpoints import folder as checkpoints
@@ -186,8 +186,7 @@ class Loop:
         for group in self.engine.optimizer.param_groups:
             group["lr"] = self.learning_rate(state.step)
         sums: dict[str, Tensor] = {}  # (2,) float64: sum and count. They stay on the device, so that a pass waits for nothing.
-        for a, (batch, sources) in enumerate(step.on_device()):
-            counts = a < len(step.batches)  # else a pass that keeps this process in step with those that have one more
+        for a, (batch, sources, counts) in enumerate(step.on_device()):
             seed = seeds.dropout_seed(self.seed, state.step, a * world_size + distributed.rank())
             self._seed_dropout(seed)
             last = a == step.passes - 1
@@ -349,7 +348,6 @@ class Loop:
             self.spec.experience.load(experience)
         self.engine = engines.build_engine(self.accelerator, self.spec.model, self.config, self.run.options)
         self.engine.seed_generation = self._seed_generation
-        answer_masks()
         if folder is not None:
             if branches.must_reset_optimizer(self.branches, self.state.step):
                 log.info("%s: the optimizer's moments begin anew, as branch.json says.", self.run.path)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from src.host_copies import pick
+from src.host_copies import change_both, pick
 
 NOT_LEARNED = -100
 NamedSums = Mapping[str, tuple[Tensor, Tensor]]
@@ -101,9 +101,9 @@ def interleaved_lm_loss(model: nn.Module, batch: Mapping[str, Tensor], label_smo
 
     A batch without an image reads one frame that nobody sees: see `models.vision_language.config`.
     """
-    frames = batch["frames"] if len(batch["frames"]) else batch["frames"].new_ones(1, *batch["frames"].shape[1:])
+    frames = change_both(lambda own: (own if len(own) else own.new_ones(1, *own.shape[1:]))[None], batch["frames"])
     logits_BTV = model(
-        input_ids=batch["input_ids"], position_ids=batch["position_ids"], pixel_values=frames[None], use_cache=False
+        input_ids=batch["input_ids"], position_ids=batch["position_ids"], pixel_values=frames, use_cache=False
     ).logits  # fmt: skip
     targets_BT = F.pad(torch.where(batch["loss_mask"], batch["input_ids"], NOT_LEARNED)[:, 1:], (0, 1), value=NOT_LEARNED)
     logits_NV, targets_N = logits_BTV.flatten(0, 1), targets_BT.flatten()
