@@ -73,10 +73,9 @@ def write_beside(like: Tensor, value: Tensor) -> Tensor:
 
 def read_together(*parts: Tensor) -> list[list[float]]:
     """The numbers of vectors in float64, with one wait for the device."""
-    if len({part.device for part in parts}) > 1:  # such as gradients that are kept on the CPU
-        return [part.tolist() for part in parts]
-    flat = iter(torch.cat(parts).tolist())
-    return [list(islice(flat, len(part))) for part in parts]
+    devices = dict.fromkeys(part.device for part in parts)  # the CPU may be one of them, as where gradients are kept there
+    flat = {device: iter(torch.cat([part for part in parts if part.device == device]).tolist()) for device in devices}
+    return [list(islice(flat[part.device], len(part))) for part in parts]
 
 
 @contextmanager

@@ -201,8 +201,8 @@ class Loop:
             for name, pair in named.items():
                 part = torch.stack([write_beside(loss, value) for value in pair])
                 sums[name] = sums.get(name, torch.zeros_like(part)) + (part if counts else 0)
-        norms, flat = read_together(self.engine.norms(), torch.stack(list(sums.values())).flatten())
-        norm = self.engine.total_norm(norms)
+        *norms, flat = read_together(self.engine.norms(), self.engine.weight_norms(), torch.stack(list(sums.values())).flatten())
+        norm = self.engine.total_norm(*norms)
         # The norm of rank 0: copies on unlike devices may differ in the last bit, and all ranks must decide alike.
         counters = {f"data/{name}": pair for name, pair in step.counters.items()}
         own = [norm if distributed.is_main() else 0.0, *flat]

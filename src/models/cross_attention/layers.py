@@ -214,7 +214,7 @@ class CrossAttentionLM(Wrapper):
         with self.reading(None):
             hidden = self._encode(self.base, ids, mask, self.num_passes)
         self.base.train(training)
-        return Context(hidden.view(B, C * S, -1), change_both(lambda own: own.view(B, C * S), mask))
+        return Context(hidden.view(B, C * S, -1), change_both(lambda own: own.reshape(B, C * S), mask))
 
     def forward(
         self,

@@ -20,6 +20,7 @@ from src import distributed
 from src.training.checkpointing import folder as checkpoint
 from src.training.config import LoopConfig
 from src.training.optim import optimizers
+from src.training.optim.adamw_scale import AdamWScale
 from src.weights import load_trained, trained_weights
 
 _torch: Any = torch
@@ -114,8 +115,17 @@ class Engine(ABC):
         gradients = [*self.gradients()]
         return torch.stack(_torch._foreach_norm(gradients, 2, dtype=torch.float64)) if gradients else torch.zeros(0, dtype=torch.float64)
 
-    def total_norm(self, norms: Sequence[float]) -> float:
-        """L2 norm of the gradients over all parameters, rounded to float32, from `norms`. Collective."""
+    def weight_norms(self) -> Tensor:
+        """(K,) float64: like `norms`, of the weights, where the optimizer asks for them; else K is 0."""
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        return optimizer.norms() if isinstance(optimizer, AdamWScale) else torch.zeros(0, dtype=torch.float64)
+
+    def total_norm(self, norms: Sequence[float], weight_norms: Sequence[float] = ()) -> float:
+        """L2 norm of the gradients over all parameters, rounded to float32, from `norms`. Collective.
+
+        weight_norms: what `step` needs; it reads them itself where there are none."""
+        if weight_norms:
+            getattr(self.optimizer, "optimizer", self.optimizer).measured = list(weight_norms)
         square = math.fsum(norm**2 for norm in norms)
         (total,) = distributed.all_reduce_sum([square]) if self.shards_gradients else [square]
         return float(torch.tensor(math.sqrt(total / self.replicas), dtype=torch.float32))
