@@ -24,7 +24,7 @@ BIG = {"n_embd": 16, "n_layer": 2, "n_head": 2, "attn_pdrop": 0.0, "embd_pdrop":
 T5 = {"d_model": 16, "d_ff": 32, "d_kv": 8, "num_heads": 2, "num_layers": 2, "decoder_start_token_id": 0}
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: transformers.LlamaConfig(vocab_size=32, **SIZES),
-    "gemma2": lambda: transformers.Gemma2Config(vocab_size=32, sliding_window=3, **SIZES),
+    "mistral": lambda: transformers.MistralConfig(vocab_size=32, sliding_window=3, **SIZES),
     "gpt_bigcode": lambda: transformers.GPTBigCodeConfig(vocab_size=32, n_positions=16, **BIG),
     "gpt2": lambda: transformers.GPT2Config(vocab_size=32, n_positions=16, **BIG),
     "t5": lambda: transformers.T5Config(vocab_size=32, **T5),
