@@ -3,7 +3,6 @@
 All are sums, so that they can be divided by what the whole global batch has. Shapes: R replies, K of one conversation, P pairs.
 """
 
-import math
 from typing import Literal, NamedTuple
 
 import torch
@@ -93,7 +92,8 @@ def agreement(rewards_R: Tensor, conversations_R: Tensor, ranks_R: Tensor) -> Ag
     ends = [[each & (ranks == end) for end in ranks[each].aminmax()] for each in own if ranks[each].min() < ranks[each].max()]
 
     def mean_rewards(end: int) -> Tensor:
-        chosen_CR = upload(torch.stack([ranks == math.inf, *(pair[end] for pair in ends)])[1:].double(), rewards_R.device)
+        rows = [pair[end].double() for pair in ends]
+        chosen_CR = upload(torch.stack(rows) if rows else torch.zeros(0, len(ranks), dtype=torch.float64), rewards_R.device)
         return chosen_CR @ rewards_R.detach().double() / chosen_CR.sum(dim=1)
 
     best_C, worst_C = mean_rewards(0), mean_rewards(1)
