@@ -189,7 +189,13 @@ class PolicyTraining(Finetuning):
             batch=data.generation_batch,
             micro_batch=self.micro_batch,
             generation=Generation(
-                data.max_new_tokens, temperature, data.sampling.options(), ends, never, data.sampling.batching == "continuous"
+                data.max_new_tokens,
+                temperature,
+                data.sampling.options(),
+                ends,
+                never,
+                continuous=data.sampling.batching == "continuous",
+                repeated=data.group_size > 1,
             ),
             decode=lambda ids: str(tokenizer.decode([*ids], skip_special_tokens=True)),
             judges=judges,
