@@ -252,23 +252,30 @@ def loading(folder: Path) -> dict[str, Any]:
 
 
 def synchronisations(folder: Path) -> dict[str, Any]:
-    """Counted by what torch warns of, over the steps after the first ten."""
+    """Counted by what torch warns of: in the optimizer steps, of which each waits once, and in all else, such as the evaluation."""
     if not GPU:
         raise NotTried("torch counts waits for a GPU alone")
     counted = {}
+
+    def note(message: Warning | str, *_: Any, **__: Any) -> None:
+        if "synchroniz" in str(message):
+            waits.append(any(frame.f_code.co_name == "train_step" for frame, _ in traceback.walk_stack(None)))
+
     for name, exp in TINY.items():
         exp = override(exp, {"loop.steps": 60, "loop.eval_every": 60})
         assert (
             toy.main(["-e", "one", "--with-parents"], {"one": [exp], "base": [toy.BASE]}, folder) == 0
         )  # its parents, and what is made once
         again = override(exp, {"seed": 1})
-        with warnings.catch_warnings(record=True) as told:
+        waits: list[bool] = []
+        with warnings.catch_warnings():
             warnings.simplefilter("always")
+            warnings.showwarning = note
             torch.cuda.set_sync_debug_mode("warn")
             assert toy.main(["-e", "one", "--with-parents"], {"one": [again], "base": [toy.BASE]}, folder) == 0
             torch.cuda.set_sync_debug_mode("default")
-        counted[name] = round(sum("synchroniz" in str(one.message) for one in told) / again["loop"]["steps"], 2)
-    return {"waits of a step": counted}
+        counted[name] = {"of a step": round(sum(waits) / again["loop"]["steps"], 2), "elsewhere": waits.count(False)}
+    return {"waits": counted}
 
 
 def cross_attention(folder: Path) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from tests.conftest import ROOT
 LEVELS: list[set[str]] = [
     {"src.missing_package"},
     {"src.errors", "src.batches", "src.__init__"},
-    {"src.files", "src.command_line", "src.served_page", "src.torch_settings"},
+    {"src.files", "src.command_line", "src.host_copies", "src.served_page", "src.torch_settings"},
     {"src.config", "src.distributed", "src.flops", "src.kinds", "src.patterns", "src.weights"},
     {"src.call_once", "src.registry"},
     {"src.interfaces"},

@@ -8,9 +8,10 @@ import torch
 
 from src import distributed
 from src.evaluation.config import Answers
+from src.host_copies import to_device
 from src.interfaces import Prediction, QuestionDataset
 from src.metrics import answers as scored_answers
-from src.training.validation import rank_batches, to_device
+from src.training.validation import rank_batches
 
 T = TypeVar("T")
 

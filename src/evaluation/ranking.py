@@ -10,8 +10,8 @@ from torch import Tensor
 
 from src.evaluation.config import Answering
 from src.evaluation.generation import AnswerGenerator, gather_batches
+from src.host_copies import to_device
 from src.interfaces import TaskDataset
-from src.training.validation import to_device
 
 
 @dataclass(frozen=True)

@@ -20,26 +20,21 @@ class Agreement(NamedTuple):
     worst_reward: float
 
 
-def correlations(rewards: Sequence[float], conversations: Sequence[int], ranks: Sequence[int], correlated: bool = True) -> list[Agreement]:
-    """Of each conversation that has replies of different ranks. Ranks: smaller is better.
-
-    correlated: whether kendall and spearman are asked for; else they are not-a-number.
-    """
+def correlations(rewards: Sequence[float], conversations: Sequence[int], ranks: Sequence[int]) -> list[Agreement]:
+    """Of each conversation that has replies of different ranks. Ranks: smaller is better."""
     own = defaultdict[int, list[tuple[float, int]]](list)
     for reward, conversation, rank in zip(rewards, conversations, ranks, strict=True):
         own[conversation].append((reward, rank))
-    return [_agreement(replies, correlated) for replies in own.values() if len({rank for _, rank in replies}) > 1]
+    return [_agreement(replies) for replies in own.values() if len({rank for _, rank in replies}) > 1]
 
 
-def _agreement(replies: Sequence[tuple[float, int]], correlated: bool) -> Agreement:
+def _agreement(replies: Sequence[tuple[float, int]]) -> Agreement:
     rewards, ranks = [reward for reward, _ in replies], [rank for _, rank in replies]
     best = _mean([reward for reward, rank in replies if rank == min(ranks)])
     worst = _mean([reward for reward, rank in replies if rank == max(ranks)])
-    kendall = spearman = math.nan
-    if correlated:
-        pairs = [(a - b, y - x) for i, (a, x) in enumerate(replies) for b, y in replies[:i] if x != y]
-        kendall = _mean([float((by_reward * by_rank > 0) - (by_reward * by_rank < 0)) for by_reward, by_rank in pairs])
-        spearman = _correlation(_places(rewards), _places([-float(rank) for rank in ranks]))
+    pairs = [(a - b, y - x) for i, (a, x) in enumerate(replies) for b, y in replies[:i] if x != y]
+    kendall = _mean([float((by_reward * by_rank > 0) - (by_reward * by_rank < 0)) for by_reward, by_rank in pairs])
+    spearman = _correlation(_places(rewards), _places([-float(rank) for rank in ranks]))
     return Agreement(float(best > worst), kendall, spearman, best, worst)
 
 

@@ -92,12 +92,16 @@ class Config(Pretraining):
         def loss_and_sums(model: Any, batch: "Mapping[str, torch.Tensor]") -> Any:
             import torch
 
+            from src.host_copies import change_both, places
+
             first, second = batch["ranks"][::2], batch["ranks"][1::2]
+
+            differ = places(change_both(lambda ranks: ranks[::2] != ranks[1::2], batch["ranks"]))
 
             def pairs(values: torch.Tensor) -> list[torch.Tensor]:
                 """Of the chosen answers, and of the rejected ones, of pairs that are no tie. With shuffled ranks some are swapped."""
                 both = values[::2], values[1::2]
-                return [torch.where(first < second, *order)[first != second] for order in (both, both[::-1])]
+                return [torch.where(first < second, *order)[differ] for order in (both, both[::-1])]
 
             sums = answer_logps(model_logits(model, batch), batch["input_ids"], batch["loss_mask"])
             if preference.reference == "adapters_off":

@@ -39,7 +39,7 @@ class Config(Pretraining):
         """Summed loss; and by name, over the conversations that have a preference: accuracy, the share in which the best reply has more
         than the worst; kendall and spearman, correlations with the ranks; best_reward and worst_reward."""
         from src.metrics.ranking import correlations
-        from src.training.preferences.losses import ranking_loss
+        from src.training.preferences.losses import agreement, ranking_loss
 
         own = self.ranking
 
@@ -51,10 +51,13 @@ class Config(Pretraining):
             summed = ranking_loss(
                 rewards_R, conversations_R, ranks_R, by=own.by, l2=own.l2, margin=own.margin, centring=own.centring
             )  # fmt: skip
-            found = correlations(rewards_R.tolist(), conversations_R.tolist(), ranks_R.tolist(), correlated)
+            if not correlated:
+                *sums, count = agreement(rewards_R, conversations_R, ranks_R)
+                return summed, {name: (each, count) for name, each in zip(("accuracy", "best_reward", "worst_reward"), sums, strict=True)}
+            found = correlations(rewards_R.tolist(), conversations_R.tolist(), ranks_R.tolist())
             count = torch.tensor(float(len(found)))
-            names = [name for name in self.reported if correlated or name not in ("kendall", "spearman")]
-            return summed, {name: (torch.tensor(sum(getattr(each, name) for each in found), dtype=torch.float64), count) for name in names}
+            sums = {name: sum(getattr(each, name) for each in found) for name in self.reported}
+            return summed, {name: (torch.tensor(each, dtype=torch.float64), count) for name, each in sums.items()}
 
         return loss_and_sums
 

@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from src import distributed
 from src.errors import ConfigError
+from src.host_copies import to_device
 from src.orders import Cursor
 from src.rewards.interface import Rollout
 from src.rl.policy import Generation, score_tokens
@@ -24,7 +25,7 @@ from src.rl.scoring import Judges, Scores, ServerAway
 from src.runs import jsonl_records
 from src.training.parallel.engine import Engine
 from src.training.seeds import rollout_seed
-from src.training.validation import rank_batches, to_device
+from src.training.validation import rank_batches
 
 FILE = "rollouts.jsonl"
 """In a save directory: rollouts for people to read."""

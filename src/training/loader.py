@@ -13,14 +13,17 @@ from torch.utils.data import Dataset as TorchDataset
 
 from src import distributed
 from src.errors import UserError
+from src.host_copies import answer_masks, to_device
 from src.interfaces import Dataset, DecodedDataset, SourcedDataset
 from src.orders import Cursor, Key, MicroBatch, Order, RankShare
 from src.training.config import LoopConfig
 from src.training.state import State
-from src.training.validation import count_loss_tokens, count_true, to_device
+from src.training.validation import count_loss_tokens, count_true
 
 _SMALL = 2**20
 """Bytes."""
+_SOURCES = "sources of the samples"
+"""Beside the names of a batch."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +31,10 @@ class Step:
     """What one process reads in one optimizer step. Counted on the CPU, as counting on a GPU would synchronise."""
 
     batches: Sequence[Mapping[str, Tensor]]
+    """On the CPU."""
     sources: Sequence[Tensor | None]
-    """Of each micro-batch, (B,) int64: the number in `sources` of the data set of each sequence. None where it names one source or none."""
+    """Of each micro-batch, (B,) int64: the number in `sources` of the data set of each sequence. None where it names one source or none.
+    On the CPU."""
     count: float
     """What the summed losses are divided by, of this process."""
     loss_tokens: int
@@ -45,6 +50,43 @@ class Step:
     """Of the order: sum and count by name, of this process."""
     passes: int
     """Micro-batches of the process that has most. A process with fewer makes up for them with passes that count nothing."""
+    copies: "Copies"
+    """To the device."""
+
+    def on_device(self) -> Iterator[tuple[Mapping[str, Tensor], Tensor | None, bool]]:
+        """Of each of the passes the micro-batch, its sources, and whether it counts: else it is one that keeps this process in step with
+        those that have one more, and reads the first. The next micro-batch is copied while a pass computes."""
+        count = len(self.batches)
+        parts = [*zip(self.batches, self.sources, strict=True)] + [(self.batches[0], self.sources[0])] * (self.passes - count)
+        ahead = self.copies.start(*parts[0])
+        for a in range(self.passes):
+            now, ahead = ahead, self.copies.start(*parts[a + 1]) if a + 1 < self.passes else ahead
+            yield *self.copies.wait(now), a < count
+
+
+class Copies:
+    """Copies micro-batches to a device; to a GPU on a stream of their own, beside what it computes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        answer_masks()
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def start(self, batch: Mapping[str, Tensor], sources_B: Tensor | None) -> tuple[dict[str, Tensor], Any]:
+        """Begin to copy. The result is for `wait` alone."""
+        both = {**batch, **({} if sources_B is None else {_SOURCES: sources_B})}
+        with torch.cuda.stream(self.stream):  # does nothing where there is none
+            return to_device(both, self.device), self.stream and self.stream.record_event()
+
+    def wait(self, started: tuple[dict[str, Tensor], Any]) -> tuple[Mapping[str, Tensor], Tensor | None]:
+        """Micro-batch and sources, which whatever the device computes from here on may read. The CPU does not wait."""
+        copies, event = started
+        if event is not None:
+            computing = torch.cuda.current_stream(self.device)
+            computing.wait_event(event)  # not for the copies that were begun since
+            for tensor in copies.values():
+                tensor.record_stream(computing)  # else its memory could be given to a later copy while it is read
+        return {name: tensor for name, tensor in copies.items() if name != _SOURCES}, copies.get(_SOURCES)
 
 
 class _Samples(TorchDataset):
@@ -109,7 +151,7 @@ class StepLoader:
     train; but one for data that are decoded (`DecodedDataset`), where a core is left."""
 
     def steps(self, start: State) -> Generator[Step]:
-        """Yield what each optimizer step after those that `start` has finished reads, on the device. Endless.
+        """Yield what each optimizer step after those that `start` has finished reads. Endless.
 
         `close` ends the processes that read beside this one.
         """
@@ -128,7 +170,7 @@ class StepLoader:
             pin_memory=gpu,
             generator=torch.Generator(),  # else it draws from the global one
         )
-        stream = iter(batches)
+        stream, copies = iter(batches), Copies(self.device)
         behind: Cursor = {}
         try:
             while True:
@@ -140,8 +182,8 @@ class StepLoader:
                 keys, cursors, counters = zip(*(sampler.ahead.popleft() for _ in share.numbers), strict=True)
                 behind = {name: value for part in (behind, *cursors) for name, value in part.items()}
                 yield Step(
-                    [to_device(batch, self.device) for batch in batches],
-                    [number if number is None else number.to(self.device, non_blocking=True) for number in numbers],
+                    batches,
+                    numbers,
                     count=sum(self.count(batch) for batch in batches),
                     loss_tokens=count_true(batches, "loss_mask"),
                     read_tokens=count_true(batches, "attention_mask") + count_true(batches, "context_mask"),
@@ -152,6 +194,7 @@ class StepLoader:
                         name: [sum(values) for values in zip(*(each[name] for each in counters), strict=True)] for name in counters[0]
                     },
                     passes=share.passes,
+                    copies=copies,
                 )
         finally:
             del stream  # a traceback would keep it, and the end of this process would wait for those that read

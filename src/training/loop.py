@@ -17,6 +17,7 @@ from torch import Tensor
 
 from src import distributed
 from src.errors import CheckpointError, ConfigError, RunError, TrainingError
+from src.host_copies import read_together, write_beside
 from src.orders import Cursor, order_of
 from src.runs import environment, ledger
 from src.runs.checkpoints import folder as checkpoints
@@ -185,9 +186,7 @@ class Loop:
         for group in self.engine.optimizer.param_groups:
             group["lr"] = self.learning_rate(state.step)
         sums: dict[str, Tensor] = {}  # (2,) float64: sum and count. They stay on the device, so that a pass waits for nothing.
-        for a in range(step.passes):
-            counts = a < len(step.batches)  # else a pass that keeps this process in step with those that have one more
-            batch, sources = (step.batches[a], step.sources[a]) if counts else (step.batches[0], step.sources[0])
+        for a, (batch, sources, counts) in enumerate(step.on_device()):
             seed = seeds.dropout_seed(self.seed, state.step, a * world_size + distributed.rank())
             self._seed_dropout(seed)
             last = a == step.passes - 1
@@ -200,12 +199,13 @@ class Loop:
                 self.engine.backward(loss * (counts * world_size / count), last)
             named = {"": (loss, loss.new_zeros(())), **named}
             for name, pair in named.items():
-                part = torch.stack([value.detach().double().to(loss.device) for value in pair])
+                part = torch.stack([write_beside(loss, value) for value in pair])
                 sums[name] = sums.get(name, torch.zeros_like(part)) + (part if counts else 0)
-        norm = self.engine.norm()
+        *norms, flat = read_together(self.engine.norms(), self.engine.weight_norms(), torch.stack(list(sums.values())).flatten())
+        norm = self.engine.total_norm(*norms)
         # The norm of rank 0: copies on unlike devices may differ in the last bit, and all ranks must decide alike.
         counters = {f"data/{name}": pair for name, pair in step.counters.items()}
-        own = [norm if distributed.is_main() else 0.0, *torch.stack(list(sums.values())).flatten().tolist()]
+        own = [norm if distributed.is_main() else 0.0, *flat]
         norm, *flat = distributed.all_reduce_sum([*own, *(value for pair in counters.values() for value in pair)])
         totals = {name: flat[2 * i : 2 * i + 2] for i, name in enumerate([*sums, *counters])}
         total = totals.pop("")[0]

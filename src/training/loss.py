@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from src.training.parallel.linear_cross_entropy import sum_loss
+from src.host_copies import change_both, pick
+from src.training.parallel.linear_cross_entropy import sum_loss, takes_chunks
 
 NOT_LEARNED = -100
 NamedSums = Mapping[str, tuple[Tensor, Tensor]]
@@ -40,7 +41,7 @@ def watch_groups(batch: Mapping[str, Tensor], groups_B: Tensor, num_groups: int)
     """
     mask_NT = batch["loss_mask"]
     groups_N = groups_B[batch["sample_of_row"]] if "sample_of_row" in batch else groups_B
-    groups = (groups_N if groups_N.dim() == 2 else groups_N[:, None].expand_as(mask_NT))[mask_NT]
+    groups = pick(groups_N if groups_N.dim() == 2 else groups_N[:, None].expand_as(mask_NT), mask_NT)
     sums = torch.zeros(num_groups, 2, dtype=torch.float64, device=mask_NT.device)
     place = 0
 
@@ -48,6 +49,8 @@ def watch_groups(batch: Mapping[str, Tensor], groups_B: Tensor, num_groups: int)
     def add(logits_NV: Tensor, targets_N: Tensor) -> None:
         nonlocal place
         learned = targets_N != NOT_LEARNED
+        if not takes_chunks():  # how many are learned is known, so nothing waits for a GPU
+            learned = learned.nonzero_static(size=len(groups))[:, 0]
         losses = F.cross_entropy(logits_NV[learned].float(), targets_N[learned], reduction="none").double()
         finite = losses.isfinite()
         here = groups[place : place + len(losses)]
@@ -82,7 +85,7 @@ def cross_entropy(
 
 def context_lm_loss(model: nn.Module, batch: Mapping[str, Tensor], label_smoothing: float = 0.0, z_loss: float = 0.0) -> Tensor:
     """Summed loss, on the tokens where `loss_mask` is True, of a model that reads contexts too and gives logits for these tokens alone."""
-    targets_N = batch["input_ids"][batch["loss_mask"]]
+    targets_N = pick(batch["input_ids"], batch["loss_mask"])
     return sum_loss(
         model, lambda: model(**batch), lambda logits, targets: cross_entropy(logits, targets, label_smoothing, z_loss), targets_N
     )
@@ -97,7 +100,7 @@ def causal_lm_loss(
     Logits are not picked by the mask, which would copy them and their gradient, and have a GPU wait for the count.
     """
     packed = "position_ids" in batch
-    seen = {"position_ids": batch["position_ids"]} if packed else {"attention_mask": batch["attention_mask"].long()}
+    seen = {"position_ids": batch["position_ids"]} if packed else {"attention_mask": batch["attention_mask"]}
     targets_BT = torch.where(batch["loss_mask"], batch["input_ids"], NOT_LEARNED)
     targets_BT = F.pad(targets_BT[:, 1:], (0, 1), value=NOT_LEARNED)
     return sum_loss(
@@ -113,8 +116,8 @@ def interleaved_lm_loss(model: nn.Module, batch: Mapping[str, Tensor], label_smo
 
     A batch without an image reads one frame that nobody sees: see `models.vision_language.config`.
     """
-    frames = batch["frames"] if len(batch["frames"]) else batch["frames"].new_ones(1, *batch["frames"].shape[1:])
-    inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "pixel_values": frames[None]}
+    frames = change_both(lambda own: (own if len(own) else own.new_ones(1, *own.shape[1:]))[None], batch["frames"])
+    inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "pixel_values": frames}
     targets_BT = F.pad(torch.where(batch["loss_mask"], batch["input_ids"], NOT_LEARNED)[:, 1:], (0, 1), value=NOT_LEARNED)
     weights = [F.pad(batch["loss_weights"][:, 1:], (0, 1), value=1.0).flatten()] if "loss_weights" in batch else []
     return sum_loss(

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from src import distributed
 from src.errors import TrainingError
+from src.host_copies import to_device
 from src.interfaces import Dataset
 from src.training.loss import NOT_LEARNED, Loss, watch_cross_entropy, watch_groups
 
@@ -170,8 +171,3 @@ def rank_batches(num_samples: int, batch_size: int) -> list[tuple[range, bool]]:
     world_size = distributed.world_size()
     found = [(batch, True) for batch in batches[distributed.rank() :: world_size]]
     return found + [(batches[0], False)] * (-(-len(batches) // world_size) - len(found))
-
-
-def to_device(batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """The batch with every tensor on `device`."""
-    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}

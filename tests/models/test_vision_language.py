@@ -104,6 +104,19 @@ def test_a_page_of_black_and_white_counts_each_image(folder: Path, tmp_path: Pat
         assert not torch.equal(logits(model, changed), whole), "each image is read"
 
 
+@pytest.mark.parametrize("start", [0, 7])
+def test_frames_of_zeros_are_padding_and_others_are_not(folder: Path, start: int):
+    """Also one whose only number is at the end."""
+    model, data = build(folder), data_of(folder)
+    page = next(i for i in range(40) if data.pieces(i) and data.pieces(i)[0].frames)
+    batch = data.collate([data.sample(0, page)])
+    padding = torch.zeros(1, 3, pages.SIDE, pages.SIDE)
+    assert torch.equal(logits(model, {**batch, "frames": torch.cat([batch["frames"], padding])}), logits(model, batch))
+    padding[0, 2, -1, start] = 0.5
+    with pytest.raises(ValueError, match="Image features and image tokens do not match"):
+        logits(model, {**batch, "frames": torch.cat([batch["frames"], padding])})
+
+
 def test_a_batch_without_images_passes_through_the_encoder(folder: Path, tmp_path: Path):
     write(tmp_path / "data" / "toy_pages" / "train", [Document("a", [Part("text", b"no image here")])], {}, Writing())
     model, data = build(folder).train(), data_of(tmp_path)

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from src.training.preferences.losses import answer_logps, count_ranked, pair_loss, ranked_pairs, ranking_loss
+from src.metrics.ranking import correlations
+from src.training.preferences.losses import agreement, answer_logps, count_ranked, pair_loss, ranked_pairs, ranking_loss
 
 REWARDS = torch.tensor([2.0, 1.0, 0.5, 0.3, -0.2])
 OF = torch.tensor([0, 0, 0, 1, 1])
@@ -78,6 +79,17 @@ def by_hand(kind: str, h: float, beta: float, flipped: float) -> float:
     if kind == "robust":
         return (-(1 - flipped) * clean + flipped * turned) / (1 - 2 * flipped)
     return -(1 - flipped) * clean - flipped * turned
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2), st.floats(-4, 4, width=32)), max_size=12))
+def test_a_training_reports_the_agreement_that_an_evaluation_finds(replies: list[tuple[int, int, float]]):
+    conversations, ranks, rewards = ([reply[column] for reply in replies] for column in range(3))
+    wanted = correlations(rewards, conversations, ranks)
+    found = agreement(torch.tensor(rewards), torch.tensor(conversations).long(), torch.tensor(ranks).long())
+    assert float(found.conversations) == len(wanted)
+    for name in ("accuracy", "best_reward", "worst_reward"):
+        assert float(getattr(found, name)) == pytest.approx(sum(getattr(each, name) for each in wanted), abs=1e-12), name
 
 
 @pytest.mark.parametrize("kind", ["sigmoid", "ipo", "robust"])

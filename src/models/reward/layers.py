@@ -28,7 +28,7 @@ class RewardModel(Wrapper):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Rewards (B,) float32 of sequences (B, T). attention_mask: (B, T) bool, True on real tokens, on whichever side padding is."""
-        hidden_BTD = self.base(input_ids=input_ids, attention_mask=attention_mask.long(), use_cache=False).last_hidden_state
+        hidden_BTD = self.base(input_ids=input_ids, attention_mask=attention_mask.bool(), use_cache=False).last_hidden_state
         mask_BT = attention_mask.bool()
         if self.pooling == "mean":
             pooled_BD = (hidden_BTD * mask_BT[..., None]).sum(dim=1) / mask_BT.sum(dim=1, keepdim=True)

@@ -5,7 +5,7 @@ fits tensors of any size. It is the root mean square of the weights that scales,
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,13 +32,24 @@ class AdamWScale(torch.optim.Optimizer):
 
     def __init__(self, params: Any, lr: float, betas: tuple[float, float], eps: float, weight_decay: float = 0.0) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.measured: Sequence[float] | None = None
+        """`norms` for the next step, where they were read together with others; else that reads them."""
+
+    def norms(self) -> Tensor:
+        """(K,) float64: L2 norms of this process's parts of the parameters that have a gradient, on their device."""
+        parts = [_local(parameter) for parameter in self._moving()]
+        return torch.stack(list(_torch._foreach_norm(parts, 2, dtype=torch.float64))) if parts else torch.zeros(0, dtype=torch.float64)
+
+    def _moving(self) -> list[Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"] if parameter.grad is not None]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update all parameters that have a gradient. Collective for sharded parameters."""
         assert closure is None, "gradients are made before the step"
-        moving = [parameter for group in self.param_groups for parameter in group["params"] if parameter.grad is not None]
-        for parameter, scale in zip(moving, scales(moving), strict=True):
+        moving = self._moving()
+        norms, self.measured = self.measured or self.norms().tolist(), None
+        for parameter, scale in zip(moving, scales(moving, norms), strict=True):
             state = self.state[parameter]
             if not state:
                 state["step"] = torch.tensor(0.0)
@@ -68,12 +79,12 @@ class _LocalPart:
     second: Tensor
 
 
-def scales(parameters: list[Tensor]) -> list[float]:
-    """max(1e-3, root mean square) of each whole tensor. Collective for sharded parameters; synchronises with the device."""
-    if not parameters:
-        return []
-    norms = _torch._foreach_norm([_local(parameter) for parameter in parameters], 2, dtype=torch.float64)
-    squares = [norm**2 for norm in torch.stack(list(norms)).tolist()]
+def scales(parameters: list[Tensor], norms: Sequence[float]) -> list[float]:
+    """max(1e-3, root mean square) of each whole tensor. Collective for sharded parameters.
+
+    norms: of this process's parts.
+    """
+    squares = [norm**2 for norm in norms]
     cut = [isinstance(p, DTensor) and any(placement.is_shard() for placement in p.placements) for p in parameters]
     if any(cut):
         sums = distributed.all_reduce_sum(squares)

@@ -7,7 +7,7 @@ parameters are cut changes the float32 that it is rounded to, and clipping gives
 import contextlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,11 @@ from src import distributed
 from src.training.checkpointing import folder as checkpoint
 from src.training.config import LoopConfig
 from src.training.optim import optimizers
+from src.training.optim.adamw_scale import AdamWScale
 from src.weights import load_trained, trained_weights
+
+_torch: Any = torch
+"""Has functions over lists of tensors, which the type checker does not know."""
 
 
 class BufferPool:
@@ -106,19 +110,36 @@ class Engine(ABC):
     def skip_step(self) -> None:
         """Clear the gradients without an update."""
 
-    def norm(self) -> float:
-        """L2 norm of the gradients over all parameters, rounded to float32. Collective."""
-        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in self.gradients()]
-        squares = [norm**2 for norm in torch.stack(norms).tolist()] if norms else [0.0]  # one wait for the device
-        (total,) = distributed.all_reduce_sum([math.fsum(squares)]) if self.shards_gradients else [math.fsum(squares)]
+    def norms(self) -> Tensor:
+        """(K,) float64: the L2 norms of this process's K gradients, on their device, which is not waited for."""
+        gradients = [*self.gradients()]
+        return torch.stack(_torch._foreach_norm(gradients, 2, dtype=torch.float64)) if gradients else torch.zeros(0, dtype=torch.float64)
+
+    def weight_norms(self) -> Tensor:
+        """(K,) float64: like `norms`, of the weights, where the optimizer asks for them; else K is 0."""
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        return optimizer.norms() if isinstance(optimizer, AdamWScale) else torch.zeros(0, dtype=torch.float64)
+
+    def total_norm(self, norms: Sequence[float], weight_norms: Sequence[float] = ()) -> float:
+        """L2 norm of the gradients over all parameters, rounded to float32, from `norms`. Collective.
+
+        weight_norms: what `step` needs; it reads them itself where there are none."""
+        if weight_norms:
+            getattr(self.optimizer, "optimizer", self.optimizer).measured = list(weight_norms)
+        square = math.fsum(norm**2 for norm in norms)
+        (total,) = distributed.all_reduce_sum([square]) if self.shards_gradients else [square]
         return float(torch.tensor(math.sqrt(total / self.replicas), dtype=torch.float32))
+
+    def norm(self) -> float:
+        """`total_norm`, read from the device on its own. Collective."""
+        return self.total_norm(self.norms().tolist())
 
     def clip(self, norm: float, max_norm: float) -> bool:
         """Scale the gradients so that their norm is at most `max_norm`; returns whether they were scaled."""
         if not (math.isfinite(norm) and norm > max_norm):
             return False
-        for gradient in self.gradients():
-            gradient.mul_(max_norm / norm)
+        if gradients := [*self.gradients()]:
+            _torch._foreach_mul_(gradients, max_norm / norm)
         return True
 
     def model_state(self) -> dict[str, Tensor]:
@@ -177,7 +198,10 @@ class DDPEngine(Engine):
             device = [accelerator.device.index] if accelerator.device.type == "cuda" else None
             # DDP rebuilds its buckets after the first step, and gloo sums three or more ranks in an order that depends on the buckets: a
             # restarted run would not end with the same bits. Looking for unused parameters is what keeps the buckets as they are.
-            self.model = DistributedDataParallel(_WithUnusedParameter(self.model), device_ids=device, find_unused_parameters=True)
+            # Gradients lie in the buckets, so that there is no second copy of them.
+            self.model = DistributedDataParallel(
+                _WithUnusedParameter(self.model), device_ids=device, find_unused_parameters=True, gradient_as_bucket_view=True
+            )
             self.model.forward_sync_buffers = False  # they are constants: masks and frequencies
         self.trained = [p for p in module.parameters() if p.requires_grad]
 

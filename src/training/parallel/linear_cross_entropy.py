@@ -30,6 +30,11 @@ def chunks_of(tokens: int) -> Iterator[None]:
         _sizes.pop()
 
 
+def takes_chunks() -> bool:
+    """Whether this is within `chunks_of`."""
+    return bool(_sizes)
+
+
 def sum_loss(model: nn.Module, logits: Callable[[], Tensor], loss: Callable[..., Tensor], *tensors_N: Tensor) -> Tensor:
     """loss(logits_NV, *tensors_N), a sum over N tokens, where logits() calls `model` and returns its logits (..., V) for them in order.
 

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from src.host_copies import host_copy, upload
+
 RankingLoss = Literal["conversations", "pairs"]
 PairLoss = Literal["sigmoid", "ipo", "robust"]
 
@@ -57,17 +59,45 @@ def ranking_loss(  # noqa: PLR0913  each is named where it is not plain
     l2: weight of (r_better^2 + r_worse^2) / 2. margin: see Touvron et al. 2023 (arXiv 2307.09288, equation 2). centring: weight of
     (r_better + r_worse)^2, which keeps rewards near 0 (Eisenstein et al. 2023, arXiv 2312.09244).
     """
-    better, worse = ranked_pairs(conversations_R, ranks_R)
-    better_P, worse_P = rewards_R[better].float(), rewards_R[worse].float()
+    numbers_R = host_copy(conversations_R)
+    better, worse = ranked_pairs(numbers_R, host_copy(ranks_R))
+    better_P, worse_P = (rewards_R[upload(each, rewards_R.device)].float() for each in (better, worse))
     loss_P = -F.logsigmoid(better_P - worse_P - margin)
     if l2:
         loss_P = loss_P + l2 * 0.5 * (better_P.square() + worse_P.square())
     if centring:
         loss_P = loss_P + centring * (better_P + worse_P).square()
     if by == "conversations":
-        own_P = conversations_R[better]
-        loss_P = loss_P / torch.bincount(own_P, minlength=int(conversations_R.max()) + 1 if len(conversations_R) else 0)[own_P]
+        own_P = numbers_R[better]
+        loss_P = loss_P / upload(torch.bincount(own_P)[own_P], rewards_R.device)
     return loss_P.sum() + 0.0 * rewards_R.float().sum()  # without a pair, too, a gradient reaches every process
+
+
+class Agreement(NamedTuple):
+    """Of rewards with ranks, () float64 each: sums over the conversations that have replies of different ranks."""
+
+    accuracy: Tensor
+    """Of 1 where a best reply has more than a worst one, else 0."""
+    best_reward: Tensor
+    """Of the mean reward of the replies of the best rank."""
+    worst_reward: Tensor
+    conversations: Tensor
+    """Such conversations."""
+
+
+def agreement(rewards_R: Tensor, conversations_R: Tensor, ranks_R: Tensor) -> Agreement:
+    """As `metrics.ranking.correlations` finds for each conversation, on the device of the rewards, which is not waited for."""
+    numbers_R, ranks = host_copy(conversations_R), host_copy(ranks_R)
+    own = [numbers_R == number for number in dict.fromkeys(numbers_R.tolist())]
+    ends = [[each & (ranks == end) for end in ranks[each].aminmax()] for each in own if ranks[each].min() < ranks[each].max()]
+
+    def mean_rewards(end: int) -> Tensor:
+        rows = [pair[end].double() for pair in ends]
+        chosen_CR = upload(torch.stack(rows) if rows else torch.zeros(0, len(ranks), dtype=torch.float64), rewards_R.device)
+        return chosen_CR @ rewards_R.detach().double() / chosen_CR.sum(dim=1)
+
+    best_C, worst_C = mean_rewards(0), mean_rewards(1)
+    return Agreement((best_C > worst_C).double().sum(), best_C.sum(), worst_C.sum(), torch.tensor(float(len(ends))))
 
 
 class AnswerSums(NamedTuple):
@@ -85,7 +115,7 @@ def answer_logps(logits_RTV: Tensor, input_ids: Tensor, loss_mask: Tensor) -> An
     Raises:
         ValueError: the mask has a first token, which nothing comes before.
     """
-    if bool(loss_mask[:, 0].any()):
+    if bool(host_copy(loss_mask)[:, 0].any()):
         raise ValueError("loss_mask: the first token of a sequence is predicted from nothing")
     mask = loss_mask[:, 1:]
     losses = F.cross_entropy(logits_RTV[:, :-1].float().flatten(0, 1), input_ids[:, 1:].flatten(), reduction="none").view(mask.shape)

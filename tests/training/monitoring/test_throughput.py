@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from src.flops import training_flops
-from src.training.loader import Step
+from src.training.loader import Copies, Step
 from src.training.monitoring.energy import Energy
 from src.training.monitoring.throughput import ThroughputMeter
 
@@ -21,7 +21,8 @@ def model() -> transformers.GPT2LMHeadModel:
 
 def step() -> Step:
     batches = [{"input_ids": torch.zeros(2, 5, dtype=torch.int64)}] * 3
-    return Step(batches, [None] * 3, count=20, loss_tokens=20, read_tokens=25, sequences=6, keys=[], cursor={}, passes=3, counters={})
+    numbers = {"count": 20, "loss_tokens": 20, "read_tokens": 25, "sequences": 6, "passes": 3}
+    return Step(batches, [None] * 3, **numbers, keys=[], cursor={}, counters={}, copies=Copies(torch.device("cpu")))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is absent without a GPU")
