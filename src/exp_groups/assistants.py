@@ -110,11 +110,11 @@ PPO_TINY: dict[str, Any] = {
     "ppo": {"kl": {"weight": 0.05}},
     "loop": {
         **GRPO_TINY["loop"],
-        "steps": 400,
+        "steps": 640,
         "sequences_per_step": 128,
         "learning_rate": 4e-4,
         "schedule": "linear",
-        "eval_every": 100,
+        "eval_every": 80,
     },
     "sampled": SAMPLED,
 }
@@ -122,7 +122,8 @@ PPO_TINY: dict[str, Any] = {
 
 def without_verifier(ppo: dict[str, Any]) -> dict[str, Any]:
     """The same with the reward model alone, whose weaknesses the policy finds."""
-    return override(ppo, {"rewards": [{**ppo["rewards"][1], "weight": 1.0, "squash": None}]})
+    rewards = [{**ppo["rewards"][1], "weight": 1.0, "squash": None}]
+    return override(ppo, {"rewards": rewards, "loop.steps": 400, "loop.eval_every": 100})
 
 
 def evaluation_of(trained: dict[str, Any]) -> dict[str, Any]:
