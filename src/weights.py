@@ -1,6 +1,6 @@
 """The trained weights of a model: those that a checkpoint stores, and loading them."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,10 +24,8 @@ def trained_weights(model: "nn.Module") -> "dict[str, Tensor]":
     return {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name in names}
 
 
-def load_trained(model: "nn.Module", file: Path, shard: "Callable[[Tensor, Tensor], Tensor]" = lambda _parameter, value: value) -> None:
+def load_trained(model: "nn.Module", file: Path) -> None:
     """Copy what `trained_weights` gave, saved as safetensors in `file`, into `model`, which is changed in place.
-
-    shard: (parameter, value) -> the part of `value` that this process has of `parameter`.
 
     Raises:
         CheckpointError: the file is missing or damaged, or its names or shapes are not those of the trained weights
@@ -43,17 +41,27 @@ def load_trained(model: "nn.Module", file: Path, shard: "Callable[[Tensor, Tenso
         raise CheckpointError(f"{file}: no such file.") from None
     except SafetensorError as error:
         raise CheckpointError(f"{file}: damaged, not readable as safetensors ({error}).") from None
-    names = trained_weights(model)
-    if saved.keys() != names.keys():
-        absent, extra = names.keys() - saved.keys(), saved.keys() - names.keys()
-        raise CheckpointError(f"{file}: of another model. Missing: {summarize_names(absent)}; unexpected: {summarize_names(extra)}.")
-    for name, tensor in names.items():
-        if saved[name].shape != tensor.shape:
-            raise CheckpointError(f"{file}: of another model. {name} is {list(saved[name].shape)}, expected {list(tensor.shape)}.")
-    state = model.state_dict()
+    state = matching_state(model, file, {name: tensor.shape for name, tensor in saved.items()})
     with torch.no_grad():
         for name, tensor in saved.items():
-            state[name].copy_(shard(state[name], tensor))
+            state[name].copy_(tensor)
+
+
+def matching_state(model: "nn.Module", file: Path, shapes: Mapping[str, Sequence[int]]) -> "dict[str, Tensor]":
+    """The entries of the state dict that `trained_weights` names, to copy into. shapes: of the tensors in `file`, by name.
+
+    Raises:
+        CheckpointError: these are not the names or the shapes of the trained weights of `model`.
+    """
+    names = trained_weights(model)
+    if shapes.keys() != names.keys():
+        absent, extra = names.keys() - shapes.keys(), shapes.keys() - names.keys()
+        raise CheckpointError(f"{file}: of another model. Missing: {summarize_names(absent)}; unexpected: {summarize_names(extra)}.")
+    for name, tensor in names.items():
+        if tuple(shapes[name]) != tuple(tensor.shape):
+            raise CheckpointError(f"{file}: of another model. {name} is {list(shapes[name])}, expected {list(tensor.shape)}.")
+    state = model.state_dict()
+    return {name: state[name] for name in names}
 
 
 def summarize_names(names: Iterable[str]) -> str:

@@ -172,11 +172,14 @@ def test_what_two_shared_one_alone_continues(modes: Modes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mode", "processes"), [("replicated", 1), ("zero1", 2), ("fsdp", 2)])
-def test_shards_go_on_in_any_mode(modes: Modes, mode: str, processes: int):
-    modes.cut_back("zero2")
+@pytest.mark.parametrize(
+    ("before", "mode", "processes"),
+    [("zero2", "replicated", 1), ("zero2", "zero1", 2), ("zero2", "fsdp", 2), ("fsdp", "replicated", 2), ("fsdp", "zero3", 2)],
+)
+def test_shards_go_on_in_any_mode(modes: Modes, before: str, mode: str, processes: int):
+    modes.cut_back(before)
     assert modes.start(mode, processes=processes) == ""
-    found, wanted = scores(modes.run())[-1], scores(modes.trained("zero2"))[-1]
+    found, wanted = scores(modes.run())[-1], scores(modes.trained(before))[-1]
     assert found["train_loss"] == pytest.approx(wanted["train_loss"], rel=1e-6)
 
 
