@@ -86,6 +86,10 @@ def test_what_was_put_together_is_shared_out_again_exactly(modes: Modes, mode: s
     shards = MOMENTS if mode == "fsdp" else "zero"
     checkpoint = modes.cut_back(mode, "wide", processes)
     assert consolidate.main([str(checkpoint)]) == 0
+    assert consolidate.verify(checkpoint)
+    if mode == "fsdp":
+        with pytest.raises(CheckpointError, match="of FSDP2, whose checkpoints hold the trained weights alone. Leave out --all"):
+            consolidate.consolidate(checkpoint, consolidate.Export(modes.folder / "all", everything=True))
     shutil.rmtree(checkpoint / shards)
     manifest = files.read_manifest(checkpoint, CheckpointError)
     manifest["files"] = {name: facts for name, facts in manifest["files"].items() if not name.startswith(f"{shards}/")}

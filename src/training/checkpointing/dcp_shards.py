@@ -6,6 +6,7 @@ put together from one file into another without being held in memory.
 """
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -15,12 +16,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from src import distributed
 from src.errors import CheckpointError, RunError
@@ -32,7 +37,24 @@ from src.training.checkpointing.safetensors_stream import StoredTensor
 MOMENTS = "optimizer"
 """Folder of the shards of the optimizer's state."""
 _WEIGHTS, _WHOLE = "weights", "model.safetensors"
-_PLACES, _START = "DCP_SHARDING_INFO", "saved_offsets"  # as HuggingFaceStorageWriter writes them into a header
+_PLACES, _START = "DCP_SHARDING_INFO", "saved_offsets"  # where HuggingFaceStorageReader looks, in a header
+
+
+class _Writer(HuggingFaceStorageWriter):
+    """Writes a process's shards as its base does, which would hold two copies of them more for that."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """One file, synced: process 0 could not do that for a disk of another machine."""
+        shards: dict[str, Any] = {item.index.fqn: planner.resolve_data(item) for item in plan.items}
+        places = {item.index.fqn: {_START: list(item.index.offset or ())} for item in plan.items}
+        if shards:
+            file = Path(self.path) / f"shard-{plan.storage_data['shard_index']:05d}.safetensors"
+            save_file(shards, file, {_PLACES: json.dumps(places)})
+            with open(file, "rb") as written:
+                os.fsync(written.fileno())
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([])
+        return done
 
 
 class ShardStore:
@@ -69,16 +91,14 @@ class ShardStore:
         return write
 
     def _write(self, folder: Path, shards: dict[str, Tensor]) -> None:
-        writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
         try:
-            written = save(shards, storage_writer=writer, process_group=self.group).state_dict_metadata
+            written = save(shards, storage_writer=_Writer(str(folder), save_distributed=True), process_group=self.group).state_dict_metadata
         except CheckpointException as error:
             reasons = [reason for reason, _ in error.failures.values()]
-            refused = next((reason for reason in reasons if isinstance(reason, OSError)), None)
+            refused = next((reason for reason in reasons if isinstance(reason, (OSError, SafetensorError))), None)
             if refused is None:
                 raise RuntimeError(str(error)) from error
-            text = f"{folder}: cannot write: {refused.strerror or refused}. Nothing complete was lost; make room or choose another folder."
-            raise RunError(text) from error
+            raise RunError(f"{folder}: cannot write: {refused}. Nothing complete was lost; make room or choose another folder.") from error
         if distributed.is_main():
             found = {name: tensor.shape for name, tensor in tensors(folder).items()}
             if found != {name: tuple(getattr(about, "size", ())) for name, about in written.items()}:
