@@ -2,7 +2,8 @@
 
 python tests/training/checkpointing/shared_store.py FOLDER PROCESSES_BEFORE [REPLICAS [APART]]      0 processes before: write
 
-APART: each into a folder of its own, as if it were another disk. Writing, each process puts into <folder>/peak-RANK the bytes by which its memory has grown at most, and those of all moments.
+APART: each into a folder of its own, as if it were another disk. Writing, each process puts into <folder>/peak-RANK the bytes by which
+its memory has grown at most, and those of all moments.
 """
 
 import json
