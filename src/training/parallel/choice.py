@@ -68,7 +68,7 @@ def build_engine(accelerator: Accelerator, model: nn.Module, config: LoopConfig,
     elif options.fsdp:
         from src.training.parallel.fsdp import FSDPEngine
 
-        engine = FSDPEngine(accelerator, model, config, options.fsdp_replicas)
+        engine = FSDPEngine(accelerator, model, config, options.fsdp_replicas, options.fsdp_sharded_gradients)
     else:
         engine = DDPEngine(accelerator, model, config)
     engine.equalize_forward_passes()

@@ -42,10 +42,13 @@ class FSDPEngine(Engine):
     sharded = True
     shards_gradients = True
 
-    def __init__(self, accelerator: Accelerator, module: nn.Module, config: LoopConfig, replicas: int = 1) -> None:
+    def __init__(
+        self, accelerator: Accelerator, module: nn.Module, config: LoopConfig, replicas: int = 1, sharded_gradients: bool = False
+    ) -> None:
+        """See `Options.fsdp_replicas` and `Options.fsdp_sharded_gradients`."""
         super().__init__(accelerator, module, config)
         distributed.ensure_group()
-        self.replicas = replicas
+        self.replicas, self.sharded_gradients = replicas, sharded_gradients
         shape = (distributed.world_size(),) if replicas == 1 else (replicas, distributed.world_size() // replicas)
         mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("replica", "shard")[-len(shape) :])
         for layer in sharded_layers(module):
@@ -61,8 +64,9 @@ class FSDPEngine(Engine):
         self.shards = ShardStore()
 
     def accumulation_context(self, last: bool) -> contextlib.AbstractContextManager[Any]:
-        """Gradients are reduced over processes only in the last pass."""
-        self.root.set_requires_gradient_sync(last)
+        """Gradients are reduced over processes only in the last pass: whole until then, or each process's part of its own sums."""
+        self.root.set_requires_gradient_sync(last or self.sharded_gradients)
+        self.root.set_requires_all_reduce(last)  # between replicas
         return contextlib.nullcontext()
 
     def backward(self, loss: Tensor, last: bool) -> None:

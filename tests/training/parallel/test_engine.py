@@ -52,6 +52,21 @@ def test_accumulation_changes_rounding_where_each_pass_is_summed(modes: Modes, m
         assert one["train_loss"] == pytest.approx(other["train_loss"], rel=1e-6)
 
 
+@pytest.mark.slow
+def test_gradients_may_be_shared_out_after_each_pass(modes: Modes):
+    """Of one process that is the same sum; of two, and of two parts of four, it rounds otherwise."""
+    wanted = scores(modes.trained("fsdp", "twice", 1))
+    assert modes.start("fsdp", "twice", 1, ["--fsdp_sharded_gradients"]) == ""
+    assert scores(modes.run("twice")) == wanted
+    assert weights(modes.run("twice")) == weights(modes.trained("fsdp", "twice", 1))
+    for processes, more in ((2, []), (4, ["--fsdp_replicas", "2"])):
+        shutil.rmtree(modes.run("twice"))
+        assert modes.start("fsdp", "twice", processes, ["--fsdp_sharded_gradients", *more]) == ""
+        for found, other in zip(scores(modes.run("twice")), wanted, strict=True):
+            for name in ("train_loss", "grad_norm", "val_loss"):
+                assert found[name] == pytest.approx(other[name], rel=1e-5)
+
+
 def first_steps(modes: Modes, mode: str, group: str, processes: int) -> Path:
     """The run of two steps on sequences of unequal lengths, moved aside, with a checkpoint of each."""
     kept = modes.folder / f"first-{mode}-{group}-{processes}"
