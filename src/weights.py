@@ -1,13 +1,16 @@
-"""The trained weights of a model: those that a checkpoint stores, and loading them."""
+"""The trained weights of a model: those that a checkpoint stores, and loading them. Models whose weights are read later."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from src.errors import CheckpointError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+STORED = "stored_names"
+"""Attribute of an unfilled model: the entries of its state dict that are in the files of the folder `name_or_path`."""
 
 
 def trained_weights(model: "nn.Module") -> "dict[str, Tensor]":
@@ -69,3 +72,39 @@ def summarize_names(names: Iterable[str]) -> str:
     listed = sorted(names)
     more = f" and {len(listed) - 3} more" if len(listed) > 3 else ""
     return (", ".join(listed[:3]) or "none") + more
+
+
+def build_unfilled(build: Callable[[], Any], folder: Path, files: Sequence[Path]) -> Any | None:
+    """What `build` makes of a pretrained model of transformers, with parameters that take no memory; its buffers have their numbers.
+
+    FSDP2 cuts it first, and each process then reads its part of `files`, of which `folder` has no others.
+    None where they cannot be read as they are: they are no safetensors, or lack a weight of the model by name or shape.
+    """
+    from accelerate import init_empty_weights
+    from safetensors import safe_open
+    from transformers import GenerationConfig
+
+    if {path.resolve() for path in folder.glob("*.safetensors")} != {path.resolve() for path in files}:
+        return None
+    with init_empty_weights(include_buffers=False):
+        model = build()
+    model.tie_weights()
+    shapes: dict[str, list[int]] = {}
+    for file in files:
+        with safe_open(file, "pt") as opened:
+            shapes |= {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118  it is no dict
+    state = model.state_dict(keep_vars=True)
+    stored = [name for name, tensor in state.items() if shapes.get(name) == list(tensor.shape)]
+    found = {id(state[name]) for name in stored}
+    if any(id(parameter) not in found for parameter in model.parameters()):
+        return None
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    model.name_or_path = str(folder)
+    setattr(model, STORED, stored)
+    return model.eval()
+
+
+def is_unfilled(model: "nn.Module") -> bool:
+    """Whether its weights are not there yet."""
+    return any(parameter.is_meta for parameter in model.parameters())

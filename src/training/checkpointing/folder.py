@@ -27,7 +27,7 @@ from src.runs.checkpoints import pins
 from src.runs.history import branches
 from src.runs.lease import directory_lock
 from src.runs.metadata import CONFIG
-from src.weights import load_trained
+from src.weights import is_unfilled, load_trained
 
 OPTIMIZER, EXPERIENCE = "optimizer.safetensors", "experience.safetensors"
 SEPARATOR = "::"
@@ -138,10 +138,13 @@ def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
 def load_weights(folder: Path, model: nn.Module) -> dict[str, Any]:
     """Put the weights of the checkpoint in `folder` into `model`, before processes share it; returns the checkpoint's state.
 
+    A model that is unfilled stays so.
+
     Raises:
         CheckpointError: it is a checkpoint of another model.
     """
-    load_trained(model, folder / "model.safetensors")
+    if not is_unfilled(model):
+        load_trained(model, folder / "model.safetensors")
     return files.read_json(folder / "state.json", CheckpointError)
 
 

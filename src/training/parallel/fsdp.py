@@ -25,7 +25,7 @@ from src.training.checkpointing.dcp_shards import ShardStore
 from src.training.config import LoopConfig
 from src.training.optim import optimizers
 from src.training.parallel.engine import Engine
-from src.weights import matching_state, trained_weights
+from src.weights import STORED, is_unfilled, matching_state, trained_weights
 
 _CAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, Conv1D)
 _BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -60,8 +60,21 @@ class FSDPEngine(Engine):
         if hasattr(module, "generate"):  # it begins below the root, whose parameters must be whole there too
             register_fsdp_forward_method(module, "generate")
         self.model, self.root = module, root
-        self.optimizer = optimizers.build_optimizer(module, config, accelerator.device)
         self.shards = ShardStore()
+        if is_unfilled(module):
+            self._fill()
+        self.optimizer = optimizers.build_optimizer(module, config, accelerator.device)
+
+    def _fill(self) -> None:
+        """Read this process's part of the weights of a model that was built without."""
+        module: Any = self.module
+        buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+        module.to_empty(device=self.accelerator.device)
+        for name, buffer in module.named_buffers():
+            buffer.copy_(buffers[name])
+        module.tie_weights()  # to_empty has parted them
+        state = module.state_dict()
+        self.shards.load(Path(module.name_or_path), {name: state[name] for name in getattr(module, STORED)})
 
     def accumulation_context(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Gradients are reduced over processes only in the last pass: whole until then, or each process's part of its own sums."""
