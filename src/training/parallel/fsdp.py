@@ -72,7 +72,6 @@ class FSDPEngine(Engine):
         module.to_empty(device=self.accelerator.device)
         for name, buffer in module.named_buffers():
             buffer.copy_(buffers[name])
-        module.tie_weights()  # to_empty has parted them
         state = module.state_dict()
         self.shards.load(Path(module.name_or_path), {name: state[name] for name in getattr(module, STORED)})
 
