@@ -7,12 +7,15 @@ named as not tried. It needs torch, transformers, accelerate, pydantic and orjso
 
 device           what there is, and the rate of large products of matrices beside the table of peaks
 precisions       the losses of the same steps on the GPU and the CPU, in float32, bfloat16 and float16
+overflow         float16 whose gradients overflow at first: these steps are skipped and counted, and the next ones learn
 resume           killed after a checkpoint and continued: the same bits, for lm, cross-attention and T5 in each precision
-stop             SIGTERM: a checkpoint of the last whole step, and exit code 75
+stop             SIGTERM in each precision: a checkpoint of the last whole step, and exit code 75
 sharded          FSDP2 and ZeRO-3 with one process: losses as of a whole copy, and the peak of memory
-speed            1.1 billion parameters and T5-base, compiled and not: tokens a second, also as a share of a bare loop's, MFU, memory, waits
+speed            1.1 billion parameters (GPTBigCode, Llama) and T5-base, compiled and not: tokens a second, also as a share of a bare loop's
+                 and of Hugging Face's Trainer, MFU, memory, waits
+loading          how long 16 micro-batches of a step are waited for
 synchronisations times that a step waits for the device
-attention        the kernels of attention that ran in cross-attention
+cross_attention  3 billion frozen parameters that read encoded contexts: tokens a second, memory, and the kernels of attention that ran
 checkpoint       how long a checkpoint keeps the training waiting
 """
 
@@ -28,13 +31,13 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
+from benchmarks import gpu_peers
 from src.experiments.grid import override
 from src.experiments.identity import exp_id
 from src.files import new_directory
@@ -63,9 +66,16 @@ _LARGE_LM = {"hidden_size": 2048, "num_layers": 21, "num_heads": 16, "max_positi
 _LARGE_T5 = {"hidden_size": 768, "feed_forward_size": 2048, "num_layers": 12, "num_heads": 12, "vocabulary_multiple": 32_128}
 SIZES: dict[str, dict[str, Any]] = {
     "lm": {"model": {**toy.BASE["model"], **_LARGE_LM}, "data.sequence_tokens": 1024} if GPU else {},
+    "llama": {"model": {"name": "hf", "path": gpu_peers.LLAMA}, "data.sequence_tokens": 1024 if GPU else 16},
     "t5": {"model.random": {**T5["model"]["random"], **_LARGE_T5}, "data.input_tokens": 512} if GPU else {},
 }
-TARGETS = {"lm": 0.50, "t5": 0.45}
+LLAMA = (
+    {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 32, "num_key_value_heads": 4}
+    if GPU
+    else {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+)
+"""The shape of TinyLlama, of 1.0 billion parameters without its vocabulary."""
+TARGETS = {"lm": 0.50, "llama": 0.50, "t5": 0.45}
 """MFU in bfloat16 with compile."""
 
 
@@ -130,7 +140,7 @@ def device(folder: Path) -> dict[str, Any]:
     size, rounds = (8192, 50) if GPU else (512, 5)
     for dtype in (torch.float32, torch.bfloat16, torch.float16) if GPU else (torch.float32,):
         left, right = (torch.randn(size, size, device=kind, dtype=dtype) for _ in range(2))
-        seconds = _seconds(lambda left=left, right=right: left @ right, rounds)
+        seconds = gpu_peers.seconds(lambda left=left, right=right: left @ right, rounds)
         word = str(dtype).removeprefix("torch.")
         found[f"{word}_tflops"] = round(2 * size**3 / seconds / 1e12, 2)
         if peak := peak_flops(name, word) if GPU else None:
@@ -170,16 +180,32 @@ def resume(folder: Path) -> dict[str, Any]:
     return {"same bits": list(exps)}
 
 
+def overflow(folder: Path) -> dict[str, Any]:
+    """A weight of the z-loss so large that the scaled gradients are no float16 numbers."""
+    if not GPU:
+        raise NotTried("float16 needs a GPU")
+    exp = override(toy.BASE, {"loop.precision": "float16", "loop.z_loss": 1e4, "loop.steps": 60, "loop.eval_every": 20})
+    _train(folder / "float16", [exp])
+    rows = _scores(folder / "float16", exp)
+    skipped = [row.get("skipped_steps", 0) for row in rows]
+    assert skipped[0] > 0, rows
+    assert skipped[-1] < skipped[0], rows
+    assert rows[-1]["train_loss"] < rows[0]["train_loss"], rows
+    return {"skipped of 20 steps": skipped}
+
+
 def stop(folder: Path) -> dict[str, Any]:
     """Asked to end while it trains."""
-    exp = override(toy.BASE, {"loop.steps": 100_000, "loop.eval_every": 50_000})
-    process = _begin(folder, [exp], "--log_every", "10")
-    _wait_for_scores(process, folder, exp)
-    process.send_signal(signal.SIGTERM)
-    told, _ = process.communicate(timeout=120)
-    assert process.returncode == 75, told
-    newest = max(place.name for place in (_run(folder, exp) / "checkpoints").glob("step-*"))
-    return {"exit code": process.returncode, "checkpoint": newest}
+    found = {}
+    for precision in PRECISIONS:
+        exp = override(toy.BASE, {"loop.steps": 100_000, "loop.eval_every": 50_000, "loop.precision": precision})
+        process = _begin(folder, [exp], "--log_every", "10")
+        _wait_for_scores(process, folder, exp)
+        process.send_signal(signal.SIGTERM)
+        told, _ = process.communicate(timeout=120)
+        assert process.returncode == 75, told
+        found[precision] = max(place.name for place in (_run(folder, exp) / "checkpoints").glob("step-*"))
+    return {"exit code": 75, "checkpoint": found}
 
 
 def sharded(folder: Path) -> dict[str, Any]:
@@ -201,18 +227,28 @@ def sharded(folder: Path) -> dict[str, Any]:
 def speed(folder: Path) -> dict[str, Any]:
     """Of the same model on the same tokens."""
     found: dict[str, Any] = {}
+    gpu_peers.write_llama(folder / "data" / gpu_peers.LLAMA, folder / "data" / "toy_tokenizer", LLAMA)
     for name in SIZES:
         for compiled in (False, True) if GPU else (False,):
             exp = _large(name, {"loop.precision": "bfloat16", **({"loop.compile": True} if compiled else {})})
             place = folder / f"{name}-{compiled}"
             _train(place, [exp])
             own = _perf(place, exp, "tokens_per_second", "mfu", "peak_memory_bytes", "data_wait_rate")
-            if name == "lm":
-                own["times_bare"] = own["tokens_per_second"] / bare_tokens_per_second(exp, compiled)
+            if name != "t5":
+                work = gpu_peers.Work(exp, folder / "data", compiled)
+                own["times bare"] = own["tokens_per_second"] / gpu_peers.bare_tokens_per_second(work)
+                own["times Trainer"] = own["tokens_per_second"] / gpu_peers.trainer_tokens_per_second(work, place / "trainer")
             found[f"{name}{', compiled' if compiled else ''}"] = own
     for name, target in TARGETS.items() if GPU else ():
         found[f"{name}: mfu of at least {target}"] = found[f"{name}, compiled"].get("mfu", 0) >= target
     return found
+
+
+def loading(folder: Path) -> dict[str, Any]:
+    """The share of the time that a step waits for its data."""
+    exp = _large("lm", {"loop.sequences_per_step": 64, "loop.micro_batch": 4})
+    _train(folder / "loading", [exp])
+    return _perf(folder / "loading", exp, "data_wait_rate", "tokens_per_second")
 
 
 def synchronisations(folder: Path) -> dict[str, Any]:
@@ -235,21 +271,11 @@ def synchronisations(folder: Path) -> dict[str, Any]:
     return {"waits of a step": counted}
 
 
-def attention(folder: Path) -> dict[str, Any]:
-    """By the names in a profile of one forward and backward pass of scaled_dot_product_attention as cross-attention calls it."""
+def cross_attention(folder: Path) -> dict[str, Any]:
+    """With contexts of one length, where no position is masked, and of several."""
     del folder
-    from torch.nn import functional
-    from torch.profiler import ProfilerActivity, profile
-
-    kind = "cuda" if GPU else "cpu"
-    queries, keys, values = (torch.randn(4, 16, n, 128, device=kind, dtype=torch.bfloat16, requires_grad=True) for n in (256, 1024, 1024))
-    mask = torch.ones(4, 1, 1, 1024, dtype=torch.bool, device=kind)
-    found = {}
-    for name, allowed in (("all positions", None), ("a mask of padding", mask)):
-        with profile(activities=[ProfilerActivity.CUDA if GPU else ProfilerActivity.CPU]) as recorded:
-            functional.scaled_dot_product_attention(queries, keys, values, allowed).sum().backward()
-        found[name] = sorted({event.key[:60] for event in recorded.key_averages() if "attention" in event.key or "fmha" in event.key})
-    return found
+    sizes = {"n_embd": 2816, "n_layer": 36, "n_head": 22} if GPU else {"n_embd": 32, "n_layer": 2, "n_head": 2}
+    return gpu_peers.read_encoded(sizes, *((8, 512, 2048) if GPU else (2, 8, 16)))
 
 
 def checkpoint(folder: Path) -> dict[str, Any]:
@@ -263,37 +289,10 @@ def checkpoint(folder: Path) -> dict[str, Any]:
     return {"megabytes of the largest file": size / 1e6, "seconds with three checkpoints": seconds[0], "without": seconds[1]}
 
 
-def bare_tokens_per_second(exp: Mapping[str, Any], compiled: bool) -> float:
-    """The model, AdamW and autocast, on tokens that lie on the device."""
-    from transformers import GPTBigCodeConfig, GPTBigCodeForCausalLM
-
-    kind, sizes, loop = "cuda" if GPU else "cpu", exp["model"], exp["loop"]
-    shape = {"n_embd": sizes["hidden_size"], "n_layer": sizes["num_layers"], "n_head": sizes["num_heads"]}
-    config = GPTBigCodeConfig(vocab_size=64, n_positions=sizes["max_positions"], **shape)
-    model: Any = GPTBigCodeForCausalLM(config).train()
-    model.to(kind)
-    optimizer = torch.optim.AdamW(model.parameters(), loop["learning_rate"], fused=GPU)
-    run: Any = torch.compile(model) if compiled else model
-    tokens = exp["data"]["sequence_tokens"]
-    ids = torch.randint(0, 40, (loop["micro_batch"], tokens), device=kind)
-    passes = loop["sequences_per_step"] // loop["micro_batch"]
-
-    def step() -> None:
-        for _ in range(passes):
-            with torch.autocast(kind, torch.bfloat16):
-                loss: Tensor = run(input_ids=ids, labels=ids).loss
-            (loss / passes).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return loop["sequences_per_step"] * tokens / _seconds(step, 10)
-
-
 def _large(name: str, changes: Mapping[str, Any]) -> dict[str, Any]:
     """The largest of its kind that is tried here, for a few steps."""
     loop = {"loop.steps": 40, "loop.eval_every": 40, "loop.sequences_per_step": 32, "loop.micro_batch": 8}
-    return override(TINY[name], {**SIZES[name], **(loop if GPU else {"loop.steps": 12, "loop.eval_every": 12}), **changes})
+    return override(TINY.get(name, toy.BASE), {**SIZES[name], **(loop if GPU else {"loop.steps": 12, "loop.eval_every": 12}), **changes})
 
 
 def _begin(folder: Path, exps: Sequence[Mapping[str, Any]], *words: str, without_gpu: bool = False) -> subprocess.Popen[str]:
@@ -352,20 +351,6 @@ def _weights(folder: Path, exp: Mapping[str, Any]) -> bytes:
     return (max((_run(folder, exp) / "checkpoints").glob("step-*")) / "model.safetensors").read_bytes()
 
 
-def _seconds(work: Callable[[], object], rounds: int) -> float:
-    """Of a call, after three that are not counted."""
-
-    def wait(times: Iterable[int]) -> float:
-        for _ in times:
-            work()
-        if GPU:
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
-    began = wait(range(3))
-    return (wait(range(rounds)) - began) / rounds
-
-
 def _write_t5_tokenizer(data: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -381,7 +366,8 @@ def _write_t5_tokenizer(data: Path) -> None:
 
 
 ITEMS: dict[str, Callable[[Path], dict[str, Any]]] = {
-    work.__name__: work for work in (device, precisions, resume, stop, sharded, speed, synchronisations, attention, checkpoint)
+    work.__name__: work
+    for work in (device, precisions, overflow, resume, stop, sharded, speed, loading, synchronisations, cross_attention, checkpoint)
 }
 
 if __name__ == "__main__":

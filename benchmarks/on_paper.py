@@ -93,21 +93,21 @@ PLANS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("crossattn_santacoder", EXP_GROUPS["crossattn_santacoder"][0], {"gpus": 8}),
     ("t5_v1_1_base", EXP_GROUPS["t5_v1_1_base"][0], {"gpus": 1, "gpu": "A100"}),
     ("t5_v1_1_base", override(EXP_GROUPS["t5_v1_1_base"][0], {"loop.micro_batch": 16}), {"gpus": 8}),
-    ("metadata_meco", EXP_GROUPS["metadata_meco"][1], {"gpus": 8, "gradient_checkpointing": True}),
-    ("metadata_meco", EXP_GROUPS["metadata_meco"][1], {"gpus": 8, "gradient_checkpointing": True, "fsdp": True}),
+    ("metadata_meco", EXP_GROUPS["metadata_meco"][1], {"gpus": 8, "gradient_checkpointing": "full"}),
+    ("metadata_meco", EXP_GROUPS["metadata_meco"][1], {"gpus": 8, "gradient_checkpointing": "full", "fsdp": True}),
     ("metadata_gpt2xl_v2", EXP_GROUPS["metadata_gpt2xl_v2"][0], {"gpus": 8}),
-    ("crossattn_llama-13b", EXP_GROUPS["crossattn_llama-13b"][0], {"gpus": 8, "gradient_checkpointing": True}),
-    ("crossattn_llama-13b", EXP_GROUPS["crossattn_llama-13b"][0], {"gpus": 8, "gradient_checkpointing": True, "fsdp": True}),
+    ("crossattn_llama-13b", EXP_GROUPS["crossattn_llama-13b"][0], {"gpus": 8, "gradient_checkpointing": "full"}),
+    ("crossattn_llama-13b", EXP_GROUPS["crossattn_llama-13b"][0], {"gpus": 8, "gradient_checkpointing": "full", "fsdp": True}),
     (
         "vision-language, 65B decoder, weights in float32",
         override(ASSEMBLED_65B, {"model.dtype": "float32"}),
-        {"gpus": 1024, "gradient_checkpointing": True, "fsdp": True},
+        {"gpus": 1024, "gradient_checkpointing": "full", "fsdp": True},
     ),
-    ("vision-language, 65B decoder, weights in bfloat16", ASSEMBLED_65B, {"gpus": 1024, "gradient_checkpointing": True, "fsdp": True}),
+    ("vision-language, 65B decoder, weights in bfloat16", ASSEMBLED_65B, {"gpus": 1024, "gradient_checkpointing": "full", "fsdp": True}),
     (
         "vision-language, 65B decoder frozen",
         override(ASSEMBLED_65B, {"model.frozen": ["text"]}),
-        {"gpus": 64, "gradient_checkpointing": True, "fsdp": True},
+        {"gpus": 64, "gradient_checkpointing": "full", "fsdp": True},
     ),
 ]
 
@@ -133,7 +133,7 @@ def main() -> None:
         data = Path(folder) / "data"
         prepare(data)
         for name, exp, given in PLANS:
-            machines = {"gpu": "H100", "fsdp": False, "deepspeed": None, "gradient_checkpointing": False, **given}
+            machines = {"gpu": "H100", "fsdp": False, "deepspeed": None, "gradient_checkpointing": None, **given}
             before = time.perf_counter()
             lines, mistakes = memory_table.plan_all([plan.load(exp, name, name)], Places(data, Path(folder)), machines)
             print("\n".join([*lines, *(f"error: {text}" for text in mistakes), f"({time.perf_counter() - before:.1f} s)", ""]), flush=True)

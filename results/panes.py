@@ -41,8 +41,9 @@ def show_html(pane: pn.pane.HTML, text: str) -> None:
 class Table:
     """A table that only shows, in `pane`.
 
-    Tabulator is told new data of columns that it has. Other columns are another widget: it throws where they change while it is still
-    being built, which takes a browser a moment, and drops the data that comes in this moment, so that a new widget is made then, too.
+    Tabulator is told new data of columns that it has, and which of them are hidden: a filter often takes a column and gives it back. New
+    columns are another widget, as it throws where they change while it is still being built, which takes a browser a moment, and drops
+    the data that comes in this moment.
     """
 
     def __init__(
@@ -56,28 +57,40 @@ class Table:
         self._settings = {"css_classes": [name], "page_size": page_size, "selectable": 1, "formatters": formatters, **settings}
         self._on_selection = on_selection
         self.pane = pn.Column(sizing_mode="stretch_width", margin=(0, 0, 0, 5))
-        self._bold: list[str] = []
-        self._make(pd.DataFrame())
+        self._numbers: set[str] = set()
+        self._bold: set[str] = set()
+        """Columns whose cells are HTML, as one of them was bold when the widget was made."""
+        self._make(pd.DataFrame(), [])
 
     @property
     def value(self) -> pd.DataFrame:
         """The displayed cells."""
-        return self.widget.value
+        return self.widget.value.drop(columns=self.widget.hidden_columns)
 
     def fill(self, headings: Sequence[str], lines: Sequence[Sequence[Any]], bold: Sequence[Collection[int]] = ()) -> None:
         """Show these cells; sends nothing if they are unchanged. bold: of each column the lines whose cell is bold, all its cells texts."""
         columns = unique(headings)
-        bold_columns = [name for name, chosen in zip(columns, bold, strict=False) if chosen]
-        cells = [[_mark(cell, number, place, bold) for place, cell in enumerate(line)] for number, line in enumerate(lines)]
-        frame = pd.DataFrame(cells, columns=pd.Index(columns), dtype=object)
-        same_columns = list(self.value.columns) == columns and self._bold == bold_columns
-        self._bold = bold_columns
-        if same_columns and self.value.equals(frame):
+        bold_columns = {name for name, chosen in zip(columns, bold, strict=False) if chosen}
+        known = list(self.widget.value.columns)
+        hidden = [name for name in known if name not in columns]
+        fits = bool(columns) and [name for name in known if name in columns] == columns and bold_columns <= self._bold
+        if not fits:
+            hidden = hidden if len(hidden) < len(columns) else []
+            known = _join(columns, hidden, known)
+            self._bold = bold_columns | self._bold & set(known)
+        html = [name in self._bold for name in columns]
+        cells = [
+            [_mark(cell, number, bold[place]) if html[place] else cell for place, cell in enumerate(line)]
+            for number, line in enumerate(lines)
+        ]
+        shown = pd.DataFrame(cells, columns=pd.Index(columns), dtype=object)
+        if fits and self.value.equals(shown):
             return
-        if same_columns and self._has_pages(frame) == self._has_pages(self.value) and time.monotonic() - self._made > BUILDING_SECONDS:
-            self.widget.value = frame
+        frame = shown.reindex(columns=known, fill_value="")
+        if fits and self._has_pages(frame) == self._has_pages(self.value) and time.monotonic() - self._made > BUILDING_SECONDS:
+            self.widget.param.update(value=frame, hidden_columns=hidden)
         else:
-            self._make(frame)
+            self._make(frame, hidden)
 
     def _has_pages(self, frame: pd.DataFrame) -> bool:
         return len(frame) > self._settings["page_size"]
@@ -90,13 +103,15 @@ class Table:
                 self.widget.page = line // self._settings["page_size"] + 1
             self.widget.selection = wanted
 
-    def _make(self, frame: pd.DataFrame) -> None:
+    def _make(self, frame: pd.DataFrame, hidden: list[str]) -> None:
         settings = self._settings
-        numbers = {name: "right" for name in frame.columns if _are_numbers(frame[name])}
+        self._numbers = {name for name in frame.columns if (name in self._numbers if name in hidden else _are_numbers(frame[name]))}
+        numbers = dict.fromkeys(self._numbers, "right")
         formatters = settings["formatters"] | {name: {"type": "html"} for name in self._bold}
         self.widget = pn.widgets.Tabulator(
             frame,
             titles={name: "" if name == COLOUR else markup.escape(name) for name in frame.columns},  # taken for HTML, unlike cells
+            hidden_columns=hidden,
             show_index=False,
             disabled=True,
             theme="simple",
@@ -115,11 +130,18 @@ class Table:
         self._made = time.monotonic()
 
 
-def _mark(cell: Any, line: int, column: int, bold: Sequence[Collection[int]]) -> Any:
-    """The cell of a column that is HTML if one of its cells is bold."""
-    if not bold or not bold[column]:
-        return cell
-    return f"<b>{markup.escape(cell)}</b>" if line in bold[column] else markup.escape(cell)
+def _join(columns: list[str], hidden: list[str], known: list[str]) -> list[str]:
+    """`columns` and the `hidden` ones, each where it stood in `known`: behind the nearest before it that is there."""
+    joined = list(columns)
+    for name in hidden:
+        before = [joined.index(other) for other in known[: known.index(name)] if other in joined]
+        joined.insert(before[-1] + 1 if before else 0, name)
+    return joined
+
+
+def _mark(cell: Any, line: int, bold: Collection[int]) -> str:
+    """The cell of a column that is HTML."""
+    return f"<b>{markup.escape(cell)}</b>" if line in bold else markup.escape(cell)
 
 
 def _are_numbers(cells: Iterable[Any]) -> bool:

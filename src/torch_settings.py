@@ -20,6 +20,8 @@ ENVIRONMENT = {
 """Environment variables of NCCL's watchdog, and of its flight recorder: the last collectives of each process."""
 DUMP = "TORCH_FR_DUMP_TEMP_FILE"
 """Environment variable: the beginning of the flight recorder's files, to which torch adds the rank."""
+GRADIENT_CHECKPOINTING = ("full", "selective")
+"""Ways to recompute layers in the backward pass; see `training.parallel.memory.checkpoint_layers`."""
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 VARIABLES = (*ALLOCATOR, *ENVIRONMENT, DUMP, WORKSPACE, "NVIDIA_TF32_OVERRIDE")
 _dump_is_the_users = DUMP in os.environ

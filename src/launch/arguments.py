@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from src.command_line import parse_arguments
 from src.errors import ConfigError
+from src.torch_settings import GRADIENT_CHECKPOINTING
 
 if TYPE_CHECKING:  # --help must not wait for what checks experiments
     from src.runs.context import Options
@@ -18,10 +19,10 @@ STATES = ("never", "queued", "running", "done", "failed", "stopped", "lost", "un
 JOB_OPTIONS = ("run", "status", "logs", "kill", "reset", "retry", "throttle")
 PASSED_ON = (
     *("log_every", "save_every", "stop_after", "max_host_memory", "num_workers", "micro_batch", "statistics_every"),
-    *("keep_last", "keep_every", "keep_best", "fsdp_replicas"),
+    *("keep_last", "keep_every", "keep_best", "fsdp_replicas", "gradient_checkpointing"),
 )
 """Arguments that launched experiments get too, besides those for Weights & Biases and for sharded models."""
-SWITCHES = (*("fsdp", "fsdp_sharded_gradients", "gradient_checkpointing", "offload_activations", "deterministic", "wandb_log_gradients"),)
+SWITCHES = ("fsdp", "fsdp_sharded_gradients", "offload_activations", "deterministic", "wandb_log_gradients")
 """Switches that launched experiments get too."""
 
 
@@ -114,7 +115,13 @@ def _add_place(parser: argparse.ArgumentParser, root: Path) -> None:
     where.add_argument("--fsdp", action="store_true", help="shard the model with FSDP2")
     where.add_argument("--fsdp_replicas", type=int, metavar="N", help="shard within each of N equal parts of the processes (default: 1)")
     where.add_argument("--fsdp_sharded_gradients", action="store_true", help="hold no whole gradients between the passes of a step")
-    where.add_argument("--gradient_checkpointing", action="store_true", help="recompute layers in the backward pass, to save memory")
+    where.add_argument(
+        "--gradient_checkpointing",
+        nargs="?",
+        const="full",
+        choices=GRADIENT_CHECKPOINTING,
+        help="recompute layers in the backward pass; selective: all but products",
+    )
     where.add_argument("--offload_activations", action="store_true", help="keep saved activations in host memory")
     where.add_argument("--deterministic", action="store_true", help="only algorithms of torch that give the same bits each time; slower")
     where.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # appended by deepspeed and old launchers; LOCAL_RANK is used

@@ -9,13 +9,28 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from src.config import Config
-from src.launch.job import Job
+from src.launch.job import QUEUE_STOPPED, Job
 from src.runs.metadata import STATUS
 
 STOPPED = 75
 """Exit code of a job that stopped gracefully and continues when it is started again: EX_TEMPFAIL of sysexits.h."""
 INTERRUPTED = 130
 """Exit code of a job that a person stopped: only a person starts it again."""
+STOP_AFTER_FAILURES = f"""\
+# $FAILURES has one line for each of the last jobs of the submission that failed within a minute of their start.
+queue_is_stopped() {{  # then $SAID says why
+    SAID="not started: $MOST {QUEUE_STOPPED}. See why, then --job_option retry"
+    [ "$MOST" -gt 0 ] && [ "$({{ wc -l < "$FAILURES"; }} 2> /dev/null || echo 0)" -ge "$MOST" ]
+}}
+count_failure() {{  # $1 the exit code, $2 seconds since the start
+    case $1 in
+        0) rm -f "$FAILURES" ;;
+        {STOPPED} | {INTERRUPTED}) ;;
+        *) if [ "$2" -lt 60 ]; then echo "$1" >> "$FAILURES"; else rm -f "$FAILURES"; fi ;;
+    esac
+}}
+"""
+"""Bash by which the jobs of a submission tell each other that it is to stop, after $MOST quick failures in a row."""
 _OF_TORCHRUN = re.compile(r"RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE)_(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
 _NGPUS = re.compile(r"(?<![\w${])NGPUS(?!\w)")
 _COUNT_GPUS = (

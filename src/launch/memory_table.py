@@ -60,7 +60,7 @@ def _count(parameters: int) -> str:
 def _table(rows: list[list[str]], machines: Mapping[str, Any]) -> list[str]:
     sharing = f"ZeRO by {machines['deepspeed'].name}" if machines["deepspeed"] else "FSDP2" if machines["fsdp"] else "DDP"
     kind = f"{machines['gpus']} x {machines['gpu']}" + (f", {sharing}" if machines["gpus"] > 1 else "")
-    recomputed = ", gradient checkpointing" if machines["gradient_checkpointing"] else ""
+    recomputed = f", {machines['gradient_checkpointing']} gradient checkpointing" if machines["gradient_checkpointing"] else ""
     head = ["experiment", "parameters", "trained", *PARTS, "GiB", "tokens/s", "hours"]
     return [
         f"{kind}{recomputed}. Parameters in millions; GiB of each GPU, where every sequence is as long as the data allow;",

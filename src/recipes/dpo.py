@@ -48,6 +48,7 @@ class Config(Pretraining):
     """An experiment of this recipe, without its "recipe" key."""
 
     model_kind: ClassVar[str] = DECODER
+    takes_chunks: ClassVar[bool] = False
     data_kind: ClassVar[str | None] = REWARD
     reported: ClassVar[Sequence[str]] = ("accuracy", "margin", "chosen_logratio", "rejected_logratio")
 

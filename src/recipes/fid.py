@@ -11,6 +11,7 @@ class Config(QuestionAnswering):
     """An experiment of this recipe, without its "recipe" key."""
 
     model_kind: ClassVar[str] = FUSION_IN_DECODER
+    takes_chunks: ClassVar[bool] = False
     dataset_name: ClassVar[str] = "fid_qa"
 
     def loss(self) -> Callable[..., Any]:

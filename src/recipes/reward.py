@@ -30,6 +30,7 @@ class Config(Pretraining):
     """An experiment of this recipe, without its "recipe" key."""
 
     model_kind: ClassVar[str] = REWARD
+    takes_chunks: ClassVar[bool] = False
     reported: ClassVar[Sequence[str]] = ("accuracy", "kendall", "spearman", "best_reward", "worst_reward")
 
     ranking: Ranking = Ranking()

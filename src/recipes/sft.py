@@ -40,7 +40,7 @@ class Config(Pretraining):
 
     def training_loss(self, loss: Callable[..., Any]) -> Callable[..., Any]:
         options = (self.loop.label_smoothing, self.loop.z_loss, self.poly_epsilon) if self.loop else ()
-        return lambda model, batch: loss(model, batch, *options)
+        return self.in_chunks(lambda model, batch: loss(model, batch, *options))
 
     def checks(self, places: Places) -> list[Callable[[], object]]:
         """See `Pretraining`; and that answers fit behind their prompts."""

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import DynamicCache, GenerationConfig
+from transformers.cache_utils import DynamicLayer
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from src import distributed
@@ -57,6 +58,8 @@ class Generation:
     """Tokens that are never drawn; None for none."""
     continuous: bool = False
     """Whether an answer that has ended makes room for the next prompt at once; see `generate_batch` of transformers."""
+    repeated: bool = False
+    """Whether a prompt stands in several rows, one behind the other: it is then read once for all of them."""
 
     def sample(self, model: Any, prompts: Mapping[str, Tensor], seed: int) -> list[list[int]]:
         """What is sampled behind B prompts, padded on the left, with the token that ends it where it has ended. Collective for shards.
@@ -74,12 +77,15 @@ class Generation:
         )
         if self.continuous:
             return [self.end(row) for row in _generate_continuously(model, prompts, settings, seed)]
+        together = distributed.world_size() > 1  # where the model is shared, every rank must make as many passes
+        read = {"past_key_values": cache} if self.repeated and (cache := _read_once(model, prompts, together)) else {}
         torch.manual_seed(seed)
         ids = model.generate(
             input_ids=prompts["input_ids"],
             attention_mask=prompts["attention_mask"].long(),
             generation_config=settings,
-            synced_gpus=distributed.world_size() > 1,  # where the model is shared, every rank must make as many passes
+            synced_gpus=together,
+            **read,
         )
         return [self.end(row) for row in ids[:, prompts["input_ids"].shape[1] :].tolist()]
 
@@ -91,6 +97,22 @@ class Generation:
     def has_ended(self, sampled: Sequence[int]) -> bool:
         """Whether an answer ended by itself."""
         return bool(sampled) and sampled[-1] in self.end_ids
+
+
+def _read_once(model: Any, prompts: Mapping[str, Tensor], together: bool) -> DynamicCache | None:
+    """Keys and values of all tokens of prompts (B, T) but the last, where each run of equal rows is read as one. None for a model that
+    does not keep those of every token, and where there is only the last.
+    """
+    mask_BT = prompts["attention_mask"].long()
+    rows_BT, run_B = torch.unique_consecutive(prompts["input_ids"].where(mask_BT > 0, -1), dim=0, return_inverse=True)
+    first = GenerationConfig(max_new_tokens=1, do_sample=False, return_dict_in_generate=True, pad_token_id=0)
+    real = (rows_BT >= 0).long()
+    cache = model.generate(rows_BT.clamp(min=0), attention_mask=real, generation_config=first, synced_gpus=together).past_key_values
+    if rows_BT.shape[1] == 1 or not isinstance(cache, DynamicCache) or any(type(layer) is not DynamicLayer for layer in cache.layers):
+        return None
+    cache.crop(-1)
+    cache.reorder_cache(run_B)
+    return cache
 
 
 def _generate_continuously(model: Any, prompts: Mapping[str, Tensor], settings: GenerationConfig, seed: int) -> list[list[int]]:

@@ -19,12 +19,13 @@ def gpu_hours(run: Path) -> float:
     """Hours times GPUs of the save directory `run`: from each start to its stop, or to the last sign of life of what was killed.
 
     Signs of life are checkpoints and, of the last attempt, the heartbeat: of an earlier one that was killed, the time since its last
-    checkpoint is missing. A process has one GPU, or its part of one that jobs share, or none where env.json of its attempt names none.
+    checkpoint is missing. A process has one GPU, or its part of one that jobs share, or none where env.json of its attempt names none;
+    of a Slurm task that jobs share each has its part of all GPUs, however many processes it has.
     What cannot be read counts nothing.
     """
     try:
         events = [event for event in ledger.read(run) if event["event"] in _BY_THE_RUN and isinstance(event.get("when"), str)]
-        found = sorted(_shares_of_gpus(run))
+        found = sorted(_gpus_of_attempts(run))
         places = [place for place, event in enumerate(events) if event["event"] == "start"]
         hours = 0.0
         for place, following in zip(places, [*places[1:], len(events)], strict=True):
@@ -32,17 +33,22 @@ def gpu_hours(run: Path) -> float:
             began, ended = (datetime.fromisoformat(event["when"]) for event in (first, last))
             if following == len(events) and last["event"] != "stop" and (run / HEARTBEAT).exists():
                 ended = max(ended, datetime.fromtimestamp((run / HEARTBEAT).stat().st_mtime, UTC))
-            share = next((share for when, share in reversed(found) if when <= first["when"]), 0.0)
-            hours += max(0.0, (ended - began).total_seconds()) / 3600 * first.get("world_size", 1) * share
+            whole, each = next((gpus for when, *gpus in reversed(found) if when <= first["when"]), (0.0, 0.0))
+            hours += max(0.0, (ended - began).total_seconds()) / 3600 * (whole + first.get("world_size", 1) * each)
     except (UserError, OSError, ValueError, TypeError):  # ValueError, TypeError: a line of the ledger that is not ours
         return 0.0
     return hours
 
 
-def _shares_of_gpus(run: Path) -> Iterator[tuple[str, float]]:
-    """When each attempt began, and how much of a GPU each of its processes had."""
+def _gpus_of_attempts(run: Path) -> Iterator[tuple[str, float, float]]:
+    """When each attempt began, how many GPUs it had as a whole, and, where that was not told, how much of one each of its processes."""
     for path in (run / "attempts").glob(f"*/{ENV}"):
         env = read_json(path, RunError)
         if isinstance(env, dict) and isinstance(env.get("time"), str):
-            sharing = float((env.get("variables") or {}).get(JOBS_PER_GPU, 1))
-            yield env["time"], 1 / max(1.0, sharing) if env.get("gpus") else 0.0
+            jobs, _, gpus = str((env.get("variables") or {}).get(JOBS_PER_GPU, 1)).partition("/")
+            if not env.get("gpus"):
+                yield env["time"], 0.0, 0.0
+            elif gpus:
+                yield env["time"], int(gpus) / int(jobs), 0.0
+            else:
+                yield env["time"], 0.0, 1 / max(1.0, float(jobs))

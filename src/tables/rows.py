@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -241,7 +242,13 @@ def sort_key(value: Any) -> tuple[int, Any, str]:
 
 
 def spell(row: Mapping[str, Any], key: str) -> str:
-    return json.dumps(row[key], sort_keys=True) if key in row else ""
+    if key not in row:
+        return ""
+    value = row[key]
+    return _spell_scalar(value) if isinstance(value, (str, int)) else json.dumps(value, sort_keys=True)
+
+
+_spell_scalar = lru_cache(maxsize=1 << 16, typed=True)(json.dumps)
 
 
 def check_known(kind: str, names: Iterable[str], known: Iterable[str], place: str = "results") -> None:

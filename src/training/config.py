@@ -55,6 +55,9 @@ class LoopConfig(Config):
     z_loss: float = Field(default=0.0, ge=0)
     """Weight of the squared logarithm of the softmax's denominator, of each token: 1e-4 for PaLM (Chowdhery et al. 2022, section 5) and
     for T5 (`z_loss` of Mesh TensorFlow's Unitransformer)."""
+    cross_entropy_chunk_tokens: int = added_field(0, ge=0)
+    """Output projection and cross entropy take so many tokens at a time, 1024 say, and never hold the logits of all; each chunk's are
+    computed again in the backward pass. Sums are rounded otherwise. 0: all at once."""
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
     """Of the forward and backward pass; weights and optimizer stay as the model was built."""
     group_by_length: bool = added_field(False)

@@ -343,7 +343,7 @@ class Loop:
             if self.config.compile:
                 compilation.compile_layers(self.spec.model)
             if self.run.options.gradient_checkpointing:
-                memory.checkpoint_layers(self.spec.model)
+                memory.checkpoint_layers(self.spec.model, self.run.options.gradient_checkpointing)
         if folder is not None and self.spec.experience:
             self.spec.experience.load(experience)
         self.engine = engines.build_engine(self.accelerator, self.spec.model, self.config, self.run.options, folder)

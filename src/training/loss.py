@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from src.training.parallel.linear_cross_entropy import sum_loss
+
 NOT_LEARNED = -100
 NamedSums = Mapping[str, tuple[Tensor, Tensor]]
 """Sum and count of what is reported as a mean, by name: the same names in every call."""
@@ -15,13 +17,14 @@ Loss = Callable[[nn.Module, Mapping[str, Tensor]], Tensor | tuple[Tensor, NamedS
 DEPTH_MASKS = {"attention_mask": "encoder_mask", "decoder_attention_mask": "decoder_mask", "cross_attention_mask": "cross_mask"}
 """Keywords of a model that src.models.t5.config builds, and fields of a DepthBatch."""
 Seen = Callable[[Tensor, Tensor], None]
-"""Called with logits (N, V) and targets (N,)."""
+"""Called with logits (N, V) and targets (N,), all of a batch or chunks of them in order."""
 _watching: list[Seen] = []
 
 
 @contextlib.contextmanager
 def watch_cross_entropy(seen: Seen) -> Iterator[None]:
-    """Within the block, call `seen` with the logits and targets of every cross entropy."""
+    """Within the block, call `seen` with the logits and targets of every cross entropy. A backward pass belongs behind the block: it makes
+    the logits of chunks again."""
     _watching.append(seen)
     try:
         yield
@@ -39,13 +42,17 @@ def watch_groups(batch: Mapping[str, Tensor], groups_B: Tensor, num_groups: int)
     groups_N = groups_B[batch["sample_of_row"]] if "sample_of_row" in batch else groups_B
     groups = (groups_N if groups_N.dim() == 2 else groups_N[:, None].expand_as(mask_NT))[mask_NT]
     sums = torch.zeros(num_groups, 2, dtype=torch.float64, device=mask_NT.device)
+    place = 0
 
     @torch.no_grad()
     def add(logits_NV: Tensor, targets_N: Tensor) -> None:
+        nonlocal place
         learned = targets_N != NOT_LEARNED
         losses = F.cross_entropy(logits_NV[learned].float(), targets_N[learned], reduction="none").double()
         finite = losses.isfinite()
-        sums.index_add_(0, groups, torch.stack([losses.where(finite, 0.0), finite.double()], dim=1))
+        here = groups[place : place + len(losses)]
+        place = (place + len(losses)) % max(1, len(groups))
+        sums.index_add_(0, here, torch.stack([losses.where(finite, 0.0), finite.double()], dim=1))
 
     with watch_cross_entropy(add):
         yield sums
@@ -75,7 +82,10 @@ def cross_entropy(
 
 def context_lm_loss(model: nn.Module, batch: Mapping[str, Tensor], label_smoothing: float = 0.0, z_loss: float = 0.0) -> Tensor:
     """Summed loss, on the tokens where `loss_mask` is True, of a model that reads contexts too and gives logits for these tokens alone."""
-    return cross_entropy(model(**batch), batch["input_ids"][batch["loss_mask"]], label_smoothing, z_loss)
+    targets_N = batch["input_ids"][batch["loss_mask"]]
+    return sum_loss(
+        model, lambda: model(**batch), lambda logits, targets: cross_entropy(logits, targets, label_smoothing, z_loss), targets_N
+    )
 
 
 def causal_lm_loss(
@@ -88,10 +98,14 @@ def causal_lm_loss(
     """
     packed = "position_ids" in batch
     seen = {"position_ids": batch["position_ids"]} if packed else {"attention_mask": batch["attention_mask"].long()}
-    logits_BTV = model(input_ids=batch["input_ids"], **seen, use_cache=False).logits
     targets_BT = torch.where(batch["loss_mask"], batch["input_ids"], NOT_LEARNED)
     targets_BT = F.pad(targets_BT[:, 1:], (0, 1), value=NOT_LEARNED)
-    return cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), label_smoothing, z_loss, poly_epsilon)
+    return sum_loss(
+        model,
+        lambda: model(input_ids=batch["input_ids"], **seen, use_cache=False).logits,
+        lambda logits, targets: cross_entropy(logits, targets, label_smoothing, z_loss, poly_epsilon),
+        targets_BT.flatten(),
+    )
 
 
 def interleaved_lm_loss(model: nn.Module, batch: Mapping[str, Tensor], label_smoothing: float = 0.0, z_loss: float = 0.0) -> Tensor:
@@ -100,15 +114,25 @@ def interleaved_lm_loss(model: nn.Module, batch: Mapping[str, Tensor], label_smo
     A batch without an image reads one frame that nobody sees: see `models.vision_language.config`.
     """
     frames = batch["frames"] if len(batch["frames"]) else batch["frames"].new_ones(1, *batch["frames"].shape[1:])
-    logits_BTV = model(
-        input_ids=batch["input_ids"], position_ids=batch["position_ids"], pixel_values=frames[None], use_cache=False
-    ).logits  # fmt: skip
+    inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "pixel_values": frames[None]}
     targets_BT = F.pad(torch.where(batch["loss_mask"], batch["input_ids"], NOT_LEARNED)[:, 1:], (0, 1), value=NOT_LEARNED)
-    logits_NV, targets_N = logits_BTV.flatten(0, 1), targets_BT.flatten()
+    weights = [F.pad(batch["loss_weights"][:, 1:], (0, 1), value=1.0).flatten()] if "loss_weights" in batch else []
+    return sum_loss(
+        model,
+        lambda: model(**inputs, use_cache=False).logits,
+        lambda *chunk: _weighted_cross_entropy(*chunk, label_smoothing=label_smoothing, z_loss=z_loss),
+        targets_BT.flatten(),
+        *weights,
+    )
+
+
+def _weighted_cross_entropy(
+    logits_NV: Tensor, targets_N: Tensor, weights_N: Tensor | None = None, *, label_smoothing: float, z_loss: float
+) -> Tensor:
+    """`cross_entropy`, of each target times its weight; the z-loss is of all alike."""
     loss = cross_entropy(logits_NV, targets_N, label_smoothing, z_loss)
-    if "loss_weights" not in batch:
+    if weights_N is None:
         return loss
-    weights_N = F.pad(batch["loss_weights"][:, 1:], (0, 1), value=1.0).flatten()
     each_N = F.cross_entropy(logits_NV.float(), targets_N, reduction="none", ignore_index=NOT_LEARNED, label_smoothing=label_smoothing)
     return loss + ((weights_N - 1) * each_N).sum()
 
@@ -116,8 +140,12 @@ def interleaved_lm_loss(model: nn.Module, batch: Mapping[str, Tensor], label_smo
 def seq2seq_loss(model: nn.Module, batch: Mapping[str, Tensor], label_smoothing: float = 0.0, z_loss: float = 0.0) -> Tensor:
     """Summed loss of a Hugging Face encoder-decoder on the `labels` of a Seq2SeqBatch that are learned."""
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "decoder_input_ids")}
-    logits_BTV = model(**inputs, use_cache=False).logits
-    return cross_entropy(logits_BTV.flatten(0, 1), batch["labels"].flatten(), label_smoothing, z_loss)
+    return sum_loss(
+        model,
+        lambda: model(**inputs, use_cache=False).logits,
+        lambda logits, targets: cross_entropy(logits, targets, label_smoothing, z_loss),
+        batch["labels"].flatten(),
+    )
 
 
 def depth_loss(model: nn.Module, batch: Mapping[str, Tensor], label_smoothing: float = 0.0, z_loss: float = 0.0) -> Tensor:
@@ -128,10 +156,10 @@ def depth_loss(model: nn.Module, batch: Mapping[str, Tensor], label_smoothing: f
     """
     masks = {name: batch[field][:, None] for name, field in DEPTH_MASKS.items()}
     inputs = {name: batch[name] for name in ("input_ids", "decoder_input_ids")}
-    logits_NV = model(**inputs, **masks, use_cache=False).logits.flatten(0, 1)
-    targets_N = batch["labels"].flatten()
-    loss = cross_entropy(logits_NV, targets_N, label_smoothing, z_loss)
-    if "loss_weights" not in batch:
-        return loss
-    each_N = F.cross_entropy(logits_NV.float(), targets_N, reduction="none", ignore_index=NOT_LEARNED, label_smoothing=label_smoothing)
-    return loss + ((batch["loss_weights"].flatten() - 1) * each_N).sum()
+    return sum_loss(
+        model,
+        lambda: model(**inputs, **masks, use_cache=False).logits,
+        lambda *chunk: _weighted_cross_entropy(*chunk, label_smoothing=label_smoothing, z_loss=z_loss),
+        batch["labels"].flatten(),
+        *([batch["loss_weights"].flatten()] if "loss_weights" in batch else []),
+    )

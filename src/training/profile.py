@@ -181,7 +181,8 @@ def make_profile_parser() -> argparse.ArgumentParser:
         "--data_path", type=Path, default=ROOT / "results" / "data", metavar="DIR", help="prepared data sets (results/data)"
     )
     parser.add_argument("--deepspeed", type=Path, metavar="JSON", help="as of trainval.py, and so are these:")
-    for name in ("fsdp", "gradient_checkpointing", "offload_activations"):
+    parser.add_argument("--gradient_checkpointing", nargs="?", const="full", choices=torch_settings.GRADIENT_CHECKPOINTING)
+    for name in ("fsdp", "offload_activations"):
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--num_workers", type=int, metavar="N")

@@ -15,7 +15,7 @@ import pytest
 
 from src.config import load
 from src.errors import ConfigError
-from src.launch.command import INTERRUPTED, STOPPED, Config, Environment, Processes, argv
+from src.launch.command import INTERRUPTED, STOP_AFTER_FAILURES, STOPPED, Config, Environment, Processes, argv
 from src.launch.job import Job
 from src.runs import metadata
 from tests import toy
@@ -447,3 +447,15 @@ def test_a_job_that_is_told_to_stop_ends_after_its_processes_have_saved(tmp_path
     os.killpg(job.pid, number)
     assert job.wait(LONGEST) == STOPPED
     assert sorted(path.name for path in tmp_path.glob("saved.*")) == ["saved.0", "saved.1"]
+
+
+@pytest.mark.parametrize(("code", "seconds", "left"), [(1, 59, 3), (1, 60, 0), (0, 1, 0), (75, 1, 2), (130, 1, 2)])
+def test_which_ends_count_as_quick_failures(tmp_path: Path, code: int, seconds: int, left: int):
+    (tmp_path / "failures").write_text("1\n1\n")
+    script = (
+        f"MOST=3; FAILURES={tmp_path / 'failures'}\n{STOP_AFTER_FAILURES}count_failure {code} {seconds}; queue_is_stopped && echo $SAID"
+    )
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
+    assert ("3 in a row" in done.stdout, done.stderr) == (left == 3, "")
+    assert (tmp_path / "failures").exists() == (left > 0)
+    assert not left or len((tmp_path / "failures").read_text().splitlines()) == left

@@ -306,6 +306,7 @@ def test_a_value_that_looks_like_a_key_is_refused(world: World):
         (Local, {"gpus": [0], "gpus_per_job": 0.5}, "2"),
         (Local, {"gpus": [0]}, "1"),
         (SharedSlurm, {}, "2"),
+        (SharedSlurm, {}, "2/4"),  # four GPUs
         (Ray, {"num_gpus": 0.25}, "4"),
         (Ray, {"num_gpus": 2}, "1"),
     ],
@@ -315,6 +316,7 @@ def test_a_job_knows_how_many_share_its_gpus(
 ):
     """What its GPU-hours are divided by. Not what a job that submits others was told."""
     monkeypatch.setenv(JOBS_PER_GPU, "12")
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", told.partition("/")[2])
     world = kind(tmp_path, monkeypatch)
     try:
         world.config = world.config.model_copy(update=given)

@@ -290,6 +290,22 @@ def test_a_child_waits_for_a_job_of_an_earlier_submission(world: World):
     assert config.states(ids)["two.1"].reason == "not started, because job one.1 did not end well"
 
 
+@pytest.mark.parametrize("content", ["{", "[]", '{"jobs": [{}]}'])
+def test_a_damaged_submission_ends_no_other(world: World, content: str):
+    """Its children are told what is wrong; the others of their submission run."""
+    parent = world.submit(world.config(), [world.job("parent", "import time\ntime.sleep(600)")], "one")
+    queue = world.submissions / "one" / "queue.json"
+    whole = queue.read_text()
+    queue.write_text(content)
+    found = world.run(world.config(slots=2), [world.job("child", "", after_jobs=tuple(parent)), world.job("other", "pass")], "two")
+    assert states(found) == {"child": "cancelled", "other": "completed"}
+    assert found["child"].reason.startswith(f"not started, because what became of job one.0 is not known: {queue}")
+    assert "\n" not in found["child"].reason
+    wait_until(lambda: not Queue(world.submissions / "two").scheduler_is_alive())
+    assert (world.submissions / "two" / "scheduler.log").read_text() == ""
+    queue.write_text(whole)
+
+
 HOLD = """
     import os, signal, subprocess, sys, time
     from pathlib import Path

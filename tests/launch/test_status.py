@@ -681,16 +681,6 @@ def test_mistakes_in_a_job_config(world: World, raw: dict[str, Any], message: st
         world.given(**raw)
 
 
-TOOLKIT = {"launcher": "toolkit", "account": "a", "image": "b:1", "max_run_seconds": 600}
-
-
-@pytest.mark.parametrize("raw", [TOOLKIT, {"launcher": "ray"}])
-def test_launchers_that_do_not_count_failures_refuse_to_be_told_when_to_stop(tmp_path: Path, raw: dict[str, Any]):
-    """At --dry-run, too, which loads the job config first."""
-    with pytest.raises(ConfigError, match=r"^JOB_CONFIGS\['there'\]: unknown key 'stop_after_failures'\. Known: [^\n]*$"):
-        resources.load("there", {**raw, "stop_after_failures": 3}, tmp_path)
-
-
 def test_an_override_that_asks_for_a_name_that_no_experiment_has(world: World, monkeypatch: pytest.MonkeyPatch):
     entry = {"launcher": "local", "overrides": [{"where": "loop.step > 4", "retries": 1}]}
     monkeypatch.setattr(job_configs, "JOB_CONFIGS", {"here": entry})

@@ -479,6 +479,18 @@ class TestEndings:
         config.kill([*ids, "0-gone"])
         config.kill([])
 
+    def test_only_what_fails_by_itself_counts_as_a_quick_failure(self, tmp_path: Path):
+        code = TRAINING.replace('"stopped"', '"failed"').replace("exit(75)", "exit(1)").replace("sys.argv[1]", "os.environ['RUN']")
+        killed = job(tmp_path, "killed", code)
+        config, ids, _ = launched(tmp_path, [killed], environment={"RUN": str(killed.run)})
+        wait_until(lambda: "training" in log(killed))
+        config.kill(ids)
+        assert "saved on SIGTERM" in log(killed)
+        assert not (folder(tmp_path) / "quick_failures").exists()
+        _, ids, _ = launched(tmp_path, [job(tmp_path, "bad", "1 / 0")])
+        assert wait_for(config, ids[0]).state == "failed"
+        assert (folder(tmp_path) / "quick_failures").exists()
+
     def test_a_preempted_job_saves_and_goes_on_by_itself(self, tmp_path: Path, service: Path):
         item = training(tmp_path)
         config, (job_id,), _ = launched(tmp_path, [item])

@@ -58,8 +58,9 @@ def test_hours_of_all_attempts(tmp_path: Path, events: list[tuple[str, float]], 
 def test_a_gpu_that_jobs_share_counts_once(tmp_path: Path):
     path = make(tmp_path, 0, [("start", 0), ("stop", 1), ("start", 2), ("stop", 3)], [True, True])
     env = path / "attempts" / "002" / "env.json"
-    env.write_text(json.dumps({**json.loads(env.read_text()), "variables": {environment.JOBS_PER_GPU: "2"}}))
-    assert gpu_hours(path) == pytest.approx(4 + 2)
+    for told, hours in (("2", 2), ("2/4", 2), ("2/8", 4), ("3/1", 1 / 3)):  # of four processes
+        env.write_text(json.dumps({**json.loads(env.read_text()), "variables": {environment.JOBS_PER_GPU: told}}))
+        assert gpu_hours(path) == pytest.approx(4 + hours)
 
 
 def test_tables_and_reports_add_them_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from src.errors import LaunchError
 from src.launch.command import INTERRUPTED, STOPPED
 from src.launch.job import QUEUE_STOPPED
 from src.launch.local import state as local_state
@@ -62,7 +63,7 @@ class _Scheduler:
     queues: dict[str, Queue] = field(default_factory=dict)
     """Other submissions, by name."""
     outside: dict[str, tuple[float, str]] = field(default_factory=dict)
-    """When jobs of other submissions were checked, and their states."""
+    """When jobs of other submissions were checked, and their states, or why these are not known."""
 
     def run(self) -> None:
         """Until every job has ended."""
@@ -100,8 +101,9 @@ class _Scheduler:
         if bad:
             return f"not started, because {self.queue.content['jobs'][bad[0]]['exp_id']} did not end well"
         for job_id in entry.job["after_jobs"]:
-            if self._outside_state(job_id) not in ("completed", "queued", "running"):
-                return f"not started, because job {job_id} did not end well"
+            if (state := self._outside_state(job_id)) not in ("completed", "queued", "running"):
+                known = state in ("failed", "cancelled", "unknown")
+                return f"not started, because {f'job {job_id} did not end well' if known else state}"
         return None
 
     def _is_ready(self, entry: _Entry) -> bool:
@@ -109,10 +111,14 @@ class _Scheduler:
         return within and all(self._outside_state(job_id) == "completed" for job_id in entry.job["after_jobs"])
 
     def _outside_state(self, job_id: str) -> str:
-        """State of a job of another submission, at most a second old."""
+        """State of a job of another submission, at most a second old; in its place why it is not known, where its files are damaged."""
         if time.monotonic() - self.outside.get(job_id, (-1.0, ""))[0] > 1.0:
-            found = local_state.find_job(self.queue.folder.parent, job_id, self.queues)
-            self.outside[job_id] = time.monotonic(), found[0].states([found[1]])[found[1]].state if found else "unknown"
+            try:
+                found = local_state.find_job(self.queue.folder.parent, job_id, self.queues)
+                state: str = found[0].states([found[1]])[found[1]].state if found else "unknown"
+            except LaunchError as error:
+                state = f"what became of job {job_id} is not known: {error}"
+            self.outside[job_id] = time.monotonic(), state
         return self.outside[job_id][1]
 
     def _start_what_fits(self, config: dict[str, Any]) -> None:

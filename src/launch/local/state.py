@@ -62,8 +62,8 @@ class Queue:
             LaunchError: the file is missing or damaged.
         """
         found = read_json(self.folder / QUEUE, LaunchError)
-        if not isinstance(found, dict) or not isinstance(found.get("jobs"), list):
-            raise LaunchError(f"{self.folder / QUEUE}: expected a dict with a list of jobs.")
+        if not (isinstance(found, dict) and isinstance(found.get("host"), str) and isinstance(found.get("jobs"), list)):
+            raise LaunchError(f"{self.folder / QUEUE}: expected a dict with a host and a list of jobs.")
         return found
 
     def check_host(self) -> None:

@@ -9,9 +9,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from src.config import added_field
 from src.errors import LaunchError, UserError
 from src.files import write_atomic, writing
-from src.launch.command import INTERRUPTED, STOPPED, Environment, Processes, shell_line
+from src.launch.command import INTERRUPTED, STOP_AFTER_FAILURES, STOPPED, Environment, Processes, shell_line
 from src.launch.job import Job, LauncherConfig, Note, SchedulerState
 from src.launch.ray.api import ADDRESS, Refused, ask, brief, find_address
 from src.runs.environment import JOBS_PER_GPU
@@ -23,14 +24,16 @@ _ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 _KEPT_BY_RAY = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "mem_gb"}
 # What a job runs; its values stand before. Ray knows no dependencies, and starts no job twice. Its stop reaches every process by itself.
 _SCRIPT = f"""
-TOLD=
+FAILURES=$FOLDER/quick_failures
+{STOP_AFTER_FAILURES}TOLD=
 trap 'TOLD=1' TERM
 end() {{ echo "$2" > "$FOLDER/ended/$ID"; exit "$1"; }}
 refuse() {{ echo "not started, because $1" >> "$ERR"; end {STOPPED} "not started, because $1"; }}
+check_queue() {{ ! queue_is_stopped || {{ echo "$SAID" >> "$ERR"; end {STOPPED} "$SAID"; }}; }}
 check() {{ if [ -n "$TOLD" ] || [ -e "$FOLDER/cancel/$ID" ]; then end {STOPPED}; fi; }}
 await() {{  # $1 a parent, $2 the folder of its submission, $3 its save directory
     local since=$SECONDS before= ended status now limit
-    while check; do
+    while check && check_queue; do
         ended=; if [ -e "$2/ended/$1" ] || [ -e "$2/cancel/$1" ]; then ended=1; fi
         status=$(cat "$3/{STATUS}" 2> /dev/null)
         case $status in *'"state": "done"'*) return ;; esac
@@ -44,19 +47,23 @@ await() {{  # $1 a parent, $2 the folder of its submission, $3 its save director
 }}
 for ((i = 0; i < ${{#PARENTS[@]}}; i += 3)); do await "${{PARENTS[@]:i:3}}"; done
 cd -- "$CWD" || end 1
+check_queue
 stops=0 failures=0
 while check; do
+    began=$SECONDS
     bash -c "$LINE" < /dev/null >> "$OUT" 2>> "$ERR" &
     wait $!; code=$?
     while kill -0 $! 2> /dev/null; do wait $!; done  # it was told to stop, and writes a checkpoint
     [ -z "$TOLD" ] || end {STOPPED}
     case $code in
-        0 | {INTERRUPTED}) end $code ;;
+        0 | {INTERRUPTED}) break ;;
         {STOPPED}) [ $((stops += 1)) -le 100 ] || end $code ;;  # one that stops at once must not be started for ever
-        *) [ $((failures += 1)) -le "$RETRIES" ] || end $code ;;
+        *) [ $((failures += 1)) -le "$RETRIES" ] || break ;;
     esac
     echo "== ray: exit code $code, started again" >> "$ERR"
 done
+count_failure $code $((SECONDS - began))
+end $code
 """
 
 
@@ -73,6 +80,8 @@ class Config(LauncherConfig):
     """Memory that Ray counts for a job."""
     resources: dict[Annotated[str, Field(min_length=1)], Annotated[float, Field(gt=0)]] = {}
     """Custom resources of Ray, such as {"accelerator_type:H100": 0.001}."""
+    stop_after_failures: int = added_field(5, ge=0)
+    """So many experiments in a row that failed within a minute of their start end the submission: what waits is not started. 0: never."""
     retries: int = Field(default=0, ge=0)
     """How often a failed job is started again on its node. One that stopped gracefully (exit code 75) always is."""
     grace_seconds: int = Field(default=60, ge=1)
@@ -255,6 +264,7 @@ def _render_script(own: Config, job: Job, folder: Path, parents: Iterable[str]) 
         "CWD": job.cwd.absolute(),
         "OUT": logs / f"{job.exp_id}.out.log",
         "ERR": logs / f"{job.exp_id}.err.log",
+        "MOST": own.stop_after_failures,
         "RETRIES": own.retries,
         "POLL": f"{own.parent_poll_seconds:g}",
         "LONGEST": own.parent_wait_seconds,

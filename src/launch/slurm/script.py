@@ -7,8 +7,8 @@ from pathlib import Path
 
 from src.errors import RunError
 from src.files import reading, write_atomic, writing
-from src.launch.command import INTERRUPTED, STOPPED, Processes, shell_line
-from src.launch.job import QUEUE_STOPPED, Job
+from src.launch.command import STOP_AFTER_FAILURES, STOPPED, Processes, shell_line
+from src.launch.job import Job
 
 SCRIPT = "job.sh"
 GRACE_SECONDS = 60
@@ -51,11 +51,13 @@ exec >> "${task[2]}" 2>> "${task[3]}"
 submission=${1%/*} submission=${submission##*/}
 why=${shared:-${1%/*/*}/shared_tasks/$this.$submission}.why  # there when it was not started
 rm -f "$why"
-failures=${1%/*}/quick_failures most=${2:-0}  # one line for each of the last tasks, of all arrays, that failed within a minute
-if [ "$most" -gt 0 ] && [ "$({ wc -l < "$failures"; } 2> /dev/null || echo 0)" -ge "$most" ]; then
-    said="not started: $most QUEUE_STOPPED. See why, then --job_option retry"
-    echo "slurm: $said" >&2
-    mkdir -p "${why%/*}" && echo "$said" > "$why"
+FAILURES=${1%/*}/quick_failures MOST=${2:-0}
+"""
+        + STOP_AFTER_FAILURES
+        + """\
+if queue_is_stopped; then
+    echo "slurm: $SAID" >&2
+    mkdir -p "${why%/*}" && echo "$SAID" > "$why"
     exit 1
 fi
 newest() { ls "${task[1]}/checkpoints" 2> /dev/null | grep '^step-' | sort -V | tail -n 1; }
@@ -147,17 +149,11 @@ if { [ "$told" = USR1 ] || [ -n "$limit" ]; } && [ "${task[4]}" = 1 ]; then
             ;;
     esac
 fi
-case $code in
-    0) rm -f "$failures" ;;
-    STOPPED | INTERRUPTED) ;;
-    *) if [ $SECONDS -lt 60 ]; then echo "$this" >> "$failures"; else rm -f "$failures"; fi ;;
-esac
+count_failure $code $SECONDS
 exit $code
 """
     )
     .replace("REQUEUED", REQUEUED)
-    .replace("QUEUE_STOPPED", QUEUE_STOPPED)
-    .replace("INTERRUPTED", str(INTERRUPTED))
     .replace("STOPPED", str(STOPPED))
 )
 

@@ -34,7 +34,7 @@ if [ $count -eq 0 ]; then
     echo "$this: $1 does not hold its commands" >&2
     exit 1
 fi
-export JOBS_PER_GPU=$count
+export JOBS_PER_GPU=$count${SLURM_GPUS_ON_NODE:+/$SLURM_GPUS_ON_NODE}
 pids=() told= signals=0
 tell() { [ ${#pids[@]} -eq 0 ] || kill -USR1 "${pids[@]}" 2> /dev/null; }
 trap 'told=1; signals=$((signals + 1)); tell' USR1

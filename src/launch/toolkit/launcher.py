@@ -1,18 +1,20 @@
 """Runs each experiment as one job of the toolkit, through the program `eai` or through haven."""
 
+import contextlib
 import getpass
 import re
 import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 from src.errors import LaunchError, UserError
 from src.files import write_atomic, write_json, writing
 from src.launch.job import Job, Note, SchedulerState
 from src.launch.toolkit import eai
-from src.launch.toolkit.script import parents_to_await, render_script
+from src.launch.toolkit.script import GAVE_UP, parents_to_await, render_script
 from src.launch.toolkit.service import (
     EXPERIMENT,
     OWNER,
@@ -87,7 +89,7 @@ class Config(JobConfig):
             return {}
         service = self._service()
         found = {job.job_id: job for job in call_with_retries(self, lambda: service.list_jobs(max(PAGE, 2 * len(wanted)), tag=SUITE))}
-        seen = {name: scheduler_state(self, found[name]) for name in wanted if name in found}
+        seen = {name: self._state(found[name]) for name in wanted if name in found}
         down = threading.Event()
 
         def ask(name: str) -> SchedulerState | None:
@@ -98,7 +100,7 @@ class Config(JobConfig):
             except LaunchError as error:
                 down.set()
                 return SchedulerState("unknown", reason=str(error))
-            return job and scheduler_state(self, job)
+            return job and self._state(job)
 
         absent = [name for name in wanted if name not in found]  # older than what is listed, or gone
         with ThreadPoolExecutor(self.calls_at_a_time) as pool:
@@ -159,6 +161,16 @@ class Config(JobConfig):
 
     def _settings(self, job: Job) -> "Config":
         return job.resources if isinstance(job.resources, Config) else self
+
+    def _state(self, job: ListedJob) -> SchedulerState:
+        """Its state; that of one which did not start, as the queue was stopped, with the reason that its script left."""
+        seen = scheduler_state(self, job)
+        submission, exp_id = job.tags.get(SUBMISSION, ""), job.tags.get(EXPERIMENT, "")
+        if seen.state == "failed" and self.submissions and re.fullmatch(r"[\w-]+/[\w-]+", f"{submission}/{exp_id}"):
+            with contextlib.suppress(OSError):
+                if why := Path(self.submissions, submission, f"{exp_id}.sh{GAVE_UP}").read_text(errors="replace").strip():
+                    return replace(seen, state="cancelled", word="CANCELLED", reason=why)
+        return seen
 
     def _service(self) -> Service:
         return call_with_retries(self, lambda: eai.Eai(self) if self.via == "eai" else eai.Haven(self))

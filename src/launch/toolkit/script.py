@@ -5,13 +5,14 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from src.launch.command import STOPPED, shell_line
+from src.launch.command import STOP_AFTER_FAILURES, STOPPED, shell_line
 from src.launch.job import Job
 from src.launch.toolkit.service import JobConfig
 from src.runs.metadata import STATUS
 
 GAVE_UP = ".gave_up"
-"""Beside the script of a job that has waited for a parent in vain: its name ends so."""
+"""Beside the script of a job that was not started: its name ends so. It holds the reason if the queue was stopped, and is empty if the job
+has waited for a parent in vain."""
 PORT = 29501
 """Where the first of several nodes listens."""
 
@@ -27,9 +28,10 @@ _WAIT = f"""\
 pause() {{ sleep "$1" & wait $!; [ -z "$TOLD" ] || exit {STOPPED}; }}
 GAVE_UP={GAVE_UP}; rm -f "$0$GAVE_UP"
 give_up() {{ echo "not started: it starts from experiment $*" >&2; : > "$0$GAVE_UP"; exit 1; }}
+check_queue() {{ ! queue_is_stopped || {{ echo "$SAID" >&2; echo "$SAID" > "$0$GAVE_UP"; exit 1; }}; }}
 wait_for() {{
     status=$2/{STATUS}; since=$SECONDS; before=
-    while :; do
+    while check_queue; do
         state=$(sed -n 's/^ *"state": "\\([a-z]*\\)".*/\\1/p' "$status" 2> /dev/null | head -n 1)
         [ "$state" != "$before" ] && {{ since=$SECONDS; before=$state; }}
         limit=$LONGEST
@@ -49,7 +51,7 @@ wait_for() {{
 _RUN = """\
 set -m
 bash -c "$LINE" < /dev/null &
-CHILD=$!
+CHILD=$! BEGAN=$SECONDS
 { sleep "$STOP_AFTER"; kill -s USR1 -- "-$CHILD"; } 2> /dev/null &
 CLOCK=$!
 set +m
@@ -59,6 +61,7 @@ while [ -n "$TOLD" ]; do
     [ $AGAIN = 127 ] || CODE=$AGAIN
 done
 kill -- "-$CLOCK" 2> /dev/null
+[ -n "$ASKED" ] || [ "$NODE_RANK" != 0 ] || count_failure $CODE $((SECONDS - BEGAN))
 exit $CODE"""
 
 
@@ -71,15 +74,17 @@ def render_script(job: Job, parents: Mapping[str, Path], config: JobConfig) -> s
     stop_after = config.max_run_seconds - config.stop_before_seconds
     lines = [
         "#!/bin/bash",
-        f"OUT={_quote(out)}; ERR={_quote(err)}; TOLD=; CHILD=",
+        f"OUT={_quote(out)}; ERR={_quote(err)}; TOLD=; ASKED=; CHILD=",
         f"NNODES={config.processes.nodes}",
         _NODES,
         'exec >> "$OUT" 2>> "$ERR" || exit 1',
         'echo "== $(date -u +%FT%TZ) job ${EAI_JOB_ID:-?} run ${EAI_RUN_INDEX:-0} on $HOSTNAME" >&2',
-        *(f"""trap 'TOLD=1; [ -z "$CHILD" ] || kill -s {name} -- "-$CHILD" 2> /dev/null' {name}""" for name in ("TERM", "USR1")),
+        *(f"""trap 'TOLD=1; ASKED=1; [ -z "$CHILD" ] || kill -s {name} -- "-$CHILD" 2> /dev/null' {name}""" for name in ("TERM", "USR1")),
         f"POLL={config.parent_poll_seconds:g}; PATIENCE={config.parent_patience_seconds}; LONGEST={config.parent_wait_seconds}",
-        _WAIT,
+        f"MOST={config.stop_after_failures}; FAILURES=${{0%/*}}/quick_failures",
+        STOP_AFTER_FAILURES + _WAIT,
         *(f"wait_for {parent} {_quote(run)} {_digest(run / STATUS)}" for parent, run in parents.items()),
+        "check_queue",
         # Waiting for parents counts too. At the stop the training gets SIGUSR1, writes a checkpoint and exits with `STOPPED`.
         f"STOP_AFTER=$(({stop_after} > SECONDS ? {stop_after} - SECONDS : 1))",
         f"cd {_quote(job.cwd)} || exit 1",

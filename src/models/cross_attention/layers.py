@@ -322,7 +322,9 @@ def output_logits(base: PreTrainedModel, hidden: Tensor) -> Tensor:
     """Logits of states after the final norm, as the base computes them: Cohere and Granite scale them, Gemma 2 caps them."""
     head, config = base.get_output_embeddings(), base.config.get_text_config()
     assert head is not None
-    logits = head(hidden) * getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
+    logits = head(hidden)
+    if hasattr(config, "logit_scale") or hasattr(config, "logits_scaling"):
+        logits = logits * getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
     cap = getattr(config, "final_logit_softcapping", None)
     return logits if cap is None else cap * torch.tanh(logits / cap)
 

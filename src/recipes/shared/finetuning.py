@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field, model_validator
 
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 class Finetuning(RecipeConfig):
     """An experiment: a training loop, or an evaluation without training."""
+
+    takes_chunks: ClassVar[bool] = True
+    """Whether the loss is one of `training.loss`, which can take some tokens at a time."""
 
     seed: int = Field(ge=0, lt=2**63)
     model: ModelField
@@ -39,6 +42,12 @@ class Finetuning(RecipeConfig):
         if self.loop and self.loop.group_by_length and (self.data.has_order or not self.data.is_measured):
             why = "come in an order of their own" if self.data.has_order else "do not tell the lengths of their samples"
             raise ValueError(f"loop.group_by_length: {self.data.name!r} data {why}. Leave it out.")
+        return self
+
+    @model_validator(mode="after")
+    def _may_take_chunks(self) -> "Finetuning":
+        if self.loop and self.loop.cross_entropy_chunk_tokens and not self.takes_chunks:
+            raise ValueError("loop.cross_entropy_chunk_tokens: this recipe needs the logits of all tokens at once. Leave it out.")
         return self
 
     @property
@@ -76,7 +85,21 @@ class Finetuning(RecipeConfig):
     def training_loss(self, loss: Callable[..., Any]) -> Callable[..., Any]:
         """(model, batch) -> summed loss with the loop's label smoothing and z-loss, which `loss` takes as further arguments."""
         options = (self.loop.label_smoothing, self.loop.z_loss) if self.loop else ()
-        return lambda model, batch: loss(model, batch, *options)
+        return self.in_chunks(lambda model, batch: loss(model, batch, *options))
+
+    def in_chunks(self, loss: Callable[..., Any]) -> Callable[..., Any]:
+        """`loss` as `loop.cross_entropy_chunk_tokens` says."""
+        if not (self.loop and self.loop.cross_entropy_chunk_tokens):
+            return loss
+        from src.training.parallel.linear_cross_entropy import chunks_of
+
+        tokens = self.loop.cross_entropy_chunk_tokens
+
+        def take_chunks(model: Any, batch: Any) -> Any:
+            with chunks_of(tokens):
+                return loss(model, batch)
+
+        return take_chunks
 
     def plan_memory(self, places: Places, **machines: Any) -> "MemoryPlan":
         """What a GPU holds of the training, and how long it takes. machines: fields of `memory_plan.Machines`. No weights are loaded.

@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field, model_validator
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 class PolicyTraining(Finetuning):
     """An experiment that trains a policy on rollouts."""
+
+    takes_chunks: ClassVar[bool] = False
 
     rewards: list[RewardField] = Field(min_length=1)
     """What is good about an answer; their weighted sum is what it is worth."""
@@ -189,7 +191,13 @@ class PolicyTraining(Finetuning):
             batch=data.generation_batch,
             micro_batch=self.micro_batch,
             generation=Generation(
-                data.max_new_tokens, temperature, data.sampling.options(), ends, never, data.sampling.batching == "continuous"
+                data.max_new_tokens,
+                temperature,
+                data.sampling.options(),
+                ends,
+                never,
+                continuous=data.sampling.batching == "continuous",
+                repeated=data.group_size > 1,
             ),
             decode=lambda ids: str(tokenizer.decode([*ids], skip_special_tokens=True)),
             judges=judges,

@@ -48,12 +48,12 @@ def compile_layers(model: nn.Module) -> int:
     if not found:
         raise ConfigError(f"loop.compile: {type(model).__name__} has no list of layers to compile. Leave loop.compile out.")
     for layer in found:  # those of one class share a graph, because it is made of the same function
-        layer.forward = _Compiled(layer, layer.forward, torch.compile(type(layer).forward, dynamic=False))
+        layer.forward = Compiled(layer, layer.forward, torch.compile(type(layer).forward, dynamic=False))
     log.info("%d layers will be compiled at the first step.", len(found))
     return len(found)
 
 
-class _Compiled:
+class Compiled:
     """One layer's forward: the compiled graph in training passes, otherwise the original."""
 
     def __init__(self, layer: nn.Module, plain: Callable[..., Any], graph: Callable[..., Any]) -> None:

@@ -6,18 +6,19 @@ None of it changes a bit of a gradient.
 import contextlib
 import ctypes
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from src.errors import ConfigError, RunError
-from src.training.parallel.compile import layers
+from src.training.parallel.compile import Compiled, layers
 
 log = logging.getLogger(__name__)
 LEAST_BYTES = 2**20
@@ -49,34 +50,60 @@ def reuse_freed_memory() -> None:
         mallopt(mmap_threshold, most)
 
 
-def checkpoint_layers(model: nn.Module) -> int:
+def checkpoint_layers(model: nn.Module, how: str = "full") -> int:
     """Gradient checkpointing: every layer of `model` saves only its inputs; returns the number of layers.
 
     Chen et al. 2016, "Training deep nets with sublinear memory cost" (arXiv 1604.06174). Dropout draws again what it drew before. `model`
     is changed in place, the names of its weights are not. A layer behaves as ever where no gradients are taken.
 
+    how: "selective" saves also what products with weights and fused attention give, so that only cheap operations are computed again
+    (Korthikanti et al. 2022, arXiv 2205.05198, section 5).
+
     Raises:
-        ConfigError: it has no layers.
+        ConfigError: it has no layers, or compiled ones of which parts were to be saved.
     """
     found = layers(model)
     if not found:
         raise ConfigError(f"--gradient_checkpointing: {type(model).__name__} has no layers to compute again. Leave it out.")
+    if how == "selective" and any(isinstance(layer.forward, Compiled) for layer in found):
+        raise ConfigError(
+            "--gradient_checkpointing selective: compiled layers are saved whole or not at all. Write 'full', or leave it out."
+        )
     for layer in found:
-        layer.forward = _Recomputed(layer.forward)
-    log.info("%d layers keep only their inputs for the backward pass.", len(found))
+        layer.forward = _Recomputed(layer.forward, how == "selective")
+    more = ", and the results of their products" if how == "selective" else ""
+    log.info("%d layers keep only their inputs for the backward pass%s.", len(found), more)
     return len(found)
 
 
 class _Recomputed:
-    """Calls `forward` and saves only its inputs for the backward pass."""
+    """Calls `forward` and saves only its inputs for the backward pass; if `selective`, also what `_is_dear` to compute."""
 
-    def __init__(self, forward: Callable[..., Any]) -> None:
+    def __init__(self, forward: Callable[..., Any], selective: bool) -> None:
         self.forward = forward
+        self.context = {"context_fn": partial(create_selective_checkpoint_contexts, _policy)} if selective else {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)  # without the trouble of noting the random state
-        return checkpoint(self.forward, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)
+        return checkpoint(self.forward, *args, use_reentrant=False, preserve_rng_state=True, **self.context, **kwargs)
+
+
+def _policy(_: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if _is_dear(func, args, kwargs) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _is_dear(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Products with weights, and fused attention, unless it draws: what is computed again behind it would draw other numbers.
+
+    Not the products of attention that is not fused: its scores are what needs the memory, and T5 adds its bias to them in place.
+    """
+    if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+        return True
+    if not func._schema.name.startswith("aten::_scaled_dot_product"):
+        return False
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | dict(kwargs)
+    return not given.get("dropout_p", 0.0)
 
 
 @contextlib.contextmanager

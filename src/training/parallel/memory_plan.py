@@ -53,7 +53,8 @@ class Machines:
     """A part of the device's name, such as "H100"."""
     fsdp: bool = False
     deepspeed: Path | None = None
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: str | None = None
+    """"full", or "selective"; see `memory.checkpoint_layers`."""
     fsdp_sharded_gradients: bool = False
 
     def shares_gradients(self, passes: int) -> bool:
@@ -240,7 +241,7 @@ def plan(model: nn.Module, loss: Loss, batch: Mapping[str, Tensor], config: Loop
         raise ConfigError(f"--gpus {machines.gpus}: a step has {count} micro-batches. Plan at most that many, or lower loop.micro_batch.")
     passes = -(-count // machines.gpus)
     if machines.gradient_checkpointing:
-        memory.checkpoint_layers(model)
+        memory.checkpoint_layers(model, machines.gradient_checkpointing)
     storages = FakeStorages(vocabulary(model), machines.gpus if machines.shares_gradients(passes) else 1)
     if machines.fsdp and config.precision == "bfloat16":
         cast = (part for layer in fsdp.sharded_layers(model) for part in fsdp.cast_modules(layer, model))

@@ -58,6 +58,15 @@ class FakeRay:
                 if job["status"] == "PENDING":
                     self._run(name)
 
+    def start(self, name: str) -> None:
+        """There are resources for this job alone."""
+        with self._lock:
+            self._run(name)
+
+    def wait_for(self, name: str) -> None:
+        """Until the job has ended."""
+        self._watchers[name].join()
+
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()

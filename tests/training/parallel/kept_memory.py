@@ -15,9 +15,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 from src.training.config import LoopConfig
+from src.training.loss import causal_lm_loss
 from src.training.parallel import choice
 from src.training.parallel.engine import DDPEngine, Engine
 from src.training.parallel.fsdp import FSDPEngine
+from src.training.parallel.linear_cross_entropy import chunks_of
 
 LOOP = LoopConfig.model_validate(
     {
@@ -46,8 +48,10 @@ def models() -> dict[str, nn.Module]:
     }
 
 
-def measure(engine: Engine) -> tuple[int, float]:
-    """Bytes that a backward pass keeps besides the weights, and the norm of the gradients."""
+def measure(engine: Engine, chunk: int) -> tuple[int, float]:
+    """Bytes that a backward pass keeps besides the weights, and the norm of the gradients. chunk: tokens whose logits are made at a time;
+    0: all.
+    """
     storages: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -56,7 +60,12 @@ def measure(engine: Engine) -> tuple[int, float]:
         return tensor
 
     with engine.accelerator.autocast(), saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = engine.model(input_ids=IDS, labels=IDS).loss
+        if chunk:
+            with chunks_of(chunk):
+                batch = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS), "loss_mask": torch.ones_like(IDS).bool()}
+                loss = causal_lm_loss(engine.model, batch)
+        else:
+            loss = engine.model(input_ids=IDS, labels=IDS).loss
     weights = {local(weight).untyped_storage().data_ptr() for weight in engine.module.parameters()}
     kept = sum(storage.nbytes() for storage in storages.values() if storage.data_ptr() not in weights)
     engine.backward(loss, True)
@@ -76,12 +85,14 @@ def local(tensor: Tensor) -> Tensor:
 
 def main() -> None:
     found = []
-    for name, model in models().items():
+    decoders = {f"{name} in chunks": model for name, model in models().items() if name != "t5"}
+    for name, model in (models() | decoders).items():
         accelerator = choice.plain_accelerator("bfloat16", "precision")
         size = sum(weight.nbytes for weight in model.parameters())
-        _, whole = measure(DDPEngine(accelerator, copy.deepcopy(model), LOOP))
+        chunk = 3 if name in decoders else 0
+        _, whole = measure(DDPEngine(accelerator, copy.deepcopy(model), LOOP), chunk)
         between = [held_between_passes(FSDPEngine(accelerator, copy.deepcopy(model), LOOP, 1, each)) for each in (False, True)]
-        kept, sharded = measure(FSDPEngine(accelerator, model, LOOP))
+        kept, sharded = measure(FSDPEngine(accelerator, model, LOOP), chunk)
         found.append([name, size, kept, sharded, whole, between])
     print(json.dumps(found))
 

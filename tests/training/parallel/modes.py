@@ -35,6 +35,8 @@ SKIPS["loop"]["divergence"] = {"window": 16, "noise_floor": 1e-9, "loss_deviatio
 HALF = copy.deepcopy(EXP)
 HALF["loop"]["precision"] = "bfloat16"
 HALF["model"]["dropout_rate"] = 0.1
+CHUNKS = copy.deepcopy(EXP)
+CHUNKS["loop"]["cross_entropy_chunk_tokens"] = 40
 EXPERIMENTS = {
     "base": toy.BASE,
     "once": EXP,
@@ -47,11 +49,13 @@ EXPERIMENTS = {
     "passes": PASSES,
     "skips": SKIPS,
     "half": HALF,
+    "chunks": CHUNKS,
 }
 """Uneven has three micro-batches a step, and answers of one to four words; its model stands on that of base, frozen.
 On two processes twice accumulates two micro-batches, once and long none. Wide can be shared by one, two or three
 processes. Passes evaluates batches of 16 and of 4 questions, whose contexts are read 8 at a time. Skips leaves a batch out.
-Half is once in bfloat16, with dropout of attention, whose backward pass autocast would change."""
+Half is once in bfloat16, with dropout of attention, whose backward pass autocast would change. Chunks is once, with the logits of 40 tokens
+at a time."""
 FIRST, LAST = "step-00000003", "step-00000006"
 RESOURCES = sorted(path.stem for path in (toy.ROOT / "resources").glob("ds_config_*.json"))
 MODES = ["replicated", "fsdp", "zero1", "zero2", "zero3"]

@@ -108,7 +108,7 @@ def test_dropout_of_a_compiled_model_follows_from_the_seed(monkeypatch: pytest.M
 
 
 def test_a_batch_of_another_shape_is_refused():
-    layer = compilation._Compiled(nn.Identity(), lambda x: x, lambda _, x: x)
+    layer = compilation.Compiled(nn.Identity(), lambda x: x, lambda _, x: x)
     layer(torch.zeros(2, 8, 4))
     layer(torch.zeros(2, 8, 4))
     with torch.no_grad():

@@ -36,6 +36,17 @@ def test_the_model_may_be_shared_without_a_change_of_bits_in_bfloat16(modes: Mod
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mode", ["fsdp", "zero2", "zero3"])
+def test_losses_of_some_tokens_at_a_time_are_the_same_in_every_mode(modes: Modes, mode: str):
+    """The output matrix is whole where the model is shared; DDP hands on a copy of the loss."""
+    plain = scores(modes.trained("replicated"))
+    assert scores(modes.trained(mode, "chunks")) == scores(modes.trained("replicated", "chunks"))
+    assert weights(modes.trained(mode, "chunks")) == weights(modes.trained("replicated", "chunks"))
+    for found, wanted in zip(scores(modes.trained(mode, "chunks")), plain, strict=True):
+        assert found["train_loss"] == pytest.approx(wanted["train_loss"], rel=1e-5)
+
+
+@pytest.mark.slow
 def test_linear_layers_of_deepspeed_round_otherwise_in_bfloat16(modes: Modes):
     """Stage 3's own, which hold no gathered weights until the backward pass, add the bias in float32."""
     for found, wanted in zip(scores(modes.trained("zero3", "half")), scores(modes.trained("replicated", "half")), strict=True):

@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import T5Config, T5ForConditionalGeneration
 
 from src.config import Places
 from src.errors import ConfigError
@@ -22,7 +24,8 @@ from src.models.cross_attention.layers import CrossAttentionLM
 from src.models.lora import Config as Lora
 from src.registry import MODELS, bind
 from src.training.parallel import memory
-from src.training.parallel.compile import layers
+from src.training.parallel.compile import Compiled, layers
+from src.training.parallel.memory_plan import LiveStorages
 from tests.models.conftest import PLACEHOLDER, make_base
 from tests.toy import ROOT, environment
 
@@ -52,17 +55,25 @@ def crossing() -> nn.Module:
     return CrossAttentionLM(config, base)
 
 
+def t5() -> nn.Module:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.1}
+    return T5ForConditionalGeneration(T5Config(vocab_size=64, decoder_start_token_id=0, **sizes))
+
+
 MADE: dict[str, Callable[[], nn.Module]] = {
     **{name: (lambda name=name, rates=rates: make_base(name, **rates)) for name, rates in DROPOUT.items()},
     "lora": adapted,
     "cross_attention": crossing,
+    "t5": t5,
 }
 
 
 def loss(model: nn.Module) -> Tensor:
     if isinstance(model, CrossAttentionLM):
         return model(IDS, torch.ones_like(IDS), **CONTEXT).log_softmax(-1).square().mean()
-    return model(input_ids=IDS, attention_mask=torch.ones_like(IDS), use_cache=False).logits.log_softmax(-1).square().mean()
+    more = {"decoder_input_ids": IDS} if isinstance(model, T5ForConditionalGeneration) else {}
+    return model(input_ids=IDS, attention_mask=torch.ones_like(IDS), use_cache=False, **more).logits.log_softmax(-1).square().mean()
 
 
 def gradients(model: nn.Module, offload: bool = False) -> dict[str, Tensor]:
@@ -93,14 +104,14 @@ def saved_bytes(model: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("kind", MADE)
-@pytest.mark.parametrize("way", ["again", "host", "both"])
+@pytest.mark.parametrize("way", ["again", "selective", "host", "both"])
 def test_gradients_have_the_same_bits(kind: str, way: str):
     expected = gradients(MADE[kind]())
     model = MADE[kind]()
     names = list(model.state_dict())
     if way != "host":
-        assert memory.checkpoint_layers(model) == (6 if kind == "cross_attention" else 4)
-    found = gradients(model, offload=way != "again")
+        assert memory.checkpoint_layers(model, "selective" if way == "selective" else "full") == (6 if kind == "cross_attention" else 4)
+    found = gradients(model, offload=way in ("host", "both"))
     assert list(model.state_dict()) == names
     assert found.keys() == expected.keys()
     assert len(found) > 1
@@ -121,6 +132,55 @@ def test_a_layer_that_is_computed_again_keeps_little(kind: str):
     whole = saved_bytes(model)
     memory.checkpoint_layers(model)
     assert saved_bytes(model) < whole / 2
+
+
+class Products(TorchDispatchMode):
+    """Counts products with weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_selective_checkpointing_saves_memory_and_repeats_no_product(kind: str):
+    kept, products = {}, {}
+    for how in ("none", "selective", "full"):
+        model = MADE[kind]()
+        if how != "none":
+            memory.checkpoint_layers(model, how)
+        with LiveStorages() as storages:
+            for weight in [*model.parameters(), *model.buffers()]:
+                storages.hold(weight, "weights")
+            held = loss(model.train())
+            kept[how] = storages.live["activations"]
+        assert held.requires_grad
+        with Products() as counted:
+            gradients(model)
+        products[how] = counted.count
+    assert kept["full"] < kept["selective"] < 0.8 * kept["none"]
+    assert products["selective"] == products["none"] < products["full"]
+
+
+@pytest.mark.parametrize(("dropout", "saved"), [(0.0, True), (0.1, False)])
+def test_fused_attention_is_saved_unless_it_draws(dropout: float, saved: bool):
+    states = torch.ones(1, 1, 2, 4)
+    attention = torch.ops.aten._scaled_dot_product_flash_attention.default
+    assert memory._is_dear(attention, (states, states, states, dropout), {}) is saved
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
+    assert memory._is_dear(efficient, (states, states, states, None, True), {"dropout_p": dropout}) is saved
+
+
+def test_compiled_layers_are_saved_whole_or_not_at_all():
+    model: Any = make_base("llama")
+    model.model.layers[0].forward = Compiled(model.model.layers[0], lambda x: x, lambda _, x: x)
+    with pytest.raises(ConfigError, match=r"^--gradient_checkpointing selective: compiled layers are saved whole or not at all\."):
+        memory.checkpoint_layers(model, "selective")
+    assert memory.checkpoint_layers(model) == 4
 
 
 def test_a_layer_is_computed_again_in_the_backward_pass_alone():
@@ -270,7 +330,7 @@ def test_a_sharded_model_in_bfloat16_keeps_no_second_copy_of_its_weights():
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment())
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    assert [name for name, *_ in found] == ["llama", "gpt2", "t5"]
+    assert [name for name, *_ in found] == ["llama", "gpt2", "t5", "llama in chunks", "gpt2 in chunks"]
     for name, size, kept, sharded, whole, between in found:
         assert kept < 0.1 * size, name
         assert between == [0, size], f"{name}: between two passes gradients are whole, unless they are shared out after each"

@@ -75,15 +75,17 @@ INTERLEAVED = {
     "loop": LOOP,
 }
 LORA = override(LM, {"model": {"name": "lora", "rank": 4, "alpha": 4.0, "target_modules": ["c_attn", "c_fc"], "base": LM["model"]}})
-CASES: dict[str, tuple[dict[str, Any], bool]] = {
-    "lm": (LM, False),
-    "lm bfloat16": (override(LM, {"loop.precision": "bfloat16"}), False),
-    "lm recomputed": (LM, True),
-    "t5 bfloat16": (override(T5, {"loop.precision": "bfloat16"}), False),
-    "crossattn bfloat16": (override(CROSSATTN, {"loop.precision": "bfloat16"}), False),
-    "lora": (LORA, False),
-    "documents that are kept apart": (override(LM, {"data.apart": True, "loop.optimizer": "adafactor"}), False),
-    "images": (INTERLEAVED, False),
+CASES: dict[str, tuple[dict[str, Any], str | None]] = {
+    "lm": (LM, None),
+    "lm bfloat16": (override(LM, {"loop.precision": "bfloat16"}), None),
+    "lm recomputed": (LM, "full"),
+    "lm recomputed but for products": (LM, "selective"),
+    "lm in chunks": (override(LM, {"loop.cross_entropy_chunk_tokens": 64}), None),
+    "t5 bfloat16": (override(T5, {"loop.precision": "bfloat16"}), None),
+    "crossattn bfloat16": (override(CROSSATTN, {"loop.precision": "bfloat16"}), None),
+    "lora": (LORA, None),
+    "documents that are kept apart": (override(LM, {"data.apart": True, "loop.optimizer": "adafactor"}), None),
+    "images": (INTERLEAVED, None),
 }
 
 
@@ -92,11 +94,11 @@ def places(tmp_path: Path) -> Places:
     return Places(toy.write_data(tmp_path / "data"), tmp_path / "runs")
 
 
-def measured(model: nn.Module, loss: Any, batch: Mapping[str, Tensor], recipe: Any, recompute: bool) -> int:
+def measured(model: nn.Module, loss: Any, batch: Mapping[str, Tensor], recipe: Any, recompute: str | None) -> int:
     """Bytes of weights, and the most that two steps have taken besides."""
     accelerator = choice.build_accelerator(recipe.loop, Options())
     if recompute:
-        memory.checkpoint_layers(model)
+        memory.checkpoint_layers(model, recompute)
     engine = choice.build_engine(accelerator, model, recipe.loop, Options())
     model.train()
     gc.collect()
@@ -133,7 +135,7 @@ def test_the_plan_is_what_a_step_takes(case: str, places: Places):
     with torch.device("meta"):
         on_paper = recipe.model.build(replace(places, on_paper=True))
     if recompute:
-        memory.checkpoint_layers(on_paper)
+        memory.checkpoint_layers(on_paper, recompute)
     storages = FakeStorages(vocabulary(on_paper), gpu=False)
     parts = pass_peak(storages, on_paper, loss, batch, recipe.loop.precision, passes=2)
     assert sum(parts.values()) + state == pytest.approx(taken, rel=TOLERANCE), parts

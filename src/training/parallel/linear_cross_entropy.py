@@ -1,0 +1,89 @@
+"""Output projection and cross entropy of some tokens at a time, so that the logits of all tokens are never held at once.
+
+A batch of 32,768 tokens has 4 GiB of logits in float32 for a vocabulary of 32,000, and a training holds them several times: as logits,
+their logarithms and their gradients. Here the logits of a chunk are made, summed up as a loss and forgotten; the backward pass makes them
+again (checkpointing, Chen et al. 2016, arXiv 1604.06174), which costs one more product with the output matrix.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.checkpoint import checkpoint
+
+from src.errors import ConfigError
+
+FIELD = "loop.cross_entropy_chunk_tokens"
+_sizes: list[int] = []
+
+
+@contextlib.contextmanager
+def chunks_of(tokens: int) -> Iterator[None]:
+    """Within the block, `sum_loss` takes so many tokens at a time."""
+    _sizes.append(tokens)
+    try:
+        yield
+    finally:
+        _sizes.pop()
+
+
+def sum_loss(model: nn.Module, logits: Callable[[], Tensor], loss: Callable[..., Tensor], *tensors_N: Tensor) -> Tensor:
+    """loss(logits_NV, *tensors_N), a sum over N tokens, where logits() calls `model` and returns its logits (..., V) for them in order.
+
+    Within `chunks_of` the output projection of the model makes the loss in the place of the logits, as part of its forward pass: where a
+    model is sharded, the matrix is whole there. Chunks are added in float32 in their order; one chunk of all has the bits of a plain loss.
+
+    Raises:
+        ConfigError: the model has no output projection, or changes the logits after it.
+    """
+    if not _sizes:
+        return loss(logits().flatten(0, -2), *tensors_N)
+    head = _output_projection(model)
+    given, size, made = head.__dict__.get("forward"), _sizes[-1], []
+    plain = head.forward
+
+    def project(hidden_MD: Tensor, *tensors_M: Tensor) -> Tensor:
+        return loss(plain(hidden_MD), *tensors_M)
+
+    def forward(hidden: Tensor) -> Tensor:
+        parts = [tensor.split(size) for tensor in (hidden.flatten(0, -2), *tensors_N)]
+        made.append(torch.stack([_recompute(project, *part) for part in zip(*parts, strict=True)]).sum())
+        return made[0]
+
+    head.forward = forward
+    try:
+        found = logits()
+    finally:
+        if given is None:
+            del head.forward
+        else:
+            head.forward = given
+    _require_unchanged(model, found, made)
+    return found
+
+
+def _recompute(project: Callable[..., Tensor], *given: Tensor) -> Tensor:
+    return checkpoint(project, *given, use_reentrant=False) if torch.is_grad_enabled() else project(*given)
+
+
+def _output_projection(model: nn.Module) -> Any:
+    """The module that makes logits of hidden states, which may lie below wrappers."""
+    for part in model.modules():
+        if isinstance(getattr(head := getattr(part, "get_output_embeddings", lambda: None)(), "weight", None), Tensor):
+            return head
+    raise ConfigError(f"{FIELD}: {type(model).__name__} has no output projection. Leave it out.")
+
+
+def _require_unchanged(model: nn.Module, found: Tensor, made: list[Tensor]) -> None:
+    """That the model returns the sum as its projection made it. A scale or a cap of logits would act on the sum.
+
+    DDP returns a copy, of which the numbers are compared the first time.
+    """
+    if len(made) == 1 and (found is made[0] or "logits_stay_as_they_are" in vars(model)):
+        return
+    if len(made) != 1 or found.shape or isinstance(found, FakeTensor) or not torch.equal(found, made[0]):
+        raise ConfigError(f"{FIELD}: {type(model).__name__} does not give the logits as its output projection makes them. Leave it out.")
+    vars(model)["logits_stay_as_they_are"] = True
