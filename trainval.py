@@ -169,7 +169,7 @@ def show_memory(args: argparse.Namespace, planned: Sequence[Any], places: Any) -
     from src.launch import memory_table
     from src.runs.plan import merge_mistakes, replace_micro_batch
 
-    machines = {name: getattr(args, name) for name in ("fsdp", "deepspeed", "gradient_checkpointing")}
+    machines = {name: getattr(args, name) for name in ("fsdp", "fsdp_sharded_gradients", "deepspeed", "gradient_checkpointing")}
     machines |= {"gpus": args.gpus or 1, "gpu": args.gpu or "H100"}
     lines, mistakes = memory_table.plan_all([replace_micro_batch(item, args.micro_batch) for item in planned], places, machines)
     for line in lines:

@@ -1,13 +1,16 @@
-"""The trained weights of a model: those that a checkpoint stores, and loading them."""
+"""The trained weights of a model: those that a checkpoint stores, and loading them. Models whose weights are read later."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from src.errors import CheckpointError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+STORED = "stored_names"
+"""Attribute of an unfilled model: the entries of its state dict that are in the files of the folder `name_or_path`."""
 
 
 def trained_weights(model: "nn.Module") -> "dict[str, Tensor]":
@@ -24,10 +27,8 @@ def trained_weights(model: "nn.Module") -> "dict[str, Tensor]":
     return {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name in names}
 
 
-def load_trained(model: "nn.Module", file: Path, shard: "Callable[[Tensor, Tensor], Tensor]" = lambda _parameter, value: value) -> None:
+def load_trained(model: "nn.Module", file: Path) -> None:
     """Copy what `trained_weights` gave, saved as safetensors in `file`, into `model`, which is changed in place.
-
-    shard: (parameter, value) -> the part of `value` that this process has of `parameter`.
 
     Raises:
         CheckpointError: the file is missing or damaged, or its names or shapes are not those of the trained weights
@@ -43,17 +44,27 @@ def load_trained(model: "nn.Module", file: Path, shard: "Callable[[Tensor, Tenso
         raise CheckpointError(f"{file}: no such file.") from None
     except SafetensorError as error:
         raise CheckpointError(f"{file}: damaged, not readable as safetensors ({error}).") from None
-    names = trained_weights(model)
-    if saved.keys() != names.keys():
-        absent, extra = names.keys() - saved.keys(), saved.keys() - names.keys()
-        raise CheckpointError(f"{file}: of another model. Missing: {summarize_names(absent)}; unexpected: {summarize_names(extra)}.")
-    for name, tensor in names.items():
-        if saved[name].shape != tensor.shape:
-            raise CheckpointError(f"{file}: of another model. {name} is {list(saved[name].shape)}, expected {list(tensor.shape)}.")
-    state = model.state_dict()
+    state = matching_state(model, file, {name: tensor.shape for name, tensor in saved.items()})
     with torch.no_grad():
         for name, tensor in saved.items():
-            state[name].copy_(shard(state[name], tensor))
+            state[name].copy_(tensor)
+
+
+def matching_state(model: "nn.Module", file: Path, shapes: Mapping[str, Sequence[int]]) -> "dict[str, Tensor]":
+    """The entries of the state dict that `trained_weights` names, to copy into. shapes: of the tensors in `file`, by name.
+
+    Raises:
+        CheckpointError: these are not the names or the shapes of the trained weights of `model`.
+    """
+    names = trained_weights(model)
+    if shapes.keys() != names.keys():
+        absent, extra = names.keys() - shapes.keys(), shapes.keys() - names.keys()
+        raise CheckpointError(f"{file}: of another model. Missing: {summarize_names(absent)}; unexpected: {summarize_names(extra)}.")
+    for name, tensor in names.items():
+        if tuple(shapes[name]) != tuple(tensor.shape):
+            raise CheckpointError(f"{file}: of another model. {name} is {list(shapes[name])}, expected {list(tensor.shape)}.")
+    state = model.state_dict()
+    return {name: state[name] for name in names}
 
 
 def summarize_names(names: Iterable[str]) -> str:
@@ -61,3 +72,39 @@ def summarize_names(names: Iterable[str]) -> str:
     listed = sorted(names)
     more = f" and {len(listed) - 3} more" if len(listed) > 3 else ""
     return (", ".join(listed[:3]) or "none") + more
+
+
+def build_unfilled(build: Callable[[], Any], folder: Path, files: Sequence[Path]) -> Any | None:
+    """What `build` makes of a pretrained model of transformers, with parameters that take no memory; its buffers have their numbers.
+
+    FSDP2 cuts it first, and each process then reads its part of `files`, of which `folder` has no others.
+    None where they cannot be read as they are: they are no safetensors, or lack a weight of the model by name or shape.
+    """
+    from accelerate import init_empty_weights
+    from safetensors import safe_open
+    from transformers import GenerationConfig
+
+    if {path.resolve() for path in folder.glob("*.safetensors")} != {path.resolve() for path in files}:
+        return None
+    with init_empty_weights(include_buffers=False):
+        model = build()
+    model.tie_weights()
+    shapes: dict[str, list[int]] = {}
+    for file in files:
+        with safe_open(file, "pt") as opened:
+            shapes |= {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118  it is no dict
+    state = model.state_dict(keep_vars=True)
+    stored = [name for name, tensor in state.items() if shapes.get(name) == list(tensor.shape)]
+    found = {id(state[name]) for name in stored}
+    if any(id(parameter) not in found for parameter in model.parameters()):
+        return None
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    model.name_or_path = str(folder)
+    setattr(model, STORED, stored)
+    return model.eval()
+
+
+def is_unfilled(model: "nn.Module") -> bool:
+    """Whether its weights are not there yet."""
+    return any(parameter.is_meta for parameter in model.parameters())

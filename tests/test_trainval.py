@@ -528,6 +528,7 @@ class TestBadInput:
             (["-e", "g", "--num_workers", "-1"], "--num_workers: expected a number of processes, or 0 for none, got -1"),
             (["-e", "g", "--statistics_every", "-1"], "--statistics_every: expected a number of steps, or 0 for none, got -1"),
             (["-e", "g", "--fsdp", "--deepspeed", "x.json"], "--deepspeed and --fsdp: give one of them"),
+            (["-e", "g", "--fsdp_sharded_gradients"], "--fsdp_sharded_gradients: says how --fsdp shares gradients out"),
             (["-e", "g", "--keep_last", "0"], "--keep_last: expected a number of at least 1, got 0"),
             (["-e", "g", "--keep_best", "0"], "--keep_best: expected a number of at least 1, got 0"),
             (["-e", "g", "-j", "lokal", "--dry-run"], "-j: unknown job config 'lokal'. Did you mean 'local'?"),

@@ -22,7 +22,7 @@ PASSED_ON = (
     *("keep_last", "keep_every", "keep_best", "fsdp_replicas", "gradient_checkpointing"),
 )
 """Arguments that launched experiments get too, besides those for Weights & Biases and for sharded models."""
-SWITCHES = ("fsdp", "offload_activations", "deterministic", "wandb_log_gradients")
+SWITCHES = ("fsdp", "fsdp_sharded_gradients", "offload_activations", "deterministic", "wandb_log_gradients")
 """Switches that launched experiments get too."""
 
 
@@ -114,6 +114,7 @@ def _add_place(parser: argparse.ArgumentParser, root: Path) -> None:
     where.add_argument("--deepspeed", type=Path, metavar="JSON", help="shard the model with DeepSpeed ZeRO")
     where.add_argument("--fsdp", action="store_true", help="shard the model with FSDP2")
     where.add_argument("--fsdp_replicas", type=int, metavar="N", help="shard within each of N equal parts of the processes (default: 1)")
+    where.add_argument("--fsdp_sharded_gradients", action="store_true", help="hold no whole gradients between the passes of a step")
     where.add_argument(
         "--gradient_checkpointing",
         nargs="?",
@@ -228,6 +229,8 @@ def training_options(args: argparse.Namespace, processes: int) -> "Options":
     replicas = args.fsdp_replicas or 1
     if replicas > 1 and not choices.fsdp:
         raise ConfigError("--fsdp_replicas: says how --fsdp shards. Add it, or leave this out.")
+    if args.fsdp_sharded_gradients and not choices.fsdp:
+        raise ConfigError("--fsdp_sharded_gradients: says how --fsdp shares gradients out. Add it, or leave this out.")
     if processes % replicas:
         raise ConfigError(f"--fsdp_replicas {replicas}: {processes} processes cannot be cut into as many equal parts.")
     wanted = args.wandb_entity_name or args.wandb_project_name or args.wandb_run_name or args.wandb_log_gradients
@@ -240,6 +243,7 @@ def training_options(args: argparse.Namespace, processes: int) -> "Options":
         deepspeed=choices.deepspeed,
         fsdp=choices.fsdp,
         fsdp_replicas=replicas,
+        fsdp_sharded_gradients=args.fsdp_sharded_gradients,
         gradient_checkpointing=args.gradient_checkpointing,
         offload_activations=args.offload_activations,
         statistics_every=args.statistics_every,

@@ -1,5 +1,6 @@
 """A pretrained causal language model from a folder or from the local Hugging Face cache. Never downloads."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -18,6 +19,7 @@ from src.files import read_json, sample_digest, sha256
 from src.interfaces import Architecture, ModelConfig
 from src.models import kv_cache_size, tokenizer
 from src.models.architecture import from_dict
+from src.weights import build_unfilled
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -149,6 +151,25 @@ class Config(ModelConfig):
             if hasattr(module, "support_avx512bf16_for_cpu"):
                 module.support_avx512bf16_for_cpu = False
         return model.requires_grad_(False)
+
+    def build_unfilled(self, places: Places) -> "PreTrainedModel":
+        """As `build`, for FSDP2: without weights where each process can read its part of them from the files, as from safetensors.
+
+        Raises:
+            UserError: as `build`.
+        """
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        self.check(places)
+        weights, made = _find_weights(self.folder(places)), None
+        if not (self.quantization or self.extra_tokens or self.tokenizer) and weights:
+            more = {"attn_implementation": self.attention} if self.attention else {}
+            with contextlib.suppress(Exception):  # `build` says what it is
+                config = self._scaled_config(places)
+                make = lambda: AutoModelForCausalLM.from_config(config, dtype=getattr(torch, self.dtype), **more)  # noqa: E731
+                made = build_unfilled(make, self.folder(places), _weight_files(weights))
+        return self.build(places) if made is None else made
 
     def _build_on_paper(self, places: Places, made_by: Any) -> Any:
         """The model without weights. made_by: transformers' class."""

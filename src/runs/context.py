@@ -50,6 +50,8 @@ class Options:
     """Shard the model over the ranks (FSDP2)."""
     fsdp_replicas: int = 1
     """Parts of the ranks, each of which has a sharded model of its own (HSDP): the nodes, say, so that layers are gathered within one."""
+    fsdp_sharded_gradients: bool = False
+    """Share the gradients out after each pass of a step, not after the last: less memory, more messages, sums that round otherwise."""
     gradient_checkpointing: str | None = None
     """Recompute layers in the backward pass: the same bits, less memory. "full": a third more time; "selective": all but products."""
     offload_activations: bool = False

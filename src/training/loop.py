@@ -346,7 +346,7 @@ class Loop:
                 memory.checkpoint_layers(self.spec.model, self.run.options.gradient_checkpointing)
         if folder is not None and self.spec.experience:
             self.spec.experience.load(experience)
-        self.engine = engines.build_engine(self.accelerator, self.spec.model, self.config, self.run.options)
+        self.engine = engines.build_engine(self.accelerator, self.spec.model, self.config, self.run.options, folder)
         self.engine.seed_generation = self._seed_generation
         if folder is not None:
             if branches.must_reset_optimizer(self.branches, self.state.step):

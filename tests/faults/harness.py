@@ -22,6 +22,7 @@ from pathlib import Path
 
 import psutil
 
+from src.training.checkpointing import dcp_shards
 from tests import warm
 
 Started = subprocess.Popen[bytes] | warm.Process
@@ -64,6 +65,8 @@ class Training:
         last = max((self.run / "checkpoints").glob("step-*"))
         names = [path.relative_to(last) for path in (*last.glob("*.safetensors"), last / "state.json")]
         found = {str(name): _sha256(last / name) for name in sorted(names)}
+        shards = dcp_shards.tensors(last / dcp_shards.MOMENTS)  # their headers have no order of their own
+        found |= {name: tensor.digest() for name, tensor in shards.items()}
         return {**found, "last": last.name, "scores.jsonl": _sha256(self.run / "scores.jsonl")}
 
 

@@ -15,6 +15,7 @@ from src.errors import CheckpointError
 from src.experiments.identity import exp_id
 from src.runs import ledger
 from src.training.checkpointing import consolidate
+from src.training.checkpointing.dcp_shards import MOMENTS
 from src.training.checkpointing.folder import OPTIMIZER
 from tests import warm
 from tests.training import read_keys, small
@@ -51,6 +52,20 @@ def test_two_then_one_then_two(modes: Modes, mode: str):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 3, 4])
+def test_shards_of_fsdp_are_shared_out_anew(modes: Modes, processes: int):
+    """By nobody: each process reads its part."""
+    checkpoint = modes.cut_back("fsdp", "wide")
+    assert (checkpoint / MOMENTS).is_dir()
+    assert modes.start("fsdp", "wide", processes) == ""
+    log = (modes.run("wide") / "logs" / "train.log").read_text()
+    assert "continues from step 6" in log
+    assert "put together" not in log
+    assert not (checkpoint / OPTIMIZER).exists()
+    close(modes.run("wide"), modes.trained("fsdp", "wide"))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "processes"), [("zero1", 3), ("zero2", 1), ("zero2", 4), ("zero3", 1), ("zero3", 4)])
 def test_shards_go_on_elsewhere(modes: Modes, mode: str, processes: int):
     """They are put together first."""
@@ -64,15 +79,20 @@ def test_shards_go_on_elsewhere(modes: Modes, mode: str, processes: int):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ZERO)
+@pytest.mark.parametrize("mode", [*ZERO, "fsdp"])
 @pytest.mark.parametrize("processes", [2, 3])
 def test_what_was_put_together_is_shared_out_again_exactly(modes: Modes, mode: str, processes: int):
-    """The shards themselves are gone."""
+    """The shards themselves are gone. Of FSDP2 that is a checkpoint as earlier versions wrote it."""
+    shards = MOMENTS if mode == "fsdp" else "zero"
     checkpoint = modes.cut_back(mode, "wide", processes)
     assert consolidate.main([str(checkpoint)]) == 0
-    shutil.rmtree(checkpoint / "zero")
+    assert consolidate.verify(checkpoint)
+    if mode == "fsdp":
+        with pytest.raises(CheckpointError, match="of FSDP2, whose checkpoints hold the trained weights alone"):
+            consolidate.consolidate(checkpoint, consolidate.Export(modes.folder / "all", everything=True))
+    shutil.rmtree(checkpoint / shards)
     manifest = files.read_manifest(checkpoint, CheckpointError)
-    manifest["files"] = {name: facts for name, facts in manifest["files"].items() if not name.startswith("zero/")}
+    manifest["files"] = {name: facts for name, facts in manifest["files"].items() if not name.startswith(f"{shards}/")}
     files.write_json(checkpoint / files.MANIFEST, manifest)
     assert modes.start(mode, "wide", processes) == ""
     assert "continues from step 6" in (modes.run("wide") / "logs" / "train.log").read_text()

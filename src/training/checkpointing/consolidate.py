@@ -1,12 +1,13 @@
-"""Converts the ZeRO shards of a checkpoint into plain safetensors: weights, and optimizer state by parameter name.
+"""Converts the shards of a checkpoint, of ZeRO or FSDP2, into plain safetensors: weights, and optimizer state by parameter name.
 
 python -m src.training.checkpointing.consolidate results/runs/EXP_ID                       its newest checkpoint, in place
 python -m src.training.checkpointing.consolidate results/runs/EXP_ID --step 2000 --output exported --dtype bfloat16 --all
 python -m src.training.checkpointing.consolidate CHECKPOINT --verify    writes nothing: compares what is there with the shards
 
-In place, the checkpoint gets the files that a training without ZeRO would have written, so that it can be resumed in any mode and on any
-number of processes; a training that needs them does this by itself. Weights are those of DeepSpeed's zero_to_fp32, bit for bit. Memory
-needed does not grow with the model: tensors go from the shards to the file 16 MB at a time.
+In place, the checkpoint gets the files that a training without shards would have written, so that it can be resumed in any mode and on any
+number of processes; a training that needs them does this by itself. ZeRO's weights are those of DeepSpeed's zero_to_fp32, bit for bit;
+FSDP2's are whole in the checkpoint already. Memory needed does not grow with the model: tensors go from the shards to the file 16 MB at
+a time.
 """
 
 import argparse
@@ -32,7 +33,7 @@ from src.command_line import make_parser, run_command
 from src.errors import CheckpointError, ConfigError
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.metadata import expand_run
-from src.training.checkpointing import safetensors_stream, zero_layout
+from src.training.checkpointing import dcp_shards, safetensors_stream, zero_layout
 from src.training.checkpointing.folder import SEPARATOR
 from src.training.checkpointing.safetensors_stream import StoredTensor
 
@@ -79,7 +80,7 @@ def locate(path: Path, step: int | None = None) -> Path:
 
 
 def consolidate(checkpoint: Path, export: Export | None = None) -> list[Path]:
-    """Write weights and optimizer's state from the ZeRO shards of `checkpoint`; returns the files written, none where all were there.
+    """Write weights and optimizer's state from the shards of `checkpoint`; returns the files written, none where all were there.
 
     export: where to; None: into the checkpoint itself, whose other files stay and whose manifest then lists the new ones too. What it
     has already is compared with the shards, and not written again. A crash leaves the checkpoint as it was, or with whole files added.
@@ -138,18 +139,19 @@ def optimizer_tensors(found: zero_layout.Shards) -> dict[str, StoredTensor]:
 
 def _open(checkpoint: Path) -> zero_layout.Shards:
     """The shards of a checkpoint, found whole: by its manifest, or, where DeepSpeed alone wrote it, by the checksums within them."""
-    folder = zero_layout.find(checkpoint)
-    if folder is None:
+    folder, dcp = zero_layout.find(checkpoint), (checkpoint / dcp_shards.MOMENTS).is_dir()
+    if folder is None and not dcp:
         raise CheckpointError(
-            f"{checkpoint}: holds no shards of DeepSpeed ZeRO (zero_pp_rank_*_mp_rank_00_optim_states.pt), itself or in zero/."
+            f"{checkpoint}: holds no shards of DeepSpeed ZeRO (zero_pp_rank_*_mp_rank_00_optim_states.pt), itself or in zero/, and none of "
+            "FSDP2 in optimizer/."
         )
     if (checkpoint / files.MANIFEST).exists():
         if problem := files.defect(checkpoint):
             raise CheckpointError(f"{checkpoint}: damaged ({problem}).")
-    else:
+    elif folder:
         for file in sorted(folder.glob("*_states.pt")):
             _check_sums(file)
-    return zero_layout.read(folder)
+    return zero_layout.read(folder) if folder else dcp_shards.read(checkpoint)
 
 
 def _check_sums(file: Path) -> None:
@@ -182,6 +184,8 @@ def _add_missing(checkpoint: Path, found: zero_layout.Shards) -> list[Path]:
     shutil.rmtree(aside, ignore_errors=True)  # of a killed writer
     manifest = files.read_manifest(checkpoint, CheckpointError)
     wanted = {WEIGHTS: found.weights(everything=False), OPTIMIZER: optimizer_tensors(found)}
+    if not found.stage:
+        del wanted[WEIGHTS]  # they are there
     for name in [name for name in wanted if name in manifest["files"]]:
         _require_equal(checkpoint / name, wanted[name], safetensors_stream.read(checkpoint / name))
         del wanted[name]

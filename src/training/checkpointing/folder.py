@@ -2,14 +2,15 @@
 
 A folder holds model.safetensors (trained weights only), optimizer.safetensors, state.json, model.json (the `model` part of the
 experiment, defaults written out), tokenizer/, config.json (the whole experiment, as the run's own config.json has it), branch.json
-where the run went back, as it was when the checkpoint was written, and manifest.json with the hash of every file. Nothing is pickled
-but what DeepSpeed writes below zero/.
+where the run went back, as it was when the checkpoint was written, and manifest.json with the hash of every file. Where the model was
+shared, shards are there instead of optimizer.safetensors: those of FSDP2 below optimizer/, those of ZeRO below zero/. Nothing is pickled
+but what DeepSpeed writes there.
 """
 
 import contextlib
 import hashlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from src.runs.checkpoints import pins
 from src.runs.history import branches
 from src.runs.lease import directory_lock
 from src.runs.metadata import CONFIG
-from src.weights import load_trained
+from src.weights import is_unfilled, load_trained
 
 OPTIMIZER, EXPERIENCE = "optimizer.safetensors", "experience.safetensors"
 SEPARATOR = "::"
@@ -74,10 +75,11 @@ def _hold_unused(run: Path, checkpoint: Path) -> Iterator[None]:
 
 
 def write(
-    folder: Path, weights: dict[str, Tensor], moments: dict[str, Tensor] | None, state: dict[str, Any], about: "CheckpointMetadata"
+    folder: Path, weights: dict[str, Tensor] | None, moments: dict[str, Tensor] | None, state: dict[str, Any], about: "CheckpointMetadata"
 ) -> None:
-    """Write a checkpoint. moments: optimizer state; None if the engine writes it itself, as shards."""
-    save_file(weights, folder / "model.safetensors")
+    """Write a checkpoint. moments: optimizer state. None: the engine writes it itself, as shards."""
+    if weights is not None:
+        save_file(weights, folder / "model.safetensors")
     if moments is not None:
         save_file(moments, folder / OPTIMIZER)
     files.write_json(folder / "state.json", state)
@@ -136,10 +138,13 @@ def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
 def load_weights(folder: Path, model: nn.Module) -> dict[str, Any]:
     """Put the weights of the checkpoint in `folder` into `model`, before processes share it; returns the checkpoint's state.
 
+    A model that is unfilled stays so.
+
     Raises:
         CheckpointError: it is a checkpoint of another model.
     """
-    load_trained(model, folder / "model.safetensors")
+    if not is_unfilled(model):
+        load_trained(model, folder / "model.safetensors")
     return files.read_json(folder / "state.json", CheckpointError)
 
 
@@ -161,32 +166,29 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
     }
 
 
-def load_optimizer(
-    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, fitted: Callable[[Tensor, Tensor], Tensor] | None = None
-) -> None:
+def load_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Put the optimizer's state of the checkpoint in `folder` into `optimizer`. Collective.
-
-    fitted: what becomes of an entry of a parameter.
 
     Raises:
         CheckpointError: it is of another model, or its shards are damaged.
     """
     ensure_whole_optimizer(folder)
-    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
     with distributed.raise_together():
         entries = list(optimizer_entries(folder, model))
-        if any(id(parameter) not in owned for parameter, _, _ in entries):
-            raise CheckpointError(f"{folder / OPTIMIZER}: has state for a parameter that this model does not train.")
     for parameter, entry, value in entries:
         # AdamW keeps its step count on the CPU, everything shaped like the parameter beside it.
         device = parameter.device if value.shape == parameter.shape and value.ndim else value.device
-        optimizer.state[parameter][entry] = fitted(parameter, value) if fitted else value.to(device)
+        optimizer.state[parameter][entry] = value.to(device)
 
 
-def optimizer_entries(folder: Path, model: nn.Module) -> Iterator[tuple[nn.Parameter, str, Tensor]]:
-    """(parameter, "exp_avg", tensor), … of the checkpoint in `folder`."""
-    parameters = dict(model.named_parameters())
-    for key, value in load_file(folder / OPTIMIZER).items():
+def optimizer_entries(folder: Path, model: nn.Module, tensors: Mapping[str, Any] | None = None) -> Iterator[tuple[nn.Parameter, str, Any]]:
+    """(parameter, "exp_avg", tensor), … of the checkpoint in `folder`. tensors: those, by the names of the entries; None: read here.
+
+    Raises:
+        CheckpointError: an entry is of a parameter that `model` does not train.
+    """
+    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for key, value in (load_file(folder / OPTIMIZER) if tensors is None else tensors).items():
         name, entry = key.rsplit(SEPARATOR, 1)
         if name not in parameters:
             raise CheckpointError(f"{folder / OPTIMIZER}: has state for {name!r}, which this model does not train.")
@@ -194,7 +196,7 @@ def optimizer_entries(folder: Path, model: nn.Module) -> Iterator[tuple[nn.Param
 
 
 def ensure_whole_optimizer(folder: Path) -> None:
-    """Where the optimizer's state is in DeepSpeed's shards alone, put it together into the checkpoint, on rank 0. Collective.
+    """Where the optimizer's state is in shards alone, put it together into the checkpoint, on rank 0. Collective.
 
     The others wait for a day: half an hour is too little for a large model on a slow disk.
 
@@ -207,5 +209,6 @@ def ensure_whole_optimizer(folder: Path) -> None:
     # A killed consolidation may have left one unlisted.
     if distributed.broadcast_from_rank0(lambda: OPTIMIZER not in files.read_manifest(folder, CheckpointError)["files"]):
         if distributed.is_main():
-            log.info("%s: its optimizer state is in DeepSpeed's shards, which do not fit this start: put together first.", folder)
+            whose = "FSDP2" if (folder / "optimizer").is_dir() else "DeepSpeed"
+            log.info("%s: its optimizer state is in %s's shards, which do not fit this start: put together first.", folder, whose)
         distributed.broadcast_from_rank0(lambda: consolidate.consolidate(folder), timeout=timedelta(days=1))

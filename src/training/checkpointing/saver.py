@@ -84,6 +84,10 @@ class Saver:
             RunError: the disk refuses, now or for the checkpoint before; or another process has taken over the save directory.
         """
         self.wait()
+        if write := engine.stage_shards():
+            self._start_shards(kept, write)
+            self.step = kept.step
+            return
         weights, moments = engine.model_state(), engine.optimizer_state()
         if moments is None:
             self._save_shards(engine, kept, weights)
@@ -94,6 +98,7 @@ class Saver:
     def wait(self) -> None:
         """Wait for the checkpoint being written; its error is raised on every rank."""
         distributed.broadcast_from_rank0(self.writer.wait)
+        self.writer.wait()  # of the others, which end no later than that of rank 0
 
     def load_best(self, engine: Engine) -> None:
         """Put the weights of the best checkpoint, if there is one, into the model of a training that has ended.
@@ -122,6 +127,25 @@ class Saver:
             self._write_folder(folder, kept, weights, moments)
         self._publish(kept)
 
+    def _start_shards(self, kept: LoopSnapshot, write: Callable[[Path], None]) -> None:
+        """Every process writes its part into the one folder, in a thread; rank 0's writes the rest, when all have."""
+        stack = contextlib.ExitStack()
+
+        def begin() -> Path:
+            self.run.dir.confirm()
+            return stack.enter_context(checkpoint.begin(self.run.path, kept.step))
+
+        def work() -> None:
+            with stack:
+                write(folder)
+                if distributed.is_main():
+                    self._write_folder(folder, kept, None, None)
+            if distributed.is_main():
+                self._publish(kept)
+
+        folder = distributed.broadcast_from_rank0(begin)
+        self.writer.start(work)
+
     def _save_shards(self, engine: Engine, kept: LoopSnapshot, weights: dict[str, Tensor]) -> None:
         """Every process writes its part into the one folder."""
         with contextlib.ExitStack() as stack:
@@ -136,7 +160,7 @@ class Saver:
             distributed.broadcast_from_rank0(stack.close)
         distributed.broadcast_from_rank0(lambda: self._publish(kept))
 
-    def _write_folder(self, folder: Path, kept: LoopSnapshot, weights: dict[str, Tensor], moments: dict[str, Tensor] | None) -> None:
+    def _write_folder(self, folder: Path, kept: LoopSnapshot, weights: dict[str, Tensor] | None, moments: dict[str, Tensor] | None) -> None:
         self.run.dir.scores.sync()  # the rows before a checkpoint are never fewer than after a restart from it
         checkpoint.write(folder, weights, moments, kept.state, self.about)
         if kept.experience:

@@ -33,6 +33,7 @@ class Shards:
 
     folder: Path
     stage: int
+    """0: of FSDP2, with the weights whole in a file beside the shards."""
     world_size: int
     step: int
     """Steps that the engine had made, skipped ones included."""
@@ -55,6 +56,8 @@ class Shards:
         Raises:
             CheckpointError: everything is asked for, and frozen weights were not saved.
         """
+        if everything and not self.stage:
+            raise CheckpointError(f"{self.folder}: of FSDP2, whose checkpoints hold the trained weights alone. Leave out --all.")
         if not everything:
             owners = {name.rpartition(".")[0] for name in self.trained}
             return self.trained | {name: tensor for name, tensor in self.buffers.items() if name.rpartition(".")[0] in owners}

@@ -1,5 +1,7 @@
 """Chooses the engine from the command line, and checks its requirements."""
 
+from pathlib import Path
+
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
@@ -10,6 +12,7 @@ from src.runs.context import Options
 from src.training.config import LoopConfig, require_device
 from src.training.parallel import memory
 from src.training.parallel.engine import DDPEngine, Engine
+from src.weights import is_unfilled
 
 _INSTEAD = {"adamw_scale": "--fsdp instead of --deepspeed", "adafactor": "whole copies (neither --deepspeed nor --fsdp)"}
 """How an optimizer that ZeRO cannot have shares a model."""
@@ -59,8 +62,14 @@ def plain_accelerator(precision: str, field: str) -> Accelerator:
     return Accelerator(cpu=not gpu, mixed_precision={"float32": "no", "bfloat16": "bf16", "float16": "fp16"}[precision])
 
 
-def build_engine(accelerator: Accelerator, model: nn.Module, config: LoopConfig, options: Options) -> Engine:
-    """The engine that the command line asks for: DDP, FSDP2 or ZeRO. Collective."""
+def build_engine(
+    accelerator: Accelerator, model: nn.Module, config: LoopConfig, options: Options, checkpoint: Path | None = None
+) -> Engine:
+    """The engine that the command line asks for: DDP, FSDP2 or ZeRO. Collective.
+
+    checkpoint: whose trained weights a model gets that is unfilled; another has them already.
+    """
+    unfilled = is_unfilled(model)
     if options.deepspeed:
         from src.training.parallel.zero import ZeroEngine
 
@@ -68,8 +77,10 @@ def build_engine(accelerator: Accelerator, model: nn.Module, config: LoopConfig,
     elif options.fsdp:
         from src.training.parallel.fsdp import FSDPEngine
 
-        engine = FSDPEngine(accelerator, model, config, options.fsdp_replicas)
+        engine = FSDPEngine(accelerator, model, config, options.fsdp_replicas, options.fsdp_sharded_gradients)
     else:
         engine = DDPEngine(accelerator, model, config)
+    if checkpoint and unfilled:
+        engine.load_weights(checkpoint / "model.safetensors")
     engine.equalize_forward_passes()
     return engine

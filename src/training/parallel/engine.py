@@ -150,6 +150,13 @@ class Engine(ABC):
         """The optimizer's state by parameter name, like `model_state`. None if `save_shards` writes it."""
         return self._moments.copies(checkpoint.optimizer_tensors(self.module, self.optimizer).items()) if distributed.is_main() else {}
 
+    def stage_shards(self) -> Callable[[Path], None] | None:
+        """Where each process writes its part of weights and optimizer while the training goes on: copies of them, as what writes them.
+
+        It is called in a thread of every process, with a folder on a shared disk. None in other modes: see `model_state`. Collective.
+        """
+        return None
+
     def save_shards(self, folder: Path) -> None:  # noqa: B027  most modes have none
         """Write the optimizer's shards into a folder on a shared disk. Collective."""
 

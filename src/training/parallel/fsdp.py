@@ -5,8 +5,8 @@ averaged between the parts.
 """
 
 import contextlib
-from collections import Counter, deque
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +15,24 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
 from src import distributed
 from src.training.checkpointing import folder as checkpoint
+from src.training.checkpointing import safetensors_stream
+from src.training.checkpointing.dcp_shards import ShardStore
 from src.training.config import LoopConfig
 from src.training.optim import optimizers
-from src.training.parallel.engine import BufferPool, Engine
-from src.weights import load_trained, trained_weights
+from src.training.parallel.engine import Engine
+from src.weights import STORED, is_unfilled, matching_state, trained_weights
 
 _CAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, Conv1D)
 _BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
 
 class FSDPEngine(Engine):
-    """Layers are gathered one at a time. Its checkpoints are those of `DDPEngine`, for any number of processes.
+    """Layers are gathered one at a time. Each process saves and loads its part of a checkpoint, for any number of processes.
 
     In bfloat16 the weights that autocast would cast are gathered as such: it finds nothing to cast, and autograd keeps no whole layer.
     The numbers are the same bits, as others, such as those of norms, are gathered in float32, and gradients are averaged in it.
@@ -40,10 +42,13 @@ class FSDPEngine(Engine):
     sharded = True
     shards_gradients = True
 
-    def __init__(self, accelerator: Accelerator, module: nn.Module, config: LoopConfig, replicas: int = 1) -> None:
+    def __init__(
+        self, accelerator: Accelerator, module: nn.Module, config: LoopConfig, replicas: int = 1, sharded_gradients: bool = False
+    ) -> None:
+        """See `Options.fsdp_replicas` and `Options.fsdp_sharded_gradients`."""
         super().__init__(accelerator, module, config)
         distributed.ensure_group()
-        self.replicas = replicas
+        self.replicas, self.sharded_gradients = replicas, sharded_gradients
         shape = (distributed.world_size(),) if replicas == 1 else (replicas, distributed.world_size() // replicas)
         mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("replica", "shard")[-len(shape) :])
         for layer in sharded_layers(module):
@@ -55,11 +60,25 @@ class FSDPEngine(Engine):
         if hasattr(module, "generate"):  # it begins below the root, whose parameters must be whole there too
             register_fsdp_forward_method(module, "generate")
         self.model, self.root = module, root
+        self.shards = ShardStore()
+        if is_unfilled(module):
+            self._fill()
         self.optimizer = optimizers.build_optimizer(module, config, accelerator.device)
 
+    def _fill(self) -> None:
+        """Read this process's part of the weights of a model that was built without."""
+        module: Any = self.module
+        buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+        module.to_empty(device=self.accelerator.device)
+        for name, buffer in module.named_buffers():
+            buffer.copy_(buffers[name])
+        state = module.state_dict()
+        self.shards.load(Path(module.name_or_path), {name: state[name] for name in getattr(module, STORED)})
+
     def accumulation_context(self, last: bool) -> contextlib.AbstractContextManager[Any]:
-        """Gradients are reduced over processes only in the last pass."""
-        self.root.set_requires_gradient_sync(last)
+        """Gradients are reduced over processes only in the last pass: whole until then, or each process's part of its own sums."""
+        self.root.set_requires_gradient_sync(last or self.sharded_gradients)
+        self.root.set_requires_all_reduce(last)  # between replicas
         return contextlib.nullcontext()
 
     def backward(self, loss: Tensor, last: bool) -> None:
@@ -79,21 +98,20 @@ class FSDPEngine(Engine):
         """Clear the gradients, as after a step."""
         self.optimizer.zero_grad()
 
-    def model_state(self) -> dict[str, Tensor]:
-        """Gathered one by one."""
-        return _gather_tensors(trained_weights(self.module), self._weights)
+    def stage_shards(self) -> Callable[[Path], None] | None:
+        """No process holds more than its part."""
+        return self.shards.stage(trained_weights(self.module), checkpoint.optimizer_tensors(self.module, self.optimizer))
 
     def load_weights(self, file: Path) -> None:
-        """Each process keeps its shards."""
-        load_trained(self.module, file, _shard_like)
-
-    def optimizer_state(self) -> dict[str, Tensor] | None:
-        """Gathered one by one."""
-        return _gather_tensors(checkpoint.optimizer_tensors(self.module, self.optimizer), self._moments)
+        """Each process reads its part."""
+        with distributed.raise_together():
+            shapes = {name: tensor.shape for name, tensor in safetensors_stream.read(file).items()}
+            state = matching_state(self.module, file, shapes)
+        self.shards.load(file.parent, state)
 
     def load_optimizer(self, folder: Path) -> None:
-        """From optimizer.safetensors; each process keeps its shards."""
-        checkpoint.load_optimizer(folder, self.module, self.optimizer, _shard_like)
+        """Each process reads its part of FSDP2's shards, of any number of processes, or of optimizer.safetensors."""
+        self.shards.load_optimizer(folder, self.module, self.optimizer)
 
 
 def sharded_layers(module: nn.Module) -> list[nn.Module]:
@@ -116,17 +134,3 @@ def cast_modules(layer: nn.Module, model: nn.Module) -> list[nn.Module]:
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _gather_tensors(tensors: dict[str, Tensor], buffers: BufferPool) -> dict[str, Tensor]:
-    whole = ((name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor) for name, tensor in tensors.items())
-    if distributed.is_main():
-        return buffers.copies(whole)
-    deque(whole, maxlen=0)  # gathering takes all processes
-    return {}
-
-
-def _shard_like(parameter: Tensor, value: Tensor) -> Tensor:
-    if isinstance(parameter, DTensor) and value.shape == parameter.shape and value.ndim:
-        return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)
-    return value

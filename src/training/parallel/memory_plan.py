@@ -55,12 +55,13 @@ class Machines:
     deepspeed: Path | None = None
     gradient_checkpointing: str | None = None
     """"full", or "selective"; see `memory.checkpoint_layers`."""
+    fsdp_sharded_gradients: bool = False
 
     def shares_gradients(self, passes: int) -> bool:
-        """Whether each GPU has a part of the gradients alone: with FSDP2 they are whole until the last of several passes."""
+        """Whether each GPU has a part of the gradients alone: with FSDP2 they may be whole until the last of several passes."""
         if self.deepspeed:
             return self.zero_settings()["stage"] >= 2
-        return self.fsdp and passes == 1
+        return self.fsdp and (passes == 1 or self.fsdp_sharded_gradients)
 
     def zero_settings(self) -> dict[str, Any]:
         """`zero_optimization` of the json of --deepspeed.
@@ -309,7 +310,7 @@ def _share(model: nn.Module, peak: Mapping[str, int], passes: int, config: LoopC
         parts, step = (_zero(each, machines.zero_settings(), gradients, N) for each in (parts, step))
     elif machines.fsdp:
         layer, rest = _layer_sizes(model)
-        whole = parts["gradients"] if passes > 1 else parts["gradients"] // N  # they are reduced in the last pass
+        whole = parts["gradients"] // (N if machines.shares_gradients(passes) else 1)
         parts, step = ({**each, **{name: each[name] // N for name in ("weights", "optimizer")}} for each in (parts, step))
         # Two layers are gathered, of two the gradients are being reduced.
         parts |= {"gradients": whole, "copies": parts["copies"] + 2 * rest + 4 * layer}

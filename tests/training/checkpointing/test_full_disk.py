@@ -58,8 +58,9 @@ def test_the_checkpoint_before_stays_usable(modes: Modes, disk: Path, mode: str)
 
 
 @pytest.mark.slow
-def test_one_process_that_cannot_write_refuses_for_all(modes: Modes):
-    process, until = modes.begin("zero1"), time.monotonic() + 300
+@pytest.mark.parametrize(("mode", "file"), [("zero1", "zero_pp_rank_1_mp_rank_00_optim_states.pt"), ("fsdp", "optimizer")])
+def test_one_process_that_cannot_write_refuses_for_all(modes: Modes, mode: str, file: str):
+    process, until = modes.begin(mode), time.monotonic() + 300
     try:
         while len(ranks := sorted(psutil.Process(process.pid).children(), key=psutil.Process.create_time)) < 2:
             assert time.monotonic() < until
@@ -70,7 +71,8 @@ def test_one_process_that_cannot_write_refuses_for_all(modes: Modes):
     finally:
         process.kill()
     said = modes.log.read_text()
-    assert "zero_pp_rank_1_mp_rank_00_optim_states.pt: cannot write: File too large." in said
+    assert f"{file}: cannot write: " in said
+    assert "File too large" in said
     assert said.count("cannot write") == 1, "rank 0 alone says it"
     assert "Traceback" not in said.partition("failed (exitcode: 1)")[0]
     assert not list((modes.run() / "checkpoints").glob("*step-*"))

@@ -8,16 +8,16 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from src import distributed
 from src.files import new_directory
 from src.training.checkpointing import folder as checkpoint
+from src.training.checkpointing.dcp_shards import ShardStore
 from src.training.monitoring import parameter_statistics
 from src.training.optim.adamw_scale import AdamWScale
-from src.training.parallel.engine import BufferPool
-from src.training.parallel.fsdp import _gather_tensors, _shard_like
 
 STEPS = 3
 
@@ -42,8 +42,9 @@ def train(model: nn.Module, optimizer: AdamWScale, steps: range) -> list[paramet
 
 
 def tensors(model: nn.Module, optimizer: AdamWScale) -> dict[str, Tensor]:
-    """Weights and the optimizer's state, whole; empty but on rank 0."""
-    return _gather_tensors({**dict(model.named_parameters()), **checkpoint.optimizer_tensors(model, optimizer)}, BufferPool())
+    """Weights and the optimizer's state, whole."""
+    found = {**dict(model.named_parameters()), **checkpoint.optimizer_tensors(model, optimizer)}
+    return {name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone() for name, tensor in found.items()}
 
 
 def main(folder: Path) -> None:
@@ -60,12 +61,13 @@ def main(folder: Path) -> None:
         def write() -> None:
             with new_directory(folder / "checkpoint") as beside:
                 save_file(checkpoint.optimizer_tensors(*whole), beside / checkpoint.OPTIMIZER)
+                save_file(dict(whole[0].named_parameters()), beside / "model.safetensors")
 
         distributed.broadcast_from_rank0(write)
         again, optimizer = made(True)
-        for parameter, value in zip(again.parameters(), whole[0].parameters(), strict=True):
-            parameter.data.copy_(_shard_like(parameter, value.detach()))
-        checkpoint.load_optimizer(folder / "checkpoint", again, optimizer, _shard_like)
+        store = ShardStore()
+        store.load(folder / "checkpoint", {name: parameter.detach() for name, parameter in again.named_parameters()})
+        store.load_optimizer(folder / "checkpoint", again, optimizer)
         for model, its in (whole, (again, optimizer)):
             train(model, its, range(STEPS, 2 * STEPS))
         wanted, found = tensors(*whole), tensors(again, optimizer)

@@ -1,7 +1,8 @@
 """`python -m tests.training.parallel.kept_memory`: what autograd keeps of sharded models in bfloat16. Started by test_memory.py.
 
 Prints a JSON list: of each model its name, its bytes, those that the backward pass keeps besides its weights, and the norms of the
-gradients, sharded and of a whole copy.
+gradients, sharded and of a whole copy, and the bytes of sharded gradients between two passes of a step, as it comes and where they are
+shared out after each pass.
 """
 
 import copy
@@ -71,6 +72,13 @@ def measure(engine: Engine, chunk: int) -> tuple[int, float]:
     return kept, engine.norm()
 
 
+def held_between_passes(engine: Engine) -> int:
+    """Bytes of the process's shards of the gradients when one pass of a step is made and another is to come."""
+    with engine.accumulation_context(False), engine.accelerator.autocast():
+        engine.backward(engine.model(input_ids=IDS, labels=IDS).loss, False)
+    return sum(gradient.nbytes for gradient in engine.gradients())
+
+
 def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -83,8 +91,9 @@ def main() -> None:
         size = sum(weight.nbytes for weight in model.parameters())
         chunk = 3 if name in decoders else 0
         _, whole = measure(DDPEngine(accelerator, copy.deepcopy(model), LOOP), chunk)
+        between = [held_between_passes(FSDPEngine(accelerator, copy.deepcopy(model), LOOP, 1, each)) for each in (False, True)]
         kept, sharded = measure(FSDPEngine(accelerator, model, LOOP), chunk)
-        found.append([name, size, kept, sharded, whole])
+        found.append([name, size, kept, sharded, whole, between])
     print(json.dumps(found))
 
 

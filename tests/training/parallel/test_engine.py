@@ -63,6 +63,21 @@ def test_accumulation_changes_rounding_where_each_pass_is_summed(modes: Modes, m
         assert one["train_loss"] == pytest.approx(other["train_loss"], rel=1e-6)
 
 
+@pytest.mark.slow
+def test_gradients_may_be_shared_out_after_each_pass(modes: Modes):
+    """Of one process that is the same sum; of two, and of two parts of four, it rounds otherwise."""
+    wanted = scores(modes.trained("fsdp", "twice", 1))
+    assert modes.start("fsdp", "twice", 1, ["--fsdp_sharded_gradients"]) == ""
+    assert scores(modes.run("twice")) == wanted
+    assert weights(modes.run("twice")) == weights(modes.trained("fsdp", "twice", 1))
+    for processes, more in ((2, []), (4, ["--fsdp_replicas", "2"])):
+        shutil.rmtree(modes.run("twice"))
+        assert modes.start("fsdp", "twice", processes, ["--fsdp_sharded_gradients", *more]) == ""
+        for found, other in zip(scores(modes.run("twice")), wanted, strict=True):
+            for name in ("train_loss", "grad_norm", "val_loss"):
+                assert found[name] == pytest.approx(other[name], rel=1e-5)
+
+
 def first_steps(modes: Modes, mode: str, group: str, processes: int) -> Path:
     """The run of two steps on sequences of unequal lengths, moved aside, with a checkpoint of each."""
     kept = modes.folder / f"first-{mode}-{group}-{processes}"
@@ -183,11 +198,14 @@ def test_what_two_shared_one_alone_continues(modes: Modes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mode", "processes"), [("replicated", 1), ("zero1", 2), ("fsdp", 2)])
-def test_shards_go_on_in_any_mode(modes: Modes, mode: str, processes: int):
-    modes.cut_back("zero2")
+@pytest.mark.parametrize(
+    ("before", "mode", "processes"),
+    [("zero2", "replicated", 1), ("zero2", "zero1", 2), ("zero2", "fsdp", 2), ("fsdp", "replicated", 2), ("fsdp", "zero3", 2)],
+)
+def test_shards_go_on_in_any_mode(modes: Modes, before: str, mode: str, processes: int):
+    modes.cut_back(before)
     assert modes.start(mode, processes=processes) == ""
-    found, wanted = scores(modes.run())[-1], scores(modes.trained("zero2"))[-1]
+    found, wanted = scores(modes.run())[-1], scores(modes.trained(before))[-1]
     assert found["train_loss"] == pytest.approx(wanted["train_loss"], rel=1e-6)
 
 

@@ -331,6 +331,7 @@ def test_a_sharded_model_in_bfloat16_keeps_no_second_copy_of_its_weights():
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert [name for name, *_ in found] == ["llama", "gpt2", "t5", "llama in chunks", "gpt2 in chunks"]
-    for name, size, kept, sharded, whole in found:
+    for name, size, kept, sharded, whole, between in found:
         assert kept < 0.1 * size, name
+        assert between == [0, size], f"{name}: between two passes gradients are whole, unless they are shared out after each"
         assert sharded == whole, name

@@ -221,12 +221,12 @@ def test_a_shared_model_takes_less(tmp_path: Path):
     places = Places(toy.write_data(tmp_path / "data"), tmp_path / "runs")
     write_json(tmp_path / "zero.json", {"zero_optimization": {"stage": 3, "reduce_bucket_size": 1000, "stage3_max_live_parameters": 1000}})
     given = {"gpus": 4, "gpu": "H100"}
-    whole, fsdp, zero = (
-        recipe.plan_memory(places, **given, **more) for more in ({}, {"fsdp": True}, {"deepspeed": tmp_path / "zero.json"})
-    )
+    sharing = {"fsdp": True}, {"fsdp": True, "fsdp_sharded_gradients": True}, {"deepspeed": tmp_path / "zero.json"}
+    whole, fsdp, each_pass, zero = (recipe.plan_memory(places, **given, **more) for more in ({}, *sharing))
     for part in ("weights", "optimizer"):
         assert fsdp.parts[part] == zero.parts[part] == whole.parts[part] // 4
     assert fsdp.parts["gradients"] > 0.9 * whole.parts["gradients"], "with two passes a step, they are whole until the last"
+    assert each_pass.parts["gradients"] <= whole.parts["gradients"] // 4
     assert zero.parts["gradients"] <= whole.parts["gradients"] // 4
 
 

@@ -1,0 +1,108 @@
+"""Pretrained models that FSDP2 cuts before their weights are there: the numbers are those of models that were built whole."""
+
+import copy
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
+
+from src.config import Places
+from src.experiments.identity import exp_id
+from src.registry import MODELS, bind
+from src.weights import is_unfilled
+from tests import toy
+from tests.models.conftest import make_base
+from tests.training.parallel.modes import scores, weights
+
+
+def save(folder: Path, family: str, **sizes: Any) -> Path:
+    """A pretrained model in two files, with the toy tokenizer beside `folder`."""
+    model = make_base(family, **sizes)
+    model.generation_config.max_new_tokens = 7
+    model.save_pretrained(folder, max_shard_size="30KB")
+    AutoTokenizer.from_pretrained(folder.parent / "toy_tokenizer").save_pretrained(folder)
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    return folder
+
+
+def built(data: Path, **more: Any) -> tuple[Any, Any]:
+    """The model of data/pretrained, whole and for FSDP2."""
+    config: Any = bind(MODELS, {"name": "hf", "path": "pretrained", **more})
+    places = Places(data, data)
+    return config.build(places), config.build_unfilled(places)
+
+
+@pytest.mark.parametrize(("family", "sizes"), [("llama", {"tie_word_embeddings": True}), ("gpt2", {}), ("qwen2", {})])
+def test_all_but_the_weights_is_there(tmp_path: Path, family: str, sizes: dict[str, Any]):
+    data = toy.write_data(tmp_path / "data")
+    save(data / "pretrained", family, **sizes)
+    whole, unfilled = built(data, attention="eager")
+    assert is_unfilled(unfilled)
+    assert not is_unfilled(whole)
+    assert [*unfilled.state_dict()] == [*whole.state_dict()]
+    assert [name for name, _ in unfilled.named_parameters()] == [name for name, _ in whole.named_parameters()], "tied alike"
+    assert all(parameter.is_meta for parameter in unfilled.parameters())
+    buffers = dict(unfilled.named_buffers())
+    assert buffers.keys() == dict(whole.named_buffers()).keys()
+    for name, buffer in whole.named_buffers():
+        assert torch.equal(buffers[name], buffer), name
+    for model in (whole, unfilled):
+        model.config.name_or_path = ""
+    assert unfilled.config.to_dict() == whole.config.to_dict()
+    assert unfilled.generation_config.to_dict() == whole.generation_config.to_dict()
+    assert (unfilled.name_or_path, unfilled.training, unfilled.dtype) == (whole.name_or_path, whole.training, whole.dtype)
+
+
+def test_what_cannot_be_read_in_parts_is_built_whole(tmp_path: Path):
+    data = toy.write_data(tmp_path / "data")
+    kept = save(data / "kept", "gpt2")
+
+    def refused(**more: Any) -> bool:
+        whole, other = built(data, **more)
+        if more:  # its new rows are drawn
+            return not is_unfilled(other)
+        same = all(torch.equal(one, two) for one, two in zip(other.parameters(), whole.parameters(), strict=True))
+        return same and not is_unfilled(other)
+
+    shutil.copytree(kept, data / "pretrained")
+    assert is_unfilled(built(data)[1])
+    assert refused(extra_tokens=["<new>"])
+    save_file({"x": torch.ones(1)}, data / "pretrained" / "more.safetensors")
+    assert refused(), "another file"
+    shutil.rmtree(data / "pretrained")
+    shutil.copytree(kept, data / "pretrained", ignore=shutil.ignore_patterns("*.safetensors*"))
+    held = {name: tensor for file in kept.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    save_file({name.removeprefix("transformer."): tensor for name, tensor in held.items()}, data / "pretrained" / "model.safetensors")
+    assert refused(), "names of the body of the model"
+    shutil.rmtree(data / "pretrained")
+    save(data / "pretrained", "gpt_neox")
+    assert refused(), "names that transformers changes"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_training_has_the_same_bits_and_goes_on(tmp_path: Path, dtype: str):
+    """Frequencies of positions, which no file has, tied embeddings, and weights converted to another type among them."""
+    data = toy.write_data(tmp_path / "data")
+    size = len(AutoTokenizer.from_pretrained(data / "toy_tokenizer"))
+    save(data / "pretrained", "llama", tie_word_embeddings=True, vocab_size=size)
+    exp = copy.deepcopy(toy.BASE)
+    exp["model"] = {"name": "hf", "path": "pretrained", "dtype": dtype}
+    exp["loop"] |= {"steps": 6, "eval_every": 3, "learning_rate": 1e-3}
+    root = toy.project(tmp_path, f"EXP_GROUPS = {{'x': [{exp!r}]}}\n")
+    run, found = tmp_path / "runs" / exp_id(exp), {}
+    for words in ([], ["--fsdp"]):
+        assert toy.run(root, ["-e", "x", *words], tmp_path, processes=2).returncode == 0
+        found[bool(words)] = scores(run), weights(run)
+        if not words:
+            shutil.rmtree(run)
+    assert found[True] == found[False]
+    shutil.rmtree(run / "checkpoints" / "step-00000006")
+    (run / "status.json").unlink()
+    assert toy.run(root, ["-e", "x", "--fsdp"], tmp_path, processes=2).returncode == 0
+    assert "continues from step 3" in (run / "logs" / "train.log").read_text()
+    assert (scores(run), weights(run)) == found[True]
