@@ -135,7 +135,7 @@ def evaluation_of(trained: dict[str, Any]) -> dict[str, Any]:
         "data": SFT_TINY["data"],
         "evaluation": {"micro_batch": 32},
         "answers": SFT_TINY["answers"],
-        "sampled": SAMPLED,
+        "sampled": {**SAMPLED, "samples": 16},
     }
 
 
