@@ -80,7 +80,7 @@ class Table:
             self._bold = bold_columns | self._bold & set(known)
         html = [name in self._bold for name in columns]
         cells = [
-            [_mark(cell, number, bold[place]) if html[place] else cell for place, cell in enumerate(line)]
+            [_mark(cell, number, bold[place] if bold else ()) if html[place] else cell for place, cell in enumerate(line)]
             for number, line in enumerate(lines)
         ]
         shown = pd.DataFrame(cells, columns=pd.Index(columns), dtype=object)

@@ -50,7 +50,7 @@ def watch_groups(batch: Mapping[str, Tensor], groups_B: Tensor, num_groups: int)
         nonlocal place
         learned = targets_N != NOT_LEARNED
         if not takes_chunks():  # how many are learned is known, so nothing waits for a GPU
-            learned = learned.nonzero_static(size=len(groups))[:, 0]
+            learned = learned.nonzero_static(size=len(groups), fill_value=len(learned))[:, 0]
         losses = F.cross_entropy(logits_NV[learned].float(), targets_N[learned], reduction="none").double()
         finite = losses.isfinite()
         here = groups[place : place + len(losses)]
@@ -100,7 +100,7 @@ def causal_lm_loss(
     Logits are not picked by the mask, which would copy them and their gradient, and have a GPU wait for the count.
     """
     packed = "position_ids" in batch
-    seen = {"position_ids": batch["position_ids"]} if packed else {"attention_mask": batch["attention_mask"]}
+    seen = {"position_ids": batch["position_ids"]} if packed else {"attention_mask": change_both(Tensor.long, batch["attention_mask"])}
     targets_BT = torch.where(batch["loss_mask"], batch["input_ids"], NOT_LEARNED)
     targets_BT = F.pad(targets_BT[:, 1:], (0, 1), value=NOT_LEARNED)
     return sum_loss(

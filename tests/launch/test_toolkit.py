@@ -495,6 +495,7 @@ class TestEndings:
         item = training(tmp_path)
         config, (job_id,), _ = launched(tmp_path, [item])
         wait_until(lambda: "training" in log(item))
+        (folder(tmp_path) / "quick_failures").write_text("1\n" * 9)  # of others, since it began
         subprocess.run(["eai", "fake", "preempt", job_id], check=True)
         assert wait_for(config, job_id).state == "completed"
         assert log(item) == "training\nsaved on SIGTERM\ncontinued\n"

@@ -55,7 +55,7 @@ FAILURES=${1%/*}/quick_failures MOST=${2:-0}
 """
         + STOP_AFTER_FAILURES
         + """\
-if queue_is_stopped; then
+if [ "${SLURM_RESTART_COUNT:-0}" -eq 0 ] && queue_is_stopped; then
     echo "slurm: $SAID" >&2
     mkdir -p "${why%/*}" && echo "$SAID" > "$why"
     exit 1

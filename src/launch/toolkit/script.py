@@ -28,7 +28,11 @@ _WAIT = f"""\
 pause() {{ sleep "$1" & wait $!; [ -z "$TOLD" ] || exit {STOPPED}; }}
 GAVE_UP={GAVE_UP}; rm -f "$0$GAVE_UP"
 give_up() {{ echo "not started: it starts from experiment $*" >&2; : > "$0$GAVE_UP"; exit 1; }}
-check_queue() {{ ! queue_is_stopped || {{ echo "$SAID" >&2; echo "$SAID" > "$0$GAVE_UP"; exit 1; }}; }}
+check_queue() {{  # not for a job that the toolkit starts again, nor on each of several nodes
+    [ "$NODE_RANK" != 0 ] || [ "${{EAI_RUN_INDEX:-0}}" != 0 ] || ! queue_is_stopped || {{
+        echo "$SAID" >&2; echo "$SAID" > "$0$GAVE_UP"; exit 1
+    }}
+}}
 wait_for() {{
     status=$2/{STATUS}; since=$SECONDS; before=
     while check_queue; do

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from src.flops import FROZEN, TRAINED, Adapters, adapter_weights, decoder_stack
+from src.host_copies import change_both
 from src.models.wrapper import Wrapper
 
 _HEAD_STD = 0.02
@@ -28,7 +29,9 @@ class RewardModel(Wrapper):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Rewards (B,) float32 of sequences (B, T). attention_mask: (B, T) bool, True on real tokens, on whichever side padding is."""
-        hidden_BTD = self.base(input_ids=input_ids, attention_mask=attention_mask.bool(), use_cache=False).last_hidden_state
+        hidden_BTD = self.base(
+            input_ids=input_ids, attention_mask=change_both(Tensor.long, attention_mask), use_cache=False
+        ).last_hidden_state
         mask_BT = attention_mask.bool()
         if self.pooling == "mean":
             pooled_BD = (hidden_BTD * mask_BT[..., None]).sum(dim=1) / mask_BT.sum(dim=1, keepdim=True)

@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import model_validator
@@ -99,7 +99,8 @@ class Pretraining(Finetuning):
 
         def evaluate(accelerator: Any) -> dict[str, float]:
             scorer = Scorer(model, tokenizer, loss, self.micro_batch, accelerator.device, self.measures_accuracy, self.count)
-            parts = {name: scorer.loss_sums(part) for name, part in getattr(val, "parts", {"": val}).items()}
+            summing = replace(scorer, loss=self.in_chunks(loss))
+            parts = {name: summing.loss_sums(part) for name, part in getattr(val, "parts", {"": val}).items()}
             whole = LossSums.total(parts.values())
             scores = {"val_loss": whole.loss}
             if not self.reported:

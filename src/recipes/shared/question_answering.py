@@ -109,7 +109,7 @@ class QuestionAnswering(Finetuning):
 
         def evaluate(accelerator: Any) -> dict[str, float]:
             scores = {
-                name: mean_loss(model, data, loss, batch_size, accelerator.device)
+                name: mean_loss(model, data, self.in_chunks(loss), batch_size, accelerator.device)
                 for name, data in zip(VAL_LOSSES, (val, shuffled), strict=True)
                 if data is not None
             }

@@ -57,6 +57,17 @@ class _Writer(HuggingFaceStorageWriter):
         return done
 
 
+_groups: dict[str, Any] = {}
+"""The group of all processes, and that of what is written in the background."""
+
+
+def _background_group() -> Any:
+    """One for all trainings of this process: a group keeps threads and files open. Collective."""
+    if _groups.get("all") is not dist.group.WORLD:
+        _groups["all"], _groups["own"] = dist.group.WORLD, dist.new_group(backend="gloo", timeout=timedelta(days=1))  # a disk may be slow
+    return _groups["own"]
+
+
 class ShardStore:
     """Writes and reads the shards of this process. All methods are collective, and so is the construction.
 
@@ -64,7 +75,7 @@ class ShardStore:
     """
 
     def __init__(self) -> None:
-        self.group: Any = dist.new_group(backend="gloo", timeout=timedelta(days=1))  # a slow disk is waited for
+        self.group = _background_group()
         pinned = torch.cuda.is_available()
         self.stager = DefaultStager(StagingOptions(pinned, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False))
 
@@ -82,30 +93,25 @@ class ShardStore:
         assert isinstance(copies, dict)
 
         def write(folder: Path) -> None:
-            for name, tensors_of in copies.items():
-                self._write(folder / name, tensors_of)
-            if distributed.is_main():
+            written = {name: self._write(folder / name, shards) for name, shards in copies.items()}
+            if distributed.is_main():  # no message is passed behind this: nobody waits for a process that raises here
+                for name, about in written.items():
+                    _require_all(folder / name, about)
                 safetensors_stream.write(folder / _WHOLE, tensors(folder / _WEIGHTS))
                 shutil.rmtree(folder / _WEIGHTS)
 
         return write
 
-    def _write(self, folder: Path, shards: dict[str, Tensor]) -> None:
+    def _write(self, folder: Path, shards: dict[str, Tensor]) -> Mapping[str, Any]:
+        """Returns what is known of the whole tensors, by name."""
         try:
-            written = save(shards, storage_writer=_Writer(str(folder), save_distributed=True), process_group=self.group).state_dict_metadata
+            return save(shards, storage_writer=_Writer(str(folder), save_distributed=True), process_group=self.group).state_dict_metadata
         except CheckpointException as error:
             reasons = [reason for reason, _ in error.failures.values()]
             refused = next((reason for reason in reasons if isinstance(reason, (OSError, SafetensorError))), None)
             if refused is None:
                 raise RuntimeError(str(error)) from error
             raise RunError(f"{folder}: cannot write: {refused}. Nothing complete was lost; make room or choose another folder.") from error
-        if distributed.is_main():
-            found = {name: tensor.shape for name, tensor in tensors(folder).items()}
-            if found != {name: tuple(getattr(about, "size", ())) for name, about in written.items()}:
-                raise RunError(
-                    f"{folder}: process 0 does not see all that the others have written. "
-                    "Give -sb a folder on a disk that all machines share."
-                )
 
     def load(self, folder: Path, into: dict[str, Tensor]) -> None:
         """Fill tensors, shards or whole ones, from the safetensors files of a folder. Each process reads what it needs, and no more.
@@ -141,6 +147,15 @@ class ShardStore:
                 into[name] = torch.zeros(value.shape, dtype=value.dtype)
             optimizer.state[parameter][key] = into[name]
         self.load(shards if shards.is_dir() else folder, into)
+
+
+def _require_all(folder: Path, written: Mapping[str, Any]) -> None:
+    """That this process sees what all have written."""
+    found = {name: tensor.shape for name, tensor in tensors(folder).items()}
+    if found != {name: tuple(getattr(about, "size", ())) for name, about in written.items()}:
+        raise RunError(
+            f"{folder}: process 0 does not see all that the others have written. Give -sb a folder on a disk that all machines share."
+        )
 
 
 def tensors(folder: Path) -> dict[str, StoredTensor]:

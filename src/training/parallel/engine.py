@@ -205,7 +205,7 @@ class DDPEngine(Engine):
             device = [accelerator.device.index] if accelerator.device.type == "cuda" else None
             # DDP rebuilds its buckets after the first step, and gloo sums three or more ranks in an order that depends on the buckets: a
             # restarted run would not end with the same bits. Looking for unused parameters is what keeps the buckets as they are.
-            # Gradients lie in the buckets, so that there is no second copy of them.
+            # Gradients lie in the buckets, so that where a step is one pass there is no second copy of them.
             self.model = DistributedDataParallel(
                 _WithUnusedParameter(self.model), device_ids=device, find_unused_parameters=True, gradient_as_bucket_view=True
             )

@@ -89,6 +89,6 @@ def _require_unchanged(model: nn.Module, found: Tensor, made: list[Tensor]) -> N
     """
     if len(made) == 1 and (found is made[0] or "logits_stay_as_they_are" in vars(model)):
         return
-    if len(made) != 1 or found.shape or isinstance(found, FakeTensor) or not torch.equal(found, made[0]):
+    if len(made) != 1 or found.shape or isinstance(found, FakeTensor) or not torch.equal(found.nan_to_num(), made[0].nan_to_num()):
         raise ConfigError(f"{FIELD}: {type(model).__name__} does not give the logits as its output projection makes them. Leave it out.")
     vars(model)["logits_stay_as_they_are"] = True

@@ -100,7 +100,7 @@ def _is_dear(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """
     if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
         return True
-    if not func._schema.name.startswith("aten::_scaled_dot_product"):
+    if not (hasattr(func, "_schema") and func._schema.name.startswith("aten::_scaled_dot_product")):
         return False
     given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | dict(kwargs)
     return not given.get("dropout_p", 0.0)

@@ -315,8 +315,8 @@ def _share(model: nn.Module, peak: Mapping[str, int], passes: int, config: LoopC
         # Two layers are gathered, of two the gradients are being reduced.
         parts |= {"gradients": whole, "copies": parts["copies"] + 2 * rest + 4 * layer}
         step |= {"gradients": step["gradients"] // N, "copies": step["copies"] // N}
-    elif N > 1:
-        parts, step = ({**each, "copies": each["copies"] + gradients} for each in (parts, step))  # DDP's buckets
+    elif N > 1 and passes > 1:
+        parts["copies"] += gradients  # DDP's buckets, beside the gradients of the passes before the last
     return max(parts, step, key=lambda each: sum(each.values()))
 
 

@@ -73,7 +73,7 @@ def ranking_loss(  # noqa: PLR0913  each is named where it is not plain
     return loss_P.sum() + 0.0 * rewards_R.float().sum()  # without a pair, too, a gradient reaches every process
 
 
-class Agreement(NamedTuple):
+class AgreementSums(NamedTuple):
     """Of rewards with ranks, () float64 each: sums over the conversations that have replies of different ranks."""
 
     accuracy: Tensor
@@ -85,7 +85,7 @@ class Agreement(NamedTuple):
     """Such conversations."""
 
 
-def agreement(rewards_R: Tensor, conversations_R: Tensor, ranks_R: Tensor) -> Agreement:
+def agreement(rewards_R: Tensor, conversations_R: Tensor, ranks_R: Tensor) -> AgreementSums:
     """As `metrics.ranking.correlations` finds for each conversation, on the device of the rewards, which is not waited for."""
     numbers_R, ranks = host_copy(conversations_R), host_copy(ranks_R)
     own = [numbers_R == number for number in dict.fromkeys(numbers_R.tolist())]
@@ -97,7 +97,7 @@ def agreement(rewards_R: Tensor, conversations_R: Tensor, ranks_R: Tensor) -> Ag
         return chosen_CR @ rewards_R.detach().double() / chosen_CR.sum(dim=1)
 
     best_C, worst_C = mean_rewards(0), mean_rewards(1)
-    return Agreement((best_C > worst_C).double().sum(), best_C.sum(), worst_C.sum(), torch.tensor(float(len(ends))))
+    return AgreementSums((best_C > worst_C).double().sum(), best_C.sum(), worst_C.sum(), torch.tensor(float(len(ends))))
 
 
 class AnswerSums(NamedTuple):

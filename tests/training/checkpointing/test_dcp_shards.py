@@ -83,6 +83,7 @@ def test_processes_that_see_different_disks_are_told_so(tmp_path: Path):
     assert (
         "optimizer: process 0 does not see all that the others have written. Give -sb a folder on a disk that all machines share." in said
     )
+    assert (tmp_path / "peak-1").exists(), "nobody waits for the process that refuses"
 
 
 def write_parts(folder: Path, **parts: tuple[int, Tensor]) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,9 +19,10 @@ from src.interfaces import load_experiment
 from src.models.cross_attention.config import Config
 from src.models.cross_attention.layers import CrossAttentionLM
 from src.registry import MODELS, RECIPES, bind
-from src.training.loss import NOT_LEARNED, causal_lm_loss, context_lm_loss, seq2seq_loss, watch_groups
+from src.training.loss import NOT_LEARNED, causal_lm_loss, context_lm_loss, seq2seq_loss, watch_cross_entropy, watch_groups
 from src.training.parallel.linear_cross_entropy import chunks_of, sum_loss
 from src.training.parallel.memory_plan import LiveStorages
+from tests import toy
 from tests.models.conftest import PLACEHOLDER, make_base
 
 IDS = torch.arange(3, 27).view(2, 12) % 23
@@ -195,3 +197,33 @@ def test_recipes_that_need_all_logits_refuse(recipe: str):
             load_experiment(chunked, "x")
     else:
         assert load_experiment(chunked, "x")
+
+
+def test_an_evaluation_takes_chunks_too(tmp_path: Path):
+    """Else the first one would need the memory that the training has not."""
+    toy.write_data(tmp_path / "data")
+    taken: list[int] = []
+    exp = override(toy.BASE, {"loop.cross_entropy_chunk_tokens": 10, "loop.steps": 1, "loop.eval_every": 1})
+    with watch_cross_entropy(lambda logits, _: taken.append(len(logits))):
+        assert toy.main(["-e", "x"], {"x": [exp]}, tmp_path) == 0
+    assert len(taken) > 20
+    assert max(taken) == 10
+
+
+class _Copying(nn.Module):
+    """As DDP: what it returns is a copy."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **inputs: Any) -> Any:
+        found = self.model(**inputs)
+        return type(found)(logits=found.logits.clone())
+
+
+def test_a_loss_that_is_no_number_is_no_wrong_model():
+    model: Any = make_base("llama")
+    model.get_output_embeddings().weight.data.fill_(torch.nan)
+    with chunks_of(7):
+        assert causal_lm_loss(_Copying(model), LM).isnan()

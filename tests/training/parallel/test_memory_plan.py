@@ -225,6 +225,9 @@ def test_a_shared_model_takes_less(tmp_path: Path):
     whole, fsdp, each_pass, zero = (recipe.plan_memory(places, **given, **more) for more in ({}, *sharing))
     for part in ("weights", "optimizer"):
         assert fsdp.parts[part] == zero.parts[part] == whole.parts[part] // 4
+    one_pass: Any = load_experiment(override(LM, {"loop.micro_batch": 2}), "")
+    alone, shared = (one_pass.plan_memory(places, **{**given, "gpus": gpus}) for gpus in (1, 4))
+    assert alone.parts["copies"] == shared.parts["copies"], "the gradients of one pass a step lie in DDP's buckets"
     assert fsdp.parts["gradients"] > 0.9 * whole.parts["gradients"], "with two passes a step, they are whole until the last"
     assert each_pass.parts["gradients"] <= whole.parts["gradients"] // 4
     assert zero.parts["gradients"] <= whole.parts["gradients"] // 4
