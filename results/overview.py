@@ -61,10 +61,13 @@ class Overview:
     """Whether means are over all runs, not over those that are done alone."""
     seed: str = results.SEED
     """The key that means are taken over."""
+    _drawn: dict[tuple[str, ...], legend.Configurations] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def configurations(self, by: Sequence[str]) -> legend.Configurations:
         """The rows by those of the keys `by` that exist; without any by those that vary."""
-        return legend.Configurations(self.rows, _existing(self, by), self.loaded, self.unfinished, self.seed)
+        if tuple(by) not in self._drawn:
+            self._drawn[tuple(by)] = legend.Configurations(self.rows, _existing(self, by), self.loaded, self.unfinished, self.seed)
+        return self._drawn[tuple(by)]
 
     def row(self, exp_id: str) -> results.Row | None:
         """The row of an experiment, if it has one."""
@@ -262,8 +265,7 @@ def curves(found: Overview, metric: str, look: Look = Look()) -> Curves:
     if any(look.x in results.config_keys(row) for row in found.rows):
         return Curves([_points(drawn, group, look.x, metric) for group in _having(drawn.groups, metric)], scattered=True)
     best = results.sort_best_first(
-        [{**statistics.aggregate(group, [], [metric], found.unfinished)[0], "group": group} for group in _having(drawn.groups, metric)],
-        metric,
+        [{metric: statistics.mean(group, metric, found.unfinished), "group": group} for group in _having(drawn.groups, metric)], metric
     )
     shown = [row["group"] for row in best[:LINES]]
     try:

@@ -42,6 +42,12 @@ def averaged_rows(rows: Sequence[Row], unfinished: bool = False) -> list[Row]:
     return [row for row in rows if unfinished or row["state"] in FINISHED]
 
 
+def mean(rows: Sequence[Row], score: str, unfinished: bool = False) -> float | None:
+    """Of one score over `averaged_rows`; None where none of these has it."""
+    values = [row[score] for row in averaged_rows(rows, unfinished) if row.get(score) is not None]
+    return statistics.fmean(values) if values else None
+
+
 def aggregate(rows: Sequence[Row], by: Sequence[str], scores: Sequence[str], unfinished: bool = False) -> list[dict[str, Any]]:
     """One row for each combination of `by`; its means are over the finished runs, or with `unfinished` over all that have the score.
 
