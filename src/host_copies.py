@@ -99,13 +99,20 @@ def answer_masks() -> None:
     known = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
     for name in ("sdpa", "eager", "flash_attention_2"):
         known.register(name, _answering(known[name]))
+    prepare: Callable[..., Any] = masking_utils._preprocess_mask_arguments
     find: Callable[[Tensor], Tensor | None] = masking_utils.find_packed_sequence_indices
+
+    def _preprocess_mask_arguments(config: Any, inputs_embeds: Tensor, attention_mask: Any, *others: Any, **options: Any) -> Any:
+        if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:  # else it is made bool there, without its copy
+            attention_mask = change_both(Tensor.bool, attention_mask)
+        return prepare(config, inputs_embeds, attention_mask, *others, **options)
 
     def find_packed_sequence_indices(position_ids: Tensor) -> Tensor | None:
         copy = host_copy(position_ids)
         found = find(copy)
         return found if found is None or copy is position_ids else upload(found, position_ids.device)
 
+    masking_utils._preprocess_mask_arguments = _preprocess_mask_arguments
     masking_utils.find_packed_sequence_indices = find_packed_sequence_indices
 
 
