@@ -93,6 +93,7 @@ class Dashboard:
         )
         self._busy = False
         self._drawn: Any = None
+        self._detailed: Any = None
         self._ids: list[str] = []
         self._colours: list[str] = []
         self._watch()
@@ -221,11 +222,15 @@ class Dashboard:
         self.show_detail()
 
     def show_detail(self) -> None:
-        """Update the open tab for the chosen experiment."""
+        """Update the open tab for the chosen experiment, if that, an option or what was read has changed."""
         name = self.experiment.value
         if name in self._ids:
             self.jobs.select(self._ids.index(name))
         tab = self.tabs.active
+        wanted = (tab, name, self.other.value, self.log_file.value, self.answer_file.value, self.wrong.value)
+        if wanted == self._detailed:
+            return
+        self._detailed = wanted
         show = (self._log, self._answers, self._config, self._differences, self._lineage)[tab]
         panes.show_html(self.details[tab], show(name) if name else markup.note("No experiment is chosen."))
 
@@ -274,7 +279,7 @@ class Dashboard:
         return markup.text_block(tree(family)) + markup.warnings(family.problems)
 
     def _show_overview(self, found: overview.Overview) -> None:
-        self.found = found
+        self.found, self._detailed = found, None
         _offer(self.group, [ALL, *found.groups, *([self.group.value] if self.group.value not in (ALL, *found.groups) else [])])
         _offer(self.states, list(found.counts()))
         self.filter()

@@ -123,7 +123,7 @@ PPO_TINY: dict[str, Any] = {
 def without_verifier(ppo: dict[str, Any]) -> dict[str, Any]:
     """The same with the reward model alone, whose weaknesses the policy finds."""
     rewards = [{**ppo["rewards"][1], "weight": 1.0, "squash": None}]
-    return override(ppo, {"rewards": rewards, "loop.steps": 400, "loop.eval_every": 100})
+    return override(ppo, {"rewards": rewards, "loop.steps": 200, "loop.eval_every": 50})
 
 
 def evaluation_of(trained: dict[str, Any]) -> dict[str, Any]:

@@ -211,6 +211,16 @@ def test_details(page: Dashboard, runs: Path):
     assert one[:8] in page.details[4].object
 
 
+def test_what_a_job_has_written_since_is_shown_with_the_next_reading(page: Dashboard, runs: Path):
+    one = page.experiment.value
+    (runs / "logs").mkdir()
+    log = runs / "logs" / f"{one}.out.log"
+    for line in ("first", "second"):
+        log.write_text(line)
+        page.reload()
+        assert line in page.details[0].object
+
+
 def test_answered_questions_are_read_and_those_that_are_wrong_alone(demo_runs: Path):
     page = Dashboard(demo_runs, "demo")
     page.tabs.active = 1
