@@ -34,8 +34,8 @@ def save(folder: Path, family: str, **sizes: Any) -> Path:
 def make_t5(logits_tied: bool, vocab_size: int = 60) -> Any:
     """logits_tied: as in the original T5, and not in v1.1. Its config.json says that they are in either case."""
     torch.manual_seed(0)
-    sizes = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4}
-    model = T5ForConditionalGeneration(T5Config(vocab_size=vocab_size, decoder_start_token_id=0, **sizes))
+    sizes: dict[str, Any] = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
+    model: Any = T5ForConditionalGeneration(T5Config(vocab_size=vocab_size, **sizes))
     if not logits_tied:
         model.lm_head.weight = nn.Parameter(torch.randn(vocab_size, 16))
     return model
@@ -77,6 +77,19 @@ def test_all_but_the_weights_is_there(tmp_path: Path, family: str, sizes: dict[s
     assert unfilled.generation_config.to_dict() == whole.generation_config.to_dict()
     assert str(unfilled) == str(whole), "and dropout"
     assert (unfilled.name_or_path, unfilled.training, unfilled.dtype) == (whole.name_or_path, whole.training, whole.dtype)
+
+
+def test_tied_weights_that_the_files_have_twice_stay_tied(tmp_path: Path):
+    data = toy.write_data(tmp_path / "data")
+    folder = save(data / "pretrained", "llama", tie_word_embeddings=True)
+    held = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    for path in folder.glob("*.safetensors*"):
+        path.unlink()
+    twice = held["model.embed_tokens.weight"]
+    for logits, tied in ((twice.clone(), True), (twice + 1, False)):
+        save_file({**held, "lm_head.weight": logits}, folder / "model.safetensors", {"format": "pt"})
+        for model in built(data):
+            assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
 
 
 def test_what_cannot_be_read_in_parts_is_built_whole(tmp_path: Path):
