@@ -82,6 +82,7 @@ def build_unfilled(build: Callable[[], Any], folder: Path, files: Sequence[Path]
     """
     from accelerate import init_empty_weights
     from safetensors import safe_open
+    from torch import nn
     from transformers import GenerationConfig
 
     if {path.resolve() for path in folder.glob("*.safetensors")} != {path.resolve() for path in files}:
@@ -90,11 +91,15 @@ def build_unfilled(build: Callable[[], Any], folder: Path, files: Sequence[Path]
         model = build()
     model.tie_weights()
     shapes: dict[str, list[int]] = {}
+    holders: dict[str, Path] = {}
     for file in files:
         with safe_open(file, "pt") as opened:
             shapes |= {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118  it is no dict
+            holders |= dict.fromkeys(opened.keys(), file)
     state = model.state_dict(keep_vars=True)
     stored = [name for name, tensor in state.items() if shapes.get(name) == list(tensor.shape)]
+    _untie(model, [name for name in stored if isinstance(state[name], nn.Parameter)], holders)
+    state = model.state_dict(keep_vars=True)
     found = {id(state[name]) for name in stored}
     if any(id(parameter) not in found for parameter in model.parameters()):
         return None
@@ -103,6 +108,24 @@ def build_unfilled(build: Callable[[], Any], folder: Path, files: Sequence[Path]
     model.name_or_path = str(folder)
     setattr(model, STORED, stored)
     return model.eval()
+
+
+def _untie(model: "nn.Module", stored: Sequence[str], holders: Mapping[str, Path]) -> None:
+    """Part weights that are tied, and that the files have with different numbers: transformers does so, and T5 v1.1 counts on it."""
+    from safetensors import safe_open
+    from torch import empty_like, equal, nn
+
+    def read(name: str) -> "Tensor":
+        with safe_open(holders[name], "pt") as opened:
+            return opened.get_tensor(name)
+
+    first: dict[int, str] = {}
+    for name in stored:
+        parameter = model.get_parameter(name)
+        known = first.setdefault(id(parameter), name)
+        if known != name and not equal(read(known), read(name)):
+            owner, _, own = name.rpartition(".")
+            setattr(model.get_submodule(owner), own, nn.Parameter(empty_like(parameter)))
 
 
 def is_unfilled(model: "nn.Module") -> bool:

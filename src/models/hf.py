@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -158,18 +159,23 @@ class Config(ModelConfig):
         Raises:
             UserError: as `build`.
         """
-        import torch
-        from transformers import AutoModelForCausalLM
-
         self.check(places)
+        return self.load_unfilled(places, "AutoModelForCausalLM")
+
+    def load_unfilled(self, places: Places, kind: str) -> "PreTrainedModel":
+        """As `load`, in the way of `build_unfilled`."""
+        import torch
+        import transformers
+
+        self.require_files(places)
         weights, made = _find_weights(self.folder(places)), None
         if not (self.quantization or self.extra_tokens or self.tokenizer) and weights:
             more = {"attn_implementation": self.attention} if self.attention else {}
-            with contextlib.suppress(Exception):  # `build` says what it is
-                config = self._scaled_config(places)
-                make = lambda: AutoModelForCausalLM.from_config(config, dtype=getattr(torch, self.dtype), **more)  # noqa: E731
-                made = build_unfilled(make, self.folder(places), _weight_files(weights))
-        return self.build(places) if made is None else made
+            with contextlib.suppress(Exception):  # `load` says what it is
+                config, make = self._scaled_config(places), _maker(getattr(transformers, kind))
+                empty = lambda: make(config, dtype=getattr(torch, self.dtype), **more)  # noqa: E731
+                made = build_unfilled(empty, self.folder(places), _weight_files(weights))
+        return self.load(places, kind) if made is None else made
 
     def _build_on_paper(self, places: Places, made_by: Any) -> Any:
         """The model without weights. made_by: transformers' class."""
@@ -177,7 +183,7 @@ class Config(ModelConfig):
 
         if self.quantization:
             raise ConfigError(f"model.quantization: {self.quantization!r} weights have no plan on paper. Plan without it, by --set.")
-        make = getattr(made_by, "from_config", None) or made_by._from_config
+        make = _maker(made_by)
         attention = {"attn_implementation": "eager"} if self.attention == "eager" else {}  # the others save what sdpa does
         model = make(self._scaled_config(places), dtype=getattr(torch, self.dtype), **attention)
         if self.extra_tokens or self.tokenizer:
@@ -369,6 +375,11 @@ def _weight_files(weights: Path) -> list[Path]:
     if not (isinstance(listed, dict) and listed and all(isinstance(name, str) for name in listed.values())):
         raise CheckpointError(f'{weights}: not an index: expected a dict "weight_map" from weights to file names. Get it again.')
     return [weights.parent / name for name in sorted(set(listed.values()))]
+
+
+def _maker(made_by: Any) -> Callable[..., Any]:
+    """What makes a model of a config. made_by: transformers' class."""
+    return getattr(made_by, "from_config", None) or made_by._from_config
 
 
 def _first_line(error: Exception) -> str:

@@ -141,7 +141,7 @@ class Config(Finetuning):
         batch_size, best = self.micro_batch, self.predictions is not None and self.predictions.checkpoint == "best"
         torch.manual_seed(self.seed)
         with distributed.raise_together():
-            model = self.model.build(run.places)
+            model = self.build_model(run)
             tokenizer = tokenizers.load(model.name_or_path, self.model.new_tokens())
             tasks = self.tasks
             val = [task.build(run.places, tokenizer, "val", self.seed) for task in tasks]

@@ -85,13 +85,21 @@ class Config(ModelConfig):
         Raises:
             UserError: the model at `path`, or the tokenizer, is missing or damaged; or that model is no T5.
         """
+        return self._build(places, unfilled=False)
+
+    def build_unfilled(self, places: Places) -> "T5ForConditionalGeneration":
+        """As `build`, for FSDP2: without weights where each process can read its part of pretrained ones."""
+        return self._build(places, unfilled=True)
+
+    def _build(self, places: Places, unfilled: bool) -> "T5ForConditionalGeneration":
         self.check(places)
         if self.random:
             model: Any = _build_random(self.random, self.dropout_rate or 0.0, places.data / self.random.tokenizer)
         else:
             known = self._hf_config().architecture(places)
             assert known, "check has seen it"
-            model = self._hf_config().load(places, CLASSES[known.model_type])
+            base = self._hf_config()
+            model = (base.load_unfilled if unfilled else base.load)(places, CLASSES[known.model_type])
             if self.dropout_rate is not None:
                 _set_dropout(model, self.dropout_rate)
         t5_masks.accept(model)

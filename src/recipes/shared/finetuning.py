@@ -120,6 +120,14 @@ class Finetuning(RecipeConfig):
         recipe: Any = self  # the recipes whose data have a longest batch have a `loss`
         return plan(model, self.training_loss(recipe.loss()), batch, self.loop, Machines(**machines))
 
+    def build_model(self, run: Run, trained_at_once: bool = True) -> Any:
+        """The model. For FSDP2 without its weights, where each process can read its part of them and nobody asks it before the training.
+
+        trained_at_once: nobody does.
+        """
+        unfilled = getattr(self.model, "build_unfilled", None) if run.options.fsdp and self.loop and trained_at_once else None
+        return (unfilled or self.model.build)(run.places)
+
     def fit_or_evaluate(self, spec: "TrainSpec", run: Run) -> None:
         """Train if there is a loop, otherwise evaluate; then call `spec.finish`. Collective."""
         from src.evaluation.evaluate_only import evaluate_only

@@ -87,9 +87,7 @@ class Pretraining(Finetuning):
         loss = self.loss()
         torch.manual_seed(self.seed)
         with distributed.raise_together():
-            unasked = self.loop and type(self).prepare is Pretraining.prepare  # nobody uses it before the training
-            without_weights = getattr(self.model, "build_unfilled", None) if run.options.fsdp and unasked else None
-            model = (without_weights or self.model.build)(run.places)
+            model = self.build_model(run, trained_at_once=type(self).prepare is Pretraining.prepare)
             tokenizer = tokenizers.load(model.name_or_path, self.model.new_tokens())
             val = self.data.build(run.places, tokenizer, "val", self.seed)
             train = self.data.build(run.places, tokenizer, "train", self.seed) if self.loop else val
