@@ -16,7 +16,7 @@ from src.tables.lineage import Lineage, Node
 
 SHORT = 8
 """Displayed characters of an id."""
-_COLOURS = {"done": "#c8e6c9", "haven": "#c8e6c9", "running": "#bbdefb", "stopped": "#fff9c4", "new": "#eeeeee"}
+_COLOURS = {"done": "#c8e6c9", "haven": "#c8e6c9", "foreign": "#c8e6c9", "running": "#bbdefb", "stopped": "#fff9c4", "new": "#eeeeee"}
 _BAD_COLOUR = "#ffcdd2"
 
 

@@ -15,7 +15,7 @@ from results.run_arguments import RUNS
 from src.errors import UserError, print_errors
 from src.metrics.answers import GAIN, INFERENCE, WRONG
 from src.runs import jsonl_records, ledger
-from src.runs.metadata import flatten, read_exp_dict, read_status, state_of
+from src.runs.metadata import flatten, is_foreign, read_exp_dict, read_foreign_dict, read_status, state_of
 from src.runs.scores import SCORES, Scores
 from src.tables import rows as results
 
@@ -57,7 +57,8 @@ def render(run: Path) -> str:
     Raises:
         UserError: it is no save directory, or what must be read of it cannot be.
     """
-    exp, status = read_exp_dict(run), read_status(run)
+    foreign = is_foreign(run)
+    exp, status = (read_foreign_dict(run), {"state": "foreign"}) if foreign else (read_exp_dict(run), read_status(run))
     rows = Scores(run / SCORES, read_only=True).rows()
     perf, warnings = read_perf(run)
     kinds, wrong = layers.read(run)

@@ -256,6 +256,7 @@ def markdown(headings: list[str], lines: list[list[str]]) -> str:
 def _latex(headings: list[str], lines: list[list[str]], num_keys: int) -> str:
     columns = "l" * num_keys + "r" * (len(headings) - num_keys)
     rows = [" & ".join(map(_escape, row)) + r" \\" for row in (headings, *lines)]
+    rows = ["{}" + row if row.startswith(("[", "*")) else row for row in rows]  # behind \\ these are its options
     parts = [rf"\begin{{tabular}}{{{columns}}}", r"\toprule", rows[0], r"\midrule", *rows[1:], r"\bottomrule", r"\end{tabular}"]
     return "% needs \\usepackage{booktabs}\n" + "\n".join(parts) + "\n"
 

@@ -25,6 +25,7 @@ from src.registry import resolved_dict
 from src.runs import plan
 from src.runs.run_dir import RunDir
 from tests import toy
+from tests.recipes import train_assistants
 
 Groups = dict[str, Any]
 
@@ -361,6 +362,14 @@ class TestBadInput:
         exp = changed(toy.CROSSATTN, data__val_samples=3, data__corpus="nothing", answers__questions=4)
         errors = fails(["-e", "g", "--dry-run", "--with-parents"], {"base": [toy.BASE], "g": [exp]}, folder, capsys)
         assert "answers.questions: 4, but data.val_samples is 3. Ask for at most that many." in errors
+
+    @pytest.mark.parametrize("name", ["answers", "sampled"])
+    def test_an_assistant_is_asked_no_more_questions_than_there_are(self, folder: Path, capsys: pytest.CaptureFixture[str], name: str):
+        exp = changed(train_assistants.SFT, data__val_samples=3)
+        more = {"samples": 2} if name == "sampled" else {}
+        del exp["answers"]
+        exp[name] = {"questions": 4, "max_new_tokens": 2, "metrics": [{"name": "squad"}], **more}
+        assert f"{name}.questions: 4, but data.val_samples is 3." in fails(["-e", "g", "--dry-run"], {"g": [exp]}, folder, capsys)
 
     def test_every_mistake_of_a_group_is_reported_at_once(self, folder: Path, capsys: pytest.CaptureFixture[str]):
         group = [changed(SHORT, loop__stps=4, loop__eval_every="2"), changed(SHORT, model__hiden_size=3)]

@@ -58,11 +58,14 @@ _SHARING = {"--use_deepspeed", "--use_fsdp", "--multi_gpu", "--config_file"}
 
 
 # What looks like a key by its name, unless its value is a number, a switch or a file; and what looks like one by its value.
-_SECRET_NAME = re.compile(r"(?:^|_)(?:API)?(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|AUTH)(?:$|_)", re.IGNORECASE)
+_SECRET_NAME = re.compile(r"(?:^|_)(?:API)?(?:KEY|CREDENTIALS?|AUTH|PASS)(?:$|_)|(?:TOKEN|SECRET|PASSWORD|PASSWD)(?:$|_)", re.IGNORECASE)
 _PASSWORD = re.compile("PASSWORD|PASSWD|SECRET", re.IGNORECASE)
 _HARMLESS = re.compile(r"\d{0,6}|true|false|yes|no|on|off", re.IGNORECASE)
 _FILE = re.compile(r"(?:~|\.{1,2}|/[\w.-]+)/.*", re.DOTALL)
-_SECRET_VALUE = re.compile(r"\b(?:hf_|sk-|ghp_|github_pat_|glpat-|AKIA|AIza|xox[bp]-)[\w-]{8,}|://[^/\s:@]+:[^/\s@]+@")
+_SECRET_VALUE = re.compile(
+    r"\b(?:hf_|sk-|gh[pousr]_|github_pat_|glpat-|npm_|wandb_v\d_|AKIA|ASIA|AIza|xox[abprs]-)[\w-]{8,}|\beyJ[\w-]{10,}\.eyJ[\w-]{10,}"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----|://[^/\s:@]*:[^/\s@]+@"
+)
 
 
 def _looks_like_a_key(name: str, value: str) -> bool:
@@ -110,7 +113,7 @@ class Processes(Config):
     per_node: Annotated[int, Field(ge=1)] | Literal["gpus"] = 1
     """Processes on each node; "gpus": one for each GPU of the node, counted there, at least 1."""
     nodes: int = Field(default=1, ge=1)
-    arguments: list[Annotated[str, AfterValidator(_check_word)]] = []
+    arguments: list[Annotated[str, AfterValidator(_check_word), AfterValidator(check_no_key)]] = []
     """More arguments of the starter."""
     env_path: Annotated[str, Field(min_length=1), AfterValidator(_check_word)] | None = None
     """Folder of the Python environment, whose bin/ holds the starter. None: ENV_PATH if set, else this Python's."""

@@ -75,10 +75,10 @@ class Lineage:
         return found[0]
 
     def family(self, members: Iterable[str]) -> "Lineage":
-        """`members` with all ancestors and descendants, and their problems."""
+        """`members` with all ancestors and descendants, and their problems. Unknown ones, such as what is damaged, are left out."""
         import networkx
 
-        members = list(members)
+        members = [name for name in members if name in self.nodes]
         directions = (self._graph, self._graph.reverse(copy=False))
         kept = {name for graph in directions for layer in networkx.bfs_layers(graph, members) for name in layer}
         return Lineage(
@@ -113,7 +113,7 @@ def build(runs: Path, planned: Mapping[str, Planned] | None = None) -> Lineage:
     dicts: dict[str, dict[str, Any]] = {}
     for row in rows:
         try:
-            dicts[row["exp_id"]] = read_exp_dict(runs / row["exp_id"])
+            dicts[row["exp_id"]] = {} if row["state"] == "foreign" else read_exp_dict(runs / row["exp_id"])
             nodes[row["exp_id"]] = _node(runs, row)
         except UserError as error:  # damaged or removed since its row was read
             warnings.append(f"skipped: {error}")
@@ -155,7 +155,7 @@ def _rows(runs: Path, may_be_empty: bool) -> tuple[list[results.Row], list[str]]
 def _node(runs: Path, row: results.Row) -> Node:
     recipe = row.get("recipe", "")
     scores = {name: row[name] for name in results.headline_scores(row.scores)}
-    reason = "" if row["state"] in ("done", "haven") else str(read_status(runs / row["exp_id"]).get("reason", ""))
+    reason = "" if row["state"] in results.FINISHED else str(read_status(runs / row["exp_id"]).get("reason", ""))
     begun = tuple((branch.number, branch.from_step) for branch in branches.read(runs / row["exp_id"]))
     return Node(row["exp_id"], row["state"], row["group"], str(recipe), row["step"], scores, reason, begun)
 

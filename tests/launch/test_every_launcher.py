@@ -272,8 +272,11 @@ def test_what_a_submission_writes_is_its_owners_alone(world: World):
     assert {stat.filemode(path.stat().st_mode) for path in written} == {"-rw-------"}
 
 
+BEGINNINGS = ("hf_", "sk-", "ghp_", "gho_", "ghs_", "github_pat_", "glpat-", "npm_", "AKIA", "ASIA", "AIza", "xoxa-", "xoxb-", "xoxp-")
 KEYS = (
-    *(("A", f"{begin}xyzzy-xyzzy_xyzzy") for begin in ("hf_", "sk-", "ghp_", "github_pat_", "glpat-", "AKIA", "AIza", "xoxb-", "xoxp-")),
+    *(("A", f"{begin}xyzzy-xyzzy_xyzzy") for begin in BEGINNINGS),
+    *(("A", key) for key in ("-----BEGIN RSA PRIVATE KEY-----", "eyJhbGciOiJIUzI1.eyJzdWIiOiIxMjM0.c2ln", "redis://:xyzzy@host")),
+    *((name, "xyzzy-xyzzy") for name in ("DB_PASS", "HFTOKEN")),
     ("PROXY", "http://me:xyzzy@host"),
     *((name, "xyzzy") for name in ("HF_TOKEN", "apikey", "API_KEY", "AWS_ACCESS_KEY_ID", "MY_SECRET_2", "PASSWD", "CREDENTIAL", "AUTH")),
     *(("AWS_SECRET_ACCESS_KEY", value) for value in ("/xyzzyxyzzy+xyzzy", "xyzzy/xyzzy+xyzzy")),  # no path of a file

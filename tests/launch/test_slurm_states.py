@@ -260,6 +260,8 @@ def test_check(cluster: Cluster, monkeypatch: pytest.MonkeyPatch):
         ({"environment": {"1X": "y"}}, "environment"),
         ({"partitoin": "x"}, "Did you mean 'partition'"),
         ({"setup": ["module load cuda", "export A=hf_xyzzyxyzzyxyzzy"]}, r"\.setup\[1\]: it holds what looks like a key"),
+        ({"processes": {"arguments": ["--x=hf_xyzzyxyzzyxyzzy"]}}, r"\.processes\.arguments\[0\]: it holds what looks like a key"),
+        ({"options": {"comment": "hf_xyzzyxyzzyxyzzy"}}, r"\.options: it holds what looks like a key"),
         ({"setup": ["curl http://me:xyzzy@host"]}, r"\.setup\[0\]: it holds what looks like a key"),
         ({"setup": ["a\0b"]}, r"\.setup\[0\]"),
     ],

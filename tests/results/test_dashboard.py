@@ -19,6 +19,8 @@ import pytest
 from results import chart, dashboard, overview
 from results.dashboard import Dashboard
 from src.errors import ConfigError
+from src.experiments.identity import exp_id
+from src.runs import metadata
 from src.runs.run_dir import RunDir
 from tests.conftest import ROOT
 from tests.servers import served
@@ -209,6 +211,16 @@ def test_details(page: Dashboard, runs: Path):
     assert '<td class="key">experiment: model.stride</td><td>1</td><td>2</td>' in page.details[3].object
     page.tabs.active = 4
     assert one[:8] in page.details[4].object
+
+
+def test_experiments_that_wait_are_shown_before_there_is_a_score(tmp_path: Path):
+    """Of one configuration: nothing differs between its rows."""
+    for seed in (0, 1):
+        exp = {"recipe": "lm", "seed": seed}
+        metadata.prepare(tmp_path / exp_id(exp), exp, ["g"])
+    page = Dashboard(tmp_path, None)
+    assert len(page.jobs.value) == 2
+    assert "runs 2" in page.result_note.object
 
 
 def test_what_a_job_has_written_since_is_shown_with_the_next_reading(page: Dashboard, runs: Path):

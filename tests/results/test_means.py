@@ -15,12 +15,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from results import clean, legend, overview, plot, report, table
+from results import clean, legend, overview, plot, report, run_page, table
 from results.dashboard import ALL, Dashboard
+from results.lineage import tree
 from src.errors import RunError
 from src.experiments.identity import exp_id
 from src.runs.metadata import write_remarks
 from src.runs.run_dir import RunDir
+from src.tables import lineage
 from src.tables import rows as results
 
 # panel 1.9.4 calls pandas in a way that pandas 3.1 announces the end of
@@ -299,6 +301,9 @@ def test_runs_with_the_ids_of_another_program_are_read_and_marked(planted: Path,
     page = Dashboard(planted, ALL)
     assert "foreign" in str(page.jobs.value["state"].tolist())
     assert "foreign" in page.states.options.values()
+    assert report.main([str(planted), "-o", str(planted.parent / "report.html")]) == 0
+    assert ">foreign<" in run_page.render(path)
+    assert f"{path.name[:8]}" in tree(lineage.build(planted).family([path.name, "gone"]))
     with pytest.raises(RunError, match="another program made this directory; it is only read"):
         write_remarks(path, add=["good"])
     assert clean.main([str(planted), "--keep-last", "0", "--apply"]) == 0

@@ -86,6 +86,11 @@ def test_latex_escapes_what_latex_would_read(runs: Path, capsys: pytest.CaptureF
     assert table._escape("a<b>|c") == r"a\textless{}b\textgreater{}\textbar{}c"
 
 
+def test_no_row_of_latex_is_read_as_an_option_of_the_line_before():
+    lines = table._latex(["list", "loss"], [["[1, 2]", "0.1"], ["*", "0.2"], ["a[1]", "0.3"]], 1).splitlines()
+    assert lines[5:8] == [r"{}[1, 2] & 0.1 \\", r"{}* & 0.2 \\", r"a[1] & 0.3 \\"]
+
+
 def test_no_cell_of_a_csv_file_is_a_formula():
     """Spreadsheets run what begins so; numbers below zero stay numbers."""
     texts = ["=1+1", "+1", "-1", "@SUM(A1)", "\t=1", "a=1"]

@@ -51,6 +51,7 @@ def _minutes(time: int | str) -> float:
 
 def _check_options(options: dict[str, str | int | bool]) -> dict[str, str | int | bool]:
     for option, value in options.items():
+        check_no_key(str(value))
         if not re.fullmatch(r"[a-z][a-z0-9-]*", option):
             raise ValueError(f"expected a long option of sbatch without its dashes, such as 'exclude', got {option!r}.")
         if option in _OURS:

@@ -120,6 +120,14 @@ class Finetuning(RecipeConfig):
         recipe: Any = self  # the recipes whose data have a longest batch have a `loss`
         return plan(model, self.training_loss(recipe.loss()), batch, self.loop, Machines(**machines))
 
+    def check_questions(self) -> None:
+        """Raises ConfigError if the dict alone tells that there are fewer questions than evaluations ask."""
+        used = getattr(self.data.validation, "val_samples", None)
+        for name in ("answers", "sampled"):
+            asked = getattr(getattr(self, name, None), "questions", 0)
+            if used is not None and asked > used:
+                raise ConfigError(f"{name}.questions: {asked}, but data.val_samples is {used}. Ask for at most that many.")
+
     def build_model(self, run: Run, trained_at_once: bool = True) -> Any:
         """The model. For FSDP2 without its weights, where each process can read its part of them and nobody asks it before the training.
 

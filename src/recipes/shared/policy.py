@@ -130,6 +130,7 @@ class PolicyTraining(Finetuning):
             lambda: data.check_length(self.model.longest_sequence(places), longest),
             lambda: data.check_loop(loop.sequences_per_step, loop.steps),
             lambda: self.check_precision(places),
+            self.check_questions,
             lambda: loop.check(self.score_names()),
             *(lambda reward=reward: call_once(reward.check, places) for reward in self.rewards),
         ]

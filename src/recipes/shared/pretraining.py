@@ -66,6 +66,7 @@ class Pretraining(Finetuning):
             lambda: self.data.check_length(self.model.longest_sequence(places)),
             lambda: self.data.check_model(call_once(self.model.architecture, places)),
             lambda: self.check_precision(places),
+            self.check_questions,
         ]
         if loop:
             checks += [lambda: self.data.check_steps(loop.steps), self.check_compiled, lambda: loop.check(self.score_names())]

@@ -12,7 +12,6 @@ from pydantic import model_validator
 from src import distributed
 from src.call_once import call_once
 from src.config import Places
-from src.errors import ConfigError
 from src.evaluation.config import Answers, Inference
 from src.recipes.shared.finetuning import Finetuning
 from src.registry import resolved_dict
@@ -55,7 +54,7 @@ class QuestionAnswering(Finetuning):
             lambda: call_once(self.model.check, places),
             lambda: self.model.check_kind(self.model_kind, places),
             self.check_trainable,
-            self._check_questions,
+            self.check_questions,
             lambda: self.check_precision(places),
             lambda: call_once(data.check, places),
             lambda: data.check_length(self.model.longest_sequence(places), new_tokens),
@@ -65,12 +64,6 @@ class QuestionAnswering(Finetuning):
             measured = {*VAL_LOSSES, *(self.answers.score_names() if self.answers else [])}
             checks += [self.check_compiled, lambda: loop.check(measured)]
         return checks
-
-    def _check_questions(self) -> None:
-        """Raises ConfigError if the dict alone tells that there are too few questions."""
-        used = getattr(self.data, "val_samples", None)
-        if self.answers and used is not None and self.answers.questions > used:
-            raise ConfigError(f"answers.questions: {self.answers.questions}, but data.val_samples is {used}. Ask for at most that many.")
 
     def run(self, run: Run) -> None:
         """Train, or evaluate without training; then run the inference. Collective.
