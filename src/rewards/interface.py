@@ -51,8 +51,9 @@ class RewardSetting:
     """(folder, control tokens to add) -> a tokenizer."""
     write_with: Callable[[Any, str], Callable[[Rollout], list[int]]]
     """(tokenizer, template) -> how a rollout is written as text, for a model with another vocabulary than the policy's."""
-    wait: Callable[[str], None]
-    """Called every second or oftener while something that is away is waited for, which the text names; raises where the run has to stop."""
+    wait: Callable[[str, float], None]
+    """Called every second or oftener while something is waited for: what, and the time.monotonic() at which that wait began. Raises where
+    the run has to stop."""
 
 
 class RewardConfig(Component):
@@ -73,6 +74,10 @@ class RewardConfig(Component):
         Raises:
             UserError: something that it needs is missing on this machine.
         """
+
+    def longest_rollout(self, places: Places) -> int | None:
+        """Most tokens of a rollout, with its prompt, that it can read; None if that is not known or unlimited."""
+        return None
 
     def check(self, places: Places) -> None:
         """Raises a UserError for what `scorer` would refuse, as far as it is known without loading anything."""

@@ -30,10 +30,12 @@ BEAT_SECONDS = 1.0
 class RemoteModel:
     """The model with a fingerprint, wherever it runs."""
 
-    def __init__(self, addresses: str, fingerprint: str, wait: Callable[[str], None], request_seconds: float = REQUEST_SECONDS) -> None:
+    def __init__(
+        self, addresses: str, fingerprint: str, wait: Callable[[str, float], None], request_seconds: float = REQUEST_SECONDS
+    ) -> None:
         """addresses: as `parse_addresses` reads them. fingerprint: the identity of the model that is to answer.
 
-        wait: called about every second while nothing answers, with what is waited for; raises where the run has to stop.
+        wait: see `RewardSetting.wait`. The wait of a batch begins when it is first asked for.
 
         Raises:
             ConfigError: an address cannot be read, or a package is missing.
@@ -89,15 +91,16 @@ class RemoteModel:
         longest = max(map(len, ids))
         rows = [[*row, *[0] * (longest - len(row))] for row in ids]
         masks = [[1] * len(row) + [0] * (longest - len(row)) for row in ids]
+        began = time.monotonic()
         while True:
             instance = self._choose_instance()
             if instance is None:
                 pause = min(each.ready_at for each in self._instances) - time.monotonic()
-                self._wait("; ".join(f"{each.address}: {each.trouble}" for each in self._instances))
+                self._wait("; ".join(f"{each.address}: {each.trouble}" for each in self._instances), began)
                 time.sleep(min(max(pause, 0.0), BEAT_SECONDS))
                 continue
             try:
-                answer = self._beat_until_done(instance, lambda each=instance: each.infer(rows, masks, output))
+                answer = self._beat_until_done(instance, began, lambda each=instance: each.infer(rows, masks, output))
             except Away as error:
                 instance.note_failure(str(error))
                 continue
@@ -114,7 +117,7 @@ class RemoteModel:
                 return instance
         return None
 
-    def _beat_until_done(self, instance: "_Instance", work: Callable[[], Tensor]) -> Tensor:
+    def _beat_until_done(self, instance: "_Instance", since: float, work: Callable[[], Tensor]) -> Tensor:
         """What `work` returns or raises. It runs in a thread that the process does not wait for at its end."""
         done: Future[Tensor] = Future()
 
@@ -132,7 +135,7 @@ class RemoteModel:
             except NotYet:
                 if done.done():
                     return done.result()
-                self._wait(f"{instance.address}: has not answered for {time.monotonic() - began:.0f} s")
+                self._wait(f"{instance.address}: has not answered for {time.monotonic() - began:.0f} s", since)
 
 
 class _Instance:

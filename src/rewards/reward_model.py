@@ -43,6 +43,9 @@ class Config(RewardConfig):
         call_once(self.model.check, places)
         self.model.check_kind(REWARD, places, "rewards.model")
 
+    def longest_rollout(self, places: Places) -> int | None:
+        return None if self.template else self.model.longest_sequence(places)
+
     def scorer(self, setting: RewardSetting) -> Scorer:
         """Raises ConfigError where the model has another vocabulary than the policy and there is no template."""
         if os.environ.get(SERVERS):

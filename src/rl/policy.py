@@ -3,7 +3,8 @@
 Shapes: B rollouts, T tokens of the longest, V tokens of the vocabulary.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -76,18 +77,19 @@ class Generation:
             suppress_tokens=list(self.never) if self.never else None,
             **self.options,
         )
-        if self.continuous:
-            return [self.end(row) for row in _generate_continuously(model, prompts, settings, seed)]
-        together = distributed.world_size() > 1  # where the model is shared, every rank must make as many passes
-        read = {"past_key_values": cache} if self.repeated and (cache := _read_once(model, prompts, together)) else {}
-        torch.manual_seed(seed)
-        ids = model.generate(
-            input_ids=prompts["input_ids"],
-            attention_mask=prompts["attention_mask"].long(),
-            generation_config=settings,
-            synced_gpus=together,
-            **read,
-        )
+        with _no_own_settings(model):
+            if self.continuous:
+                return [self.end(row) for row in _generate_continuously(model, prompts, settings, seed)]
+            together = distributed.world_size() > 1  # where the model is shared, every rank must make as many passes
+            read = {"past_key_values": cache} if self.repeated and (cache := _read_once(model, prompts, together)) else {}
+            torch.manual_seed(seed)
+            ids = model.generate(
+                input_ids=prompts["input_ids"],
+                attention_mask=prompts["attention_mask"].long(),
+                generation_config=settings,
+                synced_gpus=together,
+                **read,
+            )
         return [self.end(row) for row in ids[:, prompts["input_ids"].shape[1] :].tolist()]
 
     def end(self, ids: Sequence[int]) -> list[int]:
@@ -98,6 +100,20 @@ class Generation:
     def has_ended(self, sampled: Sequence[int]) -> bool:
         """Whether an answer ended by itself."""
         return bool(sampled) and sampled[-1] in self.end_ids
+
+
+@contextmanager
+def _no_own_settings(model: Any) -> Iterator[None]:
+    """In the block `generate` adds nothing of the model's generation_config.json, such as a penalty for repetition, to what it is given:
+    else it would draw from another distribution than the one whose log-probabilities are learned."""
+    kept = [(module, own) for module in model.modules() if isinstance(own := vars(module).get("generation_config"), GenerationConfig)]
+    for module, _ in kept:
+        module.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        for module, own in kept:
+            module.generation_config = own
 
 
 def _read_once(model: Any, prompts: Mapping[str, Tensor], together: bool) -> DynamicCache | None:

@@ -13,8 +13,8 @@ from src.runs import heartbeat
 from src.runs.context import Run
 
 log = logging.getLogger(__name__)
-_PAUSE = 10.0
-"""Seconds without a call of `wait` after which a new wait begins."""
+_LONG = 5.0
+"""Seconds of a wait after which it is told."""
 MOST_SECONDS = 900.0
 """That a run waits for a server: half of what processes wait for each other."""
 
@@ -28,23 +28,22 @@ class Patience:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._since = self._last = 0.0
+        self._told = 0.0
 
-    def wait(self, text: str) -> None:
+    def wait(self, text: str, since: float) -> None:
         """See `rewards.interface.RewardSetting.wait`.
 
         Raises:
             ServerAway: a process is asked to stop, or nothing has answered for long.
         """
-        now = time.monotonic()
-        if not self._since or now - self._last > _PAUSE:
+        waited = time.monotonic() - since
+        if waited > _LONG and self._told != since:
             log.warning("%s: waits for %s.", self._run.path, text)
-            self._since = now
-        self._last = now
+            self._told = since
         heartbeat.keep_alive(self._run.path, self._run.dir.attempt)
         if distributed.stop_requested():
             raise ServerAway(f"asked to stop while waiting for {text}")
-        if now - self._since > MOST_SECONDS:
+        if waited > MOST_SECONDS:
             raise ServerAway(f"waited {MOST_SECONDS:.0f} s for {text}")
 
 

@@ -251,6 +251,17 @@ def test_a_reward_model_with_another_vocabulary_needs_a_template(folder: Path, t
     assert toy.main(["-e", "x"], {"x": [told]}, tmp_path / "world") == 0
 
 
+def test_a_reward_model_reads_the_longest_rollout(folder: Path, capsys: pytest.CaptureFixture[str]):
+    """Told before the training, which would meet such a rollout at any time."""
+    short = override(SFT["model"], {"max_positions": 20})
+    judge = {"name": "reward_model", "model": {"name": "reward", "base": short}}
+    exp = override(GRPO, {"rewards": [judge]})
+    assert toy.main(["-e", "x", "--dry-run"], {"x": [exp]}, folder) == 1
+    assert "reward 'reward_model': it reads 20 tokens, and a rollout may have" in capsys.readouterr().err
+    exp = override(GRPO, {"rewards": [{**judge, "template": "oasst"}]})
+    assert toy.main(["-e", "x", "--dry-run"], {"x": [exp]}, folder) == 0
+
+
 @pytest.mark.parametrize("variable", ["TRITON_HOST_RM", "TRITON_HOST_REF"])
 def test_a_run_whose_server_stays_away_stops_with_code_75(folder: Path, tmp_path: Path, variable: str, monkeypatch: pytest.MonkeyPatch):
     shutil.copytree(folder, tmp_path / "world")

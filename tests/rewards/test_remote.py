@@ -26,7 +26,7 @@ class Stopped(Exception):
     """What the run's own `wait` raises."""
 
 
-def never(text: str) -> None:
+def never(text: str, since: float) -> None:
     pytest.fail(f"waited: {text}")
 
 
@@ -47,7 +47,7 @@ def opened() -> Iterator[ExitStack]:
         yield stack
 
 
-def make_client(opened: ExitStack, addresses: str, wait: Callable[[str], Any] = never, seconds: float = 60) -> RemoteModel:
+def make_client(opened: ExitStack, addresses: str, wait: Callable[[str, float], Any] = never, seconds: float = 60) -> RemoteModel:
     model = RemoteModel(addresses, FINGERPRINT, wait, seconds)
     opened.callback(model.close)
     return model
@@ -123,7 +123,7 @@ def test_a_server_that_is_away_is_waited_for(protocol: str, opened: ExitStack):
     port, told, server = free_port(), [], ExitStack()
     opened.push(server)
 
-    def wait(text: str) -> None:
+    def wait(text: str, since: float) -> None:
         told.append(text)
         if len(told) == 2:
             server.enter_context(SERVE[protocol](Script(), port))
@@ -139,7 +139,7 @@ def test_a_server_that_is_away_is_waited_for(protocol: str, opened: ExitStack):
 
 
 def test_the_run_may_stop_while_it_waits(protocol: str, opened: ExitStack):
-    def stop(text: str) -> None:
+    def stop(text: str, since: float) -> None:
         raise Stopped(text)
 
     with pytest.raises(Stopped, match="/judge: "):
@@ -155,7 +155,7 @@ def test_a_server_that_does_not_answer_is_waited_for_with_a_beat(monkeypatch: py
     opened.callback(go_on.set)
     port = opened.enter_context(SERVE[protocol](Script(after=go_on.wait)))
 
-    def wait(text: str) -> None:
+    def wait(text: str, since: float) -> None:
         told.append(text)
         if len(told) == 3:
             raise Stopped(text)
@@ -163,6 +163,31 @@ def test_a_server_that_does_not_answer_is_waited_for_with_a_beat(monkeypatch: py
     with pytest.raises(Stopped, match=r"/judge: has not answered for \d+ s"):
         make_client(opened, f"{protocol}://127.0.0.1:{port}/judge", wait).rewards(IDS)
     go_on.set()
+
+
+def test_each_batch_is_waited_for_by_itself(monkeypatch: pytest.MonkeyPatch, protocol: str, opened: ExitStack):
+    """Many answers that each take a while are no long wait."""
+    monkeypatch.setattr(remote, "BEAT_SECONDS", 0.01)
+    import threading
+
+    begun, beats, script = list[float](), list[threading.Semaphore](), Script()
+    port = opened.enter_context(SERVE[protocol](script))
+
+    def answer_late() -> None:
+        for _ in range(2):
+            beats[-1].acquire()
+
+    def wait(text: str, since: float) -> None:
+        begun.append(since)
+        beats[-1].release()
+
+    script.after = answer_late
+    client = make_client(opened, f"{protocol}://127.0.0.1:{port}/judge", wait)
+    for _ in range(2):
+        beats.append(threading.Semaphore(0))
+        assert client.rewards(IDS) == [6, 4, 11]
+    assert len(set(begun)) == 2
+    assert begun == sorted(begun)
 
 
 def test_a_request_runs_out_of_time(protocol: str, opened: ExitStack):
@@ -174,7 +199,8 @@ def test_a_request_runs_out_of_time(protocol: str, opened: ExitStack):
     script.after = lambda: script.asked > 1 or go_on.wait()
     port = opened.enter_context(SERVE[protocol](script))
     told: list[str] = []
-    assert make_client(opened, f"{protocol}://127.0.0.1:{port}/judge", told.append, 0.2).rewards(IDS) == [6, 4, 11]
+    client = make_client(opened, f"{protocol}://127.0.0.1:{port}/judge", lambda text, since: told.append(text), 0.2)
+    assert client.rewards(IDS) == [6, 4, 11]
     assert script.asked == 2
     assert told
     go_on.set()
@@ -185,7 +211,7 @@ def test_a_dead_model_behind_a_live_server_is_waited_for(trouble: tuple[int, str
     script, told = Script(trouble=trouble), []
     port = opened.enter_context(SERVE[protocol](script))
 
-    def wait(text: str) -> None:
+    def wait(text: str, since: float) -> None:
         told.append(text)
         script.trouble = None if len(told) == 3 else trouble
 
@@ -197,7 +223,7 @@ def test_a_model_that_is_being_loaded_is_waited_for(protocol: str, opened: ExitS
     script, told = Script(loaded=False), []
     port = opened.enter_context(SERVE[protocol](script))
 
-    def wait(text: str) -> None:
+    def wait(text: str, since: float) -> None:
         told.append(text)
         script.loaded = len(told) == 2
 
@@ -222,7 +248,7 @@ def test_another_model_after_a_restart_is_refused(protocol: str, opened: ExitSta
 
     told = []
 
-    def restart(text: str) -> None:
+    def restart(text: str, since: float) -> None:
         told.append(text)
         if len(told) == 1:
             server.enter_context(SERVE[protocol](Script(fingerprint="e" * 64), port))
@@ -268,7 +294,7 @@ def test_the_other_protocols_port_is_told(spoken: str, wanted: str, opened: Exit
     port = opened.enter_context(SERVE[spoken](Script()))
     other = {"http": "", "grpc": "http://"}[spoken]
     with pytest.raises(ConfigError, match=wanted):
-        make_client(opened, f"{other}127.0.0.1:{port}/judge", lambda _: None).rewards(IDS)
+        make_client(opened, f"{other}127.0.0.1:{port}/judge", lambda *_: None).rewards(IDS)
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,9 @@ INTRUDERS = {
     "prints 10 GB": "for _ in range(10000):\n    print('x' * (1 << 20))\nprint(ANSWER)",
     "floods": "import os\nfor fd in range(3, 64):\n    try:\n        while True:\n            os.write(fd, b'x' * 65536)\n"
     "    except OSError:\n        pass\nprint(ANSWER)",
+    "forges a message": "import json, os\nbody = json.dumps({'value': [{'complex': [10**400, 0]}, '']}).encode()\n"
+    "for fd in range(3, 64):\n    try:\n        os.write(fd, len(body).to_bytes(4, 'big') + body)\n"
+    "    except OSError:\n        pass\nos._exit(0)",
     "ends": "import os\nos._exit(0)",
     "crashes": "import ctypes\nctypes.string_at(0)",
     "deep": "x = []\nfor _ in range(10**5):\n    x = [x]\nx",

@@ -66,3 +66,15 @@ def test_short_prompts(length: int):
     torch.manual_seed(0)
     model, batch = llama().eval(), prompts([5] * length, [5] * length)
     assert sample(model, batch, repeated=True)[0] == sample(model, batch, repeated=False)[0]
+
+
+@pytest.mark.parametrize("own", [{"min_p": 0.9}, {"typical_p": 0.1}, {"repetition_penalty": 9.0}, {"no_repeat_ngram_size": 1}])
+def test_settings_of_a_pretrained_model_do_not_change_what_is_drawn(own: dict[str, float]):
+    """Its generation_config.json; else the log-probabilities that are learned would be those of another distribution."""
+    torch.manual_seed(0)
+    model, batch = llama().eval(), prompts(*[[5, 6, 7]] * 32)
+    wanted, _ = sample(model, batch, repeated=True)
+    model.generation_config.update(**own)
+    kept = model.generation_config
+    assert sample(model, batch, repeated=True)[0] == wanted
+    assert model.generation_config is kept

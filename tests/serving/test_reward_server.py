@@ -40,7 +40,7 @@ def serve(run: Path, places: Places) -> Iterator[str]:
         thread.join()
 
 
-def never(text: str) -> None:
+def never(text: str, since: float) -> None:
     pytest.fail(f"waited: {text}")
 
 

@@ -10,6 +10,7 @@ from src import distributed
 from src.call_once import call_once
 from src.config import Places
 from src.data.rollouts import dataset as rollouts
+from src.errors import ConfigError
 from src.evaluation.config import Answers, SampledAnswers
 from src.interfaces import ModelConfig
 from src.kinds import DECODER
@@ -133,7 +134,20 @@ class PolicyTraining(Finetuning):
             self.check_questions,
             lambda: loop.check(self.score_names()),
             *(lambda reward=reward: call_once(reward.check, places) for reward in self.rewards),
+            lambda: self.check_rewards_room(places),
         ]
+
+    def check_rewards_room(self, places: Places) -> None:
+        """Raises ConfigError where a reward cannot read the longest rollout that there may be."""
+        data = self.rollouts
+        longest = getattr(data.prompts, "sequence_tokens", 0) + data.max_new_tokens
+        for name, reward in zip(self.reward_names, self.rewards, strict=True):
+            room = reward.longest_rollout(places)
+            if room is not None and longest > room:
+                raise ConfigError(
+                    f"reward {name!r}: it reads {room} tokens, and a rollout may have {longest}: data.prompts.sequence_tokens + "
+                    "data.max_new_tokens. Make one of them smaller, or take a reward model that reads more."
+                )
 
     def count(self, batch: "Mapping[str, torch.Tensor]") -> float:
         """What the loss of a batch is divided by: its tokens to learn from."""

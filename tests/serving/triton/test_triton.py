@@ -61,7 +61,7 @@ def address_of(folder: Path, protocol: str) -> str:
     return f"{protocol}://127.0.0.1:{server.require_state(folder)[f'{protocol}_port']}"
 
 
-def never(text: str) -> None:
+def never(text: str, since: float) -> None:
     if "has not answered for" not in text:
         pytest.fail(f"waited: {text}")
 
@@ -120,7 +120,7 @@ def test_one_server_and_free_ports(folder: Path, places: Places, tmp_path: Path)
 def test_a_dead_process_of_the_backend_is_noticed_and_replaced(folder: Path, root: str, places: Places, capsys: pytest.CaptureFixture[str]):
     told: list[str] = []
 
-    def wait(text: str) -> None:
+    def wait(text: str, since: float) -> None:
         told.append(text)
         if sum("not healthy" in each for each in told) == 1 and "not healthy" in text:
             assert server.main(["status", str(folder)]) == 1
@@ -160,7 +160,7 @@ def test_new_weights_are_loaded_and_told_apart(folder: Path, places: Places, cap
 def test_a_server_that_is_killed_is_waited_for(folder: Path, root: str, places: Places):
     state, told = server.require_state(folder), []
 
-    def wait(text: str) -> None:
+    def wait(text: str, since: float) -> None:
         told.append(text)
         if len(told) == 2:
             with pytest.raises(RunError, match="no server runs on it"):

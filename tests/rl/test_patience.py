@@ -1,0 +1,23 @@
+"""How long a run waits for a server."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from src.config import Places
+from src.rl.scoring import MOST_SECONDS, Patience, ServerAway
+from src.runs.context import Run
+from src.runs.run_dir import RunDir
+
+
+def test_one_wait_may_be_too_long_and_many_short_ones_may_not(tmp_path: Path):
+    exp = {"recipe": "toy"}
+    with RunDir.open(tmp_path, exp, exp) as opened:
+        patience = Patience(Run(opened, Places(tmp_path, tmp_path)))
+        now = time.monotonic()
+        for _ in range(3):
+            patience.wait("the judge", now)
+        with pytest.raises(ServerAway, match=r"waited 900 s for the judge"):
+            patience.wait("the judge", now - MOST_SECONDS - 1)
+        patience.wait("the judge", now)
