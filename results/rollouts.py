@@ -1,9 +1,9 @@
 # PYTHON_ARGCOMPLETE_OK
-"""Rollouts of a policy over its training: `python -m results.rollouts RUN [--count 3] [--iterations 4]`.
+"""Rollouts of a policy over its training: `python -m results.rollouts RUN [--count 3] [--iterations 4] [--full]`.
 
 RUN is a save directory of recipe `ppo` or `grpo`, or the beginning of its id. Of some iterations, evenly spread, the answers of the least
-and of the most reward, with what each part of the reward says: a policy that has found a weakness of a reward is found by reading. Above
-them stands what has risen and fallen from the first evaluation to the last.
+and of the most reward among the 64 that a run keeps of each, with what each part of the reward says: a policy that has found a weakness of
+a reward is found by reading. Above them stands what has risen and fallen from the first evaluation to the last.
 """
 
 import argparse
@@ -31,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("run", type=Path, help="a save directory, or the beginning of its id")
     add("--count", type=int, default=3, metavar="N", help="answers at each end of an iteration (default: %(default)s)")
     add("--iterations", type=int, default=4, metavar="N", help="iterations, the first and the last among them (default: %(default)s)")
+    add("--full", action="store_true", help=f"whole texts (default: their first {WIDTH} characters, without line breaks)")
     add("-r", "--runs", type=Path, default=run_arguments.RUNS, metavar="DIR", help="where save directories are (default: %(default)s)")
     args = parse_arguments(parser, argv)
     return run_command(lambda: _act(args))
@@ -48,7 +49,7 @@ def _act(args: argparse.Namespace) -> int:
         own = [row for row in rollouts if row["iteration"] == iteration]
         write(f"\niteration {iteration}, after step {own[0]['step']}: {describe_means(own)}\n")
         for title, rows in choose_extremes(own, args.count).items():
-            write(f"  {title}\n" + "".join(f"{describe(row)}\n" for row in rows))
+            write(f"  {title}\n" + "".join(f"{describe(row, args.full)}\n" for row in rows))
     return 0
 
 
@@ -91,10 +92,11 @@ def describe_means(rows: Sequence[Mapping[str, Any]]) -> str:
     return ", ".join(f"{name} {sum(row[name] for row in rows) / len(rows):.3g}" for name in names)
 
 
-def describe(row: Mapping[str, Any]) -> str:
-    """A rollout in a few lines."""
+def describe(row: Mapping[str, Any], full: bool = False) -> str:
+    """A rollout in a few lines, or with whole texts."""
     told = ", ".join(f"{name} {row[name]:.3g}" for name in row if name not in _NO_FACTS)
-    texts = [textwrap.shorten(text, WIDTH) or "(nothing)" for text in (row["prompt"], row["answer"])]
+    texts = [(row[part] if full else textwrap.shorten(row[part], WIDTH)) or "(nothing)" for part in ("prompt", "answer")]
+    texts = [textwrap.indent(text, "      ").lstrip() for text in texts]
     return f"    {texts[0]}\n      {texts[1]}\n      {told}"
 
 

@@ -45,3 +45,13 @@ def test_each_answer_is_shown_once(tmp_path: Path, capsys: pytest.CaptureFixture
     run = write(tmp_path / "run", [1.0], [0.5])
     assert rollouts.main([str(run), "--count", "9", "--iterations", "1"]) == 0
     assert capsys.readouterr().out.count("say 0 3") == 1
+
+
+def test_whole_answers_are_shown_where_they_are_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """What pays may stand at the end of a long answer."""
+    run = write(tmp_path / "run", [1.0], [0.5])
+    row = {"step": 0, "iteration": 0, "prompt": "ask", "answer": "word " * 50 + "\nthe end", "reward": 9.0}
+    (run / "rollouts.jsonl").write_text(json.dumps(row) + "\n")
+    for words, whole in (([], False), (["--full"], True)):
+        assert rollouts.main([str(run), *words]) == 0
+        assert ("\n      the end\n" in capsys.readouterr().out) == whole
