@@ -80,8 +80,12 @@ class Process:
         return found
 
 
-def torchrun(script: Path, arguments: Sequence[str], processes: int, log: Path) -> str:
-    """Run a script of ours on several processes to its end; what it printed, "" where all went well."""
+def torchrun(script: Path, arguments: Sequence[str], processes: int, log: Path, seconds: float = 600) -> str:
+    """Run a script of ours on several processes to its end; what it printed, "" where all went well.
+
+    Raises:
+        TimeoutError: it has not ended within so many seconds, and was killed.
+    """
     launcher = [
         "-m",
         "torch.distributed.run",
@@ -95,7 +99,7 @@ def torchrun(script: Path, arguments: Sequence[str], processes: int, log: Path) 
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     process = Process([sys.executable, *launcher, str(script), *arguments], environment, None, log)
     try:
-        code = process.wait(timeout=600)
+        code = process.wait(timeout=seconds)
     finally:
         process.kill()
     return log.read_text() or f"exit code {code}" if code else ""
