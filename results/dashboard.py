@@ -177,7 +177,8 @@ class Dashboard:
     def show_results(self) -> None:
         """The table of results, best first by the chosen score."""
         shown = overview.tabulate(self.shown, self.by.value, self.scores.value, self.sorted.value, self.spread.value)
-        lines = [[markup.dot(colour), *line] for colour, line in zip(shown.colours, shown.lines, strict=False)]
+        of_lines = zip(shown.colours, shown.lines, strict=bool(shown.lines))  # no lines where nothing differs: see `same`
+        lines = [[markup.dot(colour), *line] for colour, line in of_lines]
         self._colours = shown.colours
         self.results.fill([panes.COLOUR, *shown.headings] if lines else [], lines, [set[int](), *shown.best_lines])
         same = f"In all rows: {', '.join(shown.same)}." if shown.same else ""

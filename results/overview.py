@@ -224,7 +224,7 @@ def tabulate(
         best = f"Best {name}: {columns[0].cells[0]}{f' with {where}' if where else ''}, of {len(rows)} configurations."
     return Ranking(
         [column.heading for column in columns],
-        [list(cells) for cells in zip(*(column.cells for column in columns), strict=True)],  # none where all columns are `same`
+        [list(cells) for cells in zip(*(column.cells for column in columns), strict=True)],
         [drawn.colours[row["exp_ids"][0]] for row in rows],
         [_best_lines(rows, column.name) if column.name in names else set[int]() for column in columns],
         [column.constant for column in same],

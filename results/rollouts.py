@@ -96,8 +96,8 @@ def describe(row: Mapping[str, Any], full: bool = False) -> str:
     """A rollout in a few lines, or with whole texts."""
     told = ", ".join(f"{name} {row[name]:.3g}" for name in row if name not in _NO_FACTS)
     texts = [(row[part] if full else textwrap.shorten(row[part], WIDTH)) or "(nothing)" for part in ("prompt", "answer")]
-    texts = [textwrap.indent(text, "      ").lstrip() for text in texts]
-    return f"    {texts[0]}\n      {texts[1]}\n      {told}"
+    prompt, answer = (text.replace("\n", "\n      ") for text in texts)
+    return f"    {prompt}\n      {answer}\n      {told}"
 
 
 if __name__ == "__main__":

@@ -82,7 +82,6 @@ def build_unfilled(build: Callable[[], Any], folder: Path, files: Sequence[Path]
     """
     from accelerate import init_empty_weights
     from safetensors import safe_open
-    from torch import nn
     from transformers import GenerationConfig
 
     if {path.resolve() for path in folder.glob("*.safetensors")} != {path.resolve() for path in files}:
@@ -96,10 +95,9 @@ def build_unfilled(build: Callable[[], Any], folder: Path, files: Sequence[Path]
         with safe_open(file, "pt") as opened:
             shapes |= {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118  it is no dict
             holders |= dict.fromkeys(opened.keys(), file)
+    _untie(model, holders)
     state = model.state_dict(keep_vars=True)
     stored = [name for name, tensor in state.items() if shapes.get(name) == list(tensor.shape)]
-    _untie(model, [name for name in stored if isinstance(state[name], nn.Parameter)], holders)
-    state = model.state_dict(keep_vars=True)
     found = {id(state[name]) for name in stored}
     if any(id(parameter) not in found for parameter in model.parameters()):
         return None
@@ -110,8 +108,11 @@ def build_unfilled(build: Callable[[], Any], folder: Path, files: Sequence[Path]
     return model.eval()
 
 
-def _untie(model: "nn.Module", stored: Sequence[str], holders: Mapping[str, Path]) -> None:
-    """Part weights that are tied, and that the files have with different numbers: transformers does so, and T5 v1.1 counts on it."""
+def _untie(model: "nn.Module", holders: Mapping[str, Path]) -> None:
+    """Part weights that are tied, and that the files have with different numbers: transformers does so, and T5 v1.1 counts on it.
+
+    holders: the file of each weight, by name.
+    """
     from safetensors import safe_open
     from torch import empty_like, equal, nn
 
@@ -120,8 +121,8 @@ def _untie(model: "nn.Module", stored: Sequence[str], holders: Mapping[str, Path
             return opened.get_tensor(name)
 
     first: dict[int, str] = {}
-    for name in stored:
-        parameter = model.get_parameter(name)
+    held = [(name, parameter) for name, parameter in model.named_parameters(remove_duplicate=False) if name in holders]
+    for name, parameter in held:
         known = first.setdefault(id(parameter), name)
         if known != name and not equal(read(known), read(name)):
             owner, _, own = name.rpartition(".")

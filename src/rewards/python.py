@@ -97,12 +97,12 @@ class _Value:
             return 0.0
         try:
             value, printed = isolated.read_value(json.loads(output[4:])["value"], _find_nothing)
-            if value is None and isinstance(printed, str):
-                lines = printed.strip().splitlines()
-                return float(any(agrees(text, self.answer) for text in (printed, *lines[-1:])))
-            return float(agrees(value, self.answer))
         except Exception:  # noqa: BLE001  the program may have written these bytes: no matter what is in them, the training goes on
             return 0.0
+        if value is None and isinstance(printed, str):
+            lines = printed.strip().splitlines()
+            return float(any(agrees(text, self.answer) for text in (printed, *lines[-1:])))
+        return float(agrees(value, self.answer))
 
 
 def _find_nothing(number: int) -> NoReturn:

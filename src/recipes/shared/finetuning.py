@@ -128,12 +128,12 @@ class Finetuning(RecipeConfig):
             if used is not None and asked > used:
                 raise ConfigError(f"{name}.questions: {asked}, but data.val_samples is {used}. Ask for at most that many.")
 
-    def build_model(self, run: Run, trained_at_once: bool = True) -> Any:
-        """The model. For FSDP2 without its weights, where each process can read its part of them and nobody asks it before the training.
+    def build_model(self, run: Run, used_before: bool = False) -> Any:
+        """The model; for a training with FSDP2 without its weights, where each process can read its part of them later.
 
-        trained_at_once: nobody does.
+        used_before: whether it computes anything before the training, and so needs them at once.
         """
-        unfilled = getattr(self.model, "build_unfilled", None) if run.options.fsdp and self.loop and trained_at_once else None
+        unfilled = getattr(self.model, "build_unfilled", None) if run.options.fsdp and self.loop and not used_before else None
         return (unfilled or self.model.build)(run.places)
 
     def fit_or_evaluate(self, spec: "TrainSpec", run: Run) -> None:

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from src import distributed
 from src.call_once import call_once
 from src.config import Places
+from src.data.conversations import dataset as conversations
 from src.data.rollouts import dataset as rollouts
 from src.errors import ConfigError
 from src.evaluation.config import Answers, SampledAnswers
@@ -139,8 +140,9 @@ class PolicyTraining(Finetuning):
 
     def check_rewards_room(self, places: Places) -> None:
         """Raises ConfigError where a reward cannot read the longest rollout that there may be."""
-        data = self.rollouts
-        longest = getattr(data.prompts, "sequence_tokens", 0) + data.max_new_tokens
+        data, prompts = self.rollouts, self.rollouts.prompts
+        assert isinstance(prompts, conversations.Config), "the validator has checked it"
+        longest = prompts.sequence_tokens + data.max_new_tokens
         for name, reward in zip(self.reward_names, self.rewards, strict=True):
             room = reward.longest_rollout(places)
             if room is not None and longest > room:

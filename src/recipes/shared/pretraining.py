@@ -88,7 +88,7 @@ class Pretraining(Finetuning):
         loss = self.loss()
         torch.manual_seed(self.seed)
         with distributed.raise_together():
-            model = self.build_model(run, trained_at_once=type(self).prepare is Pretraining.prepare)
+            model = self.build_model(run, used_before=type(self).prepare is not Pretraining.prepare)
             tokenizer = tokenizers.load(model.name_or_path, self.model.new_tokens())
             val = self.data.build(run.places, tokenizer, "val", self.seed)
             train = self.data.build(run.places, tokenizer, "train", self.seed) if self.loop else val

@@ -73,7 +73,7 @@ def test_rows_of_any_page_are_read():
         starts = draw.sample(words, min(3, len(words)))
         entities = [{"key": "entity", "type": "local", "char_start_idx": s, "char_end_idx": s + 1, "value": "E"} for s in starts]
         row = {**page.columns(), "metadata_entity": entities}
-        read_row({**row, **of_text.extract(row)}, "row")
+        assert read_row({**row, **of_text.extract(row)}, "row").text == page.text
 
 
 def test_long_runs_of_dots_and_many_entities_take_no_longer_than_they_are():
