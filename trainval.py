@@ -231,7 +231,7 @@ def train(args: argparse.Namespace, planned: Sequence[Any], chosen: set[str], pl
 
     options = arguments.training_options(args, distributed.world_size())
     failed = 0
-    with distributed.stoppable(), distributed.session(args.deterministic):
+    with distributed.stoppable(), distributed.session(args.deterministic, options.tensor_parallel):
         for item in planned:
             if any(distributed.all_gather_list([distributed.stop_requested()])):  # at the end of the one before, too late for its loop
                 raise distributed.agreed_stop(None)

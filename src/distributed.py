@@ -25,6 +25,8 @@ OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """Environment variable that gives torchrun's agent and the ranks separate rendezvous stores."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 """Sent by schedulers before a kill, by schedulers before the time limit, and by a person."""
+TENSOR_MESH = "tensor"
+"""Dimension of a device mesh between whose processes matrices are cut."""
 _PARENT = os.getppid()
 
 
@@ -43,6 +45,7 @@ class Reason:
         return self.kind == "person"
 
 
+_readers = 1
 _requested: Reason | None = None
 _deferred = False
 _limit: Callable[[], Reason | None] | None = None
@@ -90,16 +93,42 @@ def is_main() -> bool:
     return rank() == 0
 
 
+def data_rank() -> int:
+    """Number of this process's share of the data: neighbours that cut matrices between them read the same. The rank, where none do."""
+    return rank() // _readers
+
+
+def data_size() -> int:
+    """Number of shares of the data; see `data_rank`."""
+    return world_size() // _readers
+
+
+def leads_readers() -> bool:
+    """Whether this process is the one that counts, of those that read the same data."""
+    return rank() % _readers == 0
+
+
+def is_copy(tensor: Any) -> bool:
+    """Whether a process of lower rank has the same part of a DTensor that is sharded over processes."""
+    mesh = getattr(tensor, "device_mesh", None)
+    if mesh is None:
+        return False
+    repeated = any(part.is_replicate() and place for part, place in zip(tensor.placements, mesh.get_coordinate(), strict=True))
+    return repeated or (TENSOR_MESH not in mesh.mesh_dim_names and not leads_readers())
+
+
 @contextlib.contextmanager
-def session(deterministic: bool = False) -> Iterator[None]:
+def session(deterministic: bool = False, tensor_parallel: int = 1) -> Iterator[None]:
     """Join the process group on entry and leave it gracefully on success; a failing process leaves at once. Makes `torch_settings`.
 
+    tensor_parallel: how many neighbours read the same data, see `data_rank`.
     Backend: nccl between GPUs where the machine has any, one for each process; gloo between CPUs.
 
     Raises:
         LaunchError: fewer GPUs than processes on this machine; incomplete variables of the launcher, or settings with which its
             restarts of killed processes would hang.
     """
+    global _readers  # noqa: PLW0603  set for the length of the session
     torch_settings.make(deterministic)
     if world_size() == 1:
         yield
@@ -121,12 +150,15 @@ def session(deterministic: bool = False) -> Iterator[None]:
     if gpu:
         torch.cuda.set_device(local_rank())
     dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", timeout=torch_settings.COLLECTIVE_TIMEOUT)
+    _readers = tensor_parallel
     try:
         yield
     except TrainingStopped as stopped:
         if stopped.everywhere:
             _leave_group()
         raise
+    finally:
+        _readers = 1
     _leave_group()
 
 

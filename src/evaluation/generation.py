@@ -83,7 +83,7 @@ def gather_batches(answer: Callable[[Sequence[int]], Sequence[T]], indices: Sequ
     Raises:
         distributed.TrainingStopped: a process was asked to stop meanwhile.
     """
-    together = batch_size * distributed.world_size()
+    together = batch_size * distributed.data_size()
     for start in range(0, len(indices), together):
         distributed.stop_together()
         some = indices[start : start + together]

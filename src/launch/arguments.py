@@ -19,7 +19,7 @@ STATES = ("never", "queued", "running", "done", "failed", "stopped", "lost", "un
 JOB_OPTIONS = ("run", "status", "logs", "kill", "reset", "retry", "throttle")
 PASSED_ON = (
     *("log_every", "save_every", "stop_after", "max_host_memory", "num_workers", "micro_batch", "statistics_every"),
-    *("keep_last", "keep_every", "keep_best", "fsdp_replicas", "gradient_checkpointing"),
+    *("keep_last", "keep_every", "keep_best", "fsdp_replicas", "tensor_parallel", "gradient_checkpointing"),
 )
 """Arguments that launched experiments get too, besides those for Weights & Biases and for sharded models."""
 SWITCHES = ("fsdp", "fsdp_sharded_gradients", "offload_activations", "deterministic", "wandb_log_gradients")
@@ -114,6 +114,7 @@ def _add_place(parser: argparse.ArgumentParser, root: Path) -> None:
     where.add_argument("--deepspeed", type=Path, metavar="JSON", help="shard the model with DeepSpeed ZeRO")
     where.add_argument("--fsdp", action="store_true", help="shard the model with FSDP2")
     where.add_argument("--fsdp_replicas", type=int, metavar="N", help="shard within each of N equal parts of the processes (default: 1)")
+    where.add_argument("--tensor_parallel", type=int, metavar="N", help="with --fsdp: cut matrices between N neighbours (default: 1)")
     where.add_argument("--fsdp_sharded_gradients", action="store_true", help="hold no whole gradients between the passes of a step")
     where.add_argument(
         "--gradient_checkpointing",
@@ -200,8 +201,9 @@ def check(args: argparse.Namespace, processes: int) -> None:
     _check_memory(args)
     if args.deepspeed and args.fsdp:
         raise ConfigError("--deepspeed and --fsdp: give one of them.")
-    if args.fsdp_replicas is not None and args.fsdp_replicas < 1:
-        raise ConfigError(f"--fsdp_replicas: expected a number of at least 1, got {args.fsdp_replicas}.")
+    for name in ("fsdp_replicas", "tensor_parallel"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            raise ConfigError(f"--{name}: expected a number of at least 1, got {value}.")
 
 
 def _check_memory(args: argparse.Namespace) -> None:
@@ -211,6 +213,8 @@ def _check_memory(args: argparse.Namespace) -> None:
         raise ConfigError("--gpus and --gpu: say for which GPUs --memory plans. Add --dry-run --memory, or leave them out.")
     if args.gpus is not None and args.gpus < 1:
         raise ConfigError(f"--gpus: expected a number of at least 1, got {args.gpus}.")
+    if args.memory and (args.tensor_parallel or 1) > 1:
+        raise ConfigError("--memory: what --tensor_parallel saves is not planned. Leave one of the two out.")
     if args.memory and args.offload_activations:
         raise ConfigError("--memory: what --offload_activations leaves on a GPU is not planned. Leave one of the two out.")
 
@@ -226,13 +230,16 @@ def training_options(args: argparse.Namespace, processes: int) -> "Options":
     from src.runs.context import Limits, Options, Wandb
 
     choices = accelerate_env.take_choices(os.environ, processes, args.deepspeed, args.fsdp)
-    replicas = args.fsdp_replicas or 1
-    if replicas > 1 and not choices.fsdp:
-        raise ConfigError("--fsdp_replicas: says how --fsdp shards. Add it, or leave this out.")
+    replicas, tensor_parallel = args.fsdp_replicas or 1, args.tensor_parallel or 1
+    for name, parts in {"fsdp_replicas": replicas, "tensor_parallel": tensor_parallel}.items():
+        if parts > 1 and not choices.fsdp:
+            raise ConfigError(f"--{name}: says how --fsdp shards. Add it, or leave this out.")
     if args.fsdp_sharded_gradients and not choices.fsdp:
         raise ConfigError("--fsdp_sharded_gradients: says how --fsdp shares gradients out. Add it, or leave this out.")
     if processes % replicas:
         raise ConfigError(f"--fsdp_replicas {replicas}: {processes} processes cannot be cut into as many equal parts.")
+    if processes // replicas % tensor_parallel:
+        raise ConfigError(f"--tensor_parallel {tensor_parallel}: no divisor of {processes // replicas} processes.")
     wanted = args.wandb_entity_name or args.wandb_project_name or args.wandb_run_name or args.wandb_log_gradients
     wanted = wanted or "WANDB_SWEEP_ID" in os.environ  # a trial of `wandb agent`
     wandb = Wandb(args.wandb_entity_name, args.wandb_project_name, args.wandb_run_name, args.wandb_log_gradients) if wanted else None
@@ -243,6 +250,7 @@ def training_options(args: argparse.Namespace, processes: int) -> "Options":
         deepspeed=choices.deepspeed,
         fsdp=choices.fsdp,
         fsdp_replicas=replicas,
+        tensor_parallel=tensor_parallel,
         fsdp_sharded_gradients=args.fsdp_sharded_gradients,
         gradient_checkpointing=args.gradient_checkpointing,
         offload_activations=args.offload_activations,

@@ -52,6 +52,8 @@ class Options:
     """Parts of the ranks, each of which has a sharded model of its own (HSDP): the nodes, say, so that layers are gathered within one."""
     fsdp_sharded_gradients: bool = False
     """Share the gradients out after each pass of a step, not after the last: less memory, more messages, sums that round otherwise."""
+    tensor_parallel: int = 1
+    """Neighbouring ranks that cut the matrices of each layer between them and read the same data, within a part that `fsdp` shards."""
     gradient_checkpointing: str | None = None
     """Recompute layers in the backward pass: the same bits, less memory. "full": a third more time; "selective": all but products."""
     offload_activations: bool = False

@@ -111,11 +111,11 @@ class LoopConfig(Config):
         name, _, part = self.best_metric.partition("/")  # "em/nq": over the rows of one source, where metrics are given
         if name not in scores or (part and name.startswith("val_")):
             raise ConfigError(f"loop.best_metric: {unknown_text('score', self.best_metric, scores)}")
-        count, world_size = self.sequences_per_step // self.micro_batch, distributed.world_size()
-        if count < world_size:
+        count, readers = self.sequences_per_step // self.micro_batch, distributed.data_size()
+        if count < readers:
             raise ConfigError(
                 f"loop.sequences_per_step: {self.sequences_per_step} sequences in micro-batches of {self.micro_batch} make {count} "
-                f"micro-batches a step, fewer than the {world_size} processes. Start at most {count}, or lower loop.micro_batch."
+                f"micro-batches a step, fewer than the {readers} processes that read. Start at most {count}, or lower loop.micro_batch."
             )
 
     def check_accelerate(self, told: Mapping[str, str | float]) -> None:
@@ -124,7 +124,7 @@ class LoopConfig(Config):
         Raises:
             ConfigError: names both values.
         """
-        accumulated = -(-(self.sequences_per_step // self.micro_batch) // distributed.world_size())
+        accumulated = -(-(self.sequences_per_step // self.micro_batch) // distributed.data_size())
         own = {
             "precision": ("--mixed_precision", "loop.precision", self.precision),
             "gradient_accumulation_steps": ("--gradient_accumulation_steps", "the accumulation of loop.sequences_per_step", accumulated),

@@ -155,7 +155,7 @@ class StepLoader:
 
         `close` ends the processes that read beside this one.
         """
-        share = RankShare(self.config.sequences_per_step, self.config.micro_batch, distributed.rank(), distributed.world_size())
+        share = RankShare(self.config.sequences_per_step, self.config.micro_batch, distributed.data_rank(), distributed.data_size())
         gpu = self.device.type == "cuda"
         workers = self._count_workers(gpu) if self.num_workers is None else self.num_workers
         samples = _Samples(self.dataset, gpu)
@@ -171,6 +171,7 @@ class StepLoader:
             generator=torch.Generator(),  # else it draws from the global one
         )
         stream, copies = iter(batches), Copies(self.device)
+        counts = distributed.leads_readers()
         behind: Cursor = {}
         try:
             while True:
@@ -184,14 +185,15 @@ class StepLoader:
                 yield Step(
                     batches,
                     numbers,
-                    count=sum(self.count(batch) for batch in batches),
-                    loss_tokens=count_true(batches, "loss_mask"),
-                    read_tokens=count_true(batches, "attention_mask") + count_true(batches, "context_mask"),
-                    sequences=sum(len(batch["input_ids"]) for batch in batches),
+                    count=counts * sum(self.count(batch) for batch in batches),
+                    loss_tokens=counts * count_true(batches, "loss_mask"),
+                    read_tokens=counts * (count_true(batches, "attention_mask") + count_true(batches, "context_mask")),
+                    sequences=counts * sum(len(batch["input_ids"]) for batch in batches),
                     keys=keys,
                     cursor=behind,
                     counters={
-                        name: [sum(values) for values in zip(*(each[name] for each in counters), strict=True)] for name in counters[0]
+                        name: [counts * sum(values) for values in zip(*(each[name] for each in counters), strict=True)]
+                        for name in counters[0]
                     },
                     passes=share.passes,
                     copies=copies,

@@ -168,7 +168,7 @@ class Loop:
 
     def train_step(self, step: loader.Step) -> float:
         """One optimizer step on the mean loss of the global batch, which it returns."""
-        state, world_size = self.state, distributed.world_size()
+        state, shares = self.state, distributed.data_size()
         count, tokens, asked, failed = distributed.all_reduce_sum(
             [step.count, step.loss_tokens, distributed.stop_requested() is not None, self.saver.writer.failed]
         )
@@ -187,7 +187,7 @@ class Loop:
             group["lr"] = self.learning_rate(state.step)
         sums: dict[str, Tensor] = {}  # (2,) float64: sum and count. They stay on the device, so that a pass waits for nothing.
         for a, (batch, sources, counts) in enumerate(step.on_device()):
-            seed = seeds.dropout_seed(self.seed, state.step, a * world_size + distributed.rank())
+            seed = seeds.dropout_seed(self.seed, state.step, a * shares + distributed.data_rank())
             self._seed_dropout(seed)
             last = a == step.passes - 1
             with self.engine.accumulation_context(last):
@@ -196,7 +196,7 @@ class Loop:
                 if self.other_micro_batch:
                     self._require_no_dropout(seed)
                 # The engine takes the mean over ranks; the factor makes it a sum.
-                self.engine.backward(loss * (counts * world_size / count), last)
+                self.engine.backward(loss * (counts * shares / count), last)
             named = {"": (loss, loss.new_zeros(())), **named}
             for name, pair in named.items():
                 part = torch.stack([write_beside(loss, value) for value in pair])
@@ -205,7 +205,7 @@ class Loop:
         norm = self.engine.total_norm(*norms)
         # The norm of rank 0: copies on unlike devices may differ in the last bit, and all ranks must decide alike.
         counters = {f"data/{name}": pair for name, pair in step.counters.items()}
-        own = [norm if distributed.is_main() else 0.0, *flat]
+        own = [norm if distributed.is_main() else 0.0, *(flat if distributed.leads_readers() else [0.0] * len(flat))]
         norm, *flat = distributed.all_reduce_sum([*own, *(value for pair in counters.values() for value in pair)])
         totals = {name: flat[2 * i : 2 * i + 2] for i, name in enumerate([*sums, *counters])}
         total = totals.pop("")[0]
@@ -246,7 +246,7 @@ class Loop:
 
     def _seed_generation(self) -> None:
         """Seed what a block of `Engine.generating` draws: other numbers in each block and process, and the same after a restart."""
-        self._seed_dropout(seeds.generation_seed(self.seed, self.state.step, self.generated, distributed.rank()))
+        self._seed_dropout(seeds.generation_seed(self.seed, self.state.step, self.generated, distributed.data_rank()))
         self.generated += 1
 
     def _seed_dropout(self, seed: int) -> None:

@@ -36,13 +36,15 @@ class Monitor:
 
     def __init__(self, folder: Path, model: nn.Module, every: int = DEFAULT_EVERY, *, compiled: bool = False) -> None:
         self.folder, self.model, self.every = folder, model, every
-        self.compiled = compiled or activation_statistics.is_compiled(model)
+        self.unhooked = "compiled" if compiled or activation_statistics.is_compiled(model) else ""
+        if distributed.data_size() < distributed.world_size():
+            self.unhooked = "cut between processes"
         self.step = 0
         self.due = False
         self._gradients: list[TensorSums] = []
         self._activations: list[Activation] = []
-        if every and self.compiled:
-            log.info("The model is compiled, so its activations are not measured.")
+        if every and self.unhooked:
+            log.info("The model is %s, so its activations are not measured.", self.unhooked)
 
     def truncate(self, step: int) -> None:
         """Drop the records after `step`, where the training continues. Call it on rank 0.
@@ -60,7 +62,7 @@ class Monitor:
 
     def forward(self, last: bool) -> contextlib.AbstractContextManager[None]:
         """Around a forward pass and its loss, without its backward pass. Watches the `last` of a due step, on rank 0."""
-        hooked = self.due and last and not self.compiled and distributed.is_main()
+        hooked = self.due and last and not self.unhooked and distributed.is_main()
         return activation_statistics.watch_activations(self.model, self._activations) if hooked else contextlib.nullcontext()
 
     def after_backward(self) -> None:

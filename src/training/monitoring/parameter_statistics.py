@@ -116,8 +116,11 @@ def _is_zero(parameter: Tensor) -> bool:
 
 def _local_part(tensor: Tensor | None) -> Tensor | None:
     """The part of a tensor that this process reads: its shard or, of a whole tensor, everything on rank 0 and nothing elsewhere."""
-    if tensor is None or _is_part(tensor):
-        return None if tensor is None else tensor.to_local()  # type: ignore[attr-defined]  a DTensor
+    if tensor is None:
+        return None
+    if _is_part(tensor):
+        local: Tensor = tensor.to_local()  # type: ignore[attr-defined]  a DTensor
+        return local[:0] if distributed.is_copy(tensor) else local
     if not distributed.is_main():
         return None
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[operator]

@@ -39,6 +39,8 @@ def build_accelerator(config: LoopConfig, options: Options) -> Accelerator:
             "loop.optimizer: 'adafactor' needs whole rows and columns, and --fsdp gives it parts. "
             "Leave out --fsdp (its state is small: each process can have it all), or use 'adamw_scale' or 'adamw'."
         )
+    if options.tensor_parallel > 1 and config.optimizer != "adamw":
+        raise ConfigError(f"loop.optimizer: {config.optimizer!r} needs whole tensors, and --tensor_parallel cuts them. Use 'adamw'.")
     if options.deepspeed:
         from src.training.parallel.zero import fill_settings
 
@@ -77,7 +79,8 @@ def build_engine(
     elif options.fsdp:
         from src.training.parallel.fsdp import FSDPEngine
 
-        engine = FSDPEngine(accelerator, model, config, options.fsdp_replicas, options.fsdp_sharded_gradients)
+        shares = options.fsdp_replicas, options.fsdp_sharded_gradients, options.tensor_parallel
+        engine = FSDPEngine(accelerator, model, config, *shares)
     else:
         engine = DDPEngine(accelerator, model, config)
     if checkpoint and unfilled:

@@ -57,8 +57,6 @@ class Engine(ABC):
     """True where a forward pass is collective: every process must make as many as the others. See `equalize_forward_passes`."""
     shards_gradients = False
     """True where each process has a part of the gradients."""
-    replicas = 1
-    """Processes that have the same part."""
     model: nn.Module
     optimizer: Any
 
@@ -128,7 +126,7 @@ class Engine(ABC):
             getattr(self.optimizer, "optimizer", self.optimizer).measured = list(weight_norms)
         square = math.fsum(norm**2 for norm in norms)
         (total,) = distributed.all_reduce_sum([square]) if self.shards_gradients else [square]
-        return float(torch.tensor(math.sqrt(total / self.replicas), dtype=torch.float32))
+        return float(torch.tensor(math.sqrt(total), dtype=torch.float32))
 
     def norm(self) -> float:
         """`total_norm`, read from the device on its own. Collective."""

@@ -1,7 +1,7 @@
 """Fully sharded data parallelism (FSDP2): each process holds a shard of every weight, gradient and optimizer state.
 
 With replicas (HSDP) the processes are cut into equal parts of neighbouring ranks. Each part shards a model of its own, and gradients are
-averaged between the parts.
+averaged between the parts. With tensor parallelism neighbours within a part cut matrices between them, see tensor_parallel.py.
 """
 
 import contextlib
@@ -24,6 +24,7 @@ from src.training.checkpointing import safetensors_stream
 from src.training.checkpointing.dcp_shards import ShardStore
 from src.training.config import LoopConfig
 from src.training.optim import optimizers
+from src.training.parallel import tensor_parallel as tensors
 from src.training.parallel.engine import Engine
 from src.weights import STORED, is_unfilled, matching_state, trained_weights
 
@@ -43,14 +44,33 @@ class FSDPEngine(Engine):
     shards_gradients = True
 
     def __init__(
-        self, accelerator: Accelerator, module: nn.Module, config: LoopConfig, replicas: int = 1, sharded_gradients: bool = False
+        self,
+        accelerator: Accelerator,
+        module: nn.Module,
+        config: LoopConfig,
+        replicas: int = 1,
+        sharded_gradients: bool = False,
+        tensor_parallel: int = 1,
     ) -> None:
-        """See `Options.fsdp_replicas` and `Options.fsdp_sharded_gradients`."""
+        """See `Options.fsdp_replicas`, `Options.fsdp_sharded_gradients` and `Options.tensor_parallel`.
+
+        Raises:
+            ConfigError: matrices of `module` cannot be cut between `tensor_parallel` processes.
+        """
         super().__init__(accelerator, module, config)
         distributed.ensure_group()
-        self.replicas, self.sharded_gradients = replicas, sharded_gradients
-        shape = (distributed.world_size(),) if replicas == 1 else (replicas, distributed.world_size() // replicas)
-        mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("replica", "shard")[-len(shape) :])
+        self.sharded_gradients, self.tensor_parallel = sharded_gradients, tensor_parallel
+        sizes = {
+            "replica": replicas,
+            "shard": distributed.world_size() // (replicas * tensor_parallel),
+            distributed.TENSOR_MESH: tensor_parallel,
+        }
+        shape = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
+        mesh = init_device_mesh(accelerator.device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+        if tensor_parallel > 1:
+            with distributed.raise_together():
+                tensors.cut_matrices(module, mesh[distributed.TENSOR_MESH])
+            mesh = mesh["replica", "shard"] if replicas > 1 else mesh["shard"]
         for layer in sharded_layers(module):
             if accelerator.mixed_precision == "bf16" and (cast := cast_modules(layer, module)):
                 fully_shard(cast, mesh=mesh, mp_policy=_BFLOAT16)
@@ -89,6 +109,12 @@ class FSDPEngine(Engine):
         """This process's shards."""
         return [_local(p.grad) for p in self.module.parameters() if p.grad is not None]
 
+    def norms(self) -> Tensor:
+        """Of the shards; 0 for what a process of lower rank has, too."""
+        copies = [distributed.is_copy(p.grad) for p in self.module.parameters() if p.grad is not None]
+        norms = super().norms()
+        return norms.masked_fill(torch.tensor(copies, device=norms.device), 0) if any(copies) else norms
+
     def step(self) -> None:
         """The optimizer's step on this process's shards."""
         self.optimizer.step()
@@ -100,7 +126,8 @@ class FSDPEngine(Engine):
 
     def stage_shards(self) -> Callable[[Path], None] | None:
         """No process holds more than its part."""
-        return self.shards.stage(trained_weights(self.module), checkpoint.optimizer_tensors(self.module, self.optimizer))
+        weights, moments = trained_weights(self.module), checkpoint.optimizer_tensors(self.module, self.optimizer)
+        return self.shards.stage(*(tensors.as_rows(found) if self.tensor_parallel > 1 else found for found in (weights, moments)))
 
     def load_weights(self, file: Path) -> None:
         """Each process reads its part."""

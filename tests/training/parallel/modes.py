@@ -37,6 +37,11 @@ HALF["loop"]["precision"] = "bfloat16"
 HALF["model"]["dropout_rate"] = 0.1
 CHUNKS = copy.deepcopy(EXP)
 CHUNKS["loop"]["cross_entropy_chunk_tokens"] = 40
+LLAMA = copy.deepcopy(TWICE)
+LLAMA["model"] = {"name": "hf", "path": "toy_llama"}
+LLAMA["loop"]["learning_rate"] = 1e-3
+ON_LLAMA = copy.deepcopy(UNEVEN)
+ON_LLAMA["model"]["base"] = {"name": "hf", "path": "toy_llama"}
 EXPERIMENTS = {
     "base": toy.BASE,
     "once": EXP,
@@ -50,12 +55,14 @@ EXPERIMENTS = {
     "skips": SKIPS,
     "half": HALF,
     "chunks": CHUNKS,
+    "llama": LLAMA,
+    "on llama": ON_LLAMA,
 }
 """Uneven has three micro-batches a step, and answers of one to four words; its model stands on that of base, frozen.
 On two processes twice accumulates two micro-batches, once and long none. Wide can be shared by one, two or three
 processes. Passes evaluates batches of 16 and of 4 questions, whose contexts are read 8 at a time. Skips leaves a batch out.
 Half is once in bfloat16, with dropout of attention, whose backward pass autocast would change. Chunks is once, with the logits of 40 tokens
-at a time."""
+at a time. Llama is twice, of a pretrained Llama; on llama is uneven on it."""
 FIRST, LAST = "step-00000003", "step-00000006"
 RESOURCES = sorted(path.stem for path in (toy.ROOT / "resources").glob("ds_config_*.json"))
 MODES = ["replicated", "fsdp", "zero1", "zero2", "zero3"]
@@ -67,6 +74,7 @@ class Modes:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         _write_uneven(toy.write_data(folder / "data"))
+        _write_llama(folder / "data")
         self.root = toy.project(folder, f"EXP_GROUPS = { ({name: [exp] for name, exp in EXPERIMENTS.items()})!r}\n")
         for stage in (1, 2, 3):
             self.settings(f"zero{stage}", {"stage": stage})
@@ -141,6 +149,18 @@ def _write_uneven(data: Path) -> None:
     with new_directory(data / "uneven_qa") as folder:
         (folder / "train.jsonl").write_text("".join(lines[20:]))
         (folder / "val.jsonl").write_text("".join(lines[:20]))
+
+
+def _write_llama(data: Path) -> None:
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, set_seed
+
+    tokenizer = AutoTokenizer.from_pretrained(data / "toy_tokenizer")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=64, attention_bias=True, tie_word_embeddings=True, **sizes)
+    set_seed(0)
+    with new_directory(data / "toy_llama") as folder:
+        LlamaForCausalLM(config).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
 
 
 def scores(run: Path) -> list[dict[str, float]]:
