@@ -41,7 +41,9 @@ LLAMA = copy.deepcopy(TWICE)
 LLAMA["model"] = {"name": "hf", "path": "toy_llama"}
 LLAMA["loop"]["learning_rate"] = 1e-3
 ON_LLAMA = copy.deepcopy(UNEVEN)
-ON_LLAMA["model"]["base"] = {"name": "hf", "path": "toy_llama"}
+ON_LLAMA["model"]["base"] = {"name": "hf", "path": "toy_llama_dropout"}
+ADAPTERS = copy.deepcopy(LLAMA)
+ADAPTERS["model"] = {"name": "lora", "rank": 2, "alpha": 4.0, "target_modules": ["q_proj"], "base": LLAMA["model"]}
 EXPERIMENTS = {
     "base": toy.BASE,
     "once": EXP,
@@ -57,12 +59,14 @@ EXPERIMENTS = {
     "chunks": CHUNKS,
     "llama": LLAMA,
     "on llama": ON_LLAMA,
+    "adapters": ADAPTERS,
 }
 """Uneven has three micro-batches a step, and answers of one to four words; its model stands on that of base, frozen.
 On two processes twice accumulates two micro-batches, once and long none. Wide can be shared by one, two or three
 processes. Passes evaluates batches of 16 and of 4 questions, whose contexts are read 8 at a time. Skips leaves a batch out.
 Half is once in bfloat16, with dropout of attention, whose backward pass autocast would change. Chunks is once, with the logits of 40 tokens
-at a time. Llama is twice, of a pretrained Llama; on llama is uneven on it."""
+at a time. Llama is twice, of a pretrained Llama; adapters trains
+that of its queries. On llama is uneven on one, with dropout of attention in the new layers."""
 FIRST, LAST = "step-00000003", "step-00000006"
 RESOURCES = sorted(path.stem for path in (toy.ROOT / "resources").glob("ds_config_*.json"))
 MODES = ["replicated", "fsdp", "zero1", "zero2", "zero3"]
@@ -157,10 +161,12 @@ def _write_llama(data: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(data / "toy_tokenizer")
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=64, attention_bias=True, tie_word_embeddings=True, **sizes)
-    set_seed(0)
-    with new_directory(data / "toy_llama") as folder:
-        LlamaForCausalLM(config).save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+    for name, dropout in {"toy_llama": 0.0, "toy_llama_dropout": 0.1}.items():
+        config.attention_dropout = dropout
+        set_seed(0)
+        with new_directory(data / name) as folder:
+            LlamaForCausalLM(config).save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
 
 
 def scores(run: Path) -> list[dict[str, float]]:

@@ -8,6 +8,12 @@ from typing import Any
 
 import pytest
 
+from src.errors import ConfigError
+from src.runs.context import Options
+from src.training.parallel import choice
+from tests import toy, warm
+from tests.training.parallel import cut_models
+from tests.training.parallel.kept_memory import LOOP
 from tests.training.parallel.modes import Modes, scores, weights
 
 PARTS = {
@@ -97,3 +103,43 @@ def test_a_frozen_base_is_cut_and_answers_are_the_same(modes: Modes):
     wanted = modes.trained("replicated", "on llama", 1)
     assert_close(trained(modes, "two", "on llama"), wanted)
     assert "em" in scores(wanted)[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", cut_models.LIMITS)
+def test_each_gradient_is_that_of_the_whole_model(tmp_path: Path, precision: str):
+    """Of five families and of a model that reads images, whose decoder is cut."""
+    assert warm.torchrun(Path(cut_models.__file__), [precision], 2, tmp_path / "log") == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("group", "processes", "wrong"),
+    [
+        ("twice", 2, "--tensor_parallel: transformers tells no way to cut a GPTBigCodeForCausalLM. Use a family such as Llama"),
+        ("llama", 3, "--tensor_parallel 3: the model's num_attention_heads is 4, no multiple of it. Give a divisor."),
+        ("adapters", 2, "--tensor_parallel: 'llama' has no plain matrix 'layers.0.self_attn.q_proj'"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(modes: Modes, group: str, processes: int, wrong: str):
+    assert wrong in modes.start("fsdp", group, processes, ["--tensor_parallel", str(processes)])
+
+
+@pytest.mark.parametrize(
+    ("more", "wrong"),
+    [
+        (["--tensor_parallel", "2"], "--tensor_parallel: says how --fsdp shards. Add it, or leave this out."),
+        (["--tensor_parallel", "0"], "--tensor_parallel: expected a number of at least 1, got 0."),
+        (["--tensor_parallel", "2", "--fsdp"], "--tensor_parallel 2: no divisor of 1 processes."),
+        (["--tensor_parallel", "2", "--dry-run", "--memory"], "--memory: what --tensor_parallel saves is not planned."),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], wrong: str):
+    toy.write_data(tmp_path / "data")
+    assert toy.main(["-e", "base", *more], toy.GROUPS, tmp_path) != 0
+    assert wrong in capsys.readouterr().err
+
+
+def test_optimizers_that_need_whole_tensors_are_refused():
+    with pytest.raises(ConfigError, match=r"loop\.optimizer: 'adamw_scale' needs whole tensors, and --tensor_parallel cuts them"):
+        choice.build_accelerator(LOOP.model_copy(update={"optimizer": "adamw_scale"}), Options(fsdp=True, tensor_parallel=2))
