@@ -42,10 +42,18 @@ def assert_close(found: Path, wanted: Path) -> None:
             assert one[name] == pytest.approx(other[name], rel=1e-5), name
 
 
+def operations_per_token(run: Path) -> list[float]:
+    """Of the rows of perf.jsonl: what the processes of a group compute together is counted once, and so is what they read."""
+    rows = [json.loads(line) for line in (run / "perf.jsonl").read_text().splitlines()]
+    return [row["model_flops_per_second"] / row["tokens_per_second"] for row in rows]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("parts", PARTS)
 def test_cut_matrices_give_the_numbers_of_whole_ones(modes: Modes, parts: str):
-    assert_close(trained(modes, parts), modes.trained("replicated", "llama"))
+    found, wanted = trained(modes, parts), modes.trained("replicated", "llama")
+    assert_close(found, wanted)
+    assert operations_per_token(found) == pytest.approx(operations_per_token(wanted))
 
 
 @pytest.mark.slow
