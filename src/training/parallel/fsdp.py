@@ -5,8 +5,9 @@ averaged between the parts.
 """
 
 import contextlib
+import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from src.training.checkpointing.dcp_shards import ShardStore
 from src.training.config import LoopConfig
 from src.training.optim import optimizers
 from src.training.parallel.engine import Engine
-from src.weights import STORED, is_unfilled, matching_state, trained_weights
+from src.weights import matching_state, stored_names, trained_weights
 
 _CAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, Conv1D)
 _BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -49,6 +50,7 @@ class FSDPEngine(Engine):
         super().__init__(accelerator, module, config)
         distributed.ensure_group()
         self.replicas, self.sharded_gradients = replicas, sharded_gradients
+        stored = stored_names(module)
         shape = (distributed.world_size(),) if replicas == 1 else (replicas, distributed.world_size() // replicas)
         mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("replica", "shard")[-len(shape) :])
         for layer in sharded_layers(module):
@@ -61,19 +63,25 @@ class FSDPEngine(Engine):
             register_fsdp_forward_method(module, "generate")
         self.model, self.root = module, root
         self.shards = ShardStore()
-        if is_unfilled(module):
-            self._fill()
+        if stored:
+            self._fill(stored)
         self.optimizer = optimizers.build_optimizer(module, config, accelerator.device)
 
-    def _fill(self) -> None:
-        """Read this process's part of the weights of a model that was built without."""
-        module: Any = self.module
-        buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-        module.to_empty(device=self.accelerator.device)
-        for name, buffer in module.named_buffers():
-            buffer.copy_(buffers[name])
-        state = module.state_dict()
-        self.shards.load(Path(module.name_or_path), {name: state[name] for name in getattr(module, STORED)})
+    def _fill(self, stored: Mapping[Path, Mapping[str, str]]) -> None:
+        """Read this process's part of the weights that the model was built without. Others keep their numbers. stored: `stored_names`."""
+        there = {name: tensor.detach().clone() for name, tensor in self._tensors() if not tensor.is_meta}
+        self.module.to_empty(device=self.accelerator.device)
+        with torch.no_grad():
+            for name, tensor in self._tensors():
+                if name in there:
+                    tensor.copy_(there[name])
+        state = self.module.state_dict()
+        for folder, names in stored.items():
+            self.shards.load(folder, {file: state[name] for file, name in names.items()})
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters and buffers, by name."""
+        return itertools.chain(self.module.named_parameters(), self.module.named_buffers())
 
     def accumulation_context(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Gradients are reduced over processes only in the last pass: whole until then, or each process's part of its own sums."""
