@@ -28,7 +28,7 @@ def main(data: Path, model: dict[str, Any]) -> None:
     config: Any = bind(MODELS, model)
     places = Places(data, data)
     with distributed.session():
-        accelerator = plain_accelerator("float32", "precision")
+        accelerator = plain_accelerator("bfloat16", "precision")
         distributed.ensure_group()
         with torch.device("meta"):
             config.build(replace(places, on_paper=True))  # loads libraries

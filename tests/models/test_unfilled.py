@@ -98,6 +98,9 @@ def test_what_is_new_around_a_base_is_there(tmp_path: Path, kind: str):
         assert torch.equal(held[base[id(found)]].to(wanted.dtype) if found.is_meta else found, wanted), name
     assert any(found.requires_grad and not found.is_meta for found in parameters.values())
     assert (str(unfilled), unfilled.name_or_path, unfilled.training) == (str(whole), whole.name_or_path, whole.training)
+    unfilled.register_parameter("more", nn.Parameter(torch.empty(2, device="meta")))
+    with pytest.raises(AssertionError, match="weights that no file has"):
+        stored_names(unfilled)
 
 
 def test_what_is_around_a_base_that_is_built_whole_is_as_ever(tmp_path: Path):
@@ -187,19 +190,22 @@ def test_what_cannot_be_read_in_parts_is_built_whole(tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["float32", "bfloat16", "t5"])
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "t5", "adapters", "cross-attention", "both"])
 def test_a_training_has_the_same_bits_and_goes_on(tmp_path: Path, name: str):
-    """Frequencies of positions, which no file has, tied embeddings, logits of their own, and weights converted to another type."""
+    """Frequencies of positions, which no file has, tied embeddings, logits of their own, and weights converted to another type; a base
+    that is in no checkpoint, and what is trained around it, which begins as drawn and goes on from the checkpoint."""
     test_seq2seq.write_data(tmp_path)
     data = tmp_path / "data"
     size = len(AutoTokenizer.from_pretrained(data / "toy_tokenizer"))
+    crossed = name in ("cross-attention", "both")
+    exp: dict[str, Any] = copy.deepcopy(test_seq2seq.EXP if name == "t5" else toy.CROSSATTN if crossed else toy.BASE)
     if name == "t5":
         save(data / "pretrained", "t5", logits_tied=False, vocab_size=size)
-        exp: dict[str, Any] = {**copy.deepcopy(test_seq2seq.EXP), "model": {"name": "t5", "path": "pretrained"}}
+        exp["model"] = {"name": "t5", "path": "pretrained"}
     else:
         save(data / "pretrained", "llama", tie_word_embeddings=True, vocab_size=size)
-        exp = {**copy.deepcopy(toy.BASE), "model": {"name": "hf", "path": "pretrained", "dtype": name}}
-    exp["loop"] |= {"steps": 6, "eval_every": 3, "learning_rate": 1e-3}
+        exp["model"] = WRAPPED.get(name, {**PRETRAINED, "dtype": name}) | ({"dropout_rate": 0.1} if name == "adapters" else {})
+    exp["loop"] |= {"steps": 6, "eval_every": 3, "learning_rate": 1e-3} | ({"micro_batch": 4} if crossed else {})
     root = toy.project(tmp_path, f"EXP_GROUPS = {{'x': [{exp!r}]}}\n")
     run, found = tmp_path / "runs" / exp_id(exp), {}
     more = data / "pretrained" / "more.safetensors"
@@ -210,6 +216,7 @@ def test_a_training_has_the_same_bits_and_goes_on(tmp_path: Path, name: str):
         else:
             more.unlink()
         assert toy.run(root, ["-e", "x", *words], tmp_path, processes=2).returncode == 0
+        assert ("each process reads its part of these weights" in (run / "logs" / "train.log").read_text()) != whole
         found[whole] = scores(run), weights(run)
         if whole:
             shutil.rmtree(run)

@@ -6,6 +6,7 @@ averaged between the parts.
 
 import contextlib
 import itertools
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -28,6 +29,7 @@ from src.training.optim import optimizers
 from src.training.parallel.engine import Engine
 from src.weights import matching_state, stored_names, trained_weights
 
+log = logging.getLogger(__name__)
 _CAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, Conv1D)
 _BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
@@ -77,6 +79,7 @@ class FSDPEngine(Engine):
                     tensor.copy_(there[name])
         state = self.module.state_dict()
         for folder, names in stored.items():
+            log.info("%s: each process reads its part of these weights.", folder)
             self.shards.load(folder, {file: state[name] for file, name in names.items()})
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
