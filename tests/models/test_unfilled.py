@@ -65,12 +65,13 @@ FAMILIES = [
 
 
 PRETRAINED = {"name": "hf", "path": "pretrained"}
-CROSSED = {"name": "cross_attention", "num_layers": 2, "stride": 2, "feed_forward_size": 64, "base": PRETRAINED}
+CONVERTED = {**PRETRAINED, "dtype": "bfloat16"}  # transformers does not read weights of the type of the files until they are used
+CROSSED = {"name": "cross_attention", "num_layers": 2, "stride": 2, "feed_forward_size": 64, "base": CONVERTED}
 WRAPPED: dict[str, dict[str, Any]] = {
-    "adapters": {"rank": 3, "target_modules": ["q_proj", "down_proj"], "base": {**PRETRAINED, "dtype": "bfloat16"}},
+    "adapters": {"rank": 3, "target_modules": ["q_proj", "down_proj"], "base": CONVERTED},
     "adapters in gpt2": {"rank": 3, "target_modules": ["c_attn", "c_fc"], "base": PRETRAINED},
     "cross-attention": CROSSED,
-    "one block": {**CROSSED, "shared_weights": True, "base": {**PRETRAINED, "dtype": "bfloat16"}},
+    "one block": {**CROSSED, "shared_weights": True, "base": PRETRAINED},
     "all is trained": {**CROSSED, "train_all_params": True},
     "both": {"rank": 3, "target_modules": ["o_proj"], "base": CROSSED},
 }
@@ -125,7 +126,9 @@ def test_no_process_makes_a_base_whole(tmp_path: Path, kind: str):
         assert said == ""
     for rank in range(4):
         grown, whole = json.loads((data / f"grown-{rank}").read_text())
-        assert grown < whole / 2, f"process {rank} has held more than its part"
+        assert grown < 0.75 * whole, (
+            f"process {rank} has held more than its part; a base built whole is 2.8 times the model while converted"
+        )
 
 
 @pytest.mark.parametrize(("family", "sizes"), FAMILIES)
