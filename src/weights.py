@@ -10,7 +10,7 @@ from src.errors import CheckpointError
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-STORED = "stored_names"
+STORED = "stored_tensors"
 """Attribute of a model of transformers that was built unfilled: its tensors that are in the files of the folder `name_or_path`, by name."""
 
 
