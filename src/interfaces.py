@@ -65,6 +65,10 @@ class ModelConfig(Component):
             UserError: a file it is built from is missing or damaged.
         """
 
+    def build_unfilled(self, places: Places) -> Any:
+        """As `build`, for FSDP2: without those weights that each process can read its part of from files. By default with all."""
+        return self.build(places)
+
     def check(self, places: Places) -> None:
         """Raises a UserError for what `build` would refuse, as far as it is known without loading weights."""
 
@@ -95,8 +99,7 @@ class ModelConfig(Component):
 
     def tokenizer_folder(self, places: Places) -> Path | None:
         """Where its tokenizer is, if that is a folder and known before the model is built."""
-        base = getattr(self, "base", None)
-        return base.tokenizer_folder(places) if isinstance(base, ModelConfig) else None
+        return base.tokenizer_folder(places) if isinstance(base := getattr(self, "base", None), ModelConfig) else None
 
     def new_tokens(self) -> Sequence[str]:
         """Control tokens that it adds to its tokenizer."""
@@ -105,18 +108,15 @@ class ModelConfig(Component):
 
     def new_token_ids(self, places: Places) -> Sequence[int]:
         """Ids of the tokens whose embeddings `build` adds to those of pretrained weights."""
-        base = getattr(self, "base", None)
-        return base.new_token_ids(places) if isinstance(base, ModelConfig) else ()
+        return base.new_token_ids(places) if isinstance(base := getattr(self, "base", None), ModelConfig) else ()
 
     def weight_type(self, places: Places) -> str | None:
         """ "float32", "bfloat16" or "float16", of its weights or its base's in memory; None where its config does not say."""
-        base = getattr(self, "base", None)
-        return base.weight_type(places) if isinstance(base, ModelConfig) else getattr(self, "dtype", None)
+        return base.weight_type(places) if isinstance(base := getattr(self, "base", None), ModelConfig) else getattr(self, "dtype", None)
 
     def frame_sizes(self, places: Places) -> tuple[int, int] | None:
         """Of a model that reads images: pixels of a side of a frame, and tokens of one. None where only loading it would tell."""
-        base = getattr(self, "base", None)
-        return base.frame_sizes(places) if isinstance(base, ModelConfig) else None
+        return base.frame_sizes(places) if isinstance(base := getattr(self, "base", None), ModelConfig) else None
 
     def is_frozen(self) -> bool:
         """Whether its weights cannot be trained, only those of a wrapper around it."""

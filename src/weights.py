@@ -1,6 +1,7 @@
 """The trained weights of a model: those that a checkpoint stores, and loading them. Models whose weights are read later."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,8 +10,8 @@ from src.errors import CheckpointError
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-STORED = "stored_names"
-"""Attribute of an unfilled model: the entries of its state dict that are in the files of the folder `name_or_path`."""
+STORED = "stored_tensors"
+"""Attribute of a model of transformers that was built unfilled: its tensors that are in the files of the folder `name_or_path`, by name."""
 
 
 def trained_weights(model: "nn.Module") -> "dict[str, Tensor]":
@@ -104,7 +105,7 @@ def build_unfilled(build: Callable[[], Any], folder: Path, files: Sequence[Path]
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     model.name_or_path = str(folder)
-    setattr(model, STORED, stored)
+    setattr(model, STORED, {name: state[name] for name in stored})
     return model.eval()
 
 
@@ -130,5 +131,37 @@ def _untie(model: "nn.Module", holders: Mapping[str, Path]) -> None:
 
 
 def is_unfilled(model: "nn.Module") -> bool:
-    """Whether its weights are not there yet."""
+    """Whether weights of it are not there yet: all, or those of a base."""
     return any(parameter.is_meta for parameter in model.parameters())
+
+
+def stored_names(model: "nn.Module") -> dict[Path, dict[str, str]]:
+    """Folders whose files have the weights that are not there yet: their names in the state dict of `model`, by those in the files.
+
+    Wrappers and adapters change names, but not the tensors.
+    """
+    state, found, named = model.state_dict(keep_vars=True), {}, set()
+    for part in model.modules():
+        if STORED in vars(part):
+            files = {id(tensor): name for name, tensor in getattr(part, STORED).items()}
+            found[Path(str(part.name_or_path))] = {files[id(tensor)]: name for name, tensor in state.items() if id(tensor) in files}
+            named |= files.keys()
+    assert all(id(parameter) in named for parameter in model.parameters() if parameter.is_meta), "weights that no file has"
+    return found
+
+
+@contextmanager
+def appear_filled(model: "nn.Module") -> Iterator[None]:
+    """Inside this `with` weights that are not there yet seem to be on the CPU, where peft then puts its adapters. They take no memory."""
+    import torch
+    from torch import nn
+    from torch.utils import swap_tensors
+
+    weights = [weight for weight in model.parameters() if weight.is_meta]
+    zeros = [nn.Parameter(torch.zeros((), dtype=weight.dtype).expand(weight.shape), weight.requires_grad) for weight in weights]
+    for pair in zip(weights, zeros, strict=True):
+        swap_tensors(*pair)
+    yield
+    for weight, zero in zip(weights, zeros, strict=True):
+        swap_tensors(weight, zero)
+        weight.requires_grad_(zero.requires_grad)

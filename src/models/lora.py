@@ -16,6 +16,7 @@ from src.errors import ConfigError
 from src.interfaces import Architecture, ModelConfig, ModelField
 from src.kinds import CROSS_ATTENTION
 from src.models.cross_attention.config import Config as CrossAttention
+from src.weights import appear_filled
 
 if TYPE_CHECKING:
     from torch import nn
@@ -74,10 +75,16 @@ class Config(ModelConfig):
             ConfigError: no matrix has a name of `target_modules`.
             UserError: whatever is wrong with the base.
         """
+        return self._adapt(self.base.build(places), places)
+
+    def build_unfilled(self, places: Places) -> "nn.Module":
+        return self._adapt(self.base.build_unfilled(places), places)
+
+    def _adapt(self, model: "nn.Module", places: Places) -> "nn.Module":
+        """The base `model`, changed in place."""
         from peft import LoraConfig, inject_adapter_in_model
         from transformers.pytorch_utils import Conv1D
 
-        model = self.base.build(places)
         merge(model)
         decoder = _decoder(model)
         found = dict(_matrices(decoder))
@@ -92,7 +99,8 @@ class Config(ModelConfig):
             fan_in_fan_out=transposed,
             trainable_token_indices=self._new_rows(places, decoder),
         )
-        inject_adapter_in_model(settings, decoder)  # freezes all the rest of it
+        with appear_filled(decoder):
+            inject_adapter_in_model(settings, decoder)  # freezes all the rest of it
         for parameter in decoder.parameters():
             if parameter.requires_grad:  # in float32 whatever the base's type: small steps would be lost in the rounding
                 parameter.data = parameter.data.float()

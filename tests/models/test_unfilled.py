@@ -1,6 +1,7 @@
 """Pretrained models that FSDP2 cuts before their weights are there: the numbers are those of models that were built whole."""
 
 import copy
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from transformers import AutoTokenizer, T5Config, T5ForConditionalGeneration
 from src.config import Places
 from src.experiments.identity import exp_id
 from src.registry import MODELS, bind
-from src.weights import is_unfilled
-from tests import toy
+from src.weights import is_unfilled, stored_names
+from tests import toy, warm
+from tests.models import shared_fill
 from tests.models.conftest import make_base
 from tests.recipes import test_seq2seq
 from tests.training.parallel.modes import scores, weights
@@ -42,10 +44,15 @@ def make_t5(logits_tied: bool, vocab_size: int = 60) -> Any:
 
 
 def built(data: Path, **more: Any) -> tuple[Any, Any]:
-    """The model of data/pretrained, whole and for FSDP2."""
-    config: Any = bind(MODELS, {"name": "hf", "path": "pretrained", **more})
-    places = Places(data, data)
-    return config.build(places), config.build_unfilled(places)
+    """The model of data/pretrained, or another around it, whole and for FSDP2. Neither draws more numbers than the other."""
+    config: Any = bind(MODELS, more if "base" in more else {"name": "hf", "path": "pretrained", **more})
+    places, found, drawn = Places(data, data), [], []
+    for build in (config.build, config.build_unfilled):
+        torch.manual_seed(0)
+        found.append(build(places))
+        drawn.append(torch.get_rng_state())
+    assert torch.equal(*drawn)
+    return found[0], found[1]
 
 
 FAMILIES = [
@@ -55,6 +62,73 @@ FAMILIES = [
     ("t5", {"logits_tied": True}),
     ("t5", {"logits_tied": False}),
 ]
+
+
+PRETRAINED = {"name": "hf", "path": "pretrained"}
+CONVERTED = {**PRETRAINED, "dtype": "bfloat16"}  # transformers does not read weights of the type of the files until they are used
+CROSSED = {"name": "cross_attention", "num_layers": 2, "stride": 2, "feed_forward_size": 64, "base": CONVERTED}
+WRAPPED: dict[str, dict[str, Any]] = {
+    "adapters": {"rank": 3, "target_modules": ["q_proj", "down_proj"], "base": CONVERTED},
+    "adapters in gpt2": {"rank": 3, "target_modules": ["c_attn", "c_fc"], "base": PRETRAINED},
+    "cross-attention": CROSSED,
+    "one block": {**CROSSED, "shared_weights": True, "base": PRETRAINED},
+    "all is trained": {**CROSSED, "train_all_params": True},
+    "both": {"rank": 3, "target_modules": ["o_proj"], "base": CROSSED},
+}
+"""Models around a base."""
+for model in WRAPPED.values():
+    if "rank" in model:
+        model |= {"name": "lora", "alpha": 6.0}
+
+
+@pytest.mark.parametrize("kind", WRAPPED)
+def test_what_is_new_around_a_base_is_there(tmp_path: Path, kind: str):
+    data = toy.write_data(tmp_path / "data")
+    save(data / "pretrained", "gpt2" if "gpt2" in kind else "llama", **({} if "gpt2" in kind else {"tie_word_embeddings": True}))
+    whole, unfilled = built(data, **WRAPPED[kind])
+    parameters = dict(unfilled.named_parameters())
+    assert [*parameters] == [name for name, _ in whole.named_parameters()], "tied alike"
+    ((folder, names),) = stored_names(unfilled).items()
+    held = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    state = unfilled.state_dict(keep_vars=True)
+    base = {id(state[full]): file for file, full in names.items()}
+    for name, wanted in whole.named_parameters():
+        found = parameters[name]
+        assert (found.requires_grad, found.dtype, found.shape) == (wanted.requires_grad, wanted.dtype, wanted.shape), name
+        assert found.is_meta == (id(found) in base), name
+        assert torch.equal(held[base[id(found)]].to(wanted.dtype) if found.is_meta else found, wanted), name
+    assert any(found.requires_grad and not found.is_meta for found in parameters.values())
+    assert (str(unfilled), unfilled.name_or_path, unfilled.training) == (str(whole), whole.name_or_path, whole.training)
+    unfilled.register_parameter("more", nn.Parameter(torch.empty(2, device="meta")))
+    with pytest.raises(AssertionError, match="weights that no file has"):
+        stored_names(unfilled)
+
+
+def test_what_is_around_a_base_that_is_built_whole_is_as_ever(tmp_path: Path):
+    data = toy.write_data(tmp_path / "data")
+    save(data / "pretrained", "llama")
+    base = {**PRETRAINED, "extra_tokens": ["<new>"]}
+    for model in (WRAPPED["adapters"] | {"base": base}, CROSSED | {"train_all_params": True, "base": base}):
+        whole, other = built(data, **model)
+        assert not is_unfilled(other)
+        assert not stored_names(other)
+        for one, two in zip(other.parameters(), whole.parameters(), strict=True):
+            assert torch.equal(one, two)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["adapters", "cross-attention", "both"])
+def test_no_process_makes_a_base_whole(tmp_path: Path, kind: str):
+    data = toy.write_data(tmp_path / "data")
+    save(data / "pretrained", "llama", hidden_size=512, intermediate_size=2048, num_hidden_layers=12)
+    for processes in (1, 4):
+        said = warm.torchrun(Path(shared_fill.__file__), [str(data), json.dumps(WRAPPED[kind])], processes, tmp_path / "log")
+        assert said == ""
+    for rank in range(4):
+        grown, whole = json.loads((data / f"grown-{rank}").read_text())
+        assert grown < 0.75 * whole, (
+            f"process {rank} has held more than its part; a base built whole is 2.8 times the model while converted"
+        )
 
 
 @pytest.mark.parametrize(("family", "sizes"), FAMILIES)
@@ -119,19 +193,22 @@ def test_what_cannot_be_read_in_parts_is_built_whole(tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["float32", "bfloat16", "t5"])
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "t5", "adapters", "cross-attention", "both"])
 def test_a_training_has_the_same_bits_and_goes_on(tmp_path: Path, name: str):
-    """Frequencies of positions, which no file has, tied embeddings, logits of their own, and weights converted to another type."""
+    """Frequencies of positions, which no file has, tied embeddings, logits of their own, and weights converted to another type; a base
+    that is in no checkpoint, and what is trained around it, which begins as drawn and goes on from the checkpoint."""
     test_seq2seq.write_data(tmp_path)
     data = tmp_path / "data"
     size = len(AutoTokenizer.from_pretrained(data / "toy_tokenizer"))
+    crossed = name in ("cross-attention", "both")
+    exp: dict[str, Any] = copy.deepcopy(test_seq2seq.EXP if name == "t5" else toy.CROSSATTN if crossed else toy.BASE)
     if name == "t5":
         save(data / "pretrained", "t5", logits_tied=False, vocab_size=size)
-        exp: dict[str, Any] = {**copy.deepcopy(test_seq2seq.EXP), "model": {"name": "t5", "path": "pretrained"}}
+        exp["model"] = {"name": "t5", "path": "pretrained"}
     else:
         save(data / "pretrained", "llama", tie_word_embeddings=True, vocab_size=size)
-        exp = {**copy.deepcopy(toy.BASE), "model": {"name": "hf", "path": "pretrained", "dtype": name}}
-    exp["loop"] |= {"steps": 6, "eval_every": 3, "learning_rate": 1e-3}
+        exp["model"] = WRAPPED.get(name, {**PRETRAINED, "dtype": name}) | ({"dropout_rate": 0.1} if name == "adapters" else {})
+    exp["loop"] |= {"steps": 6, "eval_every": 3, "learning_rate": 1e-3} | ({"micro_batch": 4} if crossed else {})
     root = toy.project(tmp_path, f"EXP_GROUPS = {{'x': [{exp!r}]}}\n")
     run, found = tmp_path / "runs" / exp_id(exp), {}
     more = data / "pretrained" / "more.safetensors"
@@ -142,6 +219,7 @@ def test_a_training_has_the_same_bits_and_goes_on(tmp_path: Path, name: str):
         else:
             more.unlink()
         assert toy.run(root, ["-e", "x", *words], tmp_path, processes=2).returncode == 0
+        assert ("each process reads its part of these weights" in (run / "logs" / "train.log").read_text()) != whole
         found[whole] = scores(run), weights(run)
         if whole:
             shutil.rmtree(run)

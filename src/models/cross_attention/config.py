@@ -17,6 +17,8 @@ from src.kinds import CROSS_ATTENTION
 from src.models import kv_cache_size
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from src.models.cross_attention.layers import CrossAttentionLM
 
 
@@ -133,10 +135,16 @@ class Config(ModelConfig):
             ConfigError: the base is of no known family, or the blocks do not fit it.
             CheckpointError: `weights` are missing, damaged or of other blocks.
         """
+        return self._add_blocks(self.base.build(places), places)
+
+    def build_unfilled(self, places: Places) -> "CrossAttentionLM":
+        return self._add_blocks(self.base.build_unfilled(places), places)
+
+    def _add_blocks(self, base: "PreTrainedModel", places: Places) -> "CrossAttentionLM":
         from src.models.cross_attention import xc_cache_weights
         from src.models.cross_attention.layers import CrossAttentionLM
 
-        model = CrossAttentionLM(self, self.base.build(places))
+        model = CrossAttentionLM(self, base)
         if self.weights is not None and not places.on_paper:
             xc_cache_weights.load(model, Path(self.weights))
         return model

@@ -129,12 +129,12 @@ class Finetuning(RecipeConfig):
                 raise ConfigError(f"{name}.questions: {asked}, but data.val_samples is {used}. Ask for at most that many.")
 
     def build_model(self, run: Run, used_before: bool = False) -> Any:
-        """The model; for a training with FSDP2 without its weights, where each process can read its part of them later.
+        """The model; for a training with FSDP2 without pretrained weights, where each process can read its part of them later.
 
         used_before: whether it computes anything before the training, and so needs them at once.
         """
-        unfilled = getattr(self.model, "build_unfilled", None) if run.options.fsdp and self.loop and not used_before else None
-        return (unfilled or self.model.build)(run.places)
+        unfilled = run.options.fsdp and self.loop and not used_before
+        return (self.model.build_unfilled if unfilled else self.model.build)(run.places)
 
     def fit_or_evaluate(self, spec: "TrainSpec", run: Run) -> None:
         """Train if there is a loop, otherwise evaluate; then call `spec.finish`. Collective."""

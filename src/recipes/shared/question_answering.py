@@ -87,7 +87,7 @@ class QuestionAnswering(Finetuning):
         assert isinstance(self.data, RowsConfig), "the validator has checked its name"
         torch.manual_seed(self.seed)
         with distributed.raise_together():
-            model = self.model.build(run.places)
+            model = self.build_model(run)
             tokenizer = tokenizers.load(model.name_or_path, self.model.new_tokens())
             val = self.data.build(run.places, tokenizer, "val", self.seed)
             shuffled = val.with_shuffled_contexts() if val.reads_contexts else None

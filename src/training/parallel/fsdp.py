@@ -5,8 +5,10 @@ averaged between the parts. With tensor parallelism neighbours within a part cut
 """
 
 import contextlib
+import itertools
+import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +28,9 @@ from src.training.config import LoopConfig
 from src.training.optim import optimizers
 from src.training.parallel import tensor_parallel as tensors
 from src.training.parallel.engine import Engine
-from src.weights import STORED, is_unfilled, matching_state, trained_weights
+from src.weights import matching_state, stored_names, trained_weights
 
+log = logging.getLogger(__name__)
 _CAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, Conv1D)
 _BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
@@ -59,6 +62,7 @@ class FSDPEngine(Engine):
         """
         super().__init__(accelerator, module, config)
         distributed.ensure_group()
+        stored = stored_names(module)
         self.sharded_gradients, self.tensor_parallel = sharded_gradients, tensor_parallel
         sizes = {
             "replica": replicas,
@@ -81,19 +85,26 @@ class FSDPEngine(Engine):
             register_fsdp_forward_method(module, "generate")
         self.model, self.root = module, root
         self.shards = ShardStore()
-        if is_unfilled(module):
-            self._fill()
+        if stored:
+            self._fill(stored)
         self.optimizer = optimizers.build_optimizer(module, config, accelerator.device)
 
-    def _fill(self) -> None:
-        """Read this process's part of the weights of a model that was built without."""
-        module: Any = self.module
-        buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-        module.to_empty(device=self.accelerator.device)
-        for name, buffer in module.named_buffers():
-            buffer.copy_(buffers[name])
-        state = module.state_dict()
-        self.shards.load(Path(module.name_or_path), {name: state[name] for name in getattr(module, STORED)})
+    def _fill(self, stored: Mapping[Path, Mapping[str, str]]) -> None:
+        """Read this process's part of the weights that the model was built without. Others keep their numbers. stored: `stored_names`."""
+        there = {name: tensor.detach().clone() for name, tensor in self._tensors() if not tensor.is_meta}
+        self.module.to_empty(device=self.accelerator.device)
+        with torch.no_grad():
+            for name, tensor in self._tensors():
+                if name in there:
+                    tensor.copy_(there[name])
+        state = self.module.state_dict()
+        for folder, names in stored.items():
+            log.info("%s: each process reads its part of these weights.", folder)
+            self.shards.load(folder, {file: state[name] for file, name in names.items()})
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters and buffers, by name."""
+        return itertools.chain(self.module.named_parameters(), self.module.named_buffers())
 
     def accumulation_context(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Gradients are reduced over processes only in the last pass: whole until then, or each process's part of its own sums."""
