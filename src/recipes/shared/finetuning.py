@@ -10,7 +10,7 @@ from src.config import Places
 from src.errors import ConfigError
 from src.interfaces import DatasetField, ModelField, RecipeConfig
 from src.runs.context import Run
-from src.training.config import Evaluation, LoopConfig, check_weight_type, require_device
+from src.training.config import Evaluation, LoopConfig, check_weight_type, require_device, require_float8
 
 if TYPE_CHECKING:
     from src.training.parallel.memory_plan import MemoryPlan
@@ -22,6 +22,8 @@ class Finetuning(RecipeConfig):
 
     takes_chunks: ClassVar[bool] = True
     """Whether the loss is one of `training.loss`, which can take some tokens at a time."""
+    compares_passes: ClassVar[bool] = False
+    """Whether the loss compares a training pass with one without gradients, which must be computed alike."""
 
     seed: int = Field(ge=0, lt=2**63)
     model: ModelField
@@ -50,6 +52,12 @@ class Finetuning(RecipeConfig):
             raise ValueError("loop.cross_entropy_chunk_tokens: this recipe needs the logits of all tokens at once. Leave it out.")
         return self
 
+    @model_validator(mode="after")
+    def _computes_alike(self) -> "Finetuning":
+        if self.loop and self.loop.float8 and self.compares_passes:
+            raise ValueError("loop.float8: this recipe compares training passes with others, which are not in float8. Leave it out.")
+        return self
+
     @property
     def micro_batch(self) -> int:
         """Sequences in one forward pass."""
@@ -70,6 +78,7 @@ class Finetuning(RecipeConfig):
 
     def check_device(self) -> None:
         require_device(*self._precision)
+        require_float8(self.loop.float8 if self.loop else None)
         self.model.check_device()
 
     def check_trainable(self) -> None:
