@@ -87,7 +87,7 @@ class LoopConfig(Config):
                 "so no whole number of micro-batches makes a step."
             )
         if self.float8 and self.precision != "bfloat16":
-            raise ValueError(f"float8 computes the rest in bfloat16, and precision is {self.precision!r}. Write 'bfloat16', or leave float8 out.")
+            raise ValueError(f"float8 needs precision 'bfloat16' for all else, and it is {self.precision!r}. Change one of the two.")
         beyond = [step for step in self.also_at if step > self.steps]
         if beyond:
             raise ValueError(f"also_at: step {beyond[0]} is after the last, {self.steps}.")

@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field, model_validator
 
+from src.call_once import call_once
 from src.config import Places
 from src.errors import ConfigError
 from src.interfaces import DatasetField, ModelField, RecipeConfig
+from src.kinds import DECODER
 from src.runs.context import Run
 from src.training.config import Evaluation, LoopConfig, check_weight_type, require_device, require_float8
 
@@ -73,8 +75,11 @@ class Finetuning(RecipeConfig):
         return stage.precision, f"{name}.precision"
 
     def check_precision(self, places: Places) -> None:
-        """Raises ConfigError where the model's weights are of another short type."""
+        """Raises ConfigError where the model's weights are of another short type, or its family has no matrix that float8 takes."""
         check_weight_type(*self._precision, self.model, places)
+        sizes = call_once(self.model.architecture, places) if self.loop and self.loop.float8 else None
+        if sizes and sizes.model_type == "gpt2" and self.model.kind(places) == DECODER:
+            raise ConfigError("loop.float8: the family 'gpt2' keeps its matrices in layers of its own (Conv1D). Leave loop.float8 out.")
 
     def check_device(self) -> None:
         require_device(*self._precision)

@@ -23,8 +23,9 @@ def build_accelerator(config: LoopConfig, options: Options) -> Accelerator:
     """Accelerate for this process, with the precision of `config`.
 
     Raises:
-        ConfigError: float16 without a GPU, or with a shared model; float8 without a GPU that has it, or with DeepSpeed; an optimizer that needs whole tensors, with cut ones; the DeepSpeed json
-            or the launcher says otherwise than the experiment; checkpoints are to be kept at steps at which none is written.
+        ConfigError: float16 without a GPU, or with a shared model; float8 with DeepSpeed, or without a GPU that has it; an optimizer that
+            needs whole tensors, with cut ones; the DeepSpeed json or the launcher says otherwise than the experiment; checkpoints are to
+            be kept at steps at which none is written.
     """
     options.keep.check(options.save_intervals(config.eval_every))
     config.check_accelerate(options.launcher_settings)
