@@ -31,8 +31,8 @@ def convert_layers(model: nn.Module, scaling: str, emulate: bool = False) -> int
     Raises:
         ConfigError: it has no such matrix.
     """
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-    from torchao.float8.float8_linear import Float8Linear
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # pyright: ignore[reportMissingImports]
+    from torchao.float8.float8_linear import Float8Linear  # pyright: ignore[reportMissingImports]
 
     # Padded, as the gradient of a matrix sums over the tokens of a batch, of which there may be any number.
     settings = replace(Float8LinearConfig.from_recipe_name(scaling), emulate=emulate, pad_inner_dim=True)

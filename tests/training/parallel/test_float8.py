@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import T5Config, T5ForConditionalGeneration
 
+import src.training.config
 from src.config import Places
 from src.errors import ConfigError
 from src.experiments.grid import override
@@ -39,8 +40,7 @@ from tests.conftest import ROOT
 from tests.models.conftest import PLACEHOLDER, make_base
 from tests.training.parallel.test_linear_cross_entropy import CONTEXT, LM, SEQ2SEQ
 
-INSTALLED = find_spec("torchao") is not None
-needs_torchao = pytest.mark.skipif(not INSTALLED, reason="torchao is not installed")
+needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
 SCALINGS = ["tensorwise", "rowwise"]
 LOSS, GRADIENT = 0.01, 0.25
 """Tolerances of these small models: of the loss, and of all gradients together by their norm. The mantissas of float8 have 3 bits, those of
@@ -210,6 +210,20 @@ def test_checkpoints_and_scores_show_no_trace_of_it(case: str):
 
 
 @needs_torchao
+def test_a_training_converts_its_layers_before_they_are_compiled_and_computed_again():
+    model: Any = llama()
+    choice.change_layers(
+        model, LoopConfig.model_validate({**LOOP, "float8": "rowwise", "compile": True}), Options(gradient_checkpointing="full")
+    )
+    assert len(converted(model)) == 14
+    for layer in model.model.layers:
+        assert isinstance(layer.forward.forward, compilation.Compiled)
+    assert model.model.layers[0].mlp.up_proj.config.cast_config_weight.scaling_granularity.name == "AXISWISE"
+    choice.change_layers(unchanged := llama(), LoopConfig.model_validate(LOOP), Options())
+    assert not converted(unchanged)
+
+
+@needs_torchao
 @pytest.mark.parametrize("how", ["full", "selective"])
 def test_layers_may_be_computed_again(how: str):
     model, again = llama(), llama()
@@ -304,11 +318,15 @@ def test_losses_that_compare_passes_refuse_it(recipe: str):
         assert load_experiment(exp, "x")
 
 
-@pytest.mark.skipif(INSTALLED, reason="torchao is installed")
-def test_without_torchao_a_dry_run_says_what_to_install(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_without_torchao_a_dry_run_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     toy.write_data(tmp_path / "data")
+    monkeypatch.setattr(src.training.config, "find_spec", lambda name: None)
     assert toy.main(["-e", "x", "--dry-run"], {"x": [EXP]}, tmp_path) == 1
-    assert "pip install -r requirements/float8.txt" in capsys.readouterr().err
+    assert (
+        "loop.float8: 'tensorwise' needs a package that is not installed: pip install -r requirements/float8.txt" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
