@@ -350,5 +350,6 @@ def test_a_family_without_linear_layers_is_refused_before_it_is_loaded(tmp_path:
     exp = override(EXP, {"model": {"name": "hf", "path": "gpt2"}})
     with pytest.raises(ConfigError, match=r"loop\.float8: the family 'gpt2' keeps its matrices in layers of its own \(Conv1D\)"):
         load_experiment(exp, "x").check_precision(places)  # type: ignore[attr-defined]
-    plain = override(exp, {"loop.float8": None})
-    load_experiment(plain, "x").check_precision(places)  # type: ignore[attr-defined]
+    around = {"recipe": "crossattn", "data": toy.CROSSATTN["data"], "model": {**toy.CROSSATTN["model"], "base": exp["model"]}}
+    for other in (override(exp, {"loop.float8": None}), {**exp, **around}):  # blocks of cross-attention have linear layers
+        load_experiment(other, "x").check_precision(places)  # type: ignore[attr-defined]
