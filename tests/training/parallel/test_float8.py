@@ -1,10 +1,12 @@
 """Products in float8: near those in bfloat16, of the matrices that are trained alone, and without a trace in what a checkpoint holds.
 
-Widths are multiples of 16, as the kernels need. Without a GPU torchao rounds as in float8 and multiplies in float32.
+`test_all_of_this_with_torchao` runs the tests that need it. Widths are multiples of 16, as the kernels need. Without a GPU torchao rounds as
+in float8 and multiplies in float32.
 """
 
 import functools
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -40,7 +42,10 @@ from tests.conftest import ROOT
 from tests.models.conftest import PLACEHOLDER, make_base
 from tests.training.parallel.test_linear_cross_entropy import CONTEXT, LM, SEQ2SEQ
 
-needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
+INSTALLED = find_spec("torchao") is not None
+FOLDER = Path(os.environ.get("TORCHAO", ROOT / ".venv" / "float8"))
+"""Where .ci/float8 installs it."""
+needs_torchao = pytest.mark.skipif(not INSTALLED, reason="torchao is not installed here")
 SCALINGS = ["tensorwise", "rowwise"]
 LOSS, GRADIENT = 0.01, 0.25
 """Tolerances of these small models: of the loss, and of all gradients together by their norm. The mantissas of float8 have 3 bits, those of
@@ -96,6 +101,17 @@ def distance(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     assert found.keys() == wanted.keys()
     pairs = [(found[name].cpu(), wanted[name].cpu()) for name in wanted if name != "loss"]
     return float(sum((a - b).square().sum() for a, b in pairs) ** 0.5 / sum(b.square().sum() for _, b in pairs) ** 0.5)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INSTALLED, reason="torchao is installed, so they run as they are")
+@pytest.mark.skipif(not FOLDER.exists(), reason="no torchao: .venv/float8 not found; `bash .ci/float8` installs it")
+def test_all_of_this_with_torchao():
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", __file__]
+    environment = toy.environment() | {"PYTHONPATH": str(FOLDER)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "torchao is not installed here" not in done.stdout
 
 
 @needs_torchao
