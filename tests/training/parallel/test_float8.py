@@ -1,7 +1,7 @@
 """Products in float8: near those in bfloat16, of the matrices that are trained alone, and without a trace in what a checkpoint holds.
 
-`test_all_of_this_with_torchao` runs the tests that need it. Widths are multiples of 16, as the kernels need. Without a GPU torchao rounds as
-in float8 and multiplies in float32.
+`test_all_of_this_with_torchao` runs the tests that need it. Widths are multiples of 16, as the kernels need. Without a GPU torchao
+rounds as in float8 and multiplies in float32.
 """
 
 import functools
