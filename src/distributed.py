@@ -114,7 +114,7 @@ def is_copy(tensor: Any) -> bool:
     if mesh is None:
         return False
     repeated = any(part.is_replicate() and place for part, place in zip(tensor.placements, mesh.get_coordinate(), strict=True))
-    return repeated or (TENSOR_MESH not in mesh.mesh_dim_names and not leads_readers())
+    return repeated or (TENSOR_MESH not in (mesh.mesh_dim_names or ()) and not leads_readers())
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """Settings of the training loop, or of an evaluation without training. How often to log is not part of an experiment."""
 
 from collections.abc import Collection, Mapping
+from importlib.util import find_spec
 from typing import Literal
 
 from pydantic import Field, PositiveInt, model_validator
@@ -13,6 +14,7 @@ from src.training.divergence.detector import Config as Divergence
 
 POLYNOMIAL_END = 1e-7
 """Where transformers' polynomial schedule ends."""
+TORCHAO = "requirements/float8.txt"
 _ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
 
 
@@ -60,6 +62,9 @@ class LoopConfig(Config):
     computed again in the backward pass. Sums are rounded otherwise. 0: all at once."""
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
     """Of the forward and backward pass; weights and optimizer stay as the model was built."""
+    float8: Literal["tensorwise", "rowwise"] | None = added_field(None)
+    """Whether trained matrices of the layers multiply in float8 in training passes, by torchao, with one scale for a tensor, or (slower,
+    more exact) one for each row. Needs bfloat16 and a GPU; without `compile` it takes more time than it saves."""
     group_by_length: bool = added_field(False)
     """Whether micro-batches are made of samples of like lengths, so that less is padded: those of 50 steps are sorted, and dealt anew."""
     compile: bool = False
@@ -81,6 +86,8 @@ class LoopConfig(Config):
                 f"sequences_per_step = {self.sequences_per_step} is not a multiple of micro_batch = {self.micro_batch}, "
                 "so no whole number of micro-batches makes a step."
             )
+        if self.float8 and self.precision != "bfloat16":
+            raise ValueError(f"float8 needs precision 'bfloat16' for all else, and it is {self.precision!r}. Change one of the two.")
         beyond = [step for step in self.also_at if step > self.steps]
         if beyond:
             raise ValueError(f"also_at: step {beyond[0]} is after the last, {self.steps}.")
@@ -106,8 +113,10 @@ class LoopConfig(Config):
         """Check the settings against the number of processes and the `scores` that the recipe evaluates.
 
         Raises:
-            ConfigError: there are more processes than micro-batches in a step, or nobody measures `best_metric`.
+            ConfigError: there are more processes than micro-batches in a step, nobody measures `best_metric`, or torchao is not installed.
         """
+        if self.float8 and find_spec("torchao") is None:
+            raise ConfigError(f"loop.float8: {self.float8!r} needs a package that is not installed: pip install -r {TORCHAO}")
         name, _, part = self.best_metric.partition("/")  # "em/nq": over the rows of one source, where metrics are given
         if name not in scores or (part and name.startswith("val_")):
             raise ConfigError(f"loop.best_metric: {unknown_text('score', self.best_metric, scores)}")
@@ -178,3 +187,16 @@ def require_device(precision: str, field: str) -> None:
 
     if not torch.cuda.is_available():
         raise ConfigError(f"{field}: 'float16' needs a GPU, and there is none. Use 'bfloat16' or 'float32'.")
+
+
+def require_float8(float8: str | None) -> None:
+    """Raises ConfigError where there is no GPU that multiplies in float8."""
+    if float8 is None:
+        return
+    import torch
+
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
+        raise ConfigError(
+            f"loop.float8: {float8!r} needs a GPU of compute capability 8.9 or more (Ada, Hopper, Blackwell), and there is none. "
+            "Leave it out."
+        )

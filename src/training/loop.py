@@ -35,7 +35,6 @@ from src.training.monitoring.reporter import Reporter
 from src.training.monitoring.throughput import ThroughputMeter
 from src.training.optim import schedule
 from src.training.parallel import choice as engines
-from src.training.parallel import compile as compilation
 from src.training.parallel import memory
 from src.training.parallel.engine import Engine
 from src.training.spec import TrainSpec
@@ -340,10 +339,7 @@ class Loop:
                 self._load_state(checkpoint.load_weights(folder, self.spec.model))
                 experience = checkpoint.load_experience(folder)
             branches.check_start(self.branches, self.state.step)
-            if self.config.compile:
-                compilation.compile_layers(self.spec.model)
-            if self.run.options.gradient_checkpointing:
-                memory.checkpoint_layers(self.spec.model, self.run.options.gradient_checkpointing)
+            engines.change_layers(self.spec.model, self.config, self.run.options)
         if folder is not None and self.spec.experience:
             self.spec.experience.load(experience)
         self.engine = engines.build_engine(self.accelerator, self.spec.model, self.config, self.run.options, folder)

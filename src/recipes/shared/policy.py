@@ -32,6 +32,7 @@ class PolicyTraining(Finetuning):
     """An experiment that trains a policy on rollouts."""
 
     takes_chunks: ClassVar[bool] = False
+    compares_passes: ClassVar[bool] = True
 
     rewards: list[RewardField] = Field(min_length=1)
     """What is good about an answer; their weighted sum is what it is worth."""

@@ -9,8 +9,9 @@ from torch import nn
 
 from src.errors import ConfigError
 from src.runs.context import Options
-from src.training.config import LoopConfig, require_device
-from src.training.parallel import memory
+from src.training.config import LoopConfig, require_device, require_float8
+from src.training.parallel import compile as compilation
+from src.training.parallel import float8, memory
 from src.training.parallel.engine import DDPEngine, Engine
 from src.weights import is_unfilled
 
@@ -22,8 +23,9 @@ def build_accelerator(config: LoopConfig, options: Options) -> Accelerator:
     """Accelerate for this process, with the precision of `config`.
 
     Raises:
-        ConfigError: float16 without a GPU, or with a shared model; an optimizer that needs whole tensors, with cut ones; the DeepSpeed json
-            or the launcher says otherwise than the experiment; checkpoints are to be kept at steps at which none is written.
+        ConfigError: float16 without a GPU, or with a shared model; float8 with DeepSpeed, or without a GPU that has it; an optimizer that
+            needs whole tensors, with cut ones; the DeepSpeed json or the launcher says otherwise than the experiment; checkpoints are to
+            be kept at steps at which none is written.
     """
     options.keep.check(options.save_intervals(config.eval_every))
     config.check_accelerate(options.launcher_settings)
@@ -41,6 +43,11 @@ def build_accelerator(config: LoopConfig, options: Options) -> Accelerator:
         )
     if options.tensor_parallel > 1 and config.optimizer != "adamw":
         raise ConfigError(f"loop.optimizer: {config.optimizer!r} needs whole tensors, and --tensor_parallel cuts them. Use 'adamw'.")
+    if options.deepspeed and config.float8:  # it casts the weights itself, and puts linear layers of its own in place of ours
+        raise ConfigError("loop.float8: DeepSpeed trains without it. Use --fsdp instead of --deepspeed, or leave it out.")
+    if options.tensor_parallel > 1 and config.float8:
+        raise ConfigError("loop.float8: --tensor_parallel cuts matrices that multiply in bfloat16. Leave one of the two out.")
+    require_float8(config.float8)
     if options.deepspeed:
         from src.training.parallel.zero import fill_settings
 
@@ -62,6 +69,20 @@ def plain_accelerator(precision: str, field: str) -> Accelerator:
         memory.reuse_freed_memory()
     AcceleratorState._reset_state(reset_partial_state=True)  # one process may run several experiments, each with its precision
     return Accelerator(cpu=not gpu, mixed_precision={"float32": "no", "bfloat16": "bf16", "float16": "fp16"}[precision])
+
+
+def change_layers(model: nn.Module, config: LoopConfig, options: Options) -> None:
+    """Have the layers of `model`, with its weights in it or unfilled, compute as `config` and the command line say. Changed in place.
+
+    Raises:
+        ConfigError: it has no layers that could.
+    """
+    if config.float8:
+        float8.convert_layers(model, config.float8)
+    if config.compile:
+        compilation.compile_layers(model)
+    if options.gradient_checkpointing:
+        memory.checkpoint_layers(model, options.gradient_checkpointing)
 
 
 def build_engine(

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,13 @@ def test_settings_that_cannot_be_are_refused(tmp_path: Path, capsys: pytest.Capt
     assert wrong in capsys.readouterr().err
 
 
-def test_optimizers_that_need_whole_tensors_are_refused():
-    with pytest.raises(ConfigError, match=r"loop\.optimizer: 'adamw_scale' needs whole tensors, and --tensor_parallel cuts them"):
-        choice.build_accelerator(LOOP.model_copy(update={"optimizer": "adamw_scale"}), Options(fsdp=True, tensor_parallel=2))
+@pytest.mark.parametrize(
+    ("setting", "wrong"),
+    [
+        ({"optimizer": "adamw_scale"}, "loop.optimizer: 'adamw_scale' needs whole tensors, and --tensor_parallel cuts them."),
+        ({"float8": "rowwise"}, "loop.float8: --tensor_parallel cuts matrices that multiply in bfloat16."),
+    ],
+)
+def test_what_needs_whole_tensors_is_refused(setting: dict[str, str], wrong: str):
+    with pytest.raises(ConfigError, match=re.escape(wrong)):
+        choice.build_accelerator(LOOP.model_copy(update=setting), Options(fsdp=True, tensor_parallel=2))
