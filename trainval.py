@@ -70,6 +70,7 @@ def act(args: argparse.Namespace) -> int:
     from src.tables.rows import describe_differences
 
     arguments.check(args, distributed.world_size())
+    distributed.share_data(args.tensor_parallel or 1)
     groups = plan.read_groups()
     if args.list and not args.exp_group and not args.exp_id:
         known = plan.load_all(groups)
@@ -231,7 +232,7 @@ def train(args: argparse.Namespace, planned: Sequence[Any], chosen: set[str], pl
 
     options = arguments.training_options(args, distributed.world_size())
     failed = 0
-    with distributed.stoppable(), distributed.session(args.deterministic, options.tensor_parallel):
+    with distributed.stoppable(), distributed.session(args.deterministic):
         for item in planned:
             if any(distributed.all_gather_list([distributed.stop_requested()])):  # at the end of the one before, too late for its loop
                 raise distributed.agreed_stop(None)

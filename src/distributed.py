@@ -100,7 +100,13 @@ def data_rank() -> int:
 
 def data_size() -> int:
     """Number of shares of the data; see `data_rank`."""
-    return world_size() // _readers
+    return max(world_size() // _readers, 1)
+
+
+def share_data(readers: int) -> None:
+    """From here on so many neighbouring processes read the same data; see `data_rank`. Call it before data are planned or read."""
+    global _readers  # noqa: PLW0603  as world_size and rank, it is a fact of the process
+    _readers = readers
 
 
 def leads_readers() -> bool:
@@ -118,17 +124,15 @@ def is_copy(tensor: Any) -> bool:
 
 
 @contextlib.contextmanager
-def session(deterministic: bool = False, tensor_parallel: int = 1) -> Iterator[None]:
+def session(deterministic: bool = False) -> Iterator[None]:
     """Join the process group on entry and leave it gracefully on success; a failing process leaves at once. Makes `torch_settings`.
 
-    tensor_parallel: how many neighbours read the same data, see `data_rank`.
     Backend: nccl between GPUs where the machine has any, one for each process; gloo between CPUs.
 
     Raises:
         LaunchError: fewer GPUs than processes on this machine; incomplete variables of the launcher, or settings with which its
             restarts of killed processes would hang.
     """
-    global _readers  # noqa: PLW0603  set for the length of the session
     torch_settings.make(deterministic)
     if world_size() == 1:
         yield
@@ -150,15 +154,12 @@ def session(deterministic: bool = False, tensor_parallel: int = 1) -> Iterator[N
     if gpu:
         torch.cuda.set_device(local_rank())
     dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", timeout=torch_settings.COLLECTIVE_TIMEOUT)
-    _readers = tensor_parallel
     try:
         yield
     except TrainingStopped as stopped:
         if stopped.everywhere:
             _leave_group()
         raise
-    finally:
-        _readers = 1
     _leave_group()
 
 

@@ -230,27 +230,17 @@ def training_options(args: argparse.Namespace, processes: int) -> "Options":
     from src.runs.context import Limits, Options, Wandb
 
     choices = accelerate_env.take_choices(os.environ, processes, args.deepspeed, args.fsdp)
-    replicas, tensor_parallel = args.fsdp_replicas or 1, args.tensor_parallel or 1
-    for name, parts in {"fsdp_replicas": replicas, "tensor_parallel": tensor_parallel}.items():
-        if parts > 1 and not choices.fsdp:
-            raise ConfigError(f"--{name}: says how --fsdp shards. Add it, or leave this out.")
-    if args.fsdp_sharded_gradients and not choices.fsdp:
-        raise ConfigError("--fsdp_sharded_gradients: says how --fsdp shares gradients out. Add it, or leave this out.")
-    if processes % replicas:
-        raise ConfigError(f"--fsdp_replicas {replicas}: {processes} processes cannot be cut into as many equal parts.")
-    if processes // replicas % tensor_parallel:
-        raise ConfigError(f"--tensor_parallel {tensor_parallel}: no divisor of {processes // replicas} processes.")
     wanted = args.wandb_entity_name or args.wandb_project_name or args.wandb_run_name or args.wandb_log_gradients
     wanted = wanted or "WANDB_SWEEP_ID" in os.environ  # a trial of `wandb agent`
     wandb = Wandb(args.wandb_entity_name, args.wandb_project_name, args.wandb_run_name, args.wandb_log_gradients) if wanted else None
-    return Options(
+    options = Options(
         log_every=args.log_every,
         save_every=args.save_every,
         wandb=wandb,
         deepspeed=choices.deepspeed,
         fsdp=choices.fsdp,
-        fsdp_replicas=replicas,
-        tensor_parallel=tensor_parallel,
+        fsdp_replicas=args.fsdp_replicas or 1,
+        tensor_parallel=args.tensor_parallel or 1,
         fsdp_sharded_gradients=args.fsdp_sharded_gradients,
         gradient_checkpointing=args.gradient_checkpointing,
         offload_activations=args.offload_activations,
@@ -260,6 +250,8 @@ def training_options(args: argparse.Namespace, processes: int) -> "Options":
         keep=RotationRule(**{name: value for name in ("last", "every", "best") if (value := getattr(args, f"keep_{name}")) is not None}),
         launcher_settings=choices.told,
     )
+    options.check_parts(processes)
+    return options
 
 
 def child_arguments(args: argparse.Namespace, exp_id: str) -> list[str]:

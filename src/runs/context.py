@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from src.config import Places
+from src.errors import ConfigError
 from src.files import writing
 from src.runs.checkpoints.retention import RotationRule
 from src.runs.run_dir import RunDir
@@ -69,6 +70,18 @@ class Options:
     """Settings of accelerate's launcher, by name: `LoopConfig.check_accelerate` refuses those that contradict the experiment."""
     after_step: Callable[[int], object] = lambda step: None
     """Called by each process with the number of optimizer steps that are finished, after each."""
+
+    def check_parts(self, processes: int) -> None:
+        """Raises ConfigError where so many `processes` cannot be cut as these options say, or no model is sharded."""
+        if self.fsdp_sharded_gradients and not self.fsdp:
+            raise ConfigError("--fsdp_sharded_gradients: says how --fsdp shares gradients out. Add it, or leave this out.")
+        for name in ("fsdp_replicas", "tensor_parallel"):
+            if getattr(self, name) > 1 and not self.fsdp:
+                raise ConfigError(f"--{name}: says how --fsdp shards. Add it, or leave this out.")
+        if processes % self.fsdp_replicas:
+            raise ConfigError(f"--fsdp_replicas {self.fsdp_replicas}: {processes} processes cannot be cut into as many equal parts.")
+        if (left := processes // self.fsdp_replicas) % self.tensor_parallel:
+            raise ConfigError(f"--tensor_parallel {self.tensor_parallel}: no divisor of {left} processes.")
 
     def save_intervals(self, eval_every: int) -> tuple[int, ...]:
         """Steps between checkpoints, which are written at the multiples of each."""

@@ -120,11 +120,12 @@ class LoopConfig(Config):
         name, _, part = self.best_metric.partition("/")  # "em/nq": over the rows of one source, where metrics are given
         if name not in scores or (part and name.startswith("val_")):
             raise ConfigError(f"loop.best_metric: {unknown_text('score', self.best_metric, scores)}")
-        count, readers = self.sequences_per_step // self.micro_batch, distributed.data_size()
-        if count < readers:
+        count, shares = self.sequences_per_step // self.micro_batch, distributed.data_size()
+        if count < shares:
             raise ConfigError(
                 f"loop.sequences_per_step: {self.sequences_per_step} sequences in micro-batches of {self.micro_batch} make {count} "
-                f"micro-batches a step, fewer than the {readers} processes that read. Start at most {count}, or lower loop.micro_batch."
+                f"micro-batches a step, fewer than the {shares} processes that read apart. Start at most "
+                f"{count * distributed.world_size() // shares}, or lower loop.micro_batch."
             )
 
     def check_accelerate(self, told: Mapping[str, str | float]) -> None:

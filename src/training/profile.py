@@ -40,6 +40,11 @@ from src.runs.run_dir import RunDir
 ROOT = Path(__file__).resolve().parents[2]
 COPY = "copy"
 """Folder, in the new one, of the copy of the run, as long as it trains."""
+OPTIONS = (
+    *("deepspeed", "fsdp", "fsdp_replicas", "fsdp_sharded_gradients", "tensor_parallel"),
+    *("gradient_checkpointing", "offload_activations", "num_workers"),
+)
+"""Arguments that are those of trainval.py."""
 ROWS = 25
 """Of the table that is printed."""
 log = logging.getLogger("src.training.profile")
@@ -182,8 +187,10 @@ def make_profile_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--deepspeed", type=Path, metavar="JSON", help="as of trainval.py, and so are these:")
     parser.add_argument("--gradient_checkpointing", nargs="?", const="full", choices=torch_settings.GRADIENT_CHECKPOINTING)
-    for name in ("fsdp", "offload_activations"):
+    for name in ("fsdp", "fsdp_sharded_gradients", "offload_activations"):
         parser.add_argument(f"--{name}", action="store_true")
+    for name in ("fsdp_replicas", "tensor_parallel"):
+        parser.add_argument(f"--{name}", type=int, default=1, metavar="N")
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--num_workers", type=int, metavar="N")
     return parser
@@ -192,11 +199,13 @@ def make_profile_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     args = make_profile_parser().parse_args(argv)
-    options = {name: getattr(args, name) for name in ("deepspeed", "fsdp", "gradient_checkpointing", "offload_activations", "num_workers")}
+    options = {name: getattr(args, name) for name in OPTIONS}
 
     def act() -> int:
         run = expand_run(args.run)
         folder = args.output or ROOT / "results" / "profiles" / run.name
+        Options(**options).check_parts(distributed.world_size())
+        distributed.share_data(args.tensor_parallel)
         try:
             with distributed.stoppable(), distributed.session(args.deterministic):
                 profile_run(run, args.steps, folder, args.data_path, options)

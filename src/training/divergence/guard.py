@@ -86,7 +86,7 @@ class DivergenceGuard:
         source, suspects = self.source, {step for finding in found if finding.action != "warn" for step in finding.suspects}
         with distributed.raise_together():
             for step, keys in self.recent:
-                if step in suspects:
+                if step in suspects and distributed.leads_readers():
                     batches = [source.dataset.collate([source.dataset.sample(*key) for key in rows]) for rows in keys]
                     batch_dump.save(self.run.path, step, distributed.rank(), batches, source.tokenizer, keys)
 

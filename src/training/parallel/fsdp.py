@@ -63,7 +63,7 @@ class FSDPEngine(Engine):
         super().__init__(accelerator, module, config)
         distributed.ensure_group()
         stored = stored_names(module)
-        self.sharded_gradients, self.tensor_parallel = sharded_gradients, tensor_parallel
+        self.sharded_gradients = sharded_gradients
         sizes = {
             "replica": replicas,
             "shard": distributed.world_size() // (replicas * tensor_parallel),
@@ -71,9 +71,11 @@ class FSDPEngine(Engine):
         }
         shape = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
         mesh = init_device_mesh(accelerator.device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
-        if tensor_parallel > 1:
+        self.tensor_mesh = mesh[distributed.TENSOR_MESH] if tensor_parallel > 1 else None
+        if self.tensor_mesh:
+            assert distributed.world_size() == tensor_parallel * distributed.data_size(), "its processes must read the same data"
             with distributed.raise_together():
-                tensors.cut_matrices(module, mesh[distributed.TENSOR_MESH])
+                tensors.cut_matrices(module, self.tensor_mesh)
             mesh = mesh["replica", "shard"] if replicas > 1 else mesh["shard"]
         for layer in sharded_layers(module):
             if accelerator.mixed_precision == "bf16" and (cast := cast_modules(layer, module)):
@@ -115,6 +117,8 @@ class FSDPEngine(Engine):
     def backward(self, loss: Tensor, last: bool) -> None:
         """Add the gradients of `loss`."""
         loss.backward()
+        if last and self.tensor_mesh:
+            tensors.average_copies(self.module, self.tensor_mesh)
 
     def gradients(self) -> Iterable[Tensor]:
         """This process's shards."""
@@ -138,7 +142,7 @@ class FSDPEngine(Engine):
     def stage_shards(self) -> Callable[[Path], None] | None:
         """No process holds more than its part."""
         weights, moments = trained_weights(self.module), checkpoint.optimizer_tensors(self.module, self.optimizer)
-        return self.shards.stage(*(tensors.as_rows(found) if self.tensor_parallel > 1 else found for found in (weights, moments)))
+        return self.shards.stage(*(tensors.as_rows(found) if self.tensor_mesh else found for found in (weights, moments)))
 
     def load_weights(self, file: Path) -> None:
         """Each process reads its part."""

@@ -8,11 +8,14 @@ they are kept. Which matrices are cut between rows and which between columns is 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
+from src import distributed
 from src.errors import ConfigError
 
 _STYLES: dict[str, type[ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
@@ -24,23 +27,38 @@ def cut_matrices(model: nn.Module, mesh: DeviceMesh) -> None:
     Raises:
         ConfigError: its family is not known to be cut, its sizes are not multiples of the mesh's, or it has adapters.
     """
-    found = False
+    cut: list[str] = []
     for part, plan in _decoders(model):
-        found = True
-        _require_multiples(part.config, mesh.size())
-        for name, module in part.named_modules():
-            style = plan.get(_pattern(name))
-            if style is None:
-                continue
-            if style not in _STYLES or not isinstance(module, nn.Linear):
-                what = f"has {style!r} layers" if style not in _STYLES else f"has no plain matrix {name!r}"
-                raise ConfigError(f"--tensor_parallel: {part.config.model_type!r} {what}, which are not cut here. Leave it out.")
-            parallelize_module(module, mesh, _STYLES[style](), src_data_rank=None)
-    if not found:
+        styles = {name: style for name, _ in part.named_modules() if (style := plan.get(_pattern(name)))}
+        _require_plain(part, styles)
+        _require_parts(part, styles, mesh.size())
+        for name, style in styles.items():
+            parallelize_module(part.get_submodule(name), mesh, _STYLES[style](), src_data_rank=None)
+        cut += styles
+    if not cut:
         raise ConfigError(
             f"--tensor_parallel: transformers tells no way to cut a {type(model).__name__}. Use a family such as Llama, Mistral or Qwen2, "
             "or leave it out."
         )
+
+
+def average_copies(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Give the gradients of what is not cut, which the processes of `mesh` compute each for itself, the same bits in all. Collective.
+
+    Kernels of GPUs may sum in another order each time, and copies that are updated apart would drift apart.
+    """
+    whole = [
+        grad.to_local()
+        for parameter in model.parameters()
+        if isinstance(grad := parameter.grad, DTensor)
+        and not (distributed.TENSOR_MESH in (grad.device_mesh.mesh_dim_names or ()) and grad.placements[-1].is_shard())
+    ]
+    if whole:
+        flat = torch.cat([grad.flatten() for grad in whole])
+        dist.all_reduce(flat, group=mesh.get_group())
+        flat /= mesh.size()
+        for grad, mean in zip(whole, flat.split([grad.numel() for grad in whole]), strict=True):
+            grad.copy_(mean.view_as(grad))
 
 
 def as_rows(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -60,16 +78,28 @@ def _pattern(name: str) -> str:
     return ".".join("*" if word.isdigit() else word for word in name.split("."))
 
 
-def _require_multiples(config: Any, processes: int) -> None:
-    heads = config.num_attention_heads
-    sizes = {
-        "num_attention_heads": heads,
-        "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
-        "intermediate_size": config.intermediate_size,
-    }
-    for name, size in sizes.items():
-        if size % processes:
+def _require_parts(part: Any, styles: Mapping[str, str], processes: int) -> None:
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        size = getattr(part.config, name, None)
+        if isinstance(size, int) and size % processes:
             raise ConfigError(f"--tensor_parallel {processes}: the model's {name} is {size}, no multiple of it. Give a divisor.")
+    if getattr(part.config, "attention_dropout", 0) and any(part.get_submodule(name).weight.requires_grad for name in styles):
+        raise ConfigError(
+            f"--tensor_parallel: the model's attention_dropout is {part.config.attention_dropout}, and heads of several processes would "
+            "drop alike. Set it to 0 in its config.json, or leave --tensor_parallel out."
+        )
+
+
+def _require_plain(part: Any, styles: Mapping[str, str]) -> None:
+    """That what is cut are matrices, and that nothing beside them in a layer's attention or MLP would see some of the heads only."""
+    refusal = f"--tensor_parallel: {part.config.model_type!r} has {{}}, which is not cut here. Leave --tensor_parallel out."
+    for name, style in styles.items():
+        if style not in _STYLES or type(part.get_submodule(name)) is not nn.Linear:
+            raise ConfigError(refusal.format(f"{name!r} of another kind than a plain matrix"))
+    for above in sorted({name.rpartition(".")[0] for name in styles}):
+        for name, _ in part.get_submodule(above).named_parameters(prefix=above):
+            if name.rpartition(".")[0] not in styles:
+                raise ConfigError(refusal.format(repr(name)))
 
 
 def _as_rows(tensor: DTensor) -> Tensor:

@@ -1,17 +1,21 @@
 """Matrices cut between neighbouring processes: the numbers of whole ones, and checkpoints that any number of processes continues."""
 
+import copy
 import json
 import math
 import re
 import shutil
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from src.errors import ConfigError
 from src.runs.context import Options
 from src.training.parallel import choice
+from src.training.parallel.tensor_parallel import cut_matrices
 from tests import toy, warm
 from tests.training.parallel import cut_models
 from tests.training.parallel.kept_memory import LOOP
@@ -127,11 +131,44 @@ def test_each_gradient_is_that_of_the_whole_model(tmp_path: Path, precision: str
     [
         ("twice", 2, "--tensor_parallel: transformers tells no way to cut a GPTBigCodeForCausalLM. Use a family such as Llama"),
         ("llama", 3, "--tensor_parallel 3: the model's num_attention_heads is 4, no multiple of it. Give a divisor."),
-        ("adapters", 2, "--tensor_parallel: 'llama' has no plain matrix 'layers.0.self_attn.q_proj'"),
+        ("adapters", 2, "--tensor_parallel: 'llama' has 'layers.0.self_attn.q_proj' of another kind than a plain matrix"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(modes: Modes, group: str, processes: int, wrong: str):
     assert wrong in modes.start("fsdp", group, processes, ["--tensor_parallel", str(processes)])
+
+
+@pytest.mark.parametrize(
+    ("family", "own", "wrong"),
+    [
+        ("Phi", {"qk_layernorm": True}, "'phi' has 'layers.0.self_attn.q_layernorm.weight', which is not cut here."),
+        ("Qwen3", {}, "'qwen3' has 'layers.0.self_attn.q_norm' of another kind than a plain matrix"),
+        ("Llama", {"attention_dropout": 0.1}, "the model's attention_dropout is 0.1, and heads of several processes would drop alike."),
+        ("Llama", {"num_key_value_heads": 1}, "the model's num_key_value_heads is 1, no multiple of it."),
+        ("T5", {}, "transformers tells no way to cut a T5ForConditionalGeneration."),
+    ],
+)
+def test_models_that_would_learn_something_else_are_refused(family: str, own: dict[str, Any], wrong: str):
+    """What beside the matrices sees some of the heads alone would have a gradient of those alone."""
+    sizes = {"vocab_size": 32, "num_layers": 1, "d_model": 16} if family == "T5" else cut_models.SIZES
+    config = getattr(transformers, f"{family}Config")(**{**sizes, **own})
+    model = getattr(transformers, f"{family}{'ForConditionalGeneration' if family == 'T5' else 'ForCausalLM'}")(config)
+    two: Any = types.SimpleNamespace(size=lambda: 2)
+    with pytest.raises(ConfigError, match=re.escape(wrong)):
+        cut_matrices(model, two)
+
+
+@pytest.mark.parametrize(("processes", "wrong"), [(4, ""), (8, "fewer than the 4 processes that read apart. Start at most 4,")])
+def test_more_processes_may_start_than_a_step_has_micro_batches(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, processes: int, wrong: str
+):
+    exp = copy.deepcopy(toy.BASE)
+    exp["loop"] |= {"sequences_per_step": 4, "micro_batch": 2}
+    toy.write_data(tmp_path / "data")
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    code = toy.main(["-e", "x", "--fsdp", "--tensor_parallel", "2", "--dry-run"], {"x": [exp]}, tmp_path)
+    said = capsys.readouterr()
+    assert (code != 0, wrong in said.out + said.err) == (bool(wrong), True)
 
 
 @pytest.mark.parametrize(
