@@ -108,9 +108,13 @@ class Engine(ABC):
     def skip_step(self) -> None:
         """Clear the gradients without an update."""
 
+    def own_gradients(self) -> Iterable[Tensor]:
+        """Those of `gradients` that no process of lower rank has, too, where processes have parts of the model."""
+        return self.gradients()
+
     def norms(self) -> Tensor:
-        """(K,) float64: the L2 norms of this process's K gradients, on their device, which is not waited for."""
-        gradients = [*self.gradients()]
+        """(K,) float64: the L2 norms of the K `own_gradients`, on their device, which is not waited for."""
+        gradients = [*self.own_gradients()]
         return torch.stack(_torch._foreach_norm(gradients, 2, dtype=torch.float64)) if gradients else torch.zeros(0, dtype=torch.float64)
 
     def weight_norms(self) -> Tensor:

@@ -124,11 +124,9 @@ class FSDPEngine(Engine):
         """This process's shards."""
         return [_local(p.grad) for p in self.module.parameters() if p.grad is not None]
 
-    def norms(self) -> Tensor:
-        """Of the shards; 0 for what a process of lower rank has, too."""
-        copies = [distributed.is_copy(p.grad) for p in self.module.parameters() if p.grad is not None]
-        norms = super().norms()
-        return norms.masked_fill(torch.tensor(copies, device=norms.device), 0) if any(copies) else norms
+    def own_gradients(self) -> Iterable[Tensor]:
+        """Without those of replicas, and of what the processes that cut matrices between them all have."""
+        return [_local(p.grad) for p in self.module.parameters() if p.grad is not None and not distributed.is_copy(p.grad)]
 
     def step(self) -> None:
         """The optimizer's step on this process's shards."""
