@@ -37,9 +37,13 @@ def command(folder: Path, runs: int) -> list[str]:
     return ["src.serving.page", *[exp_id(TALKER)[:8]] * runs, *places, "--temperature", "2", "--max_new_tokens", "8"]
 
 
-def say(page: Page, text: str) -> None:
+def say(page: Page, text: str, enter: bool = False) -> None:
+    """Send it once the page takes it: until an answer is whole, nothing is sent. enter: by that key, of which nobody sees whether it is."""
     page.locator("textarea").fill(text)
-    page.locator("textarea").press("Enter")
+    if enter:
+        page.locator("textarea").press("Enter")
+    else:
+        page.get_by_role("button", name="Send").click()
 
 
 def test_what_is_preferred_in_a_browser_is_in_the_file(browser: Browser, folder: Path):
@@ -66,7 +70,7 @@ def test_what_is_preferred_in_a_browser_is_in_the_file(browser: Browser, folder:
             expect(page.get_by_text("1 is better")).to_be_visible()
             assert page.evaluate("window.hacked") is None
         with opened(browser, address) as page:
-            say(page, "another's")
+            say(page, "another's", enter=True)
             page.locator(better).nth(0).click()
             expect(page.get_by_text("1 is better")).to_be_visible()
     rows = [json.loads(line) for line in output.read_text().splitlines()]
