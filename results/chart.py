@@ -32,6 +32,8 @@ class Plot:
         """on_hover: called with the colour of the line below the mouse, where it is another than before."""
         self.pane = pn.pane.Bokeh(sizing_mode="stretch_width", margin=0, css_classes=["plot"])
         self._on_hover = on_hover
+        self._found = ColumnDataSource({"colour": [""]})
+        """The colour that is lit, as the browser tells and is told it."""
         self._axes: Any = None
         self._kinds: list[list[tuple[bool, bool]]] = []
         """Of each picture that of each line."""
@@ -55,9 +57,9 @@ class Plot:
         kinds = [[_kind(line, curves) for line in curves.lines] for curves in pictures.values()]
         if axes != self._axes or any(new != old[: len(new)] for new, old in zip(kinds, self._kinds, strict=True)):
             self._axes, self._kinds, self._sources, self._colours, self._renderers, self._opacities = axes, kinds, [], [], [], []
-            hovered = ColumnDataSource({"colour": [""]})
-            hovered.on_change("data", lambda _, __, data: self._on_hover(data["colour"][0]))
-            figures = [self._draw(metric, curves, hovered, axes[:3], len(pictures)) for metric, curves in pictures.items()]
+            self._found = ColumnDataSource({"colour": [self.lit or ""]})
+            self._found.on_change("data", lambda _, __, data: self._on_hover(data["colour"][0]))
+            figures = [self._draw(metric, curves, axes[:3], len(pictures)) for metric, curves in pictures.items()]
             for other in figures[1:]:
                 other.x_range = figures[0].x_range
             self.pane.object = column(*figures, sizing_mode="stretch_width")
@@ -76,6 +78,9 @@ class Plot:
             for name in ("line_alpha", "fill_alpha"):
                 if hasattr(glyph, name) and getattr(glyph, name) != wanted:
                     setattr(glyph, name, wanted)
+        told: dict[str, Any] = {"colour": [colour or ""]}
+        if told != self._found.data:
+            self._found.data = told
 
     def _update(self, place: int, line: Line | None) -> None:
         """Let the parts at `place` draw this line, or none."""
@@ -94,7 +99,7 @@ class Plot:
                         setattr(glyph, name, line.colour)
             self._renderers[place][-1].name = line.colour
 
-    def _draw(self, metric: str, curves: Curves, hovered: Any, axes: tuple[str, bool, Sequence[str]], count: int) -> Any:
+    def _draw(self, metric: str, curves: Curves, axes: tuple[str, bool, Sequence[str]], count: int) -> Any:
         x, logarithmic, factors = axes
         drawn = figure(
             height=HEIGHT if count == 1 else LOWER,
@@ -112,7 +117,7 @@ class Plot:
         for line in curves.lines:
             self._add(drawn, line, curves)
         found = [of_line[-1] for of_line in self._renderers[first:]]
-        tell = CustomJS(args={"hovered": hovered}, code=_TELL)
+        tell = CustomJS(args={"lit": self._found}, code=_TELL)
         tooltips = [("", "@label"), (x, "@x"), (metric, "@mean{0.0000} (@low{0.0000} to @high{0.0000})")]
         drawn.add_tools(HoverTool(renderers=found, tooltips=tooltips, line_policy="nearest", callback=tell))
         _quiet(drawn)
@@ -141,10 +146,27 @@ class Plot:
 
 
 _TELL = """
-const found = cb_data.index.indices.length > 0 || cb_data.index.line_indices.length > 0
-if (found && hovered.data.colour[0] !== cb_data.renderer.name) hovered.data = {colour: [cb_data.renderer.name]}
+if (cb_data.renderer !== cb_obj.renderers[0]) return
+const {x, y} = cb_data.geometry
+let name = lit.data.colour[0], least = Infinity
+for (const line of cb_obj.renderers.filter(line => line.visible)) {
+  const {inspected, data} = line.data_source
+  const heights = inspected.indices.map(point => data.mean[point])
+  for (const point of inspected.line_indices) {
+    const [left, right] = [data.x[point], data.x[point + 1]]
+    const share = left < right ? Math.min(Math.max((x - left) / (right - left), 0), 1) : 0
+    heights.push(data.mean[point] * (1 - share) + data.mean[point + 1] * share)
+  }
+  for (const height of heights) {
+    if (Math.abs(height - y) < least) [name, least] = [line.name, Math.abs(height - y)]
+  }
+}
+if (name !== lit.data.colour[0]) lit.data = {colour: [name]}
 """
-"""Called for each line whenever the mouse moves. A line stays lit when the mouse leaves it: a row is often clicked next."""
+"""Tells the line next to the mouse. Bokeh calls it for each line whenever the mouse moves and whenever the picture is painted, as it is
+when a line lights up: where lines overlap all of them are found, and telling each in turn would never end. A line stays lit when the mouse
+leaves it: a row is often clicked next.
+"""
 
 
 def legend(pictures: Mapping[str, Curves]) -> str:

@@ -213,6 +213,44 @@ def test_a_curve_is_found_by_the_mouse_between_its_points_and_lights_up_with_its
         assert expression["width"] >= 280
 
 
+def test_where_curves_overlap_the_one_next_to_the_mouse_is_lit_once(browser: Browser, tmp_path: Path):
+    """All are below the mouse, and the picture is painted again when one lights up, which asks anew what is below it."""
+    world = World(tmp_path / "runs")
+    for stride in range(1, 13):
+        world.add(f"stride {stride}", experiment(stride, 0), group="reach", steps=60)
+    with served(["results.dashboard", str(world.runs), "-e", "all", "--port", "0"]) as address, opened(browser, address) as page:
+        page.locator(".live-switch").click()
+        page.locator(".plot canvas").first.scroll_into_view_if_needed()
+        page.wait_for_function("Bokeh.documents[0].is_idle")
+        page.evaluate("""() => {
+            window.told = []
+            const told = change => change.attr === 'data' && 'colour' in change.value
+            Bokeh.documents[0].on_change(change => { if (told(change)) window.told.push(change.value.colour[0]) })
+        }""")
+        for stride in (7, 4, 9):
+            x, y, colour = page.evaluate(_PLACE, [stride, 12])
+            page.mouse.move(x, y)
+            expect(page.locator(".results .tabulator-selected .tabulator-cell").last).to_have_text(str(stride))
+            page.evaluate("async () => { for (let i = 0; i < 60; i++) await new Promise(requestAnimationFrame) }")
+            assert page.evaluate("window.told.splice(0)") == [colour]
+        expect_lit = expect(page.locator(".results .tabulator-selected .tabulator-cell").last)
+        rows(page, "results").first.click()
+        expect_lit.to_have_text("1")
+        page.mouse.move(x, y)  # a row was lit since, so the same curve is told again
+        expect_lit.to_have_text("9")
+
+
+_PLACE = """([stride, step]) => {
+    const plot = [...Bokeh.documents[0].all_models].find(model => model.type === 'Plot' || model.type === 'Figure')
+    const view = Bokeh.index.find_one(plot)
+    const drawn = view.canvas_view.el.getBoundingClientRect()
+    const line = plot.renderers.find(part => part.name && part.data_source.data.label[0] === `stride=${stride}`)
+    const height = line.data_source.data.mean[step - 1]
+    return [drawn.x + view.frame.x_scale.compute(step), drawn.y + view.frame.y_scale.compute(height), line.name]
+}"""
+"""Where on the page the curve of a stride is at a step, and its colour."""
+
+
 def test_a_link_restores_the_view(browser: Browser, demo_runs: Path):
     with served(["results.dashboard", str(demo_runs), "--port", "0"]) as address:
         with opened(browser, address) as page:
