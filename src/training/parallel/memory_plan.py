@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
+from transformers.pytorch_utils import Conv1D
 
 from src.config import unknown_text
 from src.errors import ConfigError
@@ -243,9 +244,8 @@ def plan(model: nn.Module, loss: Loss, batch: Mapping[str, Tensor], config: Loop
     if machines.gradient_checkpointing:
         memory.checkpoint_layers(model, machines.gradient_checkpointing)
     storages = FakeStorages(vocabulary(model), machines.gpus if machines.shares_gradients(passes) else 1)
-    if machines.fsdp and config.precision == "bfloat16":
-        cast = (part for layer in fsdp.sharded_layers(model) for part in fsdp.cast_modules(layer, model))
-        storages.gathered = {id(weight) for part in cast for weight in part.parameters(recurse=False)}
+    if config.precision == "bfloat16":
+        storages.gathered = {id(weight) for part in _cast_modules(model, machines) for weight in part.parameters(recurse=False)}
     parts = _share(model, pass_peak(storages, model, loss, batch, config.precision, passes), passes, config, machines)
     work = operations(batch) if operations else None
     read = sum(int(batch[name].sum()) for name in ("attention_mask", "context_mask") if name in batch)
@@ -258,6 +258,17 @@ def plan(model: nn.Module, loss: Loss, batch: Mapping[str, Tensor], config: Loop
         tokens_per_second=rate * read * machines.gpus if rate else None,
         hours=config.steps * passes / rate / 3600 if rate else None,
     )
+
+
+def _cast_modules(model: nn.Module, machines: Machines) -> list[nn.Module]:
+    """Modules of which no copy in bfloat16 stays until the backward pass: what shares the model gathers them again."""
+    if machines.fsdp:
+        return [part for layer in fsdp.sharded_layers(model) for part in fsdp.cast_modules(layer, model)]
+    settings = machines.zero_settings() if machines.deepspeed else {}
+    if settings.get("stage") != 3:
+        return []
+    kinds = (Conv1D, nn.Linear) if settings.get("memory_efficient_linear", True) else (Conv1D,)  # by DeepSpeed, and by zero.py
+    return [part for part in model.modules() if isinstance(part, kinds)]
 
 
 def pass_peak(

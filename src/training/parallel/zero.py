@@ -7,6 +7,7 @@ import contextlib
 import json
 import math
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from src import distributed, files
 from src.errors import CheckpointError, ConfigError
@@ -125,6 +127,8 @@ class ZeroEngine(Engine):
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         distributed.ensure_group()
         deepspeed.init_distributed(dist_backend=None, auto_mpi_discovery=False)
+        if self.sharded and accelerator.mixed_precision == "bf16":
+            _release_weights_of_conv1d(module)
         adamw = optimizers.adamw(module, config, accelerator.device)
         self.engine, self.optimizer, _, _ = deepspeed.initialize(model=module, optimizer=adamw, config=settings)
         self.model = self.engine
@@ -245,6 +249,43 @@ class ZeroEngine(Engine):
                 safe_set_local_optimizer_state(parameter, _own_part(value).to(parameter.device), key)
             elif key != "step":
                 safe_set_full_optimizer_state(parameter, value.to(parameter.device), key)
+
+
+def _release_weights_of_conv1d(model: nn.Module) -> None:
+    """Let GPT-2's layers hold no gathered weights until the backward pass, as DeepSpeed's own linear layers do not. In place.
+
+    Autograd would keep the bfloat16 copy that autocast makes of each, which is half of the model that stage 3 has shared out.
+    """
+    for module in model.modules():
+        if isinstance(module, Conv1D):
+            module.forward = partial(_forward_conv1d, module)
+
+
+def _forward_conv1d(module: Conv1D, x: Tensor) -> Tensor:
+    rows = x.reshape(-1, x.shape[-1])
+    if torch.is_autocast_enabled(x.device.type):
+        rows = rows.to(torch.get_autocast_dtype(x.device.type))
+    return _ReleasedAddmm.apply(module.bias, rows, module.weight).view(*x.shape[:-1], module.nf)
+
+
+class _ReleasedAddmm(torch.autograd.Function):
+    """`torch.addmm(bias_O, x_NI, weight_IO)` that saves the parameter itself, which DeepSpeed empties and fills, and no copy of it."""
+
+    @staticmethod
+    def forward(ctx: Any, bias: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.addmm(bias.detach(), x, weight.detach())  # detached: of a parameter autocast would keep its copy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        x, weight = ctx.saved_tensors
+        of_bias, of_x, of_weight = ctx.needs_input_grad
+        return (
+            grad.sum(0) if of_bias else None,
+            grad @ weight.to(grad.dtype).t() if of_x else None,
+            x.t() @ grad if of_weight else None,
+        )
 
 
 def _own_part(whole: Tensor) -> Tensor:

@@ -59,17 +59,22 @@ def measure(engine: Engine, chunk: int) -> tuple[int, float]:
         storages[storage._cdata] = storage
         return tensor
 
-    with engine.accelerator.autocast(), saved_tensors_hooks(pack, lambda tensor: tensor):
-        if chunk:
-            with chunks_of(chunk):
-                batch = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS), "loss_mask": torch.ones_like(IDS).bool()}
-                loss = causal_lm_loss(engine.model, batch)
-        else:
-            loss = engine.model(input_ids=IDS, labels=IDS).loss
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = loss_of(engine, chunk)
     weights = {local(weight).untyped_storage().data_ptr() for weight in engine.module.parameters()}
     kept = sum(storage.nbytes() for storage in storages.values() if storage.data_ptr() not in weights)
     engine.backward(loss, True)
     return kept, engine.norm()
+
+
+def loss_of(engine: Engine, chunk: int) -> Tensor:
+    """Of the tokens of `IDS`. chunk: as for `measure`."""
+    with engine.accelerator.autocast():
+        if not chunk:
+            return engine.model(input_ids=IDS, labels=IDS).loss
+        with chunks_of(chunk):
+            batch = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS), "loss_mask": torch.ones_like(IDS).bool()}
+            return causal_lm_loss(engine.model, batch)
 
 
 def held_between_passes(engine: Engine) -> int:

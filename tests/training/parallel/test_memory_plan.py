@@ -234,7 +234,7 @@ def test_a_shared_model_takes_less(tmp_path: Path):
 
 
 def test_a_model_that_is_gathered_in_bfloat16_leaves_no_copies_to_autocast(tmp_path: Path):
-    """Of a deep one: what FSDP2 gathers is of two layers, and what autocast would copy of all."""
+    """Of a deep one: what FSDP2 gathers is of two layers, what autocast would copy of all. Nor does ZeRO-3, unless its json says so."""
     places = Places(toy.write_data(tmp_path / "data"), tmp_path / "runs")
     changes = {"loop.micro_batch": 1, "loop.precision": "bfloat16", "model.num_layers": 24}
     recipe: Any = load_experiment(override(LM, changes), "")
@@ -242,6 +242,12 @@ def test_a_model_that_is_gathered_in_bfloat16_leaves_no_copies_to_autocast(tmp_p
     assert fsdp.parts["copies"] < whole.parts["weights"] / 3
     assert fsdp.parts["activations"] == pytest.approx(whole.parts["activations"], rel=0.1)
     assert whole.parts["copies"] > whole.parts["weights"]
+    stage_3 = {"stage": 3, "reduce_bucket_size": 1000, "stage3_max_live_parameters": 1000}
+    for name, more in {"zero": {}, "plain": {"memory_efficient_linear": False}}.items():
+        write_json(tmp_path / f"{name}.json", {"zero_optimization": {**stage_3, **more}})
+    zero, plain = (recipe.plan_memory(places, gpus=4, gpu="H100", deepspeed=tmp_path / f"{name}.json") for name in ("zero", "plain"))
+    assert zero.parts["copies"] < whole.parts["weights"] / 2
+    assert plain.parts["copies"] - zero.parts["copies"] > 0.4 * whole.parts["weights"], "half of the bytes of linear layers"
 
 
 @pytest.mark.parametrize(
