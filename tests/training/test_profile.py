@@ -3,6 +3,8 @@
 import json
 import logging
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -63,3 +65,40 @@ def test_what_cannot_be_measured_is_refused(folder: Path, tmp_path: Path, capsys
 def test_an_older_profile_is_not_written_over(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert profile.main(arguments(folder, tmp_path, 3)) == 1
     assert f"{tmp_path}: is there already. Name a folder that is not." in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_sharded_run_is_measured_as_it_is_sharded(folder: Path, tmp_path: Path):
+    """Two processes hold half of each weight, and each tells what it did."""
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        "localhost:0",
+    ]
+    given = [*arguments(folder, tmp_path / "out", 2), "--fsdp", "--fsdp_sharded_gradients", "--gradient_checkpointing"]
+    done = subprocess.run([*command, "-m", "src.training.profile", *given], capture_output=True, text=True, check=False, cwd=toy.ROOT)
+    assert done.returncode == 0, done.stderr
+    for rank in (0, 1):
+        assert "all_gather" in (tmp_path / "out" / f"key_averages_{rank}.txt").read_text()
+        assert (tmp_path / "out" / f"trace_{rank}.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "error"),
+    [
+        (["--tensor_parallel", "2"], "--tensor_parallel: says how --fsdp shards. Add it, or leave this out."),
+        (["--fsdp", "--tensor_parallel", "2"], "--tensor_parallel 2: no divisor of 1 processes."),
+        (["--fsdp", "--fsdp_replicas", "2"], "--fsdp_replicas 2: 1 processes cannot be cut into as many equal parts."),
+    ],
+)
+def test_processes_that_cannot_be_cut_are_refused(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], error: str
+):
+    assert profile.main([*arguments(folder, tmp_path / "out", 2), *more]) == 1
+    assert error in capsys.readouterr().err
