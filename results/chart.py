@@ -58,7 +58,7 @@ class Plot:
         if axes != self._axes or any(new != old[: len(new)] for new, old in zip(kinds, self._kinds, strict=True)):
             self._axes, self._kinds, self._sources, self._colours, self._renderers, self._opacities = axes, kinds, [], [], [], []
             self._found = ColumnDataSource({"colour": [self.lit or ""]})
-            self._found.on_change("data", lambda _, __, data: self._on_hover(data["colour"][0]))
+            self._found.on_change("data", lambda _, __, data: self._hover(data["colour"][0]))
             figures = [self._draw(metric, curves, axes[:3], len(pictures)) for metric, curves in pictures.items()]
             for other in figures[1:]:
                 other.x_range = figures[0].x_range
@@ -81,6 +81,11 @@ class Plot:
         told: dict[str, Any] = {"colour": [colour or ""]}
         if told != self._found.data:
             self._found.data = told
+
+    def _hover(self, colour: str) -> None:
+        """Tell what the browser found; what `light` wrote is nothing new, and telling it could undo a later choice."""
+        if colour != (self.lit or ""):
+            self._on_hover(colour)
 
     def _update(self, place: int, line: Line | None) -> None:
         """Let the parts at `place` draw this line, or none."""
@@ -117,7 +122,7 @@ class Plot:
         for line in curves.lines:
             self._add(drawn, line, curves)
         found = [of_line[-1] for of_line in self._renderers[first:]]
-        tell = CustomJS(args={"lit": self._found}, code=_TELL)
+        tell = CustomJS(args={"lit": self._found, "scale": "log" if logarithmic else "linear"}, code=_TELL)
         tooltips = [("", "@label"), (x, "@x"), (metric, "@mean{0.0000} (@low{0.0000} to @high{0.0000})")]
         drawn.add_tools(HoverTool(renderers=found, tooltips=tooltips, line_policy="nearest", callback=tell))
         _quiet(drawn)
@@ -147,25 +152,26 @@ class Plot:
 
 _TELL = """
 if (cb_data.renderer !== cb_obj.renderers[0]) return
+const height = scale === "log" ? Math.log : value => value
 const {x, y} = cb_data.geometry
 let name = lit.data.colour[0], least = Infinity
 for (const line of cb_obj.renderers.filter(line => line.visible)) {
   const {inspected, data} = line.data_source
-  const heights = inspected.indices.map(point => data.mean[point])
+  const heights = inspected.indices.map(point => height(data.mean[point]))
   for (const point of inspected.line_indices) {
     const [left, right] = [data.x[point], data.x[point + 1]]
     const share = left < right ? Math.min(Math.max((x - left) / (right - left), 0), 1) : 0
-    heights.push(data.mean[point] * (1 - share) + data.mean[point + 1] * share)
+    heights.push(height(data.mean[point]) * (1 - share) + height(data.mean[point + 1]) * share)
   }
-  for (const height of heights) {
-    if (Math.abs(height - y) < least) [name, least] = [line.name, Math.abs(height - y)]
+  for (const away of heights.map(found => Math.abs(found - height(y)))) {
+    if (away < least) [name, least] = [line.name, away]
   }
 }
 if (name !== lit.data.colour[0]) lit.data = {colour: [name]}
 """
-"""Tells the line next to the mouse. Bokeh calls it for each line whenever the mouse moves and whenever the picture is painted, as it is
-when a line lights up: where lines overlap all of them are found, and telling each in turn would never end. A line stays lit when the mouse
-leaves it: a row is often clicked next.
+"""Tells the line whose height is next to the mouse's. Bokeh calls it for each line whenever the mouse moves and whenever the picture is
+painted, as it is when a line lights up: where lines overlap all of them are found, and telling each in turn would never end. A line stays
+lit when the mouse leaves it: a row is often clicked next.
 """
 
 

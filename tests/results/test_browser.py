@@ -1,5 +1,6 @@
 """The dashboard and the report in a real browser: what a reader clicks and sees. Nothing may be asked of another machine."""
 
+import math
 import os
 import re
 import shutil
@@ -9,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bokeh.embed import file_html
+from bokeh.resources import INLINE
 
-from results import report, run_page
+from results import chart, report, run_page
+from results.overview import Curves, Line
 from src.runs.run_dir import RunDir
 from src.tables import rows as results
 
@@ -228,7 +232,7 @@ def test_where_curves_overlap_the_one_next_to_the_mouse_is_lit_once(browser: Bro
             Bokeh.documents[0].on_change(change => { if (told(change)) window.told.push(change.value.colour[0]) })
         }""")
         for stride in (7, 4, 9):
-            x, y, colour = page.evaluate(_PLACE, [stride, 12])
+            x, y, colour = page.evaluate(_PLACE, [f"stride={stride}", 12, stride / 12])
             page.mouse.move(x, y)
             expect(page.locator(".results .tabulator-selected .tabulator-cell").last).to_have_text(str(stride))
             page.evaluate("async () => { for (let i = 0; i < 60; i++) await new Promise(requestAnimationFrame) }")
@@ -240,15 +244,41 @@ def test_where_curves_overlap_the_one_next_to_the_mouse_is_lit_once(browser: Bro
         expect_lit.to_have_text("9")
 
 
-_PLACE = """([stride, step]) => {
+@pytest.mark.parametrize(
+    ("curves", "logarithmic", "point", "told"),
+    [
+        ([[100, 1], [10.6, 10.6]], True, (1.5, 10), "curve 0"),  # drawn straight between its logarithms
+        ([[100, 1], [53, 53]], False, (1.5, 50.5), "curve 0"),
+        ([[5, 5], [5.05, 5.05]], False, (1.5, 5.05), "curve 1"),
+        ([[math.nan, math.nan], [5, 5]], False, (1.5, 5), "curve 1"),
+    ],
+)
+def test_a_curve_is_where_it_is_drawn(
+    browser: Browser, tmp_path: Path, curves: list[list[float]], logarithmic: bool, point: tuple[float, float], told: str
+):
+    lines = [Line(f"curve {number}", f"#00000{number}", [1, 2], mean, mean, mean) for number, mean in enumerate(curves)]
+    plot = chart.Plot(lambda _: None)
+    plot.show({"loss": Curves(lines)}, "step", logarithmic)
+    (tmp_path / "page.html").write_text(file_html(plot.pane.object, INLINE, "curves"))
+    page = browser.new_page()
+    page.goto((tmp_path / "page.html").as_uri())
+    page.wait_for_function("Bokeh.documents[0]?.is_idle")
+    across, down, colour = page.evaluate(_PLACE, [told, *point])
+    page.mouse.move(across - 1, down)
+    page.mouse.move(across, down)
+    page.wait_for_function("[...Bokeh.documents[0].all_models].some(model => model.data?.colour?.[0])")
+    assert page.evaluate("[...Bokeh.documents[0].all_models].find(model => model.data?.colour).data.colour[0]") == colour
+    page.close()
+
+
+_PLACE = """([label, x, y]) => {
     const plot = [...Bokeh.documents[0].all_models].find(model => model.type === 'Plot' || model.type === 'Figure')
     const view = Bokeh.index.find_one(plot)
     const drawn = view.canvas_view.el.getBoundingClientRect()
-    const line = plot.renderers.find(part => part.name && part.data_source.data.label[0] === `stride=${stride}`)
-    const height = line.data_source.data.mean[step - 1]
-    return [drawn.x + view.frame.x_scale.compute(step), drawn.y + view.frame.y_scale.compute(height), line.name]
+    const line = plot.renderers.find(part => part.name && part.data_source.data.label[0] === label)
+    return [drawn.x + view.frame.x_scale.compute(x), drawn.y + view.frame.y_scale.compute(y), line.name]
 }"""
-"""Where on the page the curve of a stride is at a step, and its colour."""
+"""Where on the page a point of a picture is, and the colour of the curve with a label."""
 
 
 def test_a_link_restores_the_view(browser: Browser, demo_runs: Path):

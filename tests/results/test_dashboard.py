@@ -8,12 +8,14 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from urllib.error import HTTPError
 from urllib.request import HTTPCookieProcessor, Request, build_opener, urlopen
 
 import pandas as pd
+import panel as pn
 import pytest
 
 from results import chart, dashboard, overview
@@ -368,6 +370,19 @@ def test_a_row_and_its_curve_light_up_together(page: Dashboard):
     assert lit() == {colours[0]}
     page.results.widget.selection = []
     assert lit() == set(colours)
+
+
+def test_curves_that_are_told_before_the_first_is_lit_end_with_the_last(page: Dashboard, monkeypatch: pytest.MonkeyPatch):
+    """Lighting one must not tell it again."""
+    waiting: list[Callable[[], None]] = []
+    monkeypatch.setattr(type(pn.state), "execute", lambda self, work, schedule: waiting.append(work))
+    first, second = page._colours
+    for colour in (first, second):
+        page.plot._found.data = {"colour": [colour]}
+    for _ in range(2):
+        waiting.pop(0)()
+    assert not waiting
+    assert (page.plot.lit, page.results.widget.selection) == (second, [1])
 
 
 def test_numbers_are_right_aligned_and_the_best_of_each_score_is_bold(page: Dashboard):

@@ -128,7 +128,7 @@ class ZeroEngine(Engine):
         distributed.ensure_group()
         deepspeed.init_distributed(dist_backend=None, auto_mpi_discovery=False)
         if self.sharded and accelerator.mixed_precision == "bf16":
-            _release_weights_of_conv1d(module)
+            release_conv1d_weights(module)
         adamw = optimizers.adamw(module, config, accelerator.device)
         self.engine, self.optimizer, _, _ = deepspeed.initialize(model=module, optimizer=adamw, config=settings)
         self.model = self.engine
@@ -251,7 +251,7 @@ class ZeroEngine(Engine):
                 safe_set_full_optimizer_state(parameter, value.to(parameter.device), key)
 
 
-def _release_weights_of_conv1d(model: nn.Module) -> None:
+def release_conv1d_weights(model: nn.Module) -> None:
     """Let GPT-2's layers hold no gathered weights until the backward pass, as DeepSpeed's own linear layers do not. In place.
 
     Autograd would keep the bfloat16 copy that autocast makes of each, which is half of the model that stage 3 has shared out.
@@ -269,22 +269,21 @@ def _forward_conv1d(module: Conv1D, x: Tensor) -> Tensor:
 
 
 class _ReleasedAddmm(torch.autograd.Function):
-    """`torch.addmm(bias_O, x_NI, weight_IO)` that saves the parameter itself, which DeepSpeed empties and fills, and no copy of it."""
+    """`torch.addmm(bias_O, x_NI, weight_IO)` that keeps the parameter itself, which DeepSpeed empties and fills, and no copy of it."""
 
     @staticmethod
     def forward(ctx: Any, bias: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.weight = weight  # not among the saved tensors, of which --offload_activations would copy what was gathered
+        ctx.save_for_backward(x if ctx.needs_input_grad[2] else None)
         return torch.addmm(bias.detach(), x, weight.detach())  # detached: of a parameter autocast would keep its copy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,) = grads
-        x, weight = ctx.saved_tensors
-        of_bias, of_x, of_weight = ctx.needs_input_grad
+        (grad,), (x,) = grads, ctx.saved_tensors
         return (
-            grad.sum(0) if of_bias else None,
-            grad @ weight.to(grad.dtype).t() if of_x else None,
-            x.t() @ grad if of_weight else None,
+            grad.sum(0) if ctx.needs_input_grad[0] else None,
+            grad @ ctx.weight.to(grad.dtype).t() if ctx.needs_input_grad[1] else None,
+            x.t() @ grad if ctx.needs_input_grad[2] else None,
         )
 
 
