@@ -73,14 +73,14 @@ class Plot:
     def light(self, colour: str | None) -> None:
         """Dim all lines but those of a colour; None: dim none."""
         self.lit = colour
+        told: dict[str, Any] = {"colour": [colour or ""]}
+        if told != self._found.data:  # sent first: the painting that follows asks what is below the mouse, and compares
+            self._found.data = told
         for place, glyph, opacity in self._opacities:
             wanted = opacity * (1 if colour in (None, self._colours[place]) else _DIMMED)
             for name in ("line_alpha", "fill_alpha"):
                 if hasattr(glyph, name) and getattr(glyph, name) != wanted:
                     setattr(glyph, name, wanted)
-        told: dict[str, Any] = {"colour": [colour or ""]}
-        if told != self._found.data:
-            self._found.data = told
 
     def _hover(self, colour: str) -> None:
         """Tell what the browser found; what `light` wrote is nothing new, and telling it could undo a later choice."""

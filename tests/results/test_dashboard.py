@@ -370,6 +370,10 @@ def test_a_row_and_its_curve_light_up_together(page: Dashboard):
     assert lit() == {colours[0]}
     page.results.widget.selection = []
     assert lit() == set(colours)
+    painted: list[set[str]] = []
+    page.plot._found.on_change("data", lambda *_: painted.append(lit()))
+    page.plot.light(colours[1])
+    assert painted == [set(colours)], "the browser knows what is lit before it paints that, as it then asks what is below the mouse"
 
 
 def test_curves_that_are_told_before_the_first_is_lit_end_with_the_last(page: Dashboard, monkeypatch: pytest.MonkeyPatch):
