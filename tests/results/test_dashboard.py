@@ -371,7 +371,7 @@ def test_a_row_and_its_curve_light_up_together(page: Dashboard):
     page.results.widget.selection = []
     assert lit() == set(colours)
     painted: list[set[str]] = []
-    page.plot._found.on_change("data", lambda *_: painted.append(lit()))
+    page.plot._found.on_change("data", lambda _, __, ___: painted.append(lit()))
     page.plot.light(colours[1])
     assert painted == [set(colours)], "the browser knows what is lit before it paints that, as it then asks what is below the mouse"
 
