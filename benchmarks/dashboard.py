@@ -45,8 +45,6 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10, help="how long the tabs stay open")
     parser.add_argument("-o", "--output", type=Path, help="a file for pictures, such as docs/dashboard.webp")
     options = parser.parse_args()
-    if options.output and options.output.is_dir():
-        parser.error(f"{options.output} is a folder: -o names a file, such as {options.output / 'dashboard.webp'}")
     folder = Path(tempfile.mkdtemp(prefix="benchmark-dashboard-"))
     try:
         running = generate(folder / "runs", options.experiments, options.steps)

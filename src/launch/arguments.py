@@ -204,11 +204,10 @@ def check(args: argparse.Namespace, processes: int) -> None:
     for name in ("fsdp_replicas", "tensor_parallel"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise ConfigError(f"--{name}: expected a number of at least 1, got {value}.")
-    if args.dry_run and not args.fsdp and "ACCELERATE_USE_FSDP" not in os.environ:  # a training asks `Options.check_parts`
-        numbers = {name: getattr(args, name) or 1 for name in ("fsdp_replicas", "tensor_parallel")}
-        for name, value in {**numbers, "fsdp_sharded_gradients": 1 + args.fsdp_sharded_gradients}.items():
-            if value > 1:
-                raise ConfigError(f"--{name}: says how --fsdp shards. Add it, or leave this out.")
+    if args.dry_run and not args.fsdp and "ACCELERATE_USE_FSDP" not in os.environ:  # `Options.check_parts` asks for a training
+        from src.runs.context import refuse_without_fsdp
+
+        refuse_without_fsdp(args)
 
 
 def _check_memory(args: argparse.Namespace) -> None:

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from src.config import Places
 from src.errors import ConfigError
@@ -73,11 +74,8 @@ class Options:
 
     def check_parts(self, processes: int) -> None:
         """Raises ConfigError where so many `processes` cannot be cut as these options say, or no model is sharded."""
-        if self.fsdp_sharded_gradients and not self.fsdp:
-            raise ConfigError("--fsdp_sharded_gradients: says how --fsdp shares gradients out. Add it, or leave this out.")
-        for name in ("fsdp_replicas", "tensor_parallel"):
-            if getattr(self, name) > 1 and not self.fsdp:
-                raise ConfigError(f"--{name}: says how --fsdp shards. Add it, or leave this out.")
+        if not self.fsdp:
+            refuse_without_fsdp(self)
         if processes % self.fsdp_replicas:
             raise ConfigError(f"--fsdp_replicas {self.fsdp_replicas}: {processes} processes cannot be cut into as many equal parts.")
         if (left := processes // self.fsdp_replicas) % self.tensor_parallel:
@@ -86,6 +84,15 @@ class Options:
     def save_intervals(self, eval_every: int) -> tuple[int, ...]:
         """Steps between checkpoints, which are written at the multiples of each."""
         return (self.save_every,) if self.save_every else (self.log_every or eval_every, eval_every)
+
+
+def refuse_without_fsdp(given: Any) -> None:
+    """Raises ConfigError where `given`, `Options` or a command line, says how FSDP2 shards, which nobody has asked for."""
+    for name in ("fsdp_replicas", "tensor_parallel"):
+        if (getattr(given, name) or 1) > 1:
+            raise ConfigError(f"--{name}: says how --fsdp shards. Add it, or leave this out.")
+    if given.fsdp_sharded_gradients:
+        raise ConfigError("--fsdp_sharded_gradients: says how --fsdp shares gradients out. Add it, or leave this out.")
 
 
 @dataclass(frozen=True)

@@ -299,7 +299,7 @@ PAGES = """
 import resource
 import sys
 import torch
-from src.training.parallel import memory, zero
+from src.training.parallel import memory
 if sys.argv[1] == "kept":
     memory.reuse_freed_memory()
 def passes():

@@ -176,7 +176,10 @@ def test_more_processes_may_start_than_a_step_has_micro_batches(
     [
         (["--tensor_parallel", "2"], "--tensor_parallel: says how --fsdp shards. Add it, or leave this out."),
         (["--tensor_parallel", "2", "--dry-run"], "--tensor_parallel: says how --fsdp shards. Add it, or leave this out."),
-        (["--fsdp_sharded_gradients", "--dry-run"], "--fsdp_sharded_gradients: says how --fsdp shards. Add it, or leave this out."),
+        (
+            ["--fsdp_sharded_gradients", "--dry-run"],
+            "--fsdp_sharded_gradients: says how --fsdp shares gradients out. Add it, or leave this out.",
+        ),
         (["--tensor_parallel", "0"], "--tensor_parallel: expected a number of at least 1, got 0."),
         (["--tensor_parallel", "2", "--fsdp"], "--tensor_parallel 2: no divisor of 1 processes."),
         (["--tensor_parallel", "2", "--dry-run", "--memory"], "--memory: what --tensor_parallel saves is not planned."),
