@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from src.batches import InterleavedBatch
 from src.config import Config as StrictConfig
-from src.config import Places
+from src.config import Places, operational_field
 from src.data.packing.lanes import LaneOrder, Packing
 from src.data.streaming import manifest
 from src.data.streaming.arrangement import Source, Streams
@@ -64,7 +64,8 @@ class Config(DatasetConfig):
     window: int = Field(default=10_000, gt=1)
     """Documents that are mixed with each other. Their tars are open at the same time."""
     rules: Rules = Rules()
-    errors: ErrorPolicy = ErrorPolicy()
+    errors: ErrorPolicy = operational_field(ErrorPolicy())
+    """Which errors stop a training. Not part of the id."""
     val_documents: int | None = Field(default=None, gt=0)
     """Documents of each source that validation reads, the first ones; None for all."""
 
