@@ -50,15 +50,19 @@ class Quarantine:
         self._in_a_row = 0
 
     def open(self, run: Path) -> None:
-        """Keep the record in the folder of a run, and pass over what stands there.
+        """Keep the record in the folder of a run, and skip what it lists.
 
         Raises:
-            DataError: it has more than the policy allows.
+            DataError: it lists more than the policy allows.
         """
-        self.path = run / FILE
-        self._read()
+        self.attach(run)
         for kind in self._max:
             self._require_few(kind, str(self.path))
+
+    def attach(self, run: Path) -> None:
+        """Skip what the record in the folder of a run lists, however much."""
+        self.path = run / FILE
+        self._read()
 
     def holds(self, source: str, shard: str, document: int, piece: int) -> bool:
         """Whether a piece of a document, by its number in its shard, is passed over."""
@@ -74,14 +78,13 @@ class Quarantine:
         Raises:
             DataError: the policy refuses; says which document of which shard.
         """
-        of_shard = isinstance(error, ShardError)
-        policy = self.policy
-        action = (
-            (policy.changed_shard if isinstance(error, ShardChanged) else policy.unavailable_shard) if of_shard else policy.bad_document
-        )
+        of_shard, policy = isinstance(error, ShardError), self.policy
+        kind = ("changed_shard" if isinstance(error, ShardChanged) else "unavailable_shard") if of_shard else "bad_document"
         where = f"{source}: document {document} of {shard}, at byte {offset}"
-        if action == "raise":
-            raise DataError(f"{where}: {error}") from None
+        if getattr(policy, kind) == "raise":
+            skip = "skip_shard" if of_shard else "skip_document"
+            text = str(error).rstrip(".")
+            raise DataError(f"{where}: {text}. Repair it, or resume the same run with --set data.errors.{kind}={skip}") from None
         number, piece = (None, 0) if of_shard else (document, piece)
         self._read()  # what other processes have found
         if (source, shard, number, piece) not in self._known:

@@ -87,7 +87,7 @@ def test_a_success_ends_a_row_of_failures(tmp_path: Path):
     data = built(tmp_path, errors={"most_documents": 1.0, "most_in_a_row": 3})
     for chosen in bad[:2]:
         data.sample(0, chosen)
-    with pytest.raises(DataError, match="No document of 3 in a row"):
+    with pytest.raises(DataError, match="None of 3 documents in a row"):
         data.sample(0, bad[2])
 
 
