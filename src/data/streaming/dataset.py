@@ -13,7 +13,7 @@ from src.config import Config as StrictConfig
 from src.config import Places, operational_field
 from src.data.packing.lanes import LaneOrder, Packing
 from src.data.streaming import manifest
-from src.data.streaming.arrangement import Source, Streams
+from src.data.streaming.arrangement import PERIOD, Joined, Source, Streams, arrange
 from src.data.streaming.documents import Content, Documents, Piece, Rules, Swaps
 from src.data.streaming.images import ImagesConfig, ImageTokens
 from src.data.streaming.quarantine import ErrorPolicy, Quarantine
@@ -41,7 +41,7 @@ class SourceConfig(StrictConfig):
     path: str = Field(min_length=1)
     """Folder below `--data_path`, with the lists of shards train/shards.json and val/shards.json."""
     rate: float | None = Field(default=None, gt=0)
-    """Share of the documents that are read; rates need not sum to 1. None for all sources: in proportion to their documents."""
+    """Share of the documents that are read; rates need not sum to 1. None for all sources: each document once in an epoch of all."""
     loss_weight: float = Field(default=1.0, gt=0)
     """How much the loss of each of its tokens counts."""
 
@@ -176,7 +176,7 @@ class StreamedDataset:
         """Tokens and frames of each piece of a document."""
         return [(piece.tokens, piece.frames) for piece in self.pieces(document)]
 
-    def packing(self, arrangement: "Streams", digest: str = "") -> Packing:
+    def packing(self, arrangement: "Joined | Streams", digest: str = "") -> Packing:
         """The packing of its documents in an order."""
         return Packing(
             arrangement,
@@ -212,7 +212,7 @@ class StreamedDataset:
                 first += shard.documents
         raise ConfigError(f"deny list: {entry!r}: the data have no such {kind}. Undo it: python -m src.operations.interventions undo RUN.")
 
-    def arrangement(self, seed: int) -> Streams:
+    def arrangement(self, seed: int) -> Joined | Streams:
         """The order of the documents of all sources.
 
         Raises:
@@ -224,11 +224,11 @@ class StreamedDataset:
             for name, documents in zip(self.source_names, self.documents, strict=True)
         ]
         rates = [rate for name in self.source_names if (rate := config.sources[name].rate) is not None]
-        streams = Streams(made, rates)
-        for name, count in zip(self.source_names, streams.counts, strict=True):
-            if not count:
-                raise DataError(f"data.sources.{name}: its share is less than one document of {sum(streams.counts)}. Write a larger rate.")
-        return streams
+        order = arrange(made, rates)
+        if isinstance(order, Streams) and 0 in order.counts:
+            name = self.source_names[order.counts.index(0)]
+            raise DataError(f"data.sources.{name}.rate: its share is less than one document of {PERIOD}. Write a larger rate.")
+        return order
 
     def order(self, seed: int, per_step: int, steps: int, branches: Sequence[Branch]) -> LaneOrder:
         """See `orders.OrderedDataset`. Rows do not depend on `steps`."""

@@ -455,7 +455,7 @@ def test_a_rare_source_needs_a_larger_share(tmp_path: Path):
     pages.write_pages(tmp_path / "pages" / "train", 60)
     write(tmp_path / "more" / "train", [Document("a", [Part("text", b"x")])], {}, Writing(source="more"))
     sources = {"pages": {"path": "pages", "rate": 1}, "more": {"path": "more", "rate": 1e-6}}
-    with pytest.raises(DataError, match=r"data\.sources\.more: its share is less than one document of 4096"):
+    with pytest.raises(DataError, match=r"data\.sources\.more\.rate: its share is less than one document of 4096"):
         built(tmp_path, sources=sources).order(0, 4, 10, ())
 
 
