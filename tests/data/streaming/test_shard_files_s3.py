@@ -154,7 +154,7 @@ def test_what_is_not_there_or_not_allowed(shard: Shard, tmp_path: Path, monkeypa
     with pytest.raises(ShardUnavailable, match=r"s3://none/none\.tar: no such object \(NoSuchBucket\)\."):
         reader(tmp_path).read(Shard("s3://none/none.tar", "", 1, 10), 0, 10)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
-    with pytest.raises(ShardUnavailable, match=r"00\.tar: not allowed \(SignatureDoesNotMatch\)\."):
+    with pytest.raises(ShardUnavailable, match=r"00\.tar: access denied \(SignatureDoesNotMatch\)\."):
         reader(tmp_path, patience=19).read(shard, 0, 10)  # another time limit is another connection, which reads the keys anew
     assert time.monotonic() < start + 10, "without trying again"
 
