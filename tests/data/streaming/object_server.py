@@ -61,16 +61,16 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *words: Any) -> None:
         pass
 
-    def do_HEAD(self) -> None:  # noqa: N802
+    def do_HEAD(self) -> None:
         self.do_GET()
 
-    def do_POST(self) -> None:  # noqa: N802
+    def do_POST(self) -> None:
         size = int(self.headers.get("Content-Length", 0))
         asked = urllib.parse.parse_qs(self.rfile.read(size).decode())
         names = [name for (bucket, name) in self._objects if bucket == "user/pages" and name in asked.get("paths", [])]
         self._json([self._file(name) for name in names])
 
-    def do_GET(self) -> None:  # noqa: N802
+    def do_GET(self) -> None:
         owner = self.server.owner  # type: ignore[attr-defined]
         owner.requests += 1
         if owner.refusal:

@@ -188,8 +188,10 @@ def _chunks_of(url: str, response: Any) -> Generator[bytes]:
 _FINAL = {"FileNotFoundError": "no such object", "PermissionDeniedError": "access denied", "UnauthenticatedError": "access denied"}
 """Errors that another attempt would repeat."""
 _CREDENTIALS = frozenset(
-    ("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "InvalidToken", "InvalidAccessKeyId", "SignatureDoesNotMatch")
-    + ("InvalidClientTokenId", "AuthenticationFailed", "RequestTimeTooSkewed", "AccessDenied", "AuthorizationHeaderMalformed")
+    (
+        *("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "InvalidToken", "InvalidAccessKeyId", "InvalidClientTokenId"),
+        *("SignatureDoesNotMatch", "AuthenticationFailed", "AuthorizationHeaderMalformed", "RequestTimeTooSkewed", "AccessDenied"),
+    )
 )
 """The servers' codes for refused credentials; some come with HTTP status 400."""
 
