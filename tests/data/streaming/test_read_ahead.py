@@ -91,9 +91,8 @@ def test_a_cache_of_two_tars_gives_the_same_rows(server: ObjectServer, tmp_path:
     sizes = [shard.bytes for shard in manifest.load(tmp_path / "remote" / "train").shards]
     monkeypatch.setenv("SHARD_CACHE_GB", str(2 * max(sizes) / 1e9))
     local, _ = read(build(tmp_path, "local", shuffle="shards"), 90)
-    ahead, waits = read(build(tmp_path, "remote", shuffle="shards"), 90, 1)
+    ahead, _ = read(build(tmp_path, "remote", shuffle="shards"), 90)
     assert local == ahead
-    assert waits < SHARDS
 
 
 def test_a_window_is_there_before_it_is_read(server: ObjectServer, tmp_path: Path):
