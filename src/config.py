@@ -33,8 +33,9 @@ def operational_field(default: Any) -> Any:
 
 
 def is_operational(config: Any, name: str) -> bool:
-    """Whether a field of `config` was declared with `operational_field`."""
-    info = type(config).model_fields.get(name) if isinstance(config, Config) else None
+    """Whether a field of `config`, an object or a class, was declared with `operational_field`."""
+    cls = config if isinstance(config, type) else type(config)
+    info = cls.model_fields.get(name) if issubclass(cls, Config) else None
     return bool(info and isinstance(info.json_schema_extra, dict) and info.json_schema_extra.get("operational"))
 
 

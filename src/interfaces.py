@@ -183,27 +183,6 @@ class DecodedDataset(Dataset, Protocol):
     decodes: ClassVar[bool]
 
 
-class ReadAhead(Protocol):
-    """Fetches what a training will read next."""
-
-    def advance(self, cursor: Mapping[str, Any]) -> None:
-        """Take note that all before this cursor of the order was read."""
-        ...
-
-    def close(self) -> None:
-        """Stop fetching."""
-        ...
-
-
-@runtime_checkable
-class ReadAheadDataset(Dataset, Protocol):
-    """A data set whose files can be fetched before they are read."""
-
-    def read_ahead(self, order: Any, share: Any) -> ReadAhead | None:
-        """For an `orders.Order` and this process's `orders.RankShare`; None if all files are here."""
-        ...
-
-
 @runtime_checkable
 class SourcedDataset(Dataset, Protocol):
     """A data set whose samples come from several sources: the training loss of each is logged by name."""

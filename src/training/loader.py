@@ -14,8 +14,8 @@ from torch.utils.data import Dataset as TorchDataset
 from src import distributed
 from src.errors import UserError
 from src.host_copies import answer_masks, to_device
-from src.interfaces import Dataset, DecodedDataset, ReadAheadDataset, SourcedDataset
-from src.orders import Cursor, Key, MicroBatch, Order, RankShare
+from src.interfaces import Dataset, DecodedDataset, SourcedDataset
+from src.orders import Cursor, Key, MicroBatch, Order, RankShare, ReadAheadDataset
 from src.training.config import LoopConfig
 from src.training.state import State
 from src.training.validation import count_loss_tokens, count_true

@@ -250,7 +250,7 @@ class StreamedDataset:
         return LaneOrder(self.packing(self.arrangement(seed), digest), per_step, branches)
 
     def read_ahead(self, order: Order, share: RankShare) -> ReadAhead | None:
-        """See `interfaces.ReadAheadDataset`."""
+        """See `orders.ReadAheadDataset`."""
         if not isinstance(order, LaneOrder) or not self.config.prefetch_shards:
             return None
         lists = [documents.manifest for documents in self.documents]

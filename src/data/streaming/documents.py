@@ -171,7 +171,7 @@ class Documents:
             element = given
             if not fit([element]):
                 if element.kind == TEXT and not any(before.kind == PROMPT for before in groups[-1][-1:]):
-                    self._cut(element, groups, fit)
+                    self._split_text(element, groups, fit)
                 continue
             if not fit([*groups[-1], element]):
                 asked = 0  # prompts before an answer
@@ -188,7 +188,7 @@ class Documents:
         return groups
 
     @staticmethod
-    def _cut(text: Element, groups: list[list[Element]], fit: Callable[[Sequence[Element]], bool]) -> None:
+    def _split_text(text: Element, groups: list[list[Element]], fit: Callable[[Sequence[Element]], bool]) -> None:
         """Add the tokens of a text to the last group while they fit, then to new ones."""
         while text.tokens:
             room = bisect_right(range(1, text.tokens + 1), False, key=lambda n: not fit([*groups[-1], text._replace(tokens=n)]))

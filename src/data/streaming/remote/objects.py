@@ -63,7 +63,7 @@ def read_range(url: str, etag: str | None, begin: int, end: int, seconds: float)
         return _read_by_subprocess(url, etag, begin, end, seconds)
     obstore, (store, key) = _import_obstore(url), _locate(url, seconds)
     options: Any = {"range": (begin, end), **({"if_match": etag} if etag else {})}
-    with _explained(url):
+    with _translate_errors(url):
         response = obstore.get(store, key, options=options)
     return Range(response.meta["size"], response.meta["e_tag"], _chunks_of(url, response))
 
@@ -73,7 +73,7 @@ def head(url: str, seconds: float) -> tuple[int, str | None]:
     if url.startswith(HUB):
         return _head_of_hub(url)
     obstore, (store, key) = _import_obstore(url), _locate(url, seconds)
-    with _explained(url):
+    with _translate_errors(url):
         meta = obstore.head(store, key)
     return meta["size"], meta["e_tag"]
 
@@ -82,11 +82,11 @@ def list_urls(pattern: str, seconds: float) -> list[str]:
     """List the URLs that a pattern with *, ? or [] matches, sorted. Not in a forked process. Raises as `read_range` does."""
     scheme, bucket, key = split(pattern)
     if scheme == HUB:
-        with _explained_by_hub(pattern):
+        with _translate_hub_errors(pattern):
             return sorted(f"{HUB}{name}" for name in _hub(os.getpid()).glob(pattern.removeprefix(HUB)))
     prefix = re.split(r"[*?\[]", key)[0].rpartition("/")[0]
     obstore, (store, _) = _import_obstore(pattern), _locate(f"{scheme}{bucket}/", seconds)
-    with _explained(pattern):
+    with _translate_errors(pattern):
         keys = [meta["path"] for batch in obstore.list(store, prefix or None) for meta in batch]
     return [f"{scheme}{bucket}/{name}" for name in sorted(keys) if fnmatch.fnmatchcase(name, key)]
 
@@ -181,7 +181,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _chunks_of(url: str, response: Any) -> Generator[bytes]:
-    with _explained(url):
+    with _translate_errors(url):
         yield from map(bytes, response.stream(min_chunk_size=_CHUNK))
 
 
@@ -197,7 +197,7 @@ _CREDENTIALS = frozenset(
 
 
 @contextlib.contextmanager
-def _explained(url: str) -> Generator[None]:
+def _translate_errors(url: str) -> Generator[None]:
     from obstore.exceptions import BaseError
 
     try:
@@ -232,7 +232,7 @@ def _hub(process: int) -> Any:
 
 
 def _head_of_hub(url: str) -> tuple[int, str | None]:
-    with _explained_by_hub(url):
+    with _translate_hub_errors(url):
         info = _hub(os.getpid()).info(url.removeprefix(HUB), refresh=True, expand_info=True)
     lfs = info.get("lfs") or {}
     return info["size"], lfs.get("sha256") or info.get("blob_id")
@@ -244,7 +244,7 @@ def _read_from_hub(url: str, etag: str | None, begin: int, end: int) -> Range:
         raise ShardChanged(f"{url}: another object than the indexed one: its hash has changed. Index it again.")
 
     def chunks() -> Generator[bytes]:
-        with _explained_by_hub(url), _hub(os.getpid()).open(url.removeprefix(HUB), "rb", block_size=0) as file:
+        with _translate_hub_errors(url), _hub(os.getpid()).open(url.removeprefix(HUB), "rb", block_size=0) as file:
             file.loc = begin  # the first read requests the bytes from here on
             while file.loc < end and (chunk := file.read(min(_CHUNK, end - file.loc))):
                 yield chunk
@@ -253,7 +253,7 @@ def _read_from_hub(url: str, etag: str | None, begin: int, end: int) -> Range:
 
 
 @contextlib.contextmanager
-def _explained_by_hub(url: str) -> Generator[None]:
+def _translate_hub_errors(url: str) -> Generator[None]:
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 
     try:
