@@ -45,7 +45,7 @@ def is_added(info: FieldInfo) -> bool:
 
 
 def _absence(info: FieldInfo) -> list[Any]:
-    """[the value that absence stands for], or [] for a field that is not `added_field`."""
+    """[the value used for an absent field], or [] for a field that is not `added_field`."""
     extra = info.json_schema_extra
     return [extra["absence"]] if isinstance(extra, dict) and "absence" in extra else []
 

@@ -131,8 +131,8 @@ class ShuffledConfig(DatasetConfig):
     """Data with permutations of an index as training epochs."""
 
     shuffle: Shuffle = added_field("numpy")
-    """How an epoch is permuted. numpy: each process holds the complete permutation, 8 bytes per sample. feistel: each place is computed when it
-    is read, in microseconds and no memory."""
+    """How an epoch is permuted. numpy: each process holds the complete permutation, 8 bytes per sample. feistel: each place is computed on
+    access, in microseconds and without memory."""
 
 
 @runtime_checkable
@@ -238,9 +238,9 @@ class IndexedOrder:
 class GroupedOrder:
     """An order that sorts samples by length within windows of `_WINDOW` steps and cuts them into groups that stay together.
 
-    The groups of a window are dealt to its steps at random, so a step reads short and long ones; in a step they go by length, so that
-    processes have samples of similar length at a time. The first step reads the longest samples of its window, so that samples that do not fit in memory fail at once.
-    Near the end of an epoch a window has samples of the next one.
+    The groups of a window are dealt to its steps at random, so a step reads short and long samples. Within a step they are sorted by
+    length, so that processes have samples of similar length at a time. The first step reads the longest samples of its window, so that
+    samples that do not fit in memory fail at once. Near the end of an epoch a window has samples of the next one.
     """
 
     order: IndexedOrder

@@ -48,7 +48,7 @@ class Step:
     counters: Mapping[str, Sequence[float]]
     """Counters of the order on this rank: sum and count by name."""
     passes: int
-    """Passes on the busiest rank; the others pad with zero-weight passes."""
+    """Passes on the busiest rank; other ranks pad with zero-weight passes."""
     copies: "Copies"
     """To the device."""
 
@@ -123,7 +123,7 @@ def sources(dataset: Dataset) -> Sequence[str]:
 
 
 class _BatchSampler(Sampler):
-    """Passes the keys of micro-batches to a DataLoader, which reads ahead, and holds their cursors and counters until the batches arrive."""
+    """Passes the keys of micro-batches to a DataLoader, which reads ahead, and holds their cursors and counters meanwhile."""
 
     def __init__(self, micro_batches: Iterator[MicroBatch]) -> None:
         self.micro_batches = micro_batches

@@ -92,7 +92,7 @@ def source_of(url: str, patience: float = PATIENCE) -> Source:
 
 
 def transfer(source: Source, file: IO[bytes], patience: float = PATIENCE, begin: int = 0, end: int | None = None) -> str:
-    """Write the bytes of a shard from `begin` to `end`, by default all, into an empty file; returns their sha256. Commands have no ranges.
+    """Write a range of bytes of a shard, by default all, into an empty file; returns their sha256. Commands have no ranges.
 
     Raises:
         ShardChanged: it has another size or ETag.
