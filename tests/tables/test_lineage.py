@@ -137,7 +137,7 @@ def test_a_unique_prefix_of_an_id_is_enough(tmp_path: Path):
     ids = [make(tmp_path, {"recipe": "lm", "seed": seed}) for seed in range(17)]  # two of 17 begin with the same of 16 characters
     found = lineage.build(tmp_path)
     assert found.find(ids[0][:12]) == ids[0]
-    with pytest.raises(ConfigError, match="17 experiments start with it"):
+    with pytest.raises(ConfigError, match="17 experiments begin like that"):
         found.find("")
     with pytest.raises(ConfigError, match="--exp_id zz: no experiment among these 17 has"):
         found.find("zz")
