@@ -12,7 +12,6 @@ printed and stands in converted.json. Begun again after an interruption, the com
 """
 
 import argparse
-import io
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -24,15 +23,11 @@ from data_prep.tar_shards import m4_tars, ocr_pages, rows, turn_tables, web_line
 from data_prep.tar_shards.rows import Given, Row
 from data_prep.tar_shards.write import Document, Part, Writing
 from src import files
-from src.data.streaming.image_size import image_size
+from src.data.streaming.tars.image_files import SUFFIXES, ImageError, image_size, open_image
 from src.errors import ConfigError, DataError
 
 COMMAND = "python -m data_prep.tar_shards.convert"
 COUNTS = "converted.json"
-_ENDINGS = {"JPEG": "jpeg", "MPO": "jpeg", "PNG": "png", "WEBP": "webp", "GIF": "gif", "BMP": "bmp"}
-"""Formats that are kept, and the ends of names that the index knows."""
-_LARGEST = 65535
-"""Pixels of a side that an index can hold."""
 NO_TEXT, NO_IMAGE = "it has no text", "none of its images can be read"
 _SCRIPTS = [module.__file__ for module in (m4_tars, ocr_pages, rows, turn_tables, web_lines, write)]
 
@@ -114,6 +109,7 @@ def _documents(layout: Layout, inputs: Sequence[Path], output: Path, given: Give
             tally["images"] += sum(part.kind == "image" for part in parts)
             progress.count(1, 0)
             yield Document(f"{number:05}-{row.key}", parts)
+    tally.update({f"members passed over: {reason}": count for reason, count in given.passed_over.items()})
     if not tally["documents"]:
         raise DataError(f"{output}: none of {tally['rows']} rows becomes a document. {_describe(tally)}".rstrip())
     files.write_json(output / COUNTS, dict(tally))
@@ -142,24 +138,16 @@ def _check(row: Row, loses_images: bool, tally: Counter[str]) -> tuple[list[Part
 
 
 def _image(content: bytes) -> tuple[Part | None, str]:
-    """An image as it is written, or why it is not."""
-    from PIL import Image
-
+    """An image with the suffix of its format, or why it is left out."""
     if not content:
         return None, "is not there"
     try:
-        with Image.open(io.BytesIO(content)) as image:
-            image.load()
-            if max(image.size) > _LARGEST:
-                return None, f"has a side of more than {_LARGEST} pixels"
-            ending = _ENDINGS.get(image.format or "")
-            if ending and image_size(memoryview(content)) == image.size:
-                return Part("image", content, ending), ""
-            out = io.BytesIO()
-            image.convert("RGBA" if "A" in image.mode or "transparency" in image.info else "RGB").save(out, "PNG")
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
-        return None, "cannot be decoded"
-    return Part("image", out.getvalue(), "png"), ""
+        image = open_image(content)
+    except ImageError as error:
+        return None, error.reason.removeprefix("an image ")
+    if image_size(memoryview(content)) != image.size:
+        return None, "has another size than its header says"
+    return Part("image", content, next(suffix for suffix, name in SUFFIXES.items() if name == image.format)), ""
 
 
 def _describe(tally: dict[str, int]) -> str:

@@ -7,32 +7,35 @@ KEY.question.txt and KEY.answer.txt. A document that is not whole is left out; a
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from data_prep.tar_shards.rows import NOT_TEXT, Given, Row, make_turns, question_part, text_part
+from data_prep.tar_shards.rows import Given, Row, make_turns, question_part, text_part
 from data_prep.tar_shards.write import Part
 from src.data import jsonl
 from src.data.streaming import tar_index
 from src.data.streaming.tar_index import IMAGE, PROMPT, TEXT
+from src.data.streaming.tars.indexing import build
 from src.errors import DataError
 
+_JUDGED_LATER = (tar_index.GOOD, tar_index.NO_IMAGE, tar_index.TOO_MANY_PIXELS, tar_index.NO_TEXT)
+"""Reasons that the command decides when it writes, for all layouts alike."""
 Member = tuple[int, bytes]
 """Kind, as tar_index has it, and content."""
 
 
 def read_pages(path: Path, given: Given) -> Iterator[Row]:
     """`wd`: texts and images by their positions."""
-    for key, members, bad in _documents(path):
+    for key, members, bad in _documents(path, given):
         yield Row(key, [_part(kind, content) for kind, content in members if kind in (TEXT, IMAGE)], bad)
 
 
 def read_pairs(path: Path, given: Given) -> Iterator[Row]:
     """`icp`: an image, and its caption."""
-    for key, members, bad in _documents(path):
+    for key, members, bad in _documents(path, given):
         yield Row(key, [*_images(members), *(_part(kind, content) for kind, content in members if kind == TEXT)], bad)
 
 
 def read_questions(path: Path, given: Given) -> Iterator[Row]:
     """`vqav2_task_finetuning` and `docvqa`: an image, a question and its answer."""
-    for key, members, bad in _documents(path):
+    for key, members, bad in _documents(path, given):
         asked = [question_part(content.decode(), given) for kind, content in members if kind == PROMPT]
         answers = [text_part(content.decode().strip()) for kind, content in members if kind == TEXT]
         yield Row(key, [*_images(members), *asked, *answers], bad)
@@ -40,7 +43,7 @@ def read_questions(path: Path, given: Given) -> Iterator[Row]:
 
 def read_turns(path: Path, given: Given) -> Iterator[Row]:
     """`sft`: images, and turns as JSON with "user" and "assistant"."""
-    for key, members, bad in _documents(path):
+    for key, members, bad in _documents(path, given):
         turns = list[tuple[str, str]]()
         for kind, content in members:
             if kind == TEXT:
@@ -52,24 +55,22 @@ def read_turns(path: Path, given: Given) -> Iterator[Row]:
         yield make_turns(key, [part.content for part in _images(members)], turns, given) if not bad else Row(key, [], bad)
 
 
-def _documents(path: Path) -> Iterator[tuple[str, list[Member], str]]:
+def _documents(path: Path, given: Given) -> Iterator[tuple[str, list[Member], str]]:
     """Key, members by position, and why the document is bad, in which case it has no members. A key is the document's number in the tar."""
     with tar_index.open_tar(path) as tar:
-        index = tar_index.build(tar)
+        index = build(tar)
         if "cut" in index.facts:
-            raise DataError(f"{path}: {index.facts['cut'][0]}. Get it again; a tar that is compressed must be unpacked.")
+            reason, _, advice = index.facts["cut"]
+            raise DataError(f"{path}: {reason}. {advice}")
+        for reason, suffixes in index.facts["passed_over"].items():
+            if reason not in tar_index.REASONS:
+                given.passed_over.update({f"{reason}: {suffix}": count for suffix, (count, _) in suffixes.items()})
         for number in range(len(index)):
             reason = int(index.documents["bad"][number])
             records = index.parts_of(number)
-            found = [
-                (kind, bytes(tar[offset : offset + size]))
-                for kind, offset, size in zip(*(records[name].tolist() for name in ("kind", "offset", "size")), strict=True)
-            ]
-            # images are judged when they are written, as those of all layouts
-            bad = tar_index.REASONS[reason] if reason not in (tar_index.GOOD, tar_index.NO_IMAGE) else ""
-            if not bad and not all(_is_text(content) for kind, content in found if kind in (TEXT, PROMPT)):
-                bad = NOT_TEXT
-            yield f"{number:08}", [] if bad else found, bad
+            bad = "" if reason in _JUDGED_LATER else tar_index.REASONS[reason]
+            contents = index.contents(records, lambda offset, size: bytes(tar[offset : offset + size]))
+            yield f"{number:08}", [] if bad else list(zip(records["kind"].tolist(), contents, strict=True)), bad
 
 
 def _images(members: Sequence[Member]) -> list[Part]:
@@ -78,11 +79,3 @@ def _images(members: Sequence[Member]) -> list[Part]:
 
 def _part(kind: int, content: bytes) -> Part:
     return Part("image", content) if kind == IMAGE else Part("text", content)
-
-
-def _is_text(content: bytes) -> bool:
-    try:
-        content.decode()
-    except UnicodeDecodeError:
-        return False
-    return True

@@ -14,9 +14,10 @@ from data_prep.tar_shards.rows import NOT_WHOLE, Given, Row, text_part
 from data_prep.tar_shards.write import Part
 from src.data import jsonl
 from src.data.streaming import tar_index
-from src.data.streaming.tar_members import scan, split_names
+from src.data.streaming.tars.members import scan, split_names
 from src.errors import ConfigError, DataError
 
+_READ = ("json", "png", "jpeg", "jpg", "pdf")
 DOTS_PER_INCH, _POINTS_PER_INCH = 150, 72
 BROKEN_PDF, OTHER_PAGES = "its PDF cannot be read", "it has other pages than texts of pages"
 
@@ -31,10 +32,17 @@ def read_pages(path: Path, given: Given) -> Iterator[Row]:
     with tar_index.open_tar(path) as tar:
         members = scan(tar)
         if members.cut:
-            raise DataError(f"{path}: {members.cut[0]}. Get it again; a tar that is compressed must be unpacked.")
-        named = [(*name, members.data[i], members.sizes[i]) for i, name in enumerate(split_names(members.names))]
+            raise DataError(f"{path}: {members.cut.reason}. {members.cut.advice}")
+        names = split_names(members.names)
+        named = [(*name, members.data[i], members.sizes[i]) for i, name in enumerate(names) if not members.reasons[i]]
         for number, (name, own) in enumerate(groupby(named, key=lambda member: member[0])):
-            found = {ending.rpartition(".")[2].lower(): bytes(tar[begin : begin + size]) for _, ending, begin, size in own}
+            found = dict[str, bytes]()
+            for _, ending, begin, size in own:
+                suffix = ending.rpartition(".")[2].lower()
+                if suffix not in _READ or suffix in found:
+                    given.passed_over[f"no known suffix: .{ending}" if suffix not in _READ else f"a second file: .{suffix}"] += 1
+                else:
+                    found[suffix] = bytes(tar[begin : begin + size])
             yield from _pages(f"{number:08}", found, f"{path}: document {name}")
 
 

@@ -1,7 +1,8 @@
 """What the readers of other layouts yield: rows of parts, one for each document that is to be written."""
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ from src.files import reading
 MARKER = "<image>"
 """In a turn: where an image stands."""
 QUESTION = "Question: {question}\nAnswer:"
-NOT_WHOLE, NOT_TEXT, MARKERS = "incomplete", "a text is not UTF-8", "its texts have other places for images than it has images"
+NOT_WHOLE, MARKERS = "incomplete", "its texts have other places for images than it has images"
 """Why a row is left out."""
 
 
@@ -24,6 +25,8 @@ class Given:
     """Folder of image files."""
     question: str = QUESTION
     """What is read before an answer, with {question} in it."""
+    passed_over: Counter[str] = field(default_factory=Counter)
+    """Members of tars that no reader uses, by reason and suffix. Readers add to it."""
 
 
 class Row(NamedTuple):

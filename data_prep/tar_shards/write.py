@@ -19,7 +19,8 @@ from data_prep import command
 from src import files
 from src.data.streaming import manifest, tar_index
 from src.data.streaming.manifest import Manifest, Shard
-from src.data.streaming.tar_members import BLOCK
+from src.data.streaming.tars.indexing import build
+from src.data.streaming.tars.members import BLOCK
 from src.data.streaming.texts import TextTokens, count_tokens
 from src.errors import ConfigError, DataError
 from src.orders import feistel_permute
@@ -154,8 +155,9 @@ def _write_shards(folder: Path, documents: Iterable[bytes], how: Writing) -> lis
 
 def _index(content: bytes, documents: int, how: Writing) -> tar_index.TarIndex:
     tar = memoryview(content)
-    index = tar_index.build(tar)
-    wrong = [(place, tar_index.REASONS[bad]) for place, bad in enumerate(index.documents["bad"].tolist()) if bad]
+    index = build(tar)
+    bad = index.documents["bad"].tolist()
+    wrong = [(place, tar_index.REASONS[reason]) for place, reason in enumerate(bad) if reason not in (tar_index.GOOD, tar_index.NO_TEXT)]
     if wrong or len(index) != documents:
         told = f"document {wrong[0][0]} of a tar: {wrong[0][1]}" if wrong else "two documents that follow each other have one key"
         raise DataError(f"cannot be written: {told}. Give each document a key of its own, and images that can be read.")

@@ -197,7 +197,8 @@ class Documents:
             if element.grid is not None:
                 made = self.images.made(element.grid)
                 ids = made[len(made) - element.tokens :]
-                content.images.append(self.images.config.frames(self._image(document, element.part, whole, swaps)))
+                image = self._image(document, element.part, whole, swaps)
+                content.images.append(self.images.config.frames(image, self._index(shard).most_pixels))
                 if len(content.images[-1]) != element.grid.frames:
                     raise DataError("an image has another size than the index says")
             else:
@@ -217,17 +218,18 @@ class Documents:
 
     def text(self, document: int, part: int) -> str:
         """A text of a document."""
-        shard, number = self.locate(document)
-        record = self._index(shard).parts_of(number)[part]
-        return self.files.read(self.manifest.shards[shard], int(record["offset"]), int(record["size"])).decode()
+        return self._read_part(*self.locate(document), part).decode()
+
+    def _read_part(self, shard: int, number: int, part: int) -> bytes:
+        index, listed = self._index(shard), self.manifest.shards[shard]
+        (content,) = index.contents(index.parts_of(number)[part : part + 1], lambda at, size: self.files.read(listed, at, size))
+        return content
 
     def _image(self, document: int, part: int, whole: Sequence[bytes], swaps: Swaps | None) -> bytes:
         other = swaps.get((document, part)) if swaps else None
         if other is None:
             return whole[part]
-        shard, number = self.locate(other[0])
-        record = self._index(shard).parts_of(number)[other[1]]
-        return self.files.read(self.manifest.shards[shard], int(record["offset"]), int(record["size"]))
+        return self._read_part(*self.locate(other[0]), other[1])
 
     def _make_elements(self, document: int) -> list[Element]:
         shard, number = self.locate(document)
@@ -262,19 +264,18 @@ class Documents:
         if self.rules.which == "all":
             return True
         enough = sum(element.tokens for element in elements) >= _WEB_TOKENS
-        return "i" in images and "iii" not in images and not images.endswith("ii") and enough
+        unseen = images.endswith("ii") or (images.endswith("i") and images.count("i") == 1)  # no text follows that reads them
+        return "i" in images and "iii" not in images and not unseen and enough
 
     def _read_parts(self, shard: int, parts: "np.ndarray", kinds: Sequence[int] = (TEXT, PROMPT, IMAGE)) -> list[bytes]:
         """The contents of parts of these kinds, b"" for all others: one read of all bytes from the first to the last."""
-        begins, sizes, found = parts["offset"].tolist(), parts["size"].tolist(), parts["kind"].tolist()
-        wanted = [i for i, kind in enumerate(found) if kind in kinds]
-        if not wanted:
-            return [b""] * len(found)
-        first, last = min(begins[i] for i in wanted), max(begins[i] + sizes[i] for i in wanted)
+        records = zip(*(parts[name].tolist() for name in ("offset", "size", "kind")), strict=True)
+        spans = [(begin, begin + size) for begin, size, kind in records if kind in kinds]
+        if not spans:
+            return [b""] * len(parts)
+        first, last = min(begin for begin, _ in spans), max(end for _, end in spans)
         content = self.files.read(self.manifest.shards[shard], first, last - first)
-        return [
-            content[begins[i] - first : begins[i] - first + sizes[i]] if kind in kinds else b"" for i, kind in enumerate(found)
-        ]  # fmt: skip
+        return self._index(shard).contents(parts, lambda offset, size: content[offset - first : offset - first + size], kinds)
 
     def _encode(self, parts: "np.ndarray", contents: Sequence[bytes]) -> list[list[int]]:
         try:

@@ -4,7 +4,6 @@ A large image is cut into tiles, after which comes the whole image once more, ma
 `image_tokens` tokens `<image>` between tokens that say where it is.
 """
 
-import io
 import math
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
@@ -13,14 +12,17 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from pydantic import Field, model_validator
 
 from src.config import Config as StrictConfig
+from src.data.streaming.tars.image_files import MOST_PIXELS, open_image
 from src.errors import DataError
 
 if TYPE_CHECKING:
     import numpy as np
 
 FAKE, IMAGE, GLOBAL = "<fake_token_around_image>", "<image>", "<global-img>"
+RESERVED = (FAKE, IMAGE, GLOBAL)
+"""A text with one of these is left out."""
 MEAN = STD = 0.5
-"""No value of 8 bits becomes 0 by them: transformers takes a frame of zeros alone for padding."""
+"""Frames are (x / 255 - MEAN) / STD. No value of 8 bits becomes 0 by them: transformers takes a frame of zeros alone for padding."""
 
 
 class Grid(NamedTuple):
@@ -94,23 +96,16 @@ class ImagesConfig(StrictConfig):
             width = _round_up(int(height * aspect), self.frame_size)
         return [*sizes, (width, height)]
 
-    def frames(self, content: bytes) -> "np.ndarray":
+    def frames(self, content: bytes, most_pixels: int = MOST_PIXELS) -> "np.ndarray":
         """(frames, 3, frame_size, frame_size) float32: the frames of an encoded image, from -1 to 1; what is transparent is white.
 
         Raises:
-            DataError: it cannot be decoded.
+            ImageError: it has more than `most_pixels` pixels, or cannot be decoded.
         """
         import numpy as np
-        from PIL import Image, UnidentifiedImageError
+        from PIL import Image
 
-        try:
-            with Image.open(io.BytesIO(content)) as opened:
-                opened.load()
-                image: Any = opened if opened.mode == "RGB" and "transparency" not in opened.info else _on_white(opened)
-        except UnidentifiedImageError:
-            raise DataError("an image cannot be decoded (it is of no known kind)") from None
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-            raise DataError(f"an image cannot be decoded ({' '.join(str(error).split())[:100]})") from None
+        image = open_image(content, most_pixels)
         for size in self._sizes(*image.size):
             if size != image.size:
                 image = image.resize(size, Image.Resampling.LANCZOS)
@@ -189,14 +184,3 @@ def _grid(size: Sequence[int], side: int) -> Grid:
 
 def _round_up(pixels: int, side: int) -> int:
     return max(1, math.ceil(pixels / side)) * side
-
-
-def _on_white(image: Any) -> Any:
-    from PIL import Image
-
-    if image.mode.startswith("I"):  # 16 bits, which a conversion would clip
-        image = image.point(lambda value: value / 256).convert("L")
-    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
-        image = image.convert("RGBA")
-        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
-    return image.convert("RGB")

@@ -5,19 +5,17 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from src.data.streaming.images import FAKE, GLOBAL
-from src.data.streaming.images import IMAGE as IMAGE_TOKEN
-from src.data.streaming.tar_index import PROMPT, TEXT, TarIndex
+from src.data.streaming.tar_index import IMAGE, PROMPT, TEXT, TarIndex
+from src.data.streaming.tars.indexing import unread_text
 from src.data.text.tokenizers import SafeTokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-RULES = 1
+RULES = 2
 """Of what is below: counts of other rules are not taken."""
 END = "END_OF_DOCUMENT_TOKEN_TO_BE_REPLACED"
 """In a text, where one document ends and another begins; as in the tars of m4."""
-_RESERVED = (FAKE, IMAGE_TOKEN, GLOBAL)
 
 
 class TextTokens:
@@ -48,13 +46,13 @@ class TextTokens:
             ids = list[int]()
             if kind in (TEXT, PROMPT) and content is not None:
                 text = content.decode()
-                if text.strip() and not any(token in text for token in _RESERVED):
+                if not unread_text(text):
                     first, *more = text.split(END)
                     spaced = after_text or (after_image and self._spaced and not (first[:1].isspace() or first[:1] == "<"))
                     ids = self._safe.encode(f" {first}" if spaced else first)
                     for piece in more:
                         ids = [*ids, *self.end, *self.begin, *self._safe.encode(piece.lstrip())]
-            elif kind not in (TEXT, PROMPT):
+            elif kind == IMAGE:
                 after_text, after_image = False, True
             if ids:
                 after_text, after_image = True, False
@@ -78,13 +76,7 @@ def count_tokens(index: TarIndex, tar: "memoryview | Any", texts: TextTokens) ->
             continue
         first = int(index.documents["first_part"][number])
         parts = index.parts_of(number)
-        contents = [
-            bytes(tar[offset : offset + size]) if kind in (TEXT, PROMPT) else None
-            for kind, offset, size in zip(parts["kind"].tolist(), parts["offset"].tolist(), parts["size"].tolist(), strict=True)
-        ]
-        try:
-            encoded = texts.encode(parts["kind"].tolist(), contents)
-        except UnicodeDecodeError:
-            continue
+        contents = index.contents(parts, lambda offset, size: bytes(tar[offset : offset + size]), (TEXT, PROMPT))
+        encoded = texts.encode(parts["kind"].tolist(), contents)
         counts[first : first + len(parts)] = [len(ids) for ids in encoded]
     index.tokens, index.facts["tokenizer"] = counts, texts.digest

@@ -14,6 +14,7 @@ from src.data.streaming import manifest, tar_index
 from src.data.streaming.arrangement import Source, Streams
 from src.data.streaming.images import ImagesConfig
 from src.data.streaming.quarantine import FILE
+from src.data.streaming.tars.indexing import build
 from src.data.streaming.texts import TextTokens
 from src.errors import ConfigError, DataError
 from tests.data.streaming import pages
@@ -111,7 +112,7 @@ def test_the_index_must_be_the_one_that_is_listed(tmp_path: Path):
     found = pages.write_pages(tmp_path / "pages" / "train", 60)
     index = found.folder / found.shards[0].index
     with tar_index.open_tar(found.folder / found.shards[0].url) as tar:
-        tar_index.save(tar_index.build(tar), found.folder / found.shards[0].url)  # without counts of tokens
+        tar_index.save(build(tar), found.folder / found.shards[0].url)  # without counts of tokens
     with pytest.raises(DataError, match=r"not the index that shards\.json lists"):
         built(tmp_path).pieces(0)
     before = built(tmp_path).fingerprint
@@ -213,7 +214,7 @@ def test_parts_without_a_number_have_an_order(names: list[str], wanted: list[str
             info = tarfile.TarInfo(name)
             info.size = len(content)
             tar.addfile(info, io.BytesIO(content))
-    index = tar_index.build(memoryview(out.getvalue()))
+    index = build(memoryview(out.getvalue()))
     assert [tar_index.KINDS[kind] for kind in index.parts_of(0)["kind"]] == wanted
 
 

@@ -9,6 +9,7 @@ import pytest
 from data_prep.tar_shards import index
 from src.data.streaming import manifest, tar_index
 from src.data.streaming.shard_files import ShardFiles
+from src.data.streaming.tars.indexing import build
 from tests.data.streaming.s3_server import Cutter, S3Server
 from tests.data.streaming.test_tar_index import DOCUMENTS, WHOLE, tar_of
 
@@ -28,7 +29,7 @@ def documents_of(folder: Path) -> dict[str, list[bytes]]:
 
 
 def expected(tar: bytes) -> list[bytes]:
-    indexed = tar_index.build(memoryview(tar))
+    indexed = build(memoryview(tar))
     parts = [indexed.parts_of(number)[0] for number in range(len(indexed))]
     return [tar[int(part["offset"]) :][: int(part["size"])] for part in parts]
 
@@ -82,7 +83,7 @@ def test_slices(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
 
 def test_a_cut_tar_is_in_no_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "0.tar").write_bytes(WHOLE)
-    (tmp_path / "1.tar").write_bytes(WHOLE[: int(tar_index.build(memoryview(WHOLE)).documents["offset"][2])])
+    (tmp_path / "1.tar").write_bytes(WHOLE[: int(build(memoryview(WHOLE)).documents["offset"][2])])
     out = tmp_path / "out"
     words = [str(tmp_path / "*.tar"), f"pipe:cat {tmp_path / '1.tar'}", str(tmp_path / "none.tar"), "--output", str(out)]
     assert index.main([*words, "--processes", "1"]) == 1

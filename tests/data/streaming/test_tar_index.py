@@ -8,8 +8,9 @@ import pytest
 from PIL import Image
 
 from src.data.streaming import tar_index
-from src.data.streaming.image_size import image_size
-from src.data.streaming.tar_members import scan
+from src.data.streaming.tars.image_files import image_size
+from src.data.streaming.tars.indexing import build
+from src.data.streaming.tars.members import scan
 from src.errors import DataError
 
 
@@ -66,12 +67,12 @@ def test_folders_and_links_are_no_members():
 
 def test_every_cut_is_told_and_what_is_whole_before_it_is_kept():
     """Finding 3 of the specification: of 81 cuts, tarfile reports 25 of the 41 that lose something, and the list of parts 12 more."""
-    ends = [tar_index.build(memoryview(WHOLE)).documents["offset"].tolist()[1:], [len(WHOLE)]]
+    ends = [build(memoryview(WHOLE)).documents["offset"].tolist()[1:], [len(WHOLE)]]
     end_of_members = max(at + size for at, size in zip(scan(memoryview(WHOLE)).data, scan(memoryview(WHOLE)).sizes, strict=True))
     end_of_members += -end_of_members % 512
     borders = [*ends[0], end_of_members]
     for size in range(0, len(WHOLE), 64):
-        index = tar_index.build(memoryview(WHOLE[:size]))
+        index = build(memoryview(WHOLE[:size]))
         assert ("cut" in index.facts) == (size < end_of_members + 1024), size
         good = [int(row["offset"]) for row in index.documents if not row["bad"]]
         delivered = sum(size >= border - 511 for border in borders)  # the padding of a last member may be lost
@@ -89,17 +90,17 @@ def test_every_cut_is_told_and_what_is_whole_before_it_is_kept():
 
 @pytest.mark.parametrize("place", [0, 100, 130, 150, 300])
 def test_a_damaged_header_is_told(place: int):
-    second = int(tar_index.build(memoryview(WHOLE)).documents["offset"][1])
+    second = int(build(memoryview(WHOLE)).documents["offset"][1])
     damaged = bytearray(WHOLE)
     damaged[second + place] ^= 0x15
-    found = tar_index.build(memoryview(bytes(damaged)))
+    found = build(memoryview(bytes(damaged)))
     assert found.facts["cut"][1] == second
     assert len(found) == 1
 
 
 def test_parts_are_in_order_with_their_kinds_and_sizes():
     members = document("k", [("text.txt", b"x")] * 2 + [("image.png", picture("PNG", (7, 9)))] + [("text.txt", b"yy")] * 10)
-    index = tar_index.build(memoryview(tar_of(sorted(members))))  # by name, part 10 comes before part 2
+    index = build(memoryview(tar_of(sorted(members))))  # by name, part 10 comes before part 2
     parts = index.parts_of(0)
     assert parts["position"].tolist()[:13] == list(range(13))
     assert tar_index.KINDS[parts["kind"][13]] == "metadata", "what has no number comes last"
@@ -123,7 +124,7 @@ def test_parts_are_in_order_with_their_kinds_and_sizes():
     ],
 )
 def test_why_a_document_is_bad(members: list[tuple[str, bytes]], reasons: list[str]):
-    index = tar_index.build(memoryview(tar_of(members)))
+    index = build(memoryview(tar_of(members)))
     assert [tar_index.REASONS[row["bad"]] for row in index.documents] == reasons
 
 
@@ -131,7 +132,7 @@ def test_an_image_that_is_cut_off_is_found_by_decoding():
     """Finding 1.5: the original trains on the grey rest of it."""
     cut = picture(size=(200, 200))
     tar = memoryview(tar_of([("1.jpg", picture()), ("2.jpg", cut[: len(cut) // 2])]))
-    index = tar_index.build(tar)
+    index = build(tar)
     assert index.documents["bad"].tolist() == [0, 0], "its header is whole"
     tar_index.verify(index, tar)
     assert [tar_index.REASONS[bad] for bad in index.documents["bad"]] == ["", "an image cannot be decoded"]
@@ -150,7 +151,7 @@ def test_an_index_is_of_its_tar(tmp_path: Path):
     with pytest.raises(DataError, match=r"a\.tar\.idx: no such file\. Make it with python -m data_prep\.tar_shards\.index"):
         tar_index.load(path)
     with tar_index.open_tar(path) as tar:
-        made = tar_index.build(tar)
+        made = build(tar)
     written = tar_index.save(made, path)
     found = tar_index.load(path)
     assert (found.documents == made.documents).all()

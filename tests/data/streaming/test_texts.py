@@ -8,6 +8,7 @@ from src.data.streaming import tar_index
 from src.data.streaming.images import FAKE, IMAGE
 from src.data.streaming.tar_index import IMAGE as IMAGE_KIND
 from src.data.streaming.tar_index import PROMPT, TEXT
+from src.data.streaming.tars.indexing import build
 from src.data.streaming.texts import END, TextTokens, count_tokens
 from tests.data.streaming import pages
 
@@ -55,7 +56,7 @@ def test_an_index_has_the_tokens_of_each_text(tmp_path):
     listed = pages.write_pages(tmp_path / "pages", 30)
     for shard in listed.shards:
         with tar_index.open_tar(listed.folder / shard.url) as tar:
-            index = tar_index.build(tar)
+            index = build(tar)
             count_tokens(index, tar, TEXTS)
             found = tar_index.load_file(listed.folder / shard.index, shard.bytes, shard.url)
             assert found.tokens is not None

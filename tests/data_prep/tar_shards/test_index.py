@@ -7,6 +7,7 @@ import pytest
 from data_prep.tar_shards import index
 from data_prep.tar_shards.write import Document, Part, Writing, write
 from src.data.streaming import manifest, tar_index
+from src.data.streaming.tars.indexing import build
 from src.data.streaming.texts import TextTokens
 from tests.data.streaming import pages
 from tests.data.streaming.test_streamed import built
@@ -32,7 +33,7 @@ def test_tars_are_indexed_once(processes: str, tmp_path: Path, capsys: pytest.Ca
 
 
 def test_a_cut_tar_is_named_and_the_others_are_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    between = int(tar_index.build(memoryview(WHOLE)).documents["offset"][2])
+    between = int(build(memoryview(WHOLE)).documents["offset"][2])
     contents = {"between.tar": WHOLE[:between], "within.tar": WHOLE[: between + 600], "empty.tar": b"", "whole.tar": WHOLE}
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)

@@ -10,6 +10,7 @@ import pytest
 
 from data_prep.tar_shards.write import Document, Part, Writing, encode, write
 from src.data.streaming import manifest, tar_index
+from src.data.streaming.tars.indexing import build
 from src.data.streaming.texts import TextTokens
 from src.errors import ConfigError, DataError, RunError
 from tests.data.streaming import pages
@@ -142,7 +143,7 @@ def test_more_than_a_thousand_parts_keep_their_order():
     with tarfile.open(fileobj=io.BytesIO(content + bytes(1024))) as tar:
         names = tar.getnames()
     assert names == sorted(names)
-    index = tar_index.build(memoryview(content + bytes(1024)))
+    index = build(memoryview(content + bytes(1024)))
     parts = index.parts_of(0)
     texts = [content[int(part["offset"]) : int(part["offset"]) + int(part["size"])] for part in parts if part["kind"] == tar_index.TEXT]
     assert texts == [str(i).encode() for i in range(1200)]
