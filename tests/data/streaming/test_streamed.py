@@ -200,7 +200,17 @@ def test_a_text_that_says_that_a_document_ends_is_of_two_that_do_not_see_each_ot
 
 @pytest.mark.parametrize(
     ("kinds", "read"),
-    [("tit", True), ("ti", True), ("it", True), ("t", False), ("i", False), ("tii", False), ("tiiit", False), ("tiit", True)],
+    [
+        ("tit", True),
+        ("ti", False),
+        ("titi", True),
+        ("it", True),
+        ("t", False),
+        ("i", False),
+        ("tii", False),
+        ("tiiit", False),
+        ("tiit", True),
+    ],
 )
 def test_rules_for_pages_of_the_web(tmp_path: Path, kinds: str, read: bool):
     parts = [Part("text", b"enough") if kind == "t" else Part("image", pages.picture(1), "png") for kind in kinds]

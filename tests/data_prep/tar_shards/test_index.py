@@ -22,7 +22,7 @@ def test_tars_are_indexed_once(processes: str, tmp_path: Path, capsys: pytest.Ca
     words = [str(tmp_path / "a.tar"), str(tmp_path / "b.tar"), "--processes", processes]
     assert index.main(words) == 0
     out = capsys.readouterr().out
-    assert f"{tmp_path / 'b.tar'}: 1 of 2 documents are bad: {{'incomplete': 1}}" in out
+    assert f"{tmp_path / 'b.tar'}: 1 of 2 documents are bad: incomplete: 1" in out
     assert "2 tars, 5 documents, 5 images" in out
     before = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("*.idx")}
     assert sorted(before) == ["a.tar.idx", "b.tar.idx"]
@@ -97,7 +97,7 @@ def test_every_changed_bit_of_a_tar_that_was_written_here_is_found(tmp_path: Pat
         damaged[place] ^= 1 << place % 8
         tar.write_bytes(damaged)
         assert index.main([str(tar), "--verify", "--processes", "1"]) == 1, place
-        assert "shard-00000.tar: damaged or replaced: its sha256 is not" in capsys.readouterr().err
+        assert "shard-00000.tar: damaged or replaced" in capsys.readouterr().err
     tar.write_bytes(content)
     assert index.main([str(tar), "--verify", "--processes", "1"]) == 0
 

@@ -58,7 +58,7 @@ def open_image(content: bytes, most_pixels: int = MOST_PIXELS) -> "Image":
     Raises:
         ImageError: it has more than `most_pixels` pixels, or cannot be decoded for any reason.
     """
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image
 
     try:
         with warnings.catch_warnings():
@@ -71,30 +71,41 @@ def open_image(content: bytes, most_pixels: int = MOST_PIXELS) -> "Image":
                 upright = rgb if turn is None else rgb.transpose(turn)
                 upright.format = "JPEG" if image.format == "MPO" else image.format
                 return upright
-    except ImageError:
-        raise
-    except UnidentifiedImageError:
-        raise ImageError(UNDECODABLE, f"not one of {', '.join(FORMATS)}") from None
     except Exception as error:  # noqa: BLE001  decoders raise errors of any class on damaged content
-        details = " ".join(f"{type(error).__name__}: {error}".split())[:100]
-        raise ImageError(UNDECODABLE, details) from None
+        raise _refusal(error) from None
 
 
-def image_size(data: memoryview, most_pixels: int = MOST_PIXELS) -> tuple[int, int] | None:
-    """Displayed width and height of an image from its header; None if it is not an image.
+def image_size(data: memoryview, most_pixels: int = MOST_PIXELS) -> tuple[int, int]:
+    """Displayed width and height of an image, from its header.
 
-    An image above `most_pixels` is not decoded, even where that is needed to find its orientation.
+    Raises:
+        ImageError: it has more than `most_pixels` pixels, or is no image.
     """
     for magic, read in _READERS:
         if bytes(data[: len(magic)]) == magic and (size := read(data)):
-            return size
+            return _check_pixels(size, most_pixels)
     return _pillow_size(data, most_pixels)
 
 
-def _check_pixels(size: tuple[int, int], most_pixels: int) -> None:
+def _check_pixels(size: tuple[int, int], most_pixels: int) -> tuple[int, int]:
     width, height = size
+    if not width * height:
+        raise ImageError(UNDECODABLE, f"{width} x {height} pixels")
     if width * height > most_pixels:
         raise ImageError(TOO_LARGE, f"{width} x {height}, and the index allows {most_pixels}")
+    return size
+
+
+def _refusal(error: Exception) -> ImageError:
+    """What any error of a decoder is reported as."""
+    from PIL import Image, UnidentifiedImageError
+
+    if isinstance(error, ImageError):
+        return error
+    if isinstance(error, UnidentifiedImageError):
+        return ImageError(UNDECODABLE, f"not one of {', '.join(FORMATS)}")
+    reason = TOO_LARGE if isinstance(error, Image.DecompressionBombError) else UNDECODABLE
+    return ImageError(reason, " ".join(f"{type(error).__name__}: {error}".split())[:100])
 
 
 def _png(data: memoryview) -> tuple[int, int] | None:
@@ -144,19 +155,18 @@ def _jpeg(data: memoryview) -> tuple[int, int] | None:
     return None
 
 
-def _pillow_size(data: memoryview, most_pixels: int) -> tuple[int, int] | None:
+def _pillow_size(data: memoryview, most_pixels: int) -> tuple[int, int]:
     from PIL import Image
 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-                width, height = image.size
-                if width * height > most_pixels or image.format == "TIFF":  # Pillow turns a TIFF itself
-                    return width, height
-                return (height, width) if _orientation(image) in _TURNED else (width, height)
-    except Exception:  # noqa: BLE001  decoders raise errors of any class on damaged content
-        return None
+                width, height = _check_pixels(image.size, most_pixels)
+                turned = image.format != "TIFF" and _orientation(image) in _TURNED  # Pillow turns a TIFF itself
+                return (height, width) if turned else (width, height)
+    except Exception as error:  # noqa: BLE001  decoders raise errors of any class on damaged content
+        raise _refusal(error) from None
 
 
 def _orientation(image: "Image") -> int:

@@ -23,7 +23,6 @@ from src.data.streaming.tar_index import (
     PROMPT,
     REASONS,
     TEXT,
-    TOO_MANY_PIXELS,
     TWICE,
     TarIndex,
     contents_of,
@@ -86,7 +85,7 @@ class _Builder:
             if key.rpartition("/")[2]:
                 named.append(number)
             else:
-                self._pass_over(HIDDEN, ending, members.sizes[number])
+                self._pass_over(HIDDEN, ending.rpartition(".")[2], members.sizes[number])
         begins = [i for i in range(len(named)) if not i or keys[named[i]][0] != keys[named[i - 1]][0]]
         runs = Counter(keys[named[begin]][0] for begin in begins)
         for begin, end in pairwise([*begins, len(named)]):
@@ -255,16 +254,13 @@ class _Builder:
                     content = memoryview(self.fields.picked(bytes(content), [part.pick])[0])
                 except FieldError:
                     return NO_FIELDS, [(0, 0)] * len(parts)
-            size = image_size(content, self.most_pixels)
-            bad = NO_IMAGE if size is None or 0 in size else TOO_MANY_PIXELS if size[0] * size[1] > self.most_pixels else GOOD
-            if not bad and self.verify:
-                try:
-                    bad = GOOD if open_image(bytes(content), self.most_pixels).size == size else NO_IMAGE
-                except ImageError as error:
-                    bad = REASONS.index(error.reason)
-            if bad or size is None:
-                return bad, [(0, 0)] * len(parts)
-            sizes.append(size)
+            try:
+                sizes.append(image_size(content, self.most_pixels))
+                is_bad = self.verify and open_image(bytes(content), self.most_pixels).size != sizes[-1]
+            except ImageError as error:
+                return REASONS.index(error.reason), [(0, 0)] * len(parts)
+            if is_bad:
+                return NO_IMAGE, [(0, 0)] * len(parts)
         return GOOD, sizes
 
     def _bytes(self, offset: int, size: int) -> bytes:
