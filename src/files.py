@@ -238,6 +238,7 @@ def new_directory(
         beside, lock = _claim(final)
         try:
             yield beside
+            _apply_umask(beside)
             files = {str(p.relative_to(beside)): p for p in sorted(beside.rglob("*")) if p.is_file() and p != beside / MANIFEST}
             listed = {name: {"bytes": p.stat().st_size, "sha256": sha256(p)} for name, p in files.items()}
             for path in files.values():
@@ -257,6 +258,13 @@ def new_directory(
         finally:
             if lock is not None:
                 os.close(lock)
+
+
+def _apply_umask(folder: Path) -> None:
+    """Give weights the permissions of other new files: the safetensors library makes them readable by their owner only."""
+    mode = folder.stat().st_mode & 0o666
+    for path in folder.rglob("*.safetensors"):
+        path.chmod(mode)
 
 
 def _claim(final: Path) -> tuple[Path, int | None]:

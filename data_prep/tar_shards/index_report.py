@@ -100,8 +100,10 @@ def lines(results: Sequence[Indexed]) -> list[str]:
     report.append(f"{len(results)} tars, {documents:,} documents, {sum(one.images for one in results):,} images")
     mapped = sum((Counter(one.facts.get("mapped")) for one in results), Counter[str]())
     report += [f"field {entry}: in {count:,} of {documents:,} documents" for entry, count in mapped.items()]
-    unread = [(*count, reason, suffix) for reason, of_reason in passed_over(results).items() for suffix, count in of_reason.items()]
-    unread.sort(key=lambda row: (-row[0], row[2:]))
+    unread = sorted(
+        ((count[0], count[1], reason, suffix) for reason, suffixes in passed_over(results).items() for suffix, count in suffixes.items()),
+        key=lambda row: (-row[0], row[2], row[3]),
+    )
     for count, size, reason, suffix in unread[:_MOST_LINES]:
         report.append(f"not read: {count:,} {suffix or 'members'}, {size:,} bytes: {reason}")
     if rest := unread[_MOST_LINES:]:

@@ -41,10 +41,19 @@ READ = {  # how images are read, and which sizes
 
 
 def picture(size: tuple[int, int], seed: int, mode: str = "RGB") -> bytes:
+    """Noise, in an EXIF orientation by the seed."""
     noise = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], len(mode)), dtype=np.uint8)
     out = io.BytesIO()
-    Image.fromarray(noise, mode).save(out, "PNG")
+    exif = Image.Exif()
+    exif[0x0112] = seed % 8 + 1
+    Image.fromarray(noise, mode).save(out, "PNG", exif=exif)
     return out.getvalue()
+
+
+def write_image(path: Path, content: bytes) -> Path:
+    """As a file: transformers applies the orientation of images that it opens itself."""
+    path.write_bytes(content)
+    return path
 
 
 def page(pictures: list[bytes]) -> list[Part]:
@@ -107,8 +116,8 @@ def test_their_processor_makes_our_ids_and_pixels_and_their_model_our_logits(kin
         said = [
             {"type": "text", "text": part.content.decode()}
             if part.kind == "text"
-            else {"type": "image", "image": Image.open(io.BytesIO(part.content))}
-            for part in parts
+            else {"type": "image", "image": str(write_image(tmp_path / f"{place}.png", part.content))}
+            for place, part in enumerate(parts)
         ]
         made = processor.apply_chat_template(
             [{"role": "user", "content": said}], tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=True
@@ -121,6 +130,15 @@ def test_their_processor_makes_our_ids_and_pixels_and_their_model_our_logits(kin
             inputs = {"input_ids": torch.tensor([ids]), "position_ids": torch.arange(len(ids))[None]}
             found = ours(**inputs, pixel_values=torch.from_numpy(wanted)[None]).logits
             torch.testing.assert_close(theirs.eval()(**made).logits, found, rtol=1e-4, atol=1e-5)
+
+
+def test_exported_files_have_the_permissions_of_the_user(tmp_path: Path):
+    places, run = trained(tmp_path, {})
+    (tmp_path / "plain").touch()
+    assert run_export(places, run, tmp_path / "out") == 0
+    modes = {path.name: path.stat().st_mode for path in (*checkpoints.folder(run, 4).rglob("*"), *(tmp_path / "out").rglob("*"))}
+    assert modes["model.safetensors"] == (tmp_path / "plain").stat().st_mode
+    assert {name for name, mode in modes.items() if mode & 0o777 == 0o600} == set()
 
 
 def test_it_generates(tmp_path: Path):

@@ -109,7 +109,7 @@ def contents_of(
             picks.setdefault((offset, size), []).append((place, pick))
     for member, places in picks.items():
         assert fields is not None, "only a mapping picks values"
-        values = fields.picked(read(*member), [pick for _, pick in places])
+        values = fields.read(read(*member), [pick for _, pick in places])
         for (place, _), value in zip(places, values, strict=True):
             contents[place] = value
     return contents

@@ -51,7 +51,7 @@ class Item(NamedTuple):
 
     @property
     def pick(self) -> int:
-        """Place of the value in the JSON member, for `Fields.picked`; 0 if it is another member."""
+        """Place of the value in the JSON member, for `Fields.read`; 0 if it is another member."""
         return 0 if self.name else self.entry + 1 << _ITEM_BITS | self.place
 
 
@@ -158,7 +158,7 @@ class Fields(StrictConfig):
             order += [(number, place) for number, value in zip((image, text), pair, strict=True) if value is not None]
         return order
 
-    def picked(self, content: bytes, picks: Sequence[int]) -> list[bytes]:
+    def read(self, content: bytes, picks: Sequence[int]) -> list[bytes]:
         """Values of a JSON member by their `Item.pick`: texts as UTF-8, images decoded from base64.
 
         Raises:

@@ -45,14 +45,15 @@ _MOST_SUFFIXES = 50
 
 
 class _Part(NamedTuple):
-    order: tuple[int, ...]
-    """Sort key in the document."""
+    order: tuple[int, int, int]
+    """Sort key in the document: (0, position, kind), or (1, kind, entry of the mapping)."""
+    member: int
+    """Place of its member in the document, in the order of the tar."""
     kind: int
     data: int
     size: int
-    pick: int
-    member: int
-    """Number of the member, in the document."""
+    pick: int = 0
+    """See `Item.pick`."""
 
 
 def build(tar: memoryview, fields: Fields | None = None, most_pixels: int = MOST_PIXELS, verify: bool = False) -> TarIndex:
@@ -74,6 +75,7 @@ class _Builder:
         self.passed_over = dict[str, dict[str, list[int]]]()
         self.read = [0, 0]
         self.mapped = Counter[str]()
+        self.roles = dict[str, tuple[tuple[int, int, int], int, str]]()
 
     def build(self) -> TarIndex:
         """The index of all members."""
@@ -106,66 +108,77 @@ class _Builder:
 
     def _add(self, numbers: Sequence[int], endings: Sequence[str], bad: int, last_before_cut: bool) -> None:
         """Add a document. numbers, endings: of its members. bad: the number in REASONS of what is already known to be wrong."""
-        parts, unread = list[_Part](), dict[int, str]()
+        members, parts, unread = self.members, list[_Part](), dict[int, str]()
         for place, (number, ending) in enumerate(zip(numbers, endings, strict=True)):
-            part, reason = self._part(place, number, ending)
-            if self.members.reasons[number]:
-                unread[place] = self.members.reasons[number]
-                bad = bad or (GOOD if part.kind == OTHER else INCOMPLETE)
+            order, kind, reason = self.roles.get(ending) or self._role(ending)
+            if members.reasons[number]:
+                unread[place] = members.reasons[number]
+                bad = bad or (GOOD if kind == OTHER else INCOMPLETE)
                 continue
-            parts.append(part)
+            parts.append(_Part(order, place, kind, members.data[number], members.sizes[number]))
             if reason:
                 unread[place] = reason
         bad = bad or self._names_defect(parts, numbers, endings, last_before_cut)
         lost_images = 0
-        if self.fields and self.fields.json_members and not bad:
-            try:
-                parts, lost_images = self._add_json(self.fields, parts, endings, self.members.names[numbers[0]], unread)
-            except FieldError:
-                bad = NO_FIELDS
+        if self.fields:
+            entries = {self.fields.members[ending] for ending in endings if ending in self.fields.members}
+            if self.fields.json_members and not bad:
+                try:
+                    parts, lost_images = self._add_json(self.fields, parts, endings, members.names[numbers[0]], unread, entries)
+                except FieldError:
+                    bad = NO_FIELDS
+            self.mapped.update(self.fields.entries[entry].text for entry in entries)
         parts.sort()
         if not bad:
             bad = self._texts_defect(parts, endings, unread)
-        sizes = [(0, 0)] * len(parts)
+        images = [part for part in parts if part.kind == IMAGE]
+        sizes = dict[int, tuple[int, int]]()
         if not bad:
-            bad, sizes = self._measure(parts)
-            bad = bad or (NO_IMAGE if lost_images and not any(part.kind == IMAGE for part in parts) else GOOD)
-        kinds = [part.kind for part in parts]
-        self.documents.append((self.members.headers[numbers[0]], len(self.parts), len(parts), kinds.count(IMAGE), bad))
-        for place, (part, size) in enumerate(zip(parts, sizes, strict=True)):
+            bad, sizes = self._measure(images)
+            bad = bad or (NO_IMAGE if lost_images and not images else GOOD)
+        self.documents.append((members.headers[numbers[0]], len(self.parts), len(parts), len(images), bad))
+        for place, part in enumerate(parts):
             position = part.order[1] if part.order[0] == 0 else _UNNUMBERED + place
-            self.parts.append((position, part.data, part.size, part.kind, part.pick, *size))
-        for place, (number, ending) in enumerate(zip(numbers, endings, strict=True)):
-            size = self.members.sizes[number]
-            if reason := unread.get(place, REASONS[bad]):
-                self._pass_over(reason, ending, size)
-            else:
-                self.read = [self.read[0] + 1, self.read[1] + size]
-        if lost_images and not bad:
-            for _ in range(lost_images):
-                self._pass_over(NOT_IN_TAR, "json:", 0)
+            self.parts.append((position, part.data, part.size, part.kind, part.pick, *sizes.get(id(part), (0, 0))))
+        self._count(numbers, endings, unread, bad)
+        for _ in range(0 if bad else lost_images):
+            self._pass_over(NOT_IN_TAR, "json:", 0)
 
-    def _part(self, place: int, number: int, ending: str) -> tuple[_Part, str]:
-        """A member as a part, and why it is not read, if so. place: in its document."""
+    def _count(self, numbers: Sequence[int], endings: Sequence[str], unread: Mapping[int, str], bad: int) -> None:
+        """Count the members of a document as read, or not read with a reason."""
+        for place, number in enumerate(numbers):
+            size = self.members.sizes[number]
+            if bad or place in unread:
+                self._pass_over(unread.get(place, REASONS[bad]), endings[place], size)
+            else:
+                self.read[0] += 1
+                self.read[1] += size
+
+    def _role(self, ending: str) -> tuple[tuple[int, int, int], int, str]:
+        """Sort key and kind of a member by its name after the key, and why it is not read, if so."""
         kind, position = kind_and_position(ending)
-        order = (1, _ORDER.get(kind, len(_ORDER)), 0, place) if position is None else (0, position, _ORDER.get(kind, len(_ORDER)))
+        rank = _ORDER.get(kind, len(_ORDER))
+        order = (1, rank, 0) if position is None else (0, position, rank)
         reason = UNKNOWN if kind == OTHER else ""
         if self.fields:
             if (entry := self.fields.members.get(ending)) is not None:
                 kind, reason = KINDS.index(self.fields.entries[entry].kind), ""
-                order = (1, _ORDER[kind], entry, 0)
-                self.mapped[self.fields.entries[entry].text] += 1
+                order = (1, _ORDER[kind], entry)
             elif KINDS[kind] in self.fields.kinds or ending in self.fields.json_members:
                 kind, reason = OTHER, UNMAPPED
-        return _Part(order, kind, self.members.data[number], self.members.sizes[number], 0, place), reason
+        self.roles[ending] = order, kind, reason
+        return order, kind, reason
 
     def _names_defect(self, parts: Sequence[_Part], numbers: Sequence[int], endings: Sequence[str], last_before_cut: bool) -> int:
         """Number in REASONS of what is wrong with a document by the names of its members."""
         names = [self.members.names[number] for number in numbers]
         numbered = [part for part in parts if part.order[0] == 0 and part.kind not in (OTHER, METADATA)]
-        seen = Counter((part.order[1], -1 if _has_kind(endings[part.member]) else part.kind) for part in numbered)
-        if len(set(names)) < len(names) or any(count > 1 for count in seen.values()):
+        if len(set(names)) < len(names):
             return TWICE
+        if len({part.order[1] for part in numbered}) < len(numbered):  # only names without a kind share a position
+            positions = Counter((part.order[1], -1 if _has_kind(endings[part.member]) else part.kind) for part in numbered)
+            if max(positions.values()) > 1:
+                return TWICE
         lists = [part for part in parts if part.kind == METADATA]
         if len(lists) > 1:
             return TWICE
@@ -179,18 +192,21 @@ class _Builder:
         return GOOD if listed and listed <= {name.rpartition("/")[2] for name in names} else INCOMPLETE
 
     def _add_json(
-        self, fields: Fields, parts: Sequence[_Part], endings: Sequence[str], name: str, unread: dict[int, str]
+        self, fields: Fields, parts: Sequence[_Part], endings: Sequence[str], name: str, unread: dict[int, str], entries: set[int]
     ) -> tuple[list[_Part], int]:
-        """Parts with those that JSON members name, and how many images are not in the tar. name: of the first member."""
+        """Parts with those that JSON members name, and how many images are not in the tar. name: of the first member.
+
+        Removes what is read from `unread`, and adds the entries of the mapping that the document has to `entries`.
+        """
         by_place = {part.member: part for part in parts}
         places = {ending: place for place, ending in enumerate(endings) if place in by_place}
-        contents = {suffix: self._bytes(*by_place[places[suffix]][2:4]) for suffix in fields.json_members if suffix in places}
+        json_parts = {suffix: by_place[places[suffix]] for suffix in fields.json_members if suffix in places}
+        contents = {suffix: self._bytes(part.data, part.size) for suffix, part in json_parts.items()}
         items, ordered = fields.items(contents)
         key = split_names([name.lower()])[0][0].rpartition("/")[2]
         for suffix in contents:
             unread.pop(places[suffix], None)
-        for entry in {item.entry for item in items}:
-            self.mapped[fields.entries[entry].text] += 1
+        entries.update(item.entry for item in items)
         images = self._find_images([item.name for item in items if item.name], places, key)
         derived, lost = list[_Part](), 0
         for i, item in enumerate(items):
@@ -199,9 +215,9 @@ class _Builder:
             if place is None:
                 lost += 1
                 continue
-            kind, (_, _, data, size, *_) = KINDS.index(entry.kind), by_place[place]
-            order = (0, i) if ordered else (1, _ORDER[kind], item.entry, item.place)
-            derived.append(_Part(order, kind, data, size, item.pick, place))
+            kind, member = KINDS.index(entry.kind), by_place[place]
+            order = (0, i, 0) if ordered else (1, _ORDER[kind], item.entry)
+            derived.append(_Part(order, place, kind, member.data, member.size, item.pick))
             unread.pop(place, None)
         return [*parts, *derived], lost
 
@@ -220,48 +236,45 @@ class _Builder:
         return found
 
     def _texts_defect(self, parts: Sequence[_Part], endings: Sequence[str], unread: dict[int, str]) -> int:
-        """Number in REASONS of what is wrong with the texts of a document. Texts that are not learned from are noted in `unread`."""
+        """Number in REASONS of what is wrong with the texts of a document. Texts that are left out are noted in `unread`."""
+        texts = [part for part in parts if part.kind in (TEXT, PROMPT)]
+        has_text = False
         try:
-            records = [(part.kind, part.data, part.size, part.pick) for part in parts]
-            contents = contents_of(self.fields, records, self._bytes, (TEXT, PROMPT))
-            texts = [content.decode() for content in contents]
+            for part, content in zip(texts, self._contents(texts), strict=True):
+                reason = unread_text(content.decode())
+                has_text |= part.kind == TEXT and not reason
+                if reason and part.pick:
+                    self._pass_over(reason, f"{endings[part.member]}:", len(content))
+                elif reason:
+                    unread[part.member] = reason
         except FieldError:
             return NO_FIELDS
         except UnicodeDecodeError:
             return NOT_UTF8
-        has_text = False
-        for part, text in zip(parts, texts, strict=True):
-            if part.kind not in (TEXT, PROMPT):
-                continue
-            reason = unread_text(text)
-            has_text |= part.kind == TEXT and not reason
-            if reason and part.pick:
-                self._pass_over(reason, f"{endings[part.member]}:", len(text.encode()))
-            elif reason:
-                unread[part.member] = reason
         return GOOD if has_text else NO_TEXT
 
-    def _measure(self, parts: Sequence[_Part]) -> tuple[int, list[tuple[int, int]]]:
-        """Number in REASONS of what is wrong with the images of a document, and the size of each, (0, 0) for other parts."""
-        sizes = list[tuple[int, int]]()
-        for part in parts:
-            if part.kind != IMAGE:
-                sizes.append((0, 0))
-                continue
-            content = self.tar[part.data : part.data + part.size]
-            if part.pick and self.fields:
-                try:
-                    content = memoryview(self.fields.picked(bytes(content), [part.pick])[0])
-                except FieldError:
-                    return NO_FIELDS, [(0, 0)] * len(parts)
-            try:
-                sizes.append(image_size(content, self.most_pixels))
-                is_bad = self.verify and open_image(bytes(content), self.most_pixels).size != sizes[-1]
-            except ImageError as error:
-                return REASONS.index(error.reason), [(0, 0)] * len(parts)
-            if is_bad:
-                return NO_IMAGE, [(0, 0)] * len(parts)
+    def _measure(self, images: Sequence[_Part]) -> tuple[int, dict[int, tuple[int, int]]]:
+        """Number in REASONS of what is wrong with the images of a document, and the size of each by `id`."""
+        sizes = dict[int, tuple[int, int]]()
+        try:
+            picked = iter(self._contents([part for part in images if part.pick]))
+            for part in images:
+                content = memoryview(next(picked)) if part.pick else self.tar[part.data : part.data + part.size]
+                size = sizes[id(part)] = image_size(content, self.most_pixels)
+                if self.verify and open_image(bytes(content), self.most_pixels).size != size:
+                    return NO_IMAGE, {}
+        except ImageError as error:
+            return REASONS.index(error.reason), {}
+        except FieldError:
+            return NO_FIELDS, {}
         return GOOD, sizes
+
+    def _contents(self, parts: Sequence[_Part]) -> list[bytes]:
+        if any(part.pick for part in parts):
+            return contents_of(
+                self.fields, [(part.kind, part.data, part.size, part.pick) for part in parts], self._bytes, range(len(KINDS))
+            )
+        return [self._bytes(part.data, part.size) for part in parts]
 
     def _bytes(self, offset: int, size: int) -> bytes:
         return bytes(self.tar[offset : offset + size])

@@ -185,7 +185,7 @@ def _walk(tar: memoryview) -> tuple[list[_Entry], int, Cut | None]:
             else:
                 extension = extension or _Extension(at)
                 extension.read(kind, content)
-            at = data + _padded(size)
+            at = data + _round_up(size)
             continue
         name, sparse = None, kind == _SPARSE
         if extension or shared:
@@ -202,7 +202,7 @@ def _walk(tar: memoryview) -> tuple[list[_Entry], int, Cut | None]:
         if data + size > total:
             return entries, 0, _cut_in_member(size, data, total, begin)
         entries.append(_Entry(begin, at, data, size, name, sparse))
-        at, extension = data + _padded(size), None
+        at, extension = data + _round_up(size), None
     if extension and at >= total:
         return entries, 0, Cut("cut after a long name", extension.begin)
     where = "in a header" if at < total else "between two members"
@@ -213,7 +213,7 @@ def _cut_in_member(size: int, data: int, total: int, begin: int) -> Cut:
     return Cut(f"cut in a member of {size} bytes at byte {data}: {total} bytes", begin)
 
 
-def _padded(size: int) -> int:
+def _round_up(size: int) -> int:
     return -(-size // BLOCK) * BLOCK
 
 
