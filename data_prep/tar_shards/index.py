@@ -1,14 +1,16 @@
-"""Indexes of tars of documents: `python -m data_prep.tar_shards.index shards/*.tar [--verify]`.
+"""Index tars of documents: `python -m data_prep.tar_shards.index shards/*.tar [--verify]`.
 
-Beside each tar FILE.tar.idx is written: where each document and each of its parts is, the sizes of its images, and which documents are bad
-and why. Only headers are read; --verify decodes each image once. A tar that is cut, in any way, is an error that names it; its index has
-the documents before the cut. A tar whose index is of its size is passed over. Where shards.json beside the tars has their hashes, as of
-tars that this project wrote, --verify compares them, too: that finds every changed bit, and decoding most of those in a PNG and few of
-those in a JPEG.
+Writes FILE.tar.idx next to each tar: the place of each document and its parts, the sizes of its images, and which documents are bad and
+why. Only headers and texts are read; --verify also decodes each image. A tar that is cut anywhere is an error; its index has the documents
+before the cut. Existing indexes are reused if their tar has the same size. If shards.json lists the sha256 of a tar, as for tars written
+by this project, --verify compares it, which detects every changed bit.
 
---output FOLDER writes the indexes and the list of the tars, shards.json, into a folder of their own, for tars that are elsewhere:
-s3://BUCKET/KEY or pipe:COMMAND, which are read once. What was indexed before is passed over, unless its size or ETag has changed.
-With --slice I/N, as of an array of Slurm, one command of N indexes its share; the one that ends last writes shards.json.
+--output FOLDER writes the indexes and the list of tars, shards.json, into FOLDER. The tars can then be anywhere, such as s3://BUCKET/KEY or
+pipe:COMMAND, and are read once; existing indexes are reused unless the size or ETag of their tar has changed. With --slice I/N, as in a
+Slurm array, each of N commands indexes its share; the last one to finish writes shards.json.
+
+The last lines and shards.json count every member that is not read, by reason and suffix. --fields names members that the suffixes do not
+identify, and values in JSON members. Tars without a document that can be read are refused.
 """
 
 import argparse
@@ -97,7 +99,7 @@ def index_tars(tars: Sequence[Path], processes: int = 1, how: Making = PLAIN) ->
     """Write the missing indexes, each next to its tar.
 
     Raises:
-        DataError: tars cannot be read or are cut (one line for each, after all others were indexed), or nothing in them can be read.
+        DataError: tars cannot be read or are cut (one line for each, after the rest was indexed), or nothing in them can be read.
         ConfigError: `processes` is below 1.
     """
     try:
@@ -185,7 +187,7 @@ def _is_as_listed(tar: Path) -> bool:
 
 
 def _update_lists(tars: Sequence[Path]) -> None:
-    """Put the digests of indexes that were written anew into the lists beside them."""
+    """Update the digests of rewritten indexes in the shards.json of their folders."""
     for folder in sorted({tar.parent for tar in tars}):
         if (folder / manifest.NAME).is_file():
             before = manifest.load(folder)
@@ -238,7 +240,7 @@ def _fetch(source: Source, output: Path) -> Iterator[memoryview]:
 
 
 def _place(output: Path, one: Listed) -> Path:
-    """Where the tar would be whose index is in the folder: tars of one name in several places have several."""
+    """Path of an index in the folder, without ".idx". Tars with equal names in different places have different paths."""
     name = re.sub(r"[^\w.-]", "_", "pipe" if one.url.startswith(PIPE) else one.url.rpartition("/")[2])[-100:]
     return output / f"{name}-{hashlib.sha256(one.url.encode()).hexdigest()[:16]}"
 
@@ -248,7 +250,7 @@ def _set_environment(environment: dict[str, str]) -> None:
 
 
 def _load_listed(output: Path, one: Listed) -> tar_index.TarIndex | None:
-    """The whole index of a shard, if it is in the folder."""
+    """The index of a shard, if it is in the folder and complete."""
     place = _place(output, one)
     path = place.with_name(place.name + tar_index.SUFFIX)
     try:

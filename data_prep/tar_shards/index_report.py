@@ -1,4 +1,4 @@
-"""What indexing a set of tars has found: documents, and every member that is not read, by reason and suffix."""
+"""Report on a set of indexed tars: documents, and every member that is not read, by reason and suffix."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -52,7 +52,7 @@ def passed_over(results: Sequence[Indexed]) -> PassedOver:
 
 
 def manifest_facts(results: Sequence[Indexed]) -> dict[str, Any]:
-    """What a manifest says of the documents and members of its tars."""
+    """Facts for a manifest about the documents and members of its tars."""
     fields = results[0].facts.get("fields") if results else None
     return {
         "most_pixels": results[0].facts["most_pixels"] if results else 0,
@@ -82,7 +82,7 @@ def require_documents(results: Sequence[Indexed]) -> None:
             if not mapped[entry]:
                 raise DataError(f"{where}: --fields: {entry!r} is in none of {documents} documents. {unread}")
     if bad.total() == documents:
-        reasons = "; ".join(f"{reason}: {count}" for reason, count in bad.items()) or "there is none"
+        reasons = "; ".join(f"{reason}: {count}" for reason, count in bad.items()) or "the tars are empty"
         example = '\'{"text": "json:caption"}\''
         raise DataError(
             f"{where}: none of {documents} documents can be read ({reasons}). {unread} Name their text with --fields {example}."
@@ -90,7 +90,7 @@ def require_documents(results: Sequence[Indexed]) -> None:
 
 
 def lines(results: Sequence[Indexed]) -> list[str]:
-    """What was found: bad documents by tar, totals, mapped fields, and last every member that is not read."""
+    """Lines of the report: bad documents by tar, totals, mapped fields, and last every member that is not read."""
     report = [
         f"{one.tar}: {one.bad.total()} of {one.documents} documents are bad: " + ", ".join(f"{r}: {n:,}" for r, n in one.bad.items())
         for one in results

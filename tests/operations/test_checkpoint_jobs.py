@@ -524,7 +524,7 @@ def test_a_mistake_in_a_plan_is_named(world: World, change: Callable[[Raw], obje
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("convert: [", "not valid YAML"), ("a: 1\na: 2", "stands twice"), ("- 1", "expected the keys of a plan"), ("\xff", "")],
+    [("convert: [", "not valid YAML"), ("a: 1\na: 2", "'a'"), ("- 1", "expected the keys of a plan"), ("\xff", "")],
 )
 def test_a_file_that_is_no_plan(world: World, text: str, message: str, capsys: pytest.CaptureFixture[str]):
     world.file.write_bytes(text.encode("latin-1"))

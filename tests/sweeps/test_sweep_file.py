@@ -119,7 +119,7 @@ def test_a_mistake_is_told_before_the_first_trial(tmp_path: Path, changes: dict,
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("method: grid\nmethod: random\n", r":2: not valid YAML: the key 'method' stands twice\."),
+        ("method: grid\nmethod: random\n", r":2: not valid YAML: .*'method'"),
         ("method: [grid\n", r":2: not valid YAML"),
         ("- grid\n", r": expected the keys of a sweep .*, got list\."),
         ("", r": expected the keys of a sweep .*, got NoneType\."),

@@ -1,8 +1,9 @@
-"""The index of a tar of documents: where each document and each of its parts is, so that any can be read by itself.
+"""The index of a tar of documents: where each document and each of its parts is, so that any of them can be read directly.
 
-A document is a run of members whose names start with one key. Its parts are named KEY.POSITION.KIND.EXTENSION, such as 7_ab.0.text.txt,
-KEY.POSITION.EXTENSION, KEY.EXTENSION or KEY.KIND.EXTENSION; a mapping (`tars.fields`) can name others. KEY.metadata.txt lists the names of
-all parts of the document, which shows that it is complete (huggingface/smollm, vision/m4). The index counts every member that is not read.
+A document is a run of members with the same key at the start of their names. Its parts are named KEY.POSITION.KIND.EXTENSION, such as
+7_ab.0.text.txt, KEY.POSITION.EXTENSION, KEY.EXTENSION or KEY.KIND.EXTENSION; a mapping (`tars.fields`) can name more. KEY.metadata.txt
+lists the names of all parts, which shows that the document is complete (huggingface/smollm, vision/m4). The index counts every member that
+is not read.
 """
 
 import hashlib
@@ -52,7 +53,7 @@ GOOD, INCOMPLETE, TWICE, APART, NO_IMAGE, TOO_MANY_PIXELS, NO_TEXT, NOT_UTF8, NO
 
 @dataclass
 class TarIndex:
-    """What is known of a tar without reading its documents again."""
+    """Documents and parts of a tar, without their contents."""
 
     documents: "np.ndarray"
     """A record of each, see `DOCUMENT`: the byte of its first header, its parts, and why it is bad (0: it is good)."""
@@ -142,7 +143,7 @@ def kind_and_position(ending: str) -> tuple[int, int | None]:
 
 
 def save(index: TarIndex, tar: Path) -> Path:
-    """Write the index of a tar as FILE.idx, for one that is beside it; returns the path.
+    """Write the index of a tar as FILE.idx in the folder of the tar; returns the path.
 
     Raises:
         RunError: the disk refuses.
@@ -159,7 +160,7 @@ def save(index: TarIndex, tar: Path) -> Path:
 
 
 def load(tar: Path) -> TarIndex:
-    """The index beside a tar.
+    """Load the index FILE.idx of a tar.
 
     Raises:
         DataError: it is missing, damaged, or of a file of another size.
@@ -172,7 +173,7 @@ def load(tar: Path) -> TarIndex:
 
 
 def digest_of(path: Path) -> str:
-    """Hex digest of a whole index, which stands at its end.
+    """Hex digest at the end of an index file.
 
     Raises:
         DataError: it cannot be read.
@@ -182,11 +183,11 @@ def digest_of(path: Path) -> str:
         return file.read().hex()
 
 
-def load_file(path: Path, size: int, tar: str, wanted: str | None = None) -> TarIndex:
-    """An index. size: bytes of the tar that it should be of, which is called `tar` in errors. wanted: its digest, where that is known.
+def load_file(path: Path, size: int, tar: str, expected: str | None = None) -> TarIndex:
+    """Load an index. size: bytes of its tar, which is called `tar` in errors. expected: digest of the index, if known.
 
     Raises:
-        DataError: it is missing, damaged, of a file of another size, or not the one that is wanted.
+        DataError: it is missing or damaged, or it is the index of a file of another size, or its digest is not `expected`.
     """
     import numpy as np
 
@@ -199,8 +200,8 @@ def load_file(path: Path, size: int, tar: str, wanted: str | None = None) -> Tar
     content, digest = content[:-32], content[-32:]
     if not content.startswith(_MAGIC) or hashlib.sha256(content).digest() != digest:
         raise DataError(f"{path}: damaged, or no index. {again}")
-    if wanted is not None and digest.hex() != wanted:
-        raise DataError(f"{path}: not the index that shards.json lists; rows would be others. Restore it, or make both anew.")
+    if expected is not None and digest.hex() != expected:
+        raise DataError(f"{path}: not the index that shards.json lists, so rows would differ. Restore it, or make both again.")
     read = io.BytesIO(content[len(_MAGIC) :])
     facts = json.loads(read.readline())
     if facts.pop("format") != _FORMAT:

@@ -13,35 +13,35 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 RULES = 2
-"""Of what is below: counts of other rules are not taken."""
+"""Version of the rules below: token counts of another version are not used."""
 END = "END_OF_DOCUMENT_TOKEN_TO_BE_REPLACED"
-"""In a text, where one document ends and another begins; as in the tars of m4."""
+"""Marks the border of two documents in a text, as in the tars of m4."""
 
 
 class TextTokens:
     """Ids of the texts of documents, by one tokenizer."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerFast", style: str = "idefics3") -> None:
-        """style: of images, see `ImagesConfig`. In that of Idefics2 a text that follows an image begins with a space, too."""
+        """style: of images, see `ImagesConfig`. With that of Idefics2, a text after an image also starts with a space."""
         self._spaced = style == "idefics2"
         self._safe = SafeTokenizer(tokenizer)
         bos = tokenizer.bos_token_id
         self.begin: list[int] = [bos] if isinstance(bos, int) and bos != self._safe.eos_id else []
-        """What a document begins with: the tokenizer's begin token, where it has one of its own."""
+        """First tokens of a document: the BOS token, if the tokenizer has one that differs from EOS."""
         self.end = [self._safe.eos_id]
         rules = f"{RULES}/{self.begin}/{self.end}/{_rules_of(tokenizer)}{'/spaced' if self._spaced else ''}"
         self.digest = hashlib.sha256(rules.encode()).hexdigest()[:16]
-        """Of the rules, and of what in the tokenizer decides about plain text: its control tokens do not."""
+        """Digest of the rules and of the tokenizer's treatment of plain text, on which control tokens have no effect."""
 
     def encode(self, kinds: Sequence[int], contents: Sequence[bytes | None]) -> list[list[int]]:
-        """Ids of each part of a document; none for parts that are no text, and for texts that are left out.
+        """Ids of each part of a document; empty for images and for texts that are left out.
 
-        A text that follows another begins with a space. Left out are empty texts, and such as spell tokens of images.
+        A text after a text starts with a space. Empty texts, and texts that spell tokens of images, are left out.
 
         Raises:
             UnicodeDecodeError: a text is not UTF-8.
         """
-        found, after_text, after_image = list[list[int]](), False, False
+        encoded, after_text, after_image = list[list[int]](), False, False
         for kind, content in zip(kinds, contents, strict=True):
             ids = list[int]()
             if kind in (TEXT, PROMPT) and content is not None:
@@ -56,8 +56,8 @@ class TextTokens:
                 after_text, after_image = False, True
             if ids:
                 after_text, after_image = True, False
-            found.append(ids)
-        return found
+            encoded.append(ids)
+        return encoded
 
 
 def _rules_of(tokenizer: "PreTrainedTokenizerFast") -> str:

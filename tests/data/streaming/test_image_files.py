@@ -218,3 +218,13 @@ def test_damaged_images_are_counted_and_never_raise(count: int, seed: int):
         decoded, refused = check_damaged(count, seed)
     assert decoded > count // 8
     assert refused > count // 8
+
+
+@pytest.mark.parametrize("suffix", sorted(image_files.SUFFIXES))
+@pytest.mark.parametrize("upper", [False, True])
+def test_every_supported_suffix_is_an_image(suffix: str, upper: bool):
+    content = encoded(gradient(), image_files.SUFFIXES[suffix])
+    name = f"1.{suffix.upper() if upper else suffix}"
+    found = build(memoryview(tar_of([(name, content), ("1.txt", b"a")])), verify=True)
+    assert found.documents[["images", "bad"]].tolist() == [(1, 0)]
+    assert found.facts["passed_over"] == {}

@@ -55,16 +55,16 @@ def test_ids_of_tiles_are_those_of_the_specification():
     tokens = ImageTokens(config, tokenizer)
 
     def text(grid: Grid) -> str:
-        return tokenizer.decode(tokens.made(grid))
+        return tokenizer.decode(tokens.token_ids(grid))
 
     one = f"{FAKE}{GLOBAL}{TOKEN * 2}{FAKE}"
     assert text(Grid(0, 0)) == one
     rows = [f"{FAKE}<row_{row}_col_1>{TOKEN * 2}{FAKE}<row_{row}_col_2>{TOKEN * 2}" for row in (1, 2)]
     assert text(Grid(2, 2)) == f"{rows[0]}\n{rows[1]}\n\n{one}"
     again: ImageTokens = pickle.loads(pickle.dumps(tokens))
-    assert again.made(Grid(1, 2)) == tokens.made(Grid(1, 2))
+    assert again.token_ids(Grid(1, 2)) == tokens.token_ids(Grid(1, 2))
     two = ImageTokens(ImagesConfig(style="idefics2", frame_size=8, image_tokens=2, max_size=8), tokenizer)
-    assert tokenizer.decode(two.made(Grid(0, 0))) == f"{FAKE}{TOKEN * 2}{FAKE}"
+    assert tokenizer.decode(two.token_ids(Grid(0, 0))) == f"{FAKE}{TOKEN * 2}{FAKE}"
 
 
 def test_no_image_is_a_frame_of_zeros():

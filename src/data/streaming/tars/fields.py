@@ -24,7 +24,7 @@ _NAMES = ("image_name", "raw_url", "url")
 
 
 class FieldError(DataError):
-    """The JSON of a document does not have what the mapping names."""
+    """The JSON of a document does not have the mapped values."""
 
 
 class Entry(NamedTuple):
@@ -45,9 +45,9 @@ class Item(NamedTuple):
     entry: int
     """Number of its entry."""
     place: int
-    """Of the value in its list."""
+    """Place of the value in its list."""
     name: str
-    """Of an image that is another member; "" if the value itself is the content."""
+    """Name of an image that is another member; "" if the value itself is the content."""
 
     @property
     def pick(self) -> int:
@@ -58,7 +58,7 @@ class Item(NamedTuple):
 class Fields(StrictConfig):
     """Member names by kind, such as {"image": ["input.jpg", "left.jpg"], "text": "json:caption"}. Kinds that are absent go by suffix.
 
-    A member name is what follows the key and a dot. NAME:PATH is a value in a JSON member: a string, a number or a list of them.
+    A member name follows the key and a dot. NAME:PATH is a value in a JSON member: a string, a number or a list of them.
     """
 
     image: str | list[str] = Field(default_factory=list)
@@ -165,7 +165,7 @@ class Fields(StrictConfig):
             FieldError: the member does not have them.
         """
         values = dict[int, list[Any]]()
-        found = []
+        contents = []
         for pick in picks:
             number, item = (pick >> _ITEM_BITS) - 1, pick & (1 << _ITEM_BITS) - 1
             entry = self.entries[number]
@@ -173,8 +173,8 @@ class Fields(StrictConfig):
                 values[number] = _values(content, entry)
             if item >= len(values[number]):
                 raise FieldError(f"{entry.text}: no item {item}")
-            found.append(_content(values[number][item], entry))
-        return found
+            contents.append(_content(values[number][item], entry))
+        return contents
 
 
 def _values(content: bytes, entry: Entry) -> list[Any]:

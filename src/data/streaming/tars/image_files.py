@@ -170,7 +170,7 @@ def _pillow_size(data: memoryview, most_pixels: int) -> tuple[int, int]:
 
 
 def _orientation(image: "Image") -> int:
-    """EXIF orientation of an opened image, 1 if it has none. Viewers ignore damaged EXIF data, and so do we."""
+    """EXIF orientation of an opened image, by default 1. Viewers ignore damaged EXIF data, and so do we."""
     try:
         value = image.getexif().get(_ORIENTATION, 1)
     except Exception:  # noqa: BLE001  damaged EXIF data raise errors of any class

@@ -59,7 +59,7 @@ class _Part(NamedTuple):
 def build(tar: memoryview, fields: Fields | None = None, most_pixels: int = MOST_PIXELS, verify: bool = False) -> TarIndex:
     """The index of a tar, from its headers, its texts and the headers of its images. If the tar is cut: of the documents before the cut.
 
-    fields: the mapping of members, if their suffixes do not say what they are.
+    fields: the mapping of members that their suffixes do not identify.
     verify: decode each image once. Documents with an image that cannot be decoded are bad.
     """
     return _Builder(tar, fields, most_pixels, verify).build()
@@ -107,7 +107,7 @@ class _Builder:
         return TarIndex(_records(DOCUMENT, self.documents), _records(PART, self.parts), facts)
 
     def _add(self, numbers: Sequence[int], endings: Sequence[str], bad: int, last_before_cut: bool) -> None:
-        """Add a document. numbers, endings: of its members. bad: the number in REASONS of what is already known to be wrong."""
+        """Add a document. numbers, endings: of its members. bad: a defect that is already known, by its number in REASONS."""
         members, parts, unread = self.members, list[_Part](), dict[int, str]()
         for place, (number, ending) in enumerate(zip(numbers, endings, strict=True)):
             order, kind, reason = self.roles.get(ending) or self._role(ending)
@@ -170,7 +170,7 @@ class _Builder:
         return order, kind, reason
 
     def _names_defect(self, parts: Sequence[_Part], numbers: Sequence[int], endings: Sequence[str], last_before_cut: bool) -> int:
-        """Number in REASONS of what is wrong with a document by the names of its members."""
+        """Check the names of the members of a document; returns the number of the defect in REASONS."""
         names = [self.members.names[number] for number in numbers]
         numbered = [part for part in parts if part.order[0] == 0 and part.kind not in (OTHER, METADATA)]
         if len(set(names)) < len(names):
@@ -196,7 +196,7 @@ class _Builder:
     ) -> tuple[list[_Part], int]:
         """Parts with those that JSON members name, and how many images are not in the tar. name: of the first member.
 
-        Removes what is read from `unread`, and adds the entries of the mapping that the document has to `entries`.
+        Removes members that are read from `unread`, and adds the entries of the mapping that the document has to `entries`.
         """
         by_place = {part.member: part for part in parts}
         places = {ending: place for place, ending in enumerate(endings) if place in by_place}
@@ -224,19 +224,19 @@ class _Builder:
     @staticmethod
     def _find_images(names: Sequence[str], places: Mapping[str, int], key: str) -> dict[str, int | None]:
         """The member that each name of an image in a JSON means: by the name after the key, by the file name, or by number."""
-        found = dict[str, int | None]()
+        matches = dict[str, int | None]()
         for name in names:
             base = name.rpartition("/")[2].lower()
-            found[name] = places.get(base, places.get(base.removeprefix(f"{key}.")))
-        unknown = [name for name in found if found[name] is None]
+            matches[name] = places.get(base, places.get(base.removeprefix(f"{key}.")))
+        unknown = [name for name in matches if matches[name] is None]
         positions = [(kind_and_position(ending), place) for ending, place in places.items()]
         numbered = sorted((position, place) for (kind, position), place in positions if kind == IMAGE and position is not None)
         if len(unknown) == len(numbered):
-            found.update(zip(unknown, (place for _, place in numbered), strict=True))
-        return found
+            matches.update(zip(unknown, (place for _, place in numbered), strict=True))
+        return matches
 
     def _texts_defect(self, parts: Sequence[_Part], endings: Sequence[str], unread: dict[int, str]) -> int:
-        """Number in REASONS of what is wrong with the texts of a document. Texts that are left out are noted in `unread`."""
+        """Check the texts of a document; returns the number of the defect in REASONS. Adds texts that are left out to `unread`."""
         texts = [part for part in parts if part.kind in (TEXT, PROMPT)]
         has_text = False
         try:
@@ -254,7 +254,7 @@ class _Builder:
         return GOOD if has_text else NO_TEXT
 
     def _measure(self, images: Sequence[_Part]) -> tuple[int, dict[int, tuple[int, int]]]:
-        """Number in REASONS of what is wrong with the images of a document, and the size of each by `id`."""
+        """Check the images of a document; returns the number of the defect in REASONS, and the size of each image by `id`."""
         sizes = dict[int, tuple[int, int]]()
         try:
             picked = iter(self._contents([part for part in images if part.pick]))
