@@ -163,7 +163,7 @@ def test_another_mapping_makes_the_index_again(tmp_path: Path):
         ("no object", "it has no text"),
     ],
 )
-def test_document_whose_json_does_not_fit_is_bad(value: Any, bad: str, tmp_path: Path):
+def test_document_with_unfitting_json_is_bad(value: Any, bad: str, tmp_path: Path):
     good = {"texts": ["one", None], "images": [None, "a.jpg"]}
     members = [("0.json", as_json(good)), ("0.a.jpg", A), ("1.json", as_json(value)), ("2.json", b"{"), ("2.a.jpg", B)]
     assert make(tmp_path, members, {"image": "json:images", "text": "json:texts"}) == 0
@@ -181,7 +181,7 @@ def test_images_that_are_not_in_the_tar_are_counted(tmp_path: Path, capsys: pyte
 
 
 @pytest.mark.parametrize(
-    ("words", "found"),
+    ("words", "message_part"),
     [
         (["--fields", "{"], "{"),
         (["--fields", '{"images": "jpg"}'], "images"),
@@ -194,12 +194,12 @@ def test_images_that_are_not_in_the_tar_are_counted(tmp_path: Path, capsys: pyte
         (["--most_pixels", "0"], "0"),
     ],
 )
-def test_bad_option_is_one_line(words: list[str], found: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_bad_option_is_one_line(words: list[str], message_part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert make(tmp_path, [("k.jpg", A), ("k.txt", b"words")], None, *words) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert words[0] in error
-    assert found in error
+    assert message_part in error
     assert not (tmp_path / "x" / "train" / "shards.json").exists()
 
 

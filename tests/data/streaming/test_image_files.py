@@ -164,7 +164,7 @@ def test_decompression_bomb_is_refused_before_decoding(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("verify", [False, True])
-def test_index_refuses_what_training_would_refuse(verify: bool):
+def test_index_and_training_refuse_the_same_images(verify: bool):
     """By the limit of the index, whose number it records."""
     tar = memoryview(tar_of([("1.png", huge_png(300, 200)), ("1.txt", b"a")]))
     for most_pixels, reason in ((60_000, ""), (59_999, TOO_LARGE)):
@@ -225,6 +225,6 @@ def test_damaged_images_are_counted_and_never_raise(count: int, seed: int):
 def test_every_supported_suffix_is_an_image(suffix: str, upper: bool):
     content = encoded(gradient(), image_files.SUFFIXES[suffix])
     name = f"1.{suffix.upper() if upper else suffix}"
-    found = build(memoryview(tar_of([(name, content), ("1.txt", b"a")])), verify=True)
-    assert found.documents[["images", "bad"]].tolist() == [(1, 0)]
-    assert found.facts["passed_over"] == {}
+    indexed = build(memoryview(tar_of([(name, content), ("1.txt", b"a")])), verify=True)
+    assert indexed.documents[["images", "bad"]].tolist() == [(1, 0)]
+    assert indexed.facts["passed_over"] == {}

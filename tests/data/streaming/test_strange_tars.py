@@ -34,10 +34,10 @@ def member(name: bytes, content: bytes, kind: bytes = b"0", magic: bytes = b"ust
     return header(name, kind, len(content), magic) + content + bytes(-len(content) % 512)
 
 
-def entry(name: str, kind: bytes, form: int = tarfile.GNU_FORMAT, size: int = 0) -> bytes:
+def entry(name: str, kind: bytes, size: int = 0) -> bytes:
     info = tarfile.TarInfo(name)
     info.type, info.linkname, info.size = kind, "x.jpg", size
-    return info.tobuf(form)
+    return info.tobuf(tarfile.GNU_FORMAT)
 
 
 END = bytes(1024)
@@ -97,12 +97,12 @@ STRANGE = {
 @pytest.mark.parametrize("name", list(STRANGE))
 def test_strange_member_is_counted(name: str):
     content, reason, suffix = STRANGE[name]
-    found = build(memoryview(content + PAIR + END))
-    assert "cut" not in found.facts
-    assert suffix in found.facts["passed_over"][reason]
-    assert found.facts["read"] == [2, len(JPEG) + 6], "and what follows it is read"
-    passed = sum(count for of_reason in found.facts["passed_over"].values() for count, _ in of_reason.values())
-    assert passed + 2 == found.facts["members"]
+    result = build(memoryview(content + PAIR + END))
+    assert "cut" not in result.facts
+    assert suffix in result.facts["passed_over"][reason]
+    assert result.facts["read"] == [2, len(JPEG) + 6], "and what follows it is read"
+    passed = sum(count for of_reason in result.facts["passed_over"].values() for count, _ in of_reason.values())
+    assert passed + 2 == result.facts["members"]
 
 
 def test_report_names_every_strange_member(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -142,15 +142,15 @@ def test_regular_members_of_every_writer_are_read(content: bytes):
 
 
 def test_bytes_after_the_end_are_counted():
-    found = build(memoryview(PAIR + END + b"trailing" + bytes(504)))
-    assert found.facts["passed_over"] == {"bytes after the end of the archive": {"": [1, 512]}}
-    assert found.documents["bad"].tolist() == [0]
+    result = build(memoryview(PAIR + END + b"trailing" + bytes(504)))
+    assert result.facts["passed_over"] == {"bytes after the end of the archive": {"": [1, 512]}}
+    assert result.documents["bad"].tolist() == [0]
 
 
 def test_document_with_a_link_for_a_part_is_incomplete():
     """Its image is somewhere else, so the text must not be learned without it."""
-    found = build(memoryview(entry("a.jpg", tarfile.LNKTYPE) + member(b"a.txt", b"words") + END))
-    assert found.facts["passed_over"] == {"a hard link": {".jpg": [1, 0]}, "incomplete": {".txt": [1, 5]}}
+    result = build(memoryview(entry("a.jpg", tarfile.LNKTYPE) + member(b"a.txt", b"words") + END))
+    assert result.facts["passed_over"] == {"a hard link": {".jpg": [1, 0]}, "incomplete": {".txt": [1, 5]}}
 
 
 @pytest.mark.parametrize(
@@ -184,10 +184,10 @@ def test_long_documents_are_read():
     """More parts than 65,535, which older indexes could not count."""
     count = 70_000
     content = b"".join(member(b"a.%06d.txt" % i, b"x") for i in range(count))
-    found = build(memoryview(content + END))
-    assert found.documents["parts"].tolist() == [count]
-    assert found.documents["bad"].tolist() == [0]
-    assert found.parts["position"].tolist() == list(range(count))
+    result = build(memoryview(content + END))
+    assert result.documents["parts"].tolist() == [count]
+    assert result.documents["bad"].tolist() == [0]
+    assert result.parts["position"].tolist() == list(range(count))
 
 
 @pytest.mark.parametrize("form", ["v7", "oldgnu", "gnu", "ustar", "posix"])
@@ -210,21 +210,21 @@ def test_real_tar_command(form: str, tmp_path: Path):
     sparse = [] if form in ("v7", "ustar") else ["--sparse"]
     subprocess.run(["tar", f"--format={form}", *sparse, "--sort=name", "-cf", tmp_path / "a.tar", "."], cwd=folder, check=True)
     content = (tmp_path / "a.tar").read_bytes()
-    found = build(memoryview(content))
-    assert "cut" not in found.facts
-    reasons = {reason: sum(n for n, _ in suffixes.values()) for reason, suffixes in found.facts["passed_over"].items()}
+    result = build(memoryview(content))
+    assert "cut" not in result.facts
+    reasons = {reason: sum(n for n, _ in suffixes.values()) for reason, suffixes in result.facts["passed_over"].items()}
     assert reasons["a directory"] == reasons["a hard link"] == reasons["a symbolic link"] == 1
     assert reasons.get("a fifo", 0) == fifo
     assert reasons.get("a sparse file", 0) == bool(sparse)
-    assert found.facts["read"][0] == 3, "the two good documents"
-    assert found.facts["members"] == 3 + sum(reasons.values())
+    assert result.facts["read"][0] == 3, "the two good documents"
+    assert result.facts["members"] == 3 + sum(reasons.values())
 
 
 def test_index_json_has_no_raw_bytes(tmp_path: Path):
     """Names that are not UTF-8 go into the manifest and to the terminal as escapes."""
-    found = build(memoryview(STRANGE["name that is not UTF-8"][0] + PAIR + END))
-    json.dumps(found.facts).encode()
-    str(found.facts).encode()
+    result = build(memoryview(STRANGE["name that is not UTF-8"][0] + PAIR + END))
+    json.dumps(result.facts).encode()
+    str(result.facts).encode()
 
 
 def test_volumes_are_refused(tmp_path: Path):

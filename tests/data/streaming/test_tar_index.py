@@ -37,7 +37,7 @@ def document(key: str, parts: list[tuple[str, bytes]]) -> list[tuple[str, bytes]
 
 
 DOCUMENTS = [document(f"{n}_ab", [("text.txt", b"hello" * 50 * n), ("image.jpeg", picture()), ("text.txt", b"end")]) for n in (1, 2, 3)]
-WHOLE = tar_of([member for own in DOCUMENTS for member in own])
+WHOLE = tar_of([member for group in DOCUMENTS for member in group])
 
 
 @pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
@@ -46,12 +46,12 @@ def test_members_are_those_of_tarfile(form: int):
     if form != tarfile.USTAR_FORMAT:
         names.append("very" * 60 + ".txt")
     content = tar_of([(name, name.encode() * 40) for name in names], form)
-    found = scan(memoryview(content))
+    result = scan(memoryview(content))
     with tarfile.open(fileobj=io.BytesIO(content)) as tar:
-        wanted = [(member.name.removeprefix("./"), member.offset_data, member.size) for member in tar]
-    assert list(zip(found.names, found.data, found.sizes, strict=True)) == wanted
-    assert found.cut is None
-    assert [content[at : at + size] for at, size in zip(found.data, found.sizes, strict=True)] == [name.encode() * 40 for name in names]
+        expected = [(member.name.removeprefix("./"), member.offset_data, member.size) for member in tar]
+    assert list(zip(result.names, result.data, result.sizes, strict=True)) == expected
+    assert result.cut is None
+    assert [content[at : at + size] for at, size in zip(result.data, result.sizes, strict=True)] == [name.encode() * 40 for name in names]
 
 
 def test_folders_and_links_are_no_members():
@@ -67,7 +67,7 @@ def test_folders_and_links_are_no_members():
     assert [(member.name, member.reason) for member in members.lone] == [("folder/", "a directory")]
 
 
-def test_every_cut_is_told_and_what_is_whole_before_it_is_kept():
+def test_every_cut_is_reported_and_documents_before_it_are_indexed():
     """Finding 3 of the specification: of 81 cuts, tarfile reports 25 of the 41 that lose something, and the list of parts 12 more."""
     ends = [build(memoryview(WHOLE)).documents["offset"].tolist()[1:], [len(WHOLE)]]
     end_of_members = max(at + size for at, size in zip(scan(memoryview(WHOLE)).data, scan(memoryview(WHOLE)).sizes, strict=True))
@@ -79,25 +79,25 @@ def test_every_cut_is_told_and_what_is_whole_before_it_is_kept():
         good = [int(row["offset"]) for row in index.documents if not row["bad"]]
         delivered = sum(size >= border - 511 for border in borders)  # the padding of a last member may be lost
         assert sum(size >= border for border in borders) <= len(good) <= delivered, size
-        found = [
+        result = [
             [WHOLE[:size][part["offset"] : part["offset"] + part["size"]] for part in index.parts_of(number)]
             for number in range(len(index))
             if not index.documents["bad"][number]
         ]
-        assert found == [[content for _, content in own] for own in DOCUMENTS[: len(good)]], size
+        assert result == [[content for _, content in group] for group in DOCUMENTS[: len(good)]], size
         if "cut" in index.facts:
             _, intact, _ = index.facts["cut"]
             assert intact <= size
 
 
 @pytest.mark.parametrize("place", [0, 100, 130, 150, 300])
-def test_a_damaged_header_is_told(place: int):
+def test_damaged_header_is_reported(place: int):
     second = int(build(memoryview(WHOLE)).documents["offset"][1])
     damaged = bytearray(WHOLE)
     damaged[second + place] ^= 0x15
-    found = build(memoryview(bytes(damaged)))
-    assert found.facts["cut"][1] == second
-    assert len(found) == 1
+    result = build(memoryview(bytes(damaged)))
+    assert result.facts["cut"][1] == second
+    assert len(result) == 1
 
 
 def test_parts_are_in_order_with_their_kinds_and_sizes():
@@ -160,12 +160,12 @@ def test_an_index_is_of_its_tar(tmp_path: Path):
     with pytest.raises(DataError, match=r"a\.tar\.idx: no such file\. Make it with python -m data_prep\.tar_shards\.index"):
         tar_index.load(path)
     with tar_index.open_tar(path) as tar:
-        made = build(tar)
-    written = tar_index.save(made, path)
-    found = tar_index.load(path)
-    assert (found.documents == made.documents).all()
-    assert (found.parts == made.parts).all()
-    assert found.facts == made.facts
+        built = build(tar)
+    written = tar_index.save(built, path)
+    result = tar_index.load(path)
+    assert (result.documents == built.documents).all()
+    assert (result.parts == built.parts).all()
+    assert result.facts == built.facts
     content = written.read_bytes()
     written.write_bytes(content[:100] + b"x" + content[101:])
     with pytest.raises(DataError, match=r"damaged, or no index"):

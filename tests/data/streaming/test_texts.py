@@ -36,7 +36,7 @@ def test_control_tokens_in_texts_are_plain_characters():
     assert TOKENIZER.decode(ids) == "a<end>b"
 
 
-def test_a_text_of_several_documents_keeps_its_middle():
+def test_middle_of_a_text_of_several_documents_is_read():
     """Bug of m4: of a text with several ends only the first and the last piece were kept."""
     (text,) = decoded([TEXT], [f"one{END}two{END} three".encode()])
     assert text == "one<end>two<end>three"
@@ -58,10 +58,10 @@ def test_an_index_has_the_tokens_of_each_text(tmp_path):
         with tar_index.open_tar(listed.folder / shard.url) as tar:
             index = build(tar)
             count_tokens(index, tar, TEXTS)
-            found = tar_index.load_file(listed.folder / shard.index, shard.bytes, shard.url)
-            assert found.tokens is not None
+            saved = tar_index.load_file(listed.folder / shard.index, shard.bytes, shard.url)
+            assert saved.tokens is not None
             assert index.tokens is not None
-            assert found.tokens.tolist() == index.tokens.tolist()
-            assert found.facts["tokenizer"] == TEXTS.digest
-            assert {int(n) for n, kind in zip(found.tokens, found.parts["kind"], strict=True) if kind != TEXT} == {0}
-            assert all(found.tokens[found.parts["kind"] == TEXT] > 0)
+            assert saved.tokens.tolist() == index.tokens.tolist()
+            assert saved.facts["tokenizer"] == TEXTS.digest
+            assert {int(n) for n, kind in zip(saved.tokens, saved.parts["kind"], strict=True) if kind != TEXT} == {0}
+            assert all(saved.tokens[saved.parts["kind"] == TEXT] > 0)
