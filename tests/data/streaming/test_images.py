@@ -41,7 +41,7 @@ def test_tiles_are_those_of_the_specification(size: tuple[int, int], most: int, 
     assert frames.dtype == np.float32
 
 
-def test_tiles_are_in_the_order_of_rows_and_the_whole_comes_last():
+def test_tiles_are_in_row_order_and_the_full_image_is_last():
     image = Image.new("RGB", (64, 64))
     for i, colour in enumerate(((255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255))):
         image.paste(colour, (i % 2 * 32, i // 2 * 32, i % 2 * 32 + 32, i // 2 * 32 + 32))
@@ -77,7 +77,7 @@ def test_no_image_is_a_frame_of_zeros():
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
-def test_what_is_transparent_is_white(mode: str):
+def test_transparent_pixels_are_white(mode: str):
     image = Image.new("RGBA", (8, 8), (0, 0, 0, 0))
     image.paste((255, 0, 0, 255), (0, 0, 4, 8))
     made: Any = image.convert("LA") if mode == "LA" else image.quantize() if mode == "P" else image
@@ -97,7 +97,7 @@ def test_an_image_that_is_cut_off_is_no_image():
             config.frames(whole[:size])
 
 
-def test_small_images_are_enlarged_where_asked():
+def test_enlarge_scales_small_images_up():
     config = ImagesConfig(frame_size=32, image_tokens=1, max_size=64, enlarge=True)
     assert config.grid(10, 10) == (2, 2)
     assert config.grid(10, 5) == (1, 2)
