@@ -181,12 +181,12 @@ def test_the_newest_the_last_and_the_best_stay(world: World):
 
 def test_what_cannot_be_read_back_as_it_was_is_not_deleted(world: World):
     world.raw["clean_up"]["attempts"] = 1
-    kept = world.raw.pop("clean_up")
+    clean_up = world.raw.pop("clean_up")
     assert world.once() == 0
     for step, content in ((10, b"weights of 11 " * 1000), (20, b"short")):
         world.uploaded(step, "checkpoint", "model.safetensors").write_bytes(content)
     world.uploaded(30, "converted", "weights").unlink()
-    world.raw["clean_up"] = kept
+    world.raw["clean_up"] = clean_up
     assert world.once() == checkpoint_jobs.FAILED
     assert world.steps() == [10, 20, 30, 40]
     reasons = [line["reason"] for line in world.lines("clean_up")]
@@ -197,10 +197,10 @@ def test_what_cannot_be_read_back_as_it_was_is_not_deleted(world: World):
 
 def test_checkpoint_that_differs_from_its_upload_is_not_deleted(world: World):
     world.raw["clean_up"]["attempts"] = 1
-    kept = world.raw.pop("clean_up")
+    clean_up = world.raw.pop("clean_up")
     assert world.once() == 0
     world.checkpoint(10, "trained otherwise")
-    world.raw["clean_up"] = kept
+    world.raw["clean_up"] = clean_up
     assert world.once() == checkpoint_jobs.FAILED
     assert world.steps() == [10, 40]
     assert "is not what was uploaded" in world.lines("clean_up", "failed")[0]["reason"]
@@ -343,14 +343,14 @@ def test_unrecorded_work_is_repeated_with_the_same_result(world: World):
 
 def test_interrupted_clean_up_resumes(world: World):
     """As if killed between the deletions of the converted folder and of the checkpoint."""
-    kept = world.raw.pop("clean_up")
+    clean_up = world.raw.pop("clean_up")
     assert world.once() == 0
     before = world.done()
     place = world.run / "checkpoint_jobs" / "branch-0-step-00000010" / "clean_up"
     place.mkdir()
     (place / "attempt-1.log").touch()
     shutil.rmtree(world.run / "converted" / "branch-0-step-00000010")
-    world.raw["clean_up"] = kept
+    world.raw["clean_up"] = clean_up
     assert world.once() == 0
     assert world.steps() == [40]
     assert world.done() == before
@@ -400,11 +400,11 @@ def is_empty(group: int) -> bool:
 
 
 def stats() -> list[str]:
-    found = []
+    contents = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            found.append(path.read_text())
-    return found
+            contents.append(path.read_text())
+    return contents
 
 
 @pytest.mark.parametrize("command", ["sleep 100", "trap '' TERM HUP; sleep 100 & sleep 100"], ids=["obeys", "deaf"])
@@ -428,8 +428,8 @@ def test_an_interrupted_worker_ends_its_command(world: World, seconds: float):
     task = {"command": f"echo $$ > {world.folder}/pid; sleep 100; touch {{scores}}"}
     world.raw = {"checkpoints": {"last": True}, "evaluate": {"tasks": {"t": task}}}
     first = world.start("--once")
-    begun = world.run / "checkpoint_jobs" / "branch-0-step-00000040" / "evaluate.t" / "attempt-1.log"
-    while not begun.exists():
+    first_log = world.run / "checkpoint_jobs" / "branch-0-step-00000040" / "evaluate.t" / "attempt-1.log"
+    while not first_log.exists():
         assert first.poll() is None
     time.sleep(seconds)
     group = session(world) if seconds == 0.2 else None
@@ -455,13 +455,13 @@ def test_two_at_once_killed_at_any_moment_do_each_stage_once(world: World):
     schedulers = [world.start("--every", "0.05") for _ in range(2)]
     kills = 0
 
-    def seen() -> tuple[int, ...]:
+    def observe() -> tuple[int, ...]:
         return len(world.steps()), *(sum(1 for _ in os.walk(place)) for place in (world.run, world.there)), len(world.lines())
 
     try:
         while world.steps() != [40] or len(world.lines("upload", "ok")) < 4:
-            before = seen()
-            poll(lambda before=before: seen() != before, 60)
+            before = observe()
+            poll(lambda before=before: observe() != before, 60)
             time.sleep(rng.random() * 0.1)
             victim = schedulers.pop(rng.randrange(2))
             victim.kill()

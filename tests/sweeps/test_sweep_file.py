@@ -162,8 +162,8 @@ def test_the_sweeps_of_the_project_can_be_run(file: Path, tmp_path: Path):
     sweep = load(file, places(tmp_path))
     assert sweep.name == file.stem
     assert len(sweep.describe(4)) > 2
-    known = {place for name, group in exp_configs.EXP_GROUPS.items() for place in (name, *(f"{name}[{i}]" for i in range(len(group))))}
-    assert sweep.command.chosen in known
+    names = {place for name, group in exp_configs.EXP_GROUPS.items() for place in (name, *(f"{name}[{i}]" for i in range(len(group))))}
+    assert sweep.command.chosen in names
 
 
 def test_there_are_sweeps():

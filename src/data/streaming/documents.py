@@ -14,7 +14,7 @@ from pydantic import Field
 from src.config import Config as StrictConfig
 from src.data.streaming import tar_index
 from src.data.streaming.images import Grid, ImageTokens
-from src.data.streaming.manifest import Manifest, Shard
+from src.data.streaming.manifest import Manifest, Shard, ShardError
 from src.data.streaming.shard_files import ShardFiles
 from src.data.streaming.tar_index import GOOD, IMAGE, PROMPT, TEXT, TarIndex
 from src.data.streaming.texts import TextTokens
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _INDEXES = 64
 """Indexes of shards that are held at the same time."""
 _PLANNED = 4096
-"""Documents whose pieces are cached: an order needs them repeatedly."""
+"""Documents with cached pieces, since an order needs them repeatedly."""
 _WEB_TOKENS = 5
 Swaps = Mapping[tuple[int, int], tuple[int, int]]
 """(document, part) -> (document, part): the image that is read instead of another of the same size."""
@@ -240,9 +240,10 @@ class Documents:
         counts = plan.tokens[first:end]
         if not counts:
             parts = self._index(shard).parts_of(number)
-            contents = self._read_parts(shard, parts, (TEXT, PROMPT))  # raises for a tar that is out of reach
             try:
-                counts = [len(ids) for ids in self._encode(parts, contents)]
+                counts = [len(ids) for ids in self._encode(parts, self._read_parts(shard, parts, (TEXT, PROMPT)))]
+            except ShardError:  # the tar is out of reach, which is no defect of the document
+                raise
             except DataError:
                 counts = [0] * (end - first)
         elements = []

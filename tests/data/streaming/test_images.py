@@ -80,8 +80,8 @@ def test_no_image_is_a_frame_of_zeros():
 def test_transparent_pixels_are_white(mode: str):
     image = Image.new("RGBA", (8, 8), (0, 0, 0, 0))
     image.paste((255, 0, 0, 255), (0, 0, 4, 8))
-    made: Any = image.convert("LA") if mode == "LA" else image.quantize() if mode == "P" else image
-    frames = ImagesConfig(frame_size=8, image_tokens=1, max_size=8).frames(encoded(made))
+    content: Any = image.convert("LA") if mode == "LA" else image.quantize() if mode == "P" else image
+    frames = ImagesConfig(frame_size=8, image_tokens=1, max_size=8).frames(encoded(content))
     assert frames[0, :, 4, 6].tolist() == [1, 1, 1]
     assert frames[0, 1, 4, 1] < 0
 
@@ -107,7 +107,7 @@ def test_enlarge_scales_small_images_up():
 def test_sizes_must_fit():
     with pytest.raises(ValidationError, match="max_size: expected a multiple of frame_size, 32, got 40"):
         ImagesConfig(frame_size=32, image_tokens=1, max_size=40)
-    with pytest.raises(ValidationError, match="max_size: .*idefics3"):
+    with pytest.raises(ValidationError, match=r"max_size: .*idefics3"):
         ImagesConfig(style="idefics2", frame_size=32, image_tokens=1, max_size=64)
     with pytest.raises(DataError, match="the tokenizer has no token '<row_1_col_3>'"):
         ImageTokens(ImagesConfig(frame_size=8, image_tokens=1, max_size=24), pages.tokenizer())

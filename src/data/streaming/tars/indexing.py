@@ -270,7 +270,7 @@ class _Builder:
         return GOOD, sizes
 
     def _contents(self, parts: Sequence[_Part]) -> list[bytes]:
-        if any(part.pick for part in parts):
+        if self.fields and any(part.pick for part in parts):
             return contents_of(
                 self.fields, [(part.kind, part.data, part.size, part.pick) for part in parts], self._bytes, range(len(KINDS))
             )
@@ -299,7 +299,9 @@ def _has_kind(ending: str) -> bool:
 
 def unread_text(text: str) -> str:
     """Why a text is left out of its document; "" if it is read."""
-    return EMPTY_TEXT if not text.strip() else SPELLS_IMAGES if any(token in text for token in RESERVED) else ""
+    if "<" in text and any(token in text for token in RESERVED):
+        return SPELLS_IMAGES
+    return "" if text and not text.isspace() else EMPTY_TEXT
 
 
 def _records(columns: Sequence[tuple[str, str]], rows: Sequence[tuple[int, ...]]) -> "np.ndarray":
