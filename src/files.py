@@ -51,8 +51,8 @@ def reading(path: Path, refusal: type[UserError] = RunError) -> Iterator[None]:
     """Turn any OSError of a read into a `refusal` that names `path`, except for a missing file.
 
     Raises:
-        refusal: `path` is a folder, forbidden, behind a loop of links, or the disk fails.
-        FileNotFoundError: unchanged; the caller knows what it means.
+        refusal: `path` is a folder, forbidden, in a loop of links, or the disk fails.
+        FileNotFoundError: unchanged; the caller handles it.
     """
     try:
         yield
@@ -73,7 +73,7 @@ def _reason(error: OSError, path: Path) -> str:
 def write_atomic(path: Path, data: bytes | str, private: bool = False) -> None:
     """Replace `path` with `data`: a reader, or a crash at any moment, sees the old file or the new one.
 
-    private: only its owner may read it.
+    private: only its owner can read it.
 
     Raises:
         RunError: the disk refuses.
@@ -103,8 +103,8 @@ def _open_private(path: str, flags: int) -> int:
 def defer_sync(folder: Path) -> Iterator[None]:
     """Within the block this thread's `write_atomic` does not sync; the end of the block syncs all. For thousands of small files at once.
 
-    A crash of the process still leaves each file old or new. A power cut within the block may leave empty files, so use it only for
-    files that are rewritten when found damaged.
+    A crash of the process still leaves each file old or new. A power cut within the block can leave empty files, so use it only for
+    files that are rewritten if they are damaged.
     """
     _thread.defers_sync = True
     try:
@@ -118,7 +118,7 @@ _thread = threading.local()
 
 
 def _sync_file_system(folder: Path) -> None:
-    """syncfs(2), or sync(2) where the system lacks it."""
+    """syncfs(2), or sync(2) if the system does not have it."""
     import ctypes
 
     call = getattr(ctypes.CDLL(None, use_errno=True), "syncfs", None)
@@ -141,7 +141,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path, error: type[UserError], missing: Any = _REQUIRED) -> Any:
-    """The JSON value in `path`. missing: what a file that is not there counts as; without it that is an error.
+    """The JSON value in `path`. missing: the value of a missing file; by default that is an error.
 
     Raises:
         error: the file is missing, cannot be read or is not JSON; names the file and the line.
@@ -164,7 +164,7 @@ def read_json(path: Path, error: type[UserError], missing: Any = _REQUIRED) -> A
 
 
 def read_yaml(path: Path, expected: str) -> dict[str, Any]:
-    """The dict in the YAML file `path`. expected: what it should hold, for the message.
+    """The dict in the YAML file `path`. expected: the expected content, for the message.
 
     Raises:
         ConfigError: it cannot be read, is no YAML, has a key twice, or is no dict; names the file, and the line where known.
@@ -173,11 +173,11 @@ def read_yaml(path: Path, expected: str) -> dict[str, Any]:
 
     class Loader(yaml.SafeLoader):
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-            seen = set()
+            keys = set()
             for key, _ in node.value:
-                if key.value in seen and isinstance(key, yaml.ScalarNode):  # YAML would take the last and say nothing
-                    raise yaml.constructor.ConstructorError(None, None, f"the key {key.value!r} stands twice", key.start_mark)
-                seen.add(str(key.value))
+                if key.value in keys and isinstance(key, yaml.ScalarNode):  # YAML would take the last and say nothing
+                    raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key.value!r}", key.start_mark)
+                keys.add(str(key.value))
             return super().construct_mapping(node, deep)
 
     try:
@@ -221,23 +221,25 @@ def new_directory(
     """Yield an empty folder to fill; on success it becomes `final` atomically, with a manifest of its files' sizes and hashes.
 
     An older `final` is replaced. At any moment, also after an error or a crash, `final` is the complete old or the complete new folder.
-    Only where the system cannot exchange two names in one step (Linux can, on nearly every local file system) `final` is absent
-    between two renames, and a crash at that point leaves the old folder beside it as `.NAME.xxxxxxxx.old`.
+    If the system cannot exchange two names in one step (Linux can, on nearly every local file system), `final` is absent between two
+    renames, and a crash at that point leaves the old folder as `.NAME.xxxxxxxx.old`.
     Leftovers of killed writers are deleted on entry.
 
-    facts: added to the manifest beside "files"; read when the block ends, so the block may add to it.
+    facts: added to the manifest next to "files" when the block ends, so the block can add to it.
     around: entered while `final` is replaced; if it raises, the old folder stays.
 
     Raises:
         RunError: the disk refuses.
     """
     if final.is_symlink():
-        final = final.resolve()  # what the link names is replaced, not the link
+        final = final.resolve()  # replaces the folder and not the link
     with writing(final):
         _sweep(final)
         beside, lock = _claim(final)
         try:
             yield beside
+            for weights in beside.rglob("*.safetensors"):  # which the library makes readable only by their owner
+                weights.chmod(beside.stat().st_mode & 0o666)
             files = {str(p.relative_to(beside)): p for p in sorted(beside.rglob("*")) if p.is_file() and p != beside / MANIFEST}
             listed = {name: {"bytes": p.stat().st_size, "sha256": sha256(p)} for name, p in files.items()}
             for path in files.values():
@@ -250,7 +252,7 @@ def new_directory(
                 replaced = _rename_over(beside, final)
             sync_directory(final.parent)
             if replaced:
-                shutil.rmtree(replaced, ignore_errors=True)  # the next writer sweeps what is left of it
+                shutil.rmtree(replaced, ignore_errors=True)  # the next writer sweeps the rest
         except BaseException:
             shutil.rmtree(beside, ignore_errors=True)
             raise
@@ -260,7 +262,7 @@ def new_directory(
 
 
 def _claim(final: Path) -> tuple[Path, int | None]:
-    """A new empty folder beside `final`, and the lock that protects it from `_sweep`; None where locks are not supported."""
+    """A new empty folder next to `final`, and the lock that protects it from `_sweep`; None if locks are not supported."""
     while True:
         beside = final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}")
         beside.mkdir(parents=True)
@@ -278,12 +280,12 @@ def _lock(directory: Path) -> int:
     """A descriptor that holds the lock of `directory` until it is closed, at the latest when this process ends.
 
     Raises:
-        OSError: BlockingIOError if another process holds it, FileNotFoundError if it is gone, others where locks are not supported.
+        OSError: BlockingIOError if another process holds it, FileNotFoundError if it is gone, or locks are not supported.
     """
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.stat(directory)  # it may have been deleted before it was locked
+        os.stat(directory)  # raises if it was deleted before it was locked
     except OSError:
         os.close(descriptor)
         raise
@@ -291,12 +293,12 @@ def _lock(directory: Path) -> int:
 
 
 def _sweep(final: Path) -> None:
-    """Delete leftovers of killed writers of `final`. Keep all where locks are not supported, as some may be of live writers."""
+    """Delete leftovers of killed writers of `final`. Keep them if locks are not supported, since some can belong to live writers."""
     if not final.parent.is_dir():
         return
     pattern = re.compile(rf"\.{re.escape(final.name)}\.[0-9a-f]{{8}}(\.old)?")
-    left = [path for path in final.parent.iterdir() if pattern.fullmatch(path.name) and path.is_dir()]
-    for path in left:
+    leftovers = [path for path in final.parent.iterdir() if pattern.fullmatch(path.name) and path.is_dir()]
+    for path in leftovers:
         if path.suffix == ".old" and not final.is_dir():
             continue  # the only copy there is
         with contextlib.suppress(OSError):
@@ -306,7 +308,7 @@ def _sweep(final: Path) -> None:
 
 
 def _rename_over(beside: Path, final: Path) -> Path | None:
-    """Rename the folder `beside` to `final`; returns the new path of an older `final`, None if there was none."""
+    """Rename a folder to `final`; returns the new path of an older `final`, if there was one."""
     try:
         os.rename(beside, final)
     except OSError as error:
@@ -343,7 +345,7 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def defect(directory: Path, hashes: bool = True) -> str | None:
-    """The first defect of a folder made by `new_directory`: its manifest, or a missing, short or altered file; None if there is none.
+    """The first defect of a folder made by `new_directory`: its manifest, or a missing, short or altered file. None if it has no defect.
 
     hashes: False reads only the manifest, so an altered file of the right size goes unnoticed.
     """
@@ -374,7 +376,7 @@ def sha256(path: Path) -> str:
 def sample_digest(path: Path, edge: int = 2**20, pieces: int = 1024) -> str:
     """sha256 of the first and last `edge` bytes of a file and of `pieces` of 4 KiB between, at even distances: few reads of many gigabytes.
 
-    A change of a contiguous 1 / `pieces` of the file or more is detected; one of a few bytes may not be.
+    A change of a contiguous 1 / `pieces` of the file or more is detected; a change of a few bytes often is not.
     """
     digest, size = hashlib.sha256(), path.stat().st_size
     with open(path, "rb", buffering=0) as file:

@@ -1,18 +1,17 @@
-"""Documents in other layouts into tars of ours: `python -m data_prep.tar_shards.convert LAYOUT FILE... --output FOLDER`.
+"""Convert documents in other layouts into tars: `python -m data_prep.tar_shards.convert LAYOUT FILE... --output FOLDER`.
 
-Layouts: of huggingface/smollm's vision/m4, in tars: wd (pages), icp (an image and its caption), sft (turns), vqav2_task_finetuning and
-docvqa (question and answer), ocr (pages of scanned or printed documents); of JSON lines with --images FOLDER: mmc4, obelics; of Parquet
-files with the bytes of images: finevision, the_cauldron.
+Layouts: tars of huggingface/smollm's vision/m4: wd (pages), icp (an image and its caption), sft (turns), vqav2_task_finetuning and docvqa
+(question and answer), ocr (scanned or printed pages); JSON lines with --images FOLDER: mmc4, obelics; Parquet files with the bytes of
+images: finevision, the_cauldron.
 
-Questions become parts KEY.NNN.prompt.txt, which are read and not learned; answers and all other texts KEY.NNN.text.txt. Images keep their
-bytes, unless they are of a format that the index does not know: those become PNG. Each is decoded once. An image of a page that is not
-there or cannot be decoded is left out of it; any other document is left out whole, as are those without a text, and pages that lose
-all their images. A row that is not as its layout says is an error that names it. What was read, written and left out, and why, is
-printed and stands in converted.json. Begun again after an interruption, the command writes the same bytes.
+Questions become parts KEY.NNN.prompt.txt, which are read and not learned; answers and other texts become KEY.NNN.text.txt. Images keep
+their bytes, and each is decoded once. A page is written without the images that are missing or cannot be decoded; other documents are
+dropped if they lose one, as are documents without a text, and pages that lose all images. A row in another layout is an error that names
+the row. The counts of rows read, written and dropped are printed and saved in converted.json. After an interruption, run the same command
+again: it writes the same bytes.
 """
 
 import argparse
-import io
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -21,18 +20,14 @@ from typing import Any, NamedTuple
 
 from data_prep import command
 from data_prep.tar_shards import m4_tars, ocr_pages, rows, turn_tables, web_lines, write
-from data_prep.tar_shards.rows import Given, Row
+from data_prep.tar_shards.rows import ReaderOptions, Row
 from data_prep.tar_shards.write import Document, Part, Writing
 from src import files
-from src.data.streaming.image_size import image_size
+from src.data.streaming.tars.image_files import SUFFIXES, ImageError, image_size, open_image
 from src.errors import ConfigError, DataError
 
 COMMAND = "python -m data_prep.tar_shards.convert"
 COUNTS = "converted.json"
-_ENDINGS = {"JPEG": "jpeg", "MPO": "jpeg", "PNG": "png", "WEBP": "webp", "GIF": "gif", "BMP": "bmp"}
-"""Formats that are kept, and the ends of names that the index knows."""
-_LARGEST = 65535
-"""Pixels of a side that an index can hold."""
 NO_TEXT, NO_IMAGE = "it has no text", "none of its images can be read"
 _SCRIPTS = [module.__file__ for module in (m4_tars, ocr_pages, rows, turn_tables, web_lines, write)]
 
@@ -40,7 +35,7 @@ _SCRIPTS = [module.__file__ for module in (m4_tars, ocr_pages, rows, turn_tables
 class Layout(NamedTuple):
     """How the files of a layout are read."""
 
-    read: Callable[[Path, Given], Iterator[Row]]
+    read: Callable[[Path, ReaderOptions], Iterator[Row]]
     loses_images: bool = False
     """Whether a document is written without those of its images that cannot be read."""
 
@@ -65,25 +60,25 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("inputs", nargs="+", type=Path, metavar="FILE", help="tars, JSON lines or Parquet files, in the order of their documents")
     add("--output", type=Path, required=True, metavar="FOLDER", help="where tars, indexes and shards.json are written")
     add("--images", type=Path, metavar="FOLDER", help="where the images are that are files")
-    add("--question", default=rows.QUESTION, metavar="TEXT", help="what is read before an answer (default: %(default)r)")
+    add("--question", default=rows.QUESTION, metavar="TEXT", help="text that is read before an answer (default: %(default)r)")
     add("--per_shard", type=int, default=1000, metavar="N", help="documents of a tar (default: %(default)s)")
     add("--seed", type=int, metavar="N", help="mix all documents, by this seed (default: their order stays)")
-    add("--source", default="", metavar="NAME", help="what the documents are counted as in a training (default: the layout)")
+    add("--source", default="", metavar="NAME", help="name under which a training counts the documents (default: the layout)")
     add("--tokenizer", metavar="FOLDER", help="count the tokens of texts, so that training plans rows without reading documents")
 
 
-def convert(layout: str, inputs: Sequence[Path], output: Path, given: Given, how: Writing) -> dict[str, int]:
-    """Write the documents of `inputs` as tars into `output`; the counts of rows, documents and images, and of what was left out by reason.
+def convert(layout: str, inputs: Sequence[Path], output: Path, options: ReaderOptions, how: Writing) -> dict[str, int]:
+    """Write the documents of `inputs` as tars into `output`. Returns the counts of rows, documents and images, and of drops by reason.
 
     Raises:
         DataError: a file is missing or damaged, a row is not as its layout says, or no document is left.
         ConfigError: an option makes no sense, or a package is not installed.
         RunError: the disk refuses.
     """
-    if given.question.count("{question}") != 1:
-        raise ConfigError(f"--question {given.question!r}: expected a text with {{question}} once.")
-    if given.images is not None and not given.images.is_dir():
-        raise ConfigError(f"--images {given.images}: no such folder.")
+    if options.question.count("{question}") != 1:
+        raise ConfigError(f"--question {options.question!r}: expected a text with {{question}} once.")
+    if options.images is not None and not options.images.is_dir():
+        raise ConfigError(f"--images {options.images}: no such folder.")
     if twice := [path for path, count in Counter(path.resolve() for path in inputs).items() if count > 1]:
         raise ConfigError(f"{twice[0]}: given twice.")
     if missing := [path for path in inputs if not path.is_file()]:
@@ -93,18 +88,18 @@ def convert(layout: str, inputs: Sequence[Path], output: Path, given: Given, how
         "script": command.digest_files([__file__, *filter(None, _SCRIPTS)]),
         "layout": layout,
         "inputs": [[path.name, files.sha256(path)] for path in inputs],
-        "images": str(given.images or ""),
-        "question": given.question,
+        "images": str(options.images or ""),
+        "question": options.question,
     }
-    write.write(output, _documents(LAYOUTS[layout], inputs, output, given), made_from, how)
+    write.write(output, _documents(LAYOUTS[layout], inputs, output, options), made_from, how)
     return files.read_json(output / COUNTS, DataError)
 
 
-def _documents(layout: Layout, inputs: Sequence[Path], output: Path, given: Given) -> Iterator[Document]:
+def _documents(layout: Layout, inputs: Sequence[Path], output: Path, options: ReaderOptions) -> Iterator[Document]:
     """The documents; the counts are in the file once the last was taken."""
     tally, progress = Counter[str](rows=0, documents=0, images=0), command.Progress("converted", "documents")
     for number, path in enumerate(inputs):
-        for row in layout.read(path, given):
+        for row in layout.read(path, options):
             tally["rows"] += 1
             parts, reason = _check(row, layout.loses_images, tally)
             if reason:
@@ -114,6 +109,7 @@ def _documents(layout: Layout, inputs: Sequence[Path], output: Path, given: Give
             tally["images"] += sum(part.kind == "image" for part in parts)
             progress.count(1, 0)
             yield Document(f"{number:05}-{row.key}", parts)
+    tally.update({f"members passed over: {reason}": count for reason, count in options.passed_over.items()})
     if not tally["documents"]:
         raise DataError(f"{output}: none of {tally['rows']} rows becomes a document. {_describe(tally)}".rstrip())
     files.write_json(output / COUNTS, dict(tally))
@@ -126,9 +122,9 @@ def _check(row: Row, loses_images: bool, tally: Counter[str]) -> tuple[list[Part
         if part.kind != "image":
             parts += [part] if part.content.strip() else []
             continue
-        made, why = _image(part.content)
-        if made:
-            parts.append(made)
+        image_part, why = _image(part.content)
+        if image_part:
+            parts.append(image_part)
         elif loses_images:
             tally[f"images left out: {why}"] += 1
             lost += 1
@@ -142,24 +138,16 @@ def _check(row: Row, loses_images: bool, tally: Counter[str]) -> tuple[list[Part
 
 
 def _image(content: bytes) -> tuple[Part | None, str]:
-    """An image as it is written, or why it is not."""
-    from PIL import Image
-
+    """An image with the suffix of its format, or why it is left out."""
     if not content:
         return None, "is not there"
     try:
-        with Image.open(io.BytesIO(content)) as image:
-            image.load()
-            if max(image.size) > _LARGEST:
-                return None, f"has a side of more than {_LARGEST} pixels"
-            ending = _ENDINGS.get(image.format or "")
-            if ending and image_size(memoryview(content)) == image.size:
-                return Part("image", content, ending), ""
-            out = io.BytesIO()
-            image.convert("RGBA" if "A" in image.mode or "transparency" in image.info else "RGB").save(out, "PNG")
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
-        return None, "cannot be decoded"
-    return Part("image", out.getvalue(), "png"), ""
+        image = open_image(content)
+    except ImageError as error:
+        return None, error.reason.removeprefix("an image ")
+    if image_size(memoryview(content)) != image.size:
+        return None, "has another size than its header says"
+    return Part("image", content, next(suffix for suffix, name in SUFFIXES.items() if name == image.format)), ""
 
 
 def _describe(tally: dict[str, int]) -> str:
@@ -174,10 +162,10 @@ def _print(
 
     texts = TextTokens(tokenizers.load(tokenizer)) if tokenizer else None
     writing = Writing(how["per_shard"], how["source"] or layout, how["seed"], texts)
-    tally = convert(layout, inputs, output, Given(images, question.replace("\\n", "\n")), writing)
+    tally = convert(layout, inputs, output, ReaderOptions(images, question.replace("\\n", "\n")), writing)
     print(f"{output}: {tally['rows']:,} rows, {tally['documents']:,} documents, {tally['images']:,} images")
-    if left := _describe(tally):
-        print(left)
+    if summary := _describe(tally):
+        print(summary)
 
 
 main = command.main_of(COMMAND, __doc__, _add_options, _print)

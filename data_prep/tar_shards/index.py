@@ -1,14 +1,16 @@
-"""Indexes of tars of documents: `python -m data_prep.tar_shards.index shards/*.tar [--verify]`.
+"""Index tars of documents: `python -m data_prep.tar_shards.index shards/*.tar [--verify]`.
 
-Beside each tar FILE.tar.idx is written: where each document and each of its parts is, the sizes of its images, and which documents are bad
-and why. Only headers are read; --verify decodes each image once. A tar that is cut, in any way, is an error that names it; its index has
-the documents before the cut. A tar whose index is of its size is passed over. Where shards.json beside the tars has their hashes, as of
-tars that this project wrote, --verify compares them, too: that finds every changed bit, and decoding most of those in a PNG and few of
-those in a JPEG.
+Writes FILE.tar.idx next to each tar: the place of each document and its parts, the sizes of its images, and which documents are bad and
+why. Only headers and texts are read; --verify also decodes each image. A tar that is cut anywhere is an error; its index has the documents
+before the cut. Existing indexes are reused if their tar has the same size. If shards.json lists the sha256 of a tar, as for tars written
+by this project, --verify compares it, which detects every changed bit.
 
---output FOLDER writes the indexes and the list of the tars, shards.json, into a folder of their own, for tars that are elsewhere:
-s3://BUCKET/KEY or pipe:COMMAND, which are read once. What was indexed before is passed over, unless its size or ETag has changed.
-With --slice I/N, as of an array of Slurm, one command of N indexes its share; the one that ends last writes shards.json.
+--output FOLDER writes the indexes and the list of tars, shards.json, into FOLDER. The tars can then be anywhere, such as s3://BUCKET/KEY or
+pipe:COMMAND, and are read once; existing indexes are reused unless the size or ETag of their tar has changed. With --slice I/N, as in a
+Slurm array, each of N commands indexes its share; the last one to finish writes shards.json.
+
+The last lines and shards.json count every member that is not read, by reason and suffix. --fields names members that the suffixes do not
+identify, and values in JSON members. Tars without a document that can be read are refused.
 """
 
 import argparse
@@ -22,7 +24,6 @@ import os
 import re
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -30,10 +31,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data_prep import command
+from data_prep.tar_shards import index_report
+from data_prep.tar_shards.index_report import Indexed
+from src import config as strict
 from src.data.streaming import manifest, tar_index
 from src.data.streaming.manifest import Manifest, Shard
 from src.data.streaming.remote.transfer import PIPE, REMOTE, Source, source_of, transfer
 from src.data.streaming.shard_lists import Listed, list_shards
+from src.data.streaming.tars.fields import Fields
+from src.data.streaming.tars.image_files import MOST_PIXELS
+from src.data.streaming.tars.indexing import build
 from src.data.streaming.texts import TextTokens, count_tokens
 from src.data.text import tokenizers
 from src.errors import ConfigError, DataError
@@ -42,128 +49,145 @@ from src.files import reading, writing
 COMMAND = "python -m data_prep.tar_shards.index"
 
 
-class Indexed(NamedTuple):
-    """What was found in a tar."""
+class Making(NamedTuple):
+    """How indexes are made."""
 
-    tar: Path | str
-    documents: int
-    images: int
-    bad: Counter[str]
-    """Documents by why they are bad."""
-    cut: str
+    verify: bool = False
+    texts: TextTokens | None = None
+    """Their tokens are counted."""
+    fields: Fields | None = None
+    most_pixels: int = MOST_PIXELS
+
+    def lacks(self, index: tar_index.TarIndex) -> bool:
+        """Whether an index must be made again."""
+        facts = index.facts
+        return (
+            (self.verify and not facts.get("verified"))
+            or (self.texts is not None and facts.get("tokenizer") != self.texts.digest)
+            or facts.get("fields") != (self.fields and self.fields.as_json())
+            or facts["most_pixels"] != self.most_pixels
+        )
+
+    def build(self, content: memoryview) -> tar_index.TarIndex:
+        """The index of a tar."""
+        index = build(content, self.fields, self.most_pixels, self.verify)
+        if self.texts:
+            count_tokens(index, content, self.texts)
+        return index
+
+
+PLAIN = Making()
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     what = "tars of documents, not compressed: files, s3://BUCKET/KEY, pipe:COMMAND, patterns, ranges {000..123}, lists NAME.txt, folders"
     add("tars", nargs="+", metavar="SHARD", help=what)
-    add("--verify", action="store_true", help="decode each image once; documents with one that cannot be are bad")
+    add("--verify", action="store_true", help="decode each image once; documents with one that cannot be decoded are bad")
     add("--processes", type=int, default=os.cpu_count() or 1, metavar="N", help="(default: one for each core)")
-    add("--output", type=Path, metavar="FOLDER", help="where indexes and shards.json are written (default: each index beside its tar)")
+    add("--output", type=Path, metavar="FOLDER", help="where indexes and shards.json are written (default: each index next to its tar)")
     add("--tokenizer", metavar="FOLDER", help="count the tokens of each text, so that a training plans its rows without reading a tar")
-    add("--source", default="", metavar="NAME", help="of --output: what the documents are counted as in a training")
-    add("--slice", default="0/1", metavar="I/N", help="index every N-th shard, from the I-th on, which is counted from 0")
+    mapping = """members by kind: '{"image": ["input.jpg", "left.jpg"], "text": "json:caption"}' (default: by suffix); needs --output"""
+    add("--fields", metavar="JSON", help=mapping)
+    most = "larger images make a document bad, without decoding them (default: %(default)s)"
+    add("--most_pixels", type=int, default=MOST_PIXELS, metavar="N", help=most)
+    add("--source", default="", metavar="NAME", help="with --output: the name under which a training counts the documents")
+    add("--slice", default="0/1", metavar="I/N", help="index every N-th shard, starting with the I-th, counted from 0")
 
 
-def index_tars(tars: Sequence[Path], verify: bool = False, processes: int = 1, texts: TextTokens | None = None) -> list[Indexed]:
-    """Write the indexes that are not there; what is known of all, in order. texts: whose tokens are counted.
+def index_tars(tars: Sequence[Path], processes: int = 1, how: Making = PLAIN) -> list[Indexed]:
+    """Write the missing indexes, each next to its tar.
 
     Raises:
-        DataError: tars cannot be read, or are cut: one line for each, after all others were indexed.
-        ConfigError: there would be no process.
+        DataError: tars cannot be read or are cut (one line for each, after the rest was indexed), or nothing in them can be read.
+        ConfigError: `processes` is below 1.
     """
     try:
-        return _index_all(functools.partial(index_tar, verify=verify, texts=texts), tars, processes)
+        return _index_all(functools.partial(index_tar, how=how), tars, processes)
     finally:
         _update_lists(tars)
 
 
-def index_into(
-    output: Path,
-    listed: Sequence[Listed],
-    verify: bool = False,
-    processes: int = 1,
-    part: slice = slice(None),
-    texts: TextTokens | None = None,
-) -> list[Indexed]:
-    """Write the indexes into a folder, and the list where the indexes of all shards are there. part: of the list, which is indexed now.
-
-    texts: whose tokens are counted.
+def index_into(output: Path, listed: Sequence[Listed], processes: int = 1, part: slice = slice(None), how: Making = PLAIN) -> list[Indexed]:
+    """Write the missing indexes into a folder, and shards.json once all are there. part: shards of the list to index now.
 
     Raises:
         DataError: as `index_tars`.
         RunError: the disk refuses.
-        ConfigError: there would be no process.
+        ConfigError: `processes` is below 1.
     """
     with writing(output):
         output.mkdir(parents=True, exist_ok=True)
-    found = _index_all(functools.partial(_index_listed, output=output, verify=verify, texts=texts), listed[part], processes)
+    results = _index_all(functools.partial(_index_listed, output=output, how=how), listed[part], processes)
     indexed = [_load_listed(output, one) for one in listed]
-    shards = [_shard(output, one, index) for one, index in zip(listed, indexed, strict=True) if index]
-    if len(shards) == len(listed):
-        manifest.save(Manifest(output, shards, {"command": COMMAND}))
-    return found
+    complete = [(one, index) for one, index in zip(listed, indexed, strict=True) if index and not how.lacks(index)]
+    if len(complete) == len(listed):
+        shards = [_shard(output, one, index) for one, index in complete]
+        facts = index_report.manifest_facts([index_report.summarize(one.url, index) for one, index in complete])
+        manifest.save(Manifest(output, shards, {"command": COMMAND, **facts}))
+    return results
 
 
 def _index_all(index: Callable[[Any], Indexed], tars: Sequence[Any], processes: int) -> list[Indexed]:
     if processes < 1:
         raise ConfigError(f"--processes: expected at least 1, got {processes}.")
-    errors, found = list[str](), list[Indexed]()
+    errors, results = list[str](), list[Indexed]()
     workers = min(processes, len(tars))
-    context = multiprocessing.get_context("forkserver")  # whose server may have begun with another environment
+    context = multiprocessing.get_context("forkserver")  # its server can have been started with another environment
     with concurrent.futures.ProcessPoolExecutor(max(workers, 1), context, _set_environment, (dict(os.environ),)) as pool:
         futures = [pool.submit(index, tar) for tar in tars] if workers > 1 else []
         for number, tar in enumerate(tars):
             try:
-                found.append(futures[number].result() if futures else index(tar))
+                results.append(futures[number].result() if futures else index(tar))
             except DataError as error:
                 errors.append(str(error))
             else:
-                if found[-1].cut:
-                    name, count = found[-1].tar, found[-1].documents
-                    errors.append(f"{name}: {found[-1].cut}. {count} documents before it are indexed. Get it again.")
+                if results[-1].cut:
+                    errors.append(f"{results[-1].tar}: {results[-1].cut}")
     if errors:
         raise DataError("\n".join(errors))
-    return found
+    index_report.require_documents(results)
+    return results
 
 
-def index_tar(tar: Path, verify: bool, texts: TextTokens | None = None) -> Indexed:
-    """Write the index of a tar, if it is not there. One that a list beside it names is only written where something in it changes.
+def index_tar(tar: Path, how: Making) -> Indexed:
+    """Write the index of a tar if it is missing. The index of a tar listed in shards.json is only replaced if it changes.
 
     Raises:
-        DataError: it cannot be read, or is to be verified and is not the one that the list beside it names.
+        DataError: the tar cannot be read, or is verified and differs from the one that shards.json lists.
     """
-    index, listed = _load_index(tar), verify and _is_as_listed(tar)
-    if index is None or _lacks(index, verify, texts):
+    index, listed = _load_index(tar), how.verify and _is_as_listed(tar)
+    if index is None or how.lacks(index):
         before = index
         with tar_index.open_tar(tar) as content:
-            index = _build(content, verify, texts)
-        if before is not None and listed and texts is None:
-            if before.documents["bad"].tolist() == index.documents["bad"].tolist():
-                return _summary(tar, before)
+            index = how.build(content)
+        if before is not None and listed and how.texts is None and before.documents["bad"].tolist() == index.documents["bad"].tolist():
+            return index_report.summarize(tar, before)
+        if before is not None and listed and how.texts is None:
             index.tokens, index.facts = before.tokens, before.facts | index.facts
         tar_index.save(index, tar)
-    return _summary(tar, index)
+    return index_report.summarize(tar, index)
 
 
 def _is_as_listed(tar: Path) -> bool:
-    """Whether a list beside the tar names it with a hash. Raises DataError: its bytes are others."""
+    """Whether shards.json in its folder lists the tar with a hash. Raises DataError: the hash is another."""
     if not (tar.parent / manifest.NAME).is_file():
         return False
     for shard in manifest.load(tar.parent).shards:
         if shard.url == tar.name and shard.sha256 is not None:
             with reading(tar, DataError), open(tar, "rb") as file:
-                found = hashlib.file_digest(file, "sha256").hexdigest()
-            if found != shard.sha256:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            if digest != shard.sha256:
                 raise DataError(
-                    f"{tar}: damaged or replaced: its sha256 is not the one in {manifest.NAME} beside it. Get or write it again."
+                    f"{tar}: damaged or replaced: its sha256 is {digest[:16]}, {manifest.NAME} lists {shard.sha256[:16]}. "
+                    "Get or write it again."
                 )
             return True
     return False
 
 
 def _update_lists(tars: Sequence[Path]) -> None:
-    """Put the digests of indexes that were written anew into the lists beside them."""
+    """Update the digests of rewritten indexes in the shards.json of their folders."""
     for folder in sorted({tar.parent for tar in tars}):
         if (folder / manifest.NAME).is_file():
             before = manifest.load(folder)
@@ -178,25 +202,6 @@ def _update_lists(tars: Sequence[Path]) -> None:
                 manifest.save(replace(before, shards=shards))
 
 
-def _summary(tar: Path | str, index: tar_index.TarIndex) -> Indexed:
-    bad = Counter(tar_index.REASONS[reason] for reason in index.documents["bad"] if reason)
-    return Indexed(tar, len(index), int(index.documents["images"].sum()), bad, index.facts.get("cut", [""])[0])
-
-
-def _build(content: memoryview, verify: bool, texts: TextTokens | None) -> tar_index.TarIndex:
-    index = tar_index.build(content)
-    if verify:
-        tar_index.verify(index, content)
-    if texts:
-        count_tokens(index, content, texts)
-    return index
-
-
-def _lacks(index: tar_index.TarIndex, verify: bool, texts: TextTokens | None) -> bool:
-    """Whether something is asked for that an index does not have."""
-    return (verify and not index.facts.get("verified")) or (texts is not None and index.facts.get("tokenizer") != texts.digest)
-
-
 def _load_index(tar: Path) -> tar_index.TarIndex | None:
     try:
         index = tar_index.load(tar)
@@ -205,21 +210,21 @@ def _load_index(tar: Path) -> tar_index.TarIndex | None:
     return None if "cut" in index.facts else index
 
 
-def _index_listed(one: Listed, output: Path, verify: bool, texts: TextTokens | None) -> Indexed:
-    """Write the index of a shard into a folder, if it is not there."""
+def _index_listed(one: Listed, output: Path, how: Making) -> Indexed:
+    """Write the index of a shard into a folder if it is missing."""
     is_file = not one.url.startswith(REMOTE)
     if is_file and not Path(one.url).is_file():
         raise DataError(f"{one.url}: no such file.")
     source = Source(one.url, Path(one.url).stat().st_size) if is_file else source_of(one.url)
     index = _load_listed(output, one)
-    known = index and (source.url.startswith(PIPE) or (index.facts["bytes"], index.facts["etag"]) == source[1:])
-    if index is None or not known or _lacks(index, verify, texts):
+    is_current = index and (source.url.startswith(PIPE) or (index.facts["bytes"], index.facts["etag"]) == source[1:])
+    if index is None or not is_current or how.lacks(index):
         with tar_index.open_tar(Path(one.url)) if is_file else _fetch(source, output) as content:
-            index = _build(content, verify, texts)
+            index = how.build(content)
             sha256 = None if is_file else hashlib.sha256(content).hexdigest()
         index.facts |= {"url": one.url, "etag": source.etag, "sha256": sha256}
         tar_index.save(index, _place(output, one))
-    return _summary(one.url, index)
+    return index_report.summarize(one.url, index)
 
 
 @contextmanager
@@ -235,7 +240,7 @@ def _fetch(source: Source, output: Path) -> Iterator[memoryview]:
 
 
 def _place(output: Path, one: Listed) -> Path:
-    """Where the tar would be whose index is in the folder: tars of one name in several places have several."""
+    """Path of an index in the folder, without ".idx". Tars with equal names in different places have different paths."""
     name = re.sub(r"[^\w.-]", "_", "pipe" if one.url.startswith(PIPE) else one.url.rpartition("/")[2])[-100:]
     return output / f"{name}-{hashlib.sha256(one.url.encode()).hexdigest()[:16]}"
 
@@ -245,7 +250,7 @@ def _set_environment(environment: dict[str, str]) -> None:
 
 
 def _load_listed(output: Path, one: Listed) -> tar_index.TarIndex | None:
-    """The whole index of a shard, if it is in the folder."""
+    """The index of a shard, if it is in the folder and complete."""
     place = _place(output, one)
     path = place.with_name(place.name + tar_index.SUFFIX)
     try:
@@ -264,22 +269,33 @@ def _shard(output: Path, one: Listed, index: tar_index.TarIndex) -> Shard:
     return Shard(url, name, len(index), facts["bytes"], one.source, facts["sha256"], facts["etag"], tar_index.digest_of(output / name))
 
 
-def _print(tars: Sequence[str], output: Path | None, source: str, verify: bool, processes: int, **given: str | None) -> None:
-    part, listed = _slice(given["slice"] or ""), list_shards(tars)
-    texts = TextTokens(tokenizers.load(given["tokenizer"])) if given["tokenizer"] else None
+def _print(tars: Sequence[str], output: Path | None, source: str, processes: int, verify: bool, **more: Any) -> None:
+    part, listed = _slice(more["slice"]), list_shards(tars)
+    if more["most_pixels"] < 1:
+        raise ConfigError(f"--most_pixels: expected at least 1, got {more['most_pixels']}.")
+    texts = TextTokens(tokenizers.load(more["tokenizer"])) if more["tokenizer"] else None
+    how = Making(verify, texts, _fields(more["fields"]), more["most_pixels"])
     if output is None:
-        elsewhere = next((one.url for one in listed if one.url.startswith(REMOTE)), None)
-        if elsewhere or source:
-            raise ConfigError(f"{elsewhere or '--source'}: --output is needed, a folder for shards.json and the indexes.")
-        found = index_tars([Path(one.url) for one in listed[part]], verify, processes, texts)
+        remote = next((one.url for one in listed if one.url.startswith(REMOTE)), None)
+        if remote or source or how.fields:
+            option = remote or ("--source" if source else "--fields")
+            raise ConfigError(f"{option}: --output is needed, a folder for shards.json and the indexes.")
+        results = index_tars([Path(one.url) for one in listed[part]], processes, how)
     else:
-        found = index_into(output, [Listed(one.url, source or one.source) for one in listed], verify, processes, part, texts)
-    for one in found:
-        if one.bad:
-            print(f"{one.tar}: {sum(one.bad.values())} of {one.documents} documents are bad: {dict(one.bad)}")
-    print(f"{len(found)} tars, {sum(one.documents for one in found):,} documents, {sum(one.images for one in found):,} images")
+        results = index_into(output, [Listed(one.url, source or one.source) for one in listed], processes, part, how)
     if output is not None and not (output / manifest.NAME).exists():
         print(f"{output}: shards.json is written when all slices of the {len(listed)} tars are indexed.")
+    print("\n".join(index_report.lines(results)))
+
+
+def _fields(text: str | None) -> Fields | None:
+    if text is None:
+        return None
+    try:
+        raw = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f'--fields {text}: no JSON ({error}). Write \'{{"text": "json:caption"}}\', for example.') from None
+    return strict.load(Fields, raw, "--fields")
 
 
 def _slice(text: str) -> slice:

@@ -10,18 +10,19 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from data_prep.tar_shards.rows import NOT_WHOLE, Given, Row, text_part
+from data_prep.tar_shards.rows import NOT_WHOLE, ReaderOptions, Row, text_part
 from data_prep.tar_shards.write import Part
 from src.data import jsonl
 from src.data.streaming import tar_index
-from src.data.streaming.tar_members import scan, split_names
+from src.data.streaming.tars.members import scan, split_names
 from src.errors import ConfigError, DataError
 
+_READ = ("json", "png", "jpeg", "jpg", "pdf")
 DOTS_PER_INCH, _POINTS_PER_INCH = 150, 72
 BROKEN_PDF, OTHER_PAGES = "its PDF cannot be read", "it has other pages than texts of pages"
 
 
-def read_pages(path: Path, given: Given) -> Iterator[Row]:
+def read_pages(path: Path, options: ReaderOptions) -> Iterator[Row]:
     """A row for each page of each document of a tar.
 
     Raises:
@@ -31,25 +32,32 @@ def read_pages(path: Path, given: Given) -> Iterator[Row]:
     with tar_index.open_tar(path) as tar:
         members = scan(tar)
         if members.cut:
-            raise DataError(f"{path}: {members.cut[0]}. Get it again; a tar that is compressed must be unpacked.")
-        named = [(*name, members.data[i], members.sizes[i]) for i, name in enumerate(split_names(members.names))]
-        for number, (name, own) in enumerate(groupby(named, key=lambda member: member[0])):
-            found = {ending.rpartition(".")[2].lower(): bytes(tar[begin : begin + size]) for _, ending, begin, size in own}
-            yield from _pages(f"{number:08}", found, f"{path}: document {name}")
+            raise DataError(f"{path}: {members.cut.reason}. {members.cut.advice}")
+        names = split_names(members.names)
+        named = [(*name, members.data[i], members.sizes[i]) for i, name in enumerate(names) if not members.reasons[i]]
+        for number, (name, group) in enumerate(groupby(named, key=lambda member: member[0])):
+            contents = dict[str, bytes]()
+            for _, ending, begin, size in group:
+                suffix = ending.rpartition(".")[2].lower()
+                if suffix not in _READ or suffix in contents:
+                    options.passed_over[f"no known suffix: .{ending}" if suffix not in _READ else f"a second file: .{suffix}"] += 1
+                else:
+                    contents[suffix] = bytes(tar[begin : begin + size])
+            yield from _pages(f"{number:08}", contents, f"{path}: document {name}")
 
 
-def _pages(key: str, found: dict[str, bytes], where: str) -> Iterator[Row]:
+def _pages(key: str, contents: dict[str, bytes], where: str) -> Iterator[Row]:
     """found: contents by the ends of their names."""
-    image = next((found[ending] for ending in ("png", "jpeg", "jpg") if ending in found), None)
-    if "json" not in found or (image is None and "pdf" not in found):
+    image = next((contents[ending] for ending in ("png", "jpeg", "jpg") if ending in contents), None)
+    if "json" not in contents or (image is None and "pdf" not in contents):
         yield Row(key, [], NOT_WHOLE)
         return
-    texts = _texts(found["json"], where)
+    texts = _texts(contents["json"], where)
     if image is not None:
         images: Sequence[bytes] | None = [image]
         texts = ["\n".join(text for text in texts if text)]
     else:
-        images = _draw(found["pdf"])
+        images = _draw(contents["pdf"])
     if images is None or len(images) != len(texts):
         yield Row(key, [], BROKEN_PDF if images is None else OTHER_PAGES)
         return

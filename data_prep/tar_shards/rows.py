@@ -1,7 +1,8 @@
-"""What the readers of other layouts yield: rows of parts, one for each document that is to be written."""
+"""Rows that the readers of other layouts yield, one for each document to write."""
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,27 +11,29 @@ from src.errors import DataError
 from src.files import reading
 
 MARKER = "<image>"
-"""In a turn: where an image stands."""
+"""Placeholder of an image in a turn."""
 QUESTION = "Question: {question}\nAnswer:"
-NOT_WHOLE, NOT_TEXT, MARKERS = "incomplete", "a text is not UTF-8", "its texts have other places for images than it has images"
+NOT_WHOLE, MARKERS = "incomplete", "its texts have other places for images than it has images"
 """Why a row is left out."""
 
 
 @dataclass(frozen=True)
-class Given:
+class ReaderOptions:
     """Options of the readers."""
 
     images: Path | None = None
     """Folder of image files."""
     question: str = QUESTION
-    """What is read before an answer, with {question} in it."""
+    """Text before an answer, which contains {question}."""
+    passed_over: Counter[str] = field(default_factory=Counter)
+    """Members of tars that no reader uses, by reason and suffix. Readers add to it."""
 
 
 class Row(NamedTuple):
-    """A document, or why it is none. An image that is not there is a part without content."""
+    """A document, or the reason why it is dropped. A missing image is a part without content."""
 
     key: str
-    """Of its own in its file, without dots and slashes."""
+    """Unique in its file, without dots and slashes."""
     parts: Sequence[Part]
     left_out: str = ""
 
@@ -40,20 +43,20 @@ def text_part(text: str) -> Part:
     return Part("text", text.encode())
 
 
-def question_part(question: str, given: Given) -> Part:
+def question_part(question: str, options: ReaderOptions) -> Part:
     """A question as it is read, and not learned."""
-    return Part("prompt", given.question.replace("{question}", question.strip()).encode())
+    return Part("prompt", options.question.replace("{question}", question.strip()).encode())
 
 
-def make_turns(key: str, images: Sequence[bytes], turns: Sequence[tuple[str, str]], given: Given) -> Row:
+def make_turns(key: str, images: Sequence[bytes], turns: Sequence[tuple[str, str]], options: ReaderOptions) -> Row:
     """A conversation of (question, answer): each question is read, each answer is learned, with the end of its line unless it is the last.
 
-    The images stand where the texts say `MARKER`, or before the first turn.
+    The images replace `MARKER` in the texts, or precede the first turn.
     """
     texts = list[Part]()
     for number, (question, answer) in enumerate(turns, start=1):
         if question.strip():
-            texts.append(question_part(question, given))
+            texts.append(question_part(question, options))
         if answer.strip():
             texts.append(text_part(answer.strip() + ("\n" if number < len(turns) else "")))
     marker = MARKER.encode()
@@ -62,26 +65,26 @@ def make_turns(key: str, images: Sequence[bytes], turns: Sequence[tuple[str, str
         return Row(key, [*(Part("image", image) for image in images), *texts])
     if marked != len(images):
         return Row(key, [], MARKERS)
-    parts, left = list[Part](), list(images)
+    parts, remaining = list[Part](), list(images)
     for part in texts:
         for place, content in enumerate(part.content.split(marker)):
             if place:
-                parts.append(Part("image", left.pop(0)))
+                parts.append(Part("image", remaining.pop(0)))
             if content.strip():
                 parts.append(Part(part.kind, content))
     return Row(key, parts)
 
 
-def read_image(name: str, given: Given, where: str) -> bytes:
+def read_image(name: str, options: ReaderOptions, where: str) -> bytes:
     """The content of an image file; b"" where it is not there. where: of the row, in errors.
 
     Raises:
         DataError: there is no folder of images, or the name leads out of it.
     """
-    if given.images is None:
+    if options.images is None:
         raise DataError(f"{where}: its images are files. Write --images FOLDER.")
-    path = given.images / name
+    path = options.images / name
     if Path(name).is_absolute() or ".." in Path(name).parts:
-        raise DataError(f"{where}: the image {name!r} is not in {given.images}.")
+        raise DataError(f"{where}: the image {name!r} is not in {options.images}.")
     with reading(path, DataError):
         return path.read_bytes() if path.is_file() else b""

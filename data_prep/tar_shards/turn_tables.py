@@ -1,14 +1,14 @@
 """Conversations about images in Parquet files with the columns "images" and "texts": FineVision's and the_cauldron's layout.
 
-"images" are lists of {"bytes", "path"}, "texts" lists of {"user", "assistant"}. An image without bytes is looked for by its path in the
-folder of images, where one is given.
+"images" are lists of {"bytes", "path"}, "texts" lists of {"user", "assistant"}. An image without bytes is read from its path in the
+folder of images, if there is one.
 """
 
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from data_prep.tar_shards.rows import Given, Row, make_turns, read_image
+from data_prep.tar_shards.rows import ReaderOptions, Row, make_turns, read_image
 from src.data import jsonl
 from src.errors import DataError
 
@@ -17,11 +17,11 @@ _AT_ONCE = 16
 """Rows that are in memory together."""
 
 
-def read_turns(path: Path, given: Given) -> Iterator[Row]:
+def read_turns(path: Path, options: ReaderOptions) -> Iterator[Row]:
     """A row for each of the file.
 
     Raises:
-        DataError: it is no Parquet file, lacks a column, or a row is not as above.
+        DataError: it is not a Parquet file, a column is missing, or a row has another layout.
     """
     import pyarrow
     import pyarrow.parquet
@@ -33,7 +33,7 @@ def read_turns(path: Path, given: Given) -> Iterator[Row]:
             number = 0
             for batch in file.iter_batches(_AT_ONCE, columns=[*COLUMNS]):
                 for row in batch.to_pylist():
-                    yield _row(f"{number:08}", row, given, f"{path}, row {number}")
+                    yield _row(f"{number:08}", row, options, f"{path}, row {number}")
                     number += 1
     except FileNotFoundError:
         raise DataError(f"{path}: no such file.") from None
@@ -41,7 +41,7 @@ def read_turns(path: Path, given: Given) -> Iterator[Row]:
         raise DataError(f"{path}: cannot be read as Parquet ({' '.join(str(error).split())[:200]}).") from None
 
 
-def _row(key: str, row: dict[str, Any], given: Given, where: str) -> Row:
+def _row(key: str, row: dict[str, Any], options: ReaderOptions, where: str) -> Row:
     images, turns = list[bytes](), list[tuple[str, str]]()
     jsonl.check_type(row["texts"], list[dict], f"{where}: texts")
     for number, turn in enumerate(row["texts"]):
@@ -51,7 +51,7 @@ def _row(key: str, row: dict[str, Any], given: Given, where: str) -> Row:
     jsonl.check_type([] if row["images"] is None else row["images"], list[dict], f"{where}: images")
     for number, image in enumerate(row["images"] or ()):
         content, name = image.get("bytes"), image.get("path")
-        if not content and name and given.images:
-            content = read_image(name, given, f"{where}: images[{number}]")
+        if not content and name and options.images:
+            content = read_image(name, options, f"{where}: images[{number}]")
         images.append(content or b"")
-    return make_turns(key, images, turns, given)
+    return make_turns(key, images, turns, options)

@@ -1,7 +1,7 @@
-"""Writes tars of documents with their indexes and their list: the same bytes every time, and after any interruption.
+"""Writes tars of documents with their indexes and shards.json: the same bytes every time, and after any interruption.
 
-Within a tar the members of a document are together, in the order of their names, and its last one lists them. A folder is whole once
-shards.json is there; what an interrupted command has left is gone on with where it was made from the same.
+The members of a document are adjacent in a tar, in the order of their names, and its last member lists them. A folder is complete once it
+has shards.json; an interrupted command resumes if it is run with the same inputs.
 """
 
 import contextlib
@@ -19,7 +19,8 @@ from data_prep import command
 from src import files
 from src.data.streaming import manifest, tar_index
 from src.data.streaming.manifest import Manifest, Shard
-from src.data.streaming.tar_members import BLOCK
+from src.data.streaming.tars.indexing import build
+from src.data.streaming.tars.members import BLOCK
 from src.data.streaming.texts import TextTokens, count_tokens
 from src.errors import ConfigError, DataError
 from src.orders import feistel_permute
@@ -37,14 +38,14 @@ class Part(NamedTuple):
     """prompt: text that is read and not learned."""
     content: bytes
     ending: str = ""
-    """Of the file, such as "png"; "" for the usual one of the kind."""
+    """Suffix of the file, such as "png"; "" for the default of the kind."""
 
 
 class Document(NamedTuple):
     """What becomes consecutive members of a tar."""
 
     key: str
-    """Without dots, slashes and ends of lines. Two documents of a tar may not have the same."""
+    """Without dots, slashes and ends of lines. No two documents of a tar have the same key."""
     parts: Sequence[Part]
 
 
@@ -55,11 +56,11 @@ class Writing:
     per_shard: int = 1000
     """Documents of a tar."""
     source: str = ""
-    """What they are counted as in a training."""
+    """Name under which a training counts them."""
     seed: int | None = None
-    """Of the permutation of all documents; None: they stay in their order."""
+    """Seed of the permutation of all documents; None: not permuted."""
     texts: TextTokens | None = None
-    """Whose tokens are counted in the indexes."""
+    """Their tokens are counted in the indexes."""
 
     def __post_init__(self) -> None:
         if self.per_shard < 1:
@@ -67,7 +68,7 @@ class Writing:
 
 
 def write(folder: Path, documents: Iterable[Document], made_from: Mapping[str, Any], how: Writing) -> Manifest:
-    """Write documents, which may be more than fit into memory, into `folder`. made_from: JSON values on which their content depends.
+    """Write documents, which need not fit into memory, into `folder`. made_from: JSON values on which their content depends.
 
     Where they are permuted, they are written twice: tars can be read in any order.
 
@@ -96,22 +97,22 @@ def write(folder: Path, documents: Iterable[Document], made_from: Mapping[str, A
 
 
 def _begin(folder: Path, made_from: Mapping[str, Any]) -> Manifest | None:
-    """Prepare a folder; returns its list where it is whole already."""
-    found = files.read_json(folder / _PROGRESS, DataError) if (folder / _PROGRESS).exists() else None
-    whole = manifest.load(folder) if (folder / manifest.NAME).exists() else None
-    before = whole.facts if whole else found
+    """Prepare a folder; returns its manifest if it is already complete."""
+    progress = files.read_json(folder / _PROGRESS, DataError) if (folder / _PROGRESS).exists() else None
+    complete = manifest.load(folder) if (folder / manifest.NAME).exists() else None
+    before = complete.facts if complete else progress
     if before is None and folder.is_dir() and any(path.suffix in (".tar", ".idx") for path in folder.iterdir()):
-        raise DataError(f"{folder}: has tars, and nothing that says what they were made from. Name another folder, or delete it.")
+        raise DataError(f"{folder}: has tars, but neither shards.json nor writing.json. Name another folder, or delete it.")
     if before is not None and before != made_from:
         changed = sorted(key for key in {*before, *made_from} if before.get(key) != made_from.get(key))
         raise DataError(f"{folder}: was written from something else ({', '.join(changed)} changed). Name another folder, or delete it.")
-    if whole is None:
+    if complete is None:
         files.write_json(folder / _PROGRESS, dict(made_from))
-    return whole
+    return complete
 
 
 def _write_permuted(folder: Path, documents: Iterable[Document], how: Writing, seed: int) -> list[Shard]:
-    """Write the documents in their order beside the result, and copy the members of each from there."""
+    """Write the documents in order into a temporary folder, and copy them from there in the permuted order."""
     spool = folder / _SPOOL
     spool.mkdir(exist_ok=True)
     if (spool / manifest.NAME).exists():
@@ -135,37 +136,38 @@ def _write_permuted(folder: Path, documents: Iterable[Document], how: Writing, s
 
 
 def _write_shards(folder: Path, documents: Iterable[bytes], how: Writing) -> list[Shard]:
-    """Write documents, each as `encode` gives it, as tars with indexes; those that are there are passed over."""
+    """Write encoded documents as tars with indexes. Existing tars with the same content are skipped."""
     shards, stream = list[Shard](), iter(documents)
     for number in itertools.count():
         path = folder / f"shard-{number:05}.tar"
-        own = list(itertools.islice(stream, how.per_shard))
-        if not own:
+        batch = list(itertools.islice(stream, how.per_shard))
+        if not batch:
             return shards
-        content = b"".join(own) + b"\0" * _END
+        content = b"".join(batch) + b"\0" * _END
         indexed, digest = path.with_name(path.name + tar_index.SUFFIX), hashlib.sha256(content).hexdigest()
         if not (indexed.is_file() and path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == digest):
-            index = _index(content, len(own), how)
+            index = _index(content, len(batch), how)
             files.write_atomic(path, content)
             tar_index.save(index, path)
-        shards.append(Shard(path.name, indexed.name, len(own), len(content), how.source, digest, None, tar_index.digest_of(indexed)))
+        shards.append(Shard(path.name, indexed.name, len(batch), len(content), how.source, digest, None, tar_index.digest_of(indexed)))
     raise AssertionError("an endless count")
 
 
 def _index(content: bytes, documents: int, how: Writing) -> tar_index.TarIndex:
     tar = memoryview(content)
-    index = tar_index.build(tar)
-    wrong = [(place, tar_index.REASONS[bad]) for place, bad in enumerate(index.documents["bad"].tolist()) if bad]
+    index = build(tar)
+    bad = index.documents["bad"].tolist()
+    wrong = [(place, tar_index.REASONS[reason]) for place, reason in enumerate(bad) if reason not in (tar_index.GOOD, tar_index.NO_TEXT)]
     if wrong or len(index) != documents:
-        told = f"document {wrong[0][0]} of a tar: {wrong[0][1]}" if wrong else "two documents that follow each other have one key"
-        raise DataError(f"cannot be written: {told}. Give each document a key of its own, and images that can be read.")
+        problem = f"document {wrong[0][0]} of a tar: {wrong[0][1]}" if wrong else "two adjacent documents have the same key"
+        raise DataError(f"cannot be written: {problem}. Give each document a unique key, texts in UTF-8 and images that can be decoded.")
     if how.texts:
         count_tokens(index, tar, how.texts)
     return index
 
 
 def encode(document: Document) -> bytes:
-    """The members of a document, and one that lists them, as they stand in a tar.
+    """The members of a document, and one that lists them, as bytes of a tar.
 
     Raises:
         DataError: its key has a dot or a slash, or it has no part.

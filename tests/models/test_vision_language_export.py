@@ -41,10 +41,19 @@ READ = {  # how images are read, and which sizes
 
 
 def picture(size: tuple[int, int], seed: int, mode: str = "RGB") -> bytes:
+    """Noise, in an EXIF orientation by the seed."""
     noise = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], len(mode)), dtype=np.uint8)
     out = io.BytesIO()
-    Image.fromarray(noise, mode).save(out, "PNG")
+    exif = Image.Exif()
+    exif[0x0112] = seed % 8 + 1
+    Image.fromarray(noise, mode).save(out, "PNG", exif=exif)
     return out.getvalue()
+
+
+def write_image(path: Path, content: bytes) -> Path:
+    """As a file: transformers applies the orientation of images that it opens itself."""
+    path.write_bytes(content)
+    return path
 
 
 def page(pictures: list[bytes]) -> list[Part]:
@@ -101,26 +110,35 @@ def test_their_processor_makes_our_ids_and_pixels_and_their_model_our_logits(kin
     data: Any = bind(DATASETS, read).build(places, tokenizer, "train", 0)
     for number, parts in enumerate(documents):
         row = data.sample(0, number)
-        ids, wanted = row.input_ids[:-1], np.concatenate(row.frames)
+        ids, our_pixels = row.input_ids[:-1], np.concatenate(row.frames)
         assert row.input_ids[-1] == tokenizer.eos_token_id, "a prompt has no end"
 
-        said = [
+        message_content = [
             {"type": "text", "text": part.content.decode()}
             if part.kind == "text"
-            else {"type": "image", "image": Image.open(io.BytesIO(part.content))}
-            for part in parts
+            else {"type": "image", "image": str(write_image(tmp_path / f"{place}.png", part.content))}
+            for place, part in enumerate(parts)
         ]
-        made = processor.apply_chat_template(
-            [{"role": "user", "content": said}], tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=True
+        inputs_of_processor = processor.apply_chat_template(
+            [{"role": "user", "content": message_content}], tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=True
         )
-        assert processor.tokenizer.decode(made["input_ids"][0]) == tokenizer.decode(ids)
-        assert made["input_ids"][0].tolist() == ids
-        assert made["pixel_values"].shape == (1, *wanted.shape)
-        np.testing.assert_allclose(made["pixel_values"][0].numpy(), wanted, atol=1e-6)
+        assert processor.tokenizer.decode(inputs_of_processor["input_ids"][0]) == tokenizer.decode(ids)
+        assert inputs_of_processor["input_ids"][0].tolist() == ids
+        assert inputs_of_processor["pixel_values"].shape == (1, *our_pixels.shape)
+        np.testing.assert_allclose(inputs_of_processor["pixel_values"][0].numpy(), our_pixels, atol=1e-6)
         with torch.no_grad():
             inputs = {"input_ids": torch.tensor([ids]), "position_ids": torch.arange(len(ids))[None]}
-            found = ours(**inputs, pixel_values=torch.from_numpy(wanted)[None]).logits
-            torch.testing.assert_close(theirs.eval()(**made).logits, found, rtol=1e-4, atol=1e-5)
+            our_logits = ours(**inputs, pixel_values=torch.from_numpy(our_pixels)[None]).logits
+            torch.testing.assert_close(theirs.eval()(**inputs_of_processor).logits, our_logits, rtol=1e-4, atol=1e-5)
+
+
+def test_exported_files_have_the_permissions_of_the_user(tmp_path: Path):
+    places, run = trained(tmp_path, {})
+    (tmp_path / "plain").touch()
+    assert run_export(places, run, tmp_path / "out") == 0
+    modes = {path.name: path.stat().st_mode for path in (*checkpoints.folder(run, 4).rglob("*"), *(tmp_path / "out").rglob("*"))}
+    assert modes["model.safetensors"] == (tmp_path / "plain").stat().st_mode
+    assert {name for name, mode in modes.items() if mode & 0o777 == 0o600} == set()
 
 
 def test_it_generates(tmp_path: Path):
@@ -130,8 +148,8 @@ def test_it_generates(tmp_path: Path):
     model = AutoModelForImageTextToText.from_pretrained(tmp_path / "out")
     assert model.generation_config.eos_token_id == processor.tokenizer.eos_token_id
     image = Image.open(io.BytesIO(picture((16, 8), 1)))
-    asked = [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": "?"}]}]
-    inputs = processor.apply_chat_template(asked, tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=True)
+    messages = [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": "?"}]}]
+    inputs = processor.apply_chat_template(messages, tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=True)
     written = model.generate(**inputs, max_new_tokens=4, do_sample=False)
     assert written.shape[0] == 1
     assert inputs["input_ids"].shape[1] < written.shape[1] <= inputs["input_ids"].shape[1] + 4
@@ -139,7 +157,7 @@ def test_it_generates(tmp_path: Path):
     assert plain == "words alone"
 
 
-def test_a_warning_tells_which_images_are_too_large(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_warning_names_the_largest_side(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     places, run = trained(tmp_path, {})
     assert run_export(places, run, tmp_path / "out") == 0
     assert "cuts an image of more than 16 pixels a side into more tiles than the model knows" in caplog.text

@@ -130,7 +130,7 @@ def test_every_stage_of_every_checkpoint_once(world: World):
     assert (world.run / first["log"]).exists()
 
 
-def test_as_a_command_it_says_what_it_does(world: World):
+def test_command_prints_its_actions(world: World):
     world.raw["evaluate"]["tasks"]["size"]["command"] = "false {scores}"
     world.write()
     command = [sys.executable, "-m", "src.operations.checkpoint_jobs", str(world.runs), "--plan", str(world.file), "--once"]
@@ -181,12 +181,12 @@ def test_the_newest_the_last_and_the_best_stay(world: World):
 
 def test_what_cannot_be_read_back_as_it_was_is_not_deleted(world: World):
     world.raw["clean_up"]["attempts"] = 1
-    kept = world.raw.pop("clean_up")
+    clean_up = world.raw.pop("clean_up")
     assert world.once() == 0
     for step, content in ((10, b"weights of 11 " * 1000), (20, b"short")):
         world.uploaded(step, "checkpoint", "model.safetensors").write_bytes(content)
     world.uploaded(30, "converted", "weights").unlink()
-    world.raw["clean_up"] = kept
+    world.raw["clean_up"] = clean_up
     assert world.once() == checkpoint_jobs.FAILED
     assert world.steps() == [10, 20, 30, 40]
     reasons = [line["reason"] for line in world.lines("clean_up")]
@@ -195,18 +195,18 @@ def test_what_cannot_be_read_back_as_it_was_is_not_deleted(world: World):
     assert "as nothing, uploaded were" in reasons[2]
 
 
-def test_a_checkpoint_that_is_not_what_was_uploaded_is_not_deleted(world: World):
+def test_checkpoint_that_differs_from_its_upload_is_not_deleted(world: World):
     world.raw["clean_up"]["attempts"] = 1
-    kept = world.raw.pop("clean_up")
+    clean_up = world.raw.pop("clean_up")
     assert world.once() == 0
     world.checkpoint(10, "trained otherwise")
-    world.raw["clean_up"] = kept
+    world.raw["clean_up"] = clean_up
     assert world.once() == checkpoint_jobs.FAILED
     assert world.steps() == [10, 40]
     assert "is not what was uploaded" in world.lines("clean_up", "failed")[0]["reason"]
 
 
-def test_an_upload_that_arrives_otherwise_does_not_count(world: World):
+def test_altered_upload_does_not_count(world: World):
     """A command that says that all went well, and cut the file."""
     world.raw["upload"] = {
         "command": f"mkdir -p $(dirname {world.there}/{{name}}) && head -c 5000 {{file}} > {world.there}/{{name}}",
@@ -244,7 +244,7 @@ def test_the_end_of_a_readback_command(world: World):
     assert there.read_back("x") == uploads.file_digests(checkpoints.folder(world.run, 10))["model.safetensors"]
 
 
-def test_a_destination_that_is_not_there_is_told_and_tried_again(world: World):
+def test_missing_destination_is_reported_and_retried(world: World):
     world.there.rename(world.folder / "away")
     assert world.once() == checkpoint_jobs.FAILED
     assert "no such folder to upload to. Is it mounted?" in world.lines("upload")[0]["reason"]
@@ -272,7 +272,7 @@ def test_a_destination_without_room(world: World):
         subprocess.run(["umount", world.there], check=True)
 
 
-def test_failures_are_tried_again_up_to_their_bound_and_hold_up_what_needs_them(world: World):
+def test_failures_are_retried_up_to_a_limit_and_block_dependent_stages(world: World):
     world.raw["convert"] |= {
         "command": f"echo tried >> {world.effects}; test {{step}} != 20 && cp {{checkpoint}}/model.safetensors {{output}}"
     }
@@ -328,7 +328,7 @@ def test_evaluations_that_were_rolled_back_are_made_again(world: World):
     assert [row["step"] for row in jsonl_records.rows(world.run / EVALUATIONS)] == [10, 20, 30, 40]
 
 
-def test_what_was_done_and_not_written_down_is_done_again_with_the_same_result(world: World):
+def test_unrecorded_work_is_repeated_with_the_same_result(world: World):
     """As if every worker had been killed between the end of a stage and its line."""
     world.raw = {key: world.raw[key] for key in ("checkpoints", "convert", "evaluate", "upload")}
     assert world.once() == 0
@@ -341,16 +341,16 @@ def test_what_was_done_and_not_written_down_is_done_again_with_the_same_result(w
     assert [line["result"] for line in world.lines("convert")] == ["ok"] * 4
 
 
-def test_a_clean_up_that_was_cut_short_goes_on_where_it_was(world: World):
+def test_interrupted_clean_up_resumes(world: World):
     """As if killed between the deletions of the converted folder and of the checkpoint."""
-    kept = world.raw.pop("clean_up")
+    clean_up = world.raw.pop("clean_up")
     assert world.once() == 0
     before = world.done()
     place = world.run / "checkpoint_jobs" / "branch-0-step-00000010" / "clean_up"
     place.mkdir()
     (place / "attempt-1.log").touch()
     shutil.rmtree(world.run / "converted" / "branch-0-step-00000010")
-    world.raw["clean_up"] = kept
+    world.raw["clean_up"] = clean_up
     assert world.once() == 0
     assert world.steps() == [40]
     assert world.done() == before
@@ -400,11 +400,11 @@ def is_empty(group: int) -> bool:
 
 
 def stats() -> list[str]:
-    found = []
+    contents = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            found.append(path.read_text())
-    return found
+            contents.append(path.read_text())
+    return contents
 
 
 @pytest.mark.parametrize("command", ["sleep 100", "trap '' TERM HUP; sleep 100 & sleep 100"], ids=["obeys", "deaf"])
@@ -428,8 +428,8 @@ def test_an_interrupted_worker_ends_its_command(world: World, seconds: float):
     task = {"command": f"echo $$ > {world.folder}/pid; sleep 100; touch {{scores}}"}
     world.raw = {"checkpoints": {"last": True}, "evaluate": {"tasks": {"t": task}}}
     first = world.start("--once")
-    begun = world.run / "checkpoint_jobs" / "branch-0-step-00000040" / "evaluate.t" / "attempt-1.log"
-    while not begun.exists():
+    first_log = world.run / "checkpoint_jobs" / "branch-0-step-00000040" / "evaluate.t" / "attempt-1.log"
+    while not first_log.exists():
         assert first.poll() is None
     time.sleep(seconds)
     group = session(world) if seconds == 0.2 else None
@@ -455,13 +455,13 @@ def test_two_at_once_killed_at_any_moment_do_each_stage_once(world: World):
     schedulers = [world.start("--every", "0.05") for _ in range(2)]
     kills = 0
 
-    def seen() -> tuple[int, ...]:
+    def observe() -> tuple[int, ...]:
         return len(world.steps()), *(sum(1 for _ in os.walk(place)) for place in (world.run, world.there)), len(world.lines())
 
     try:
         while world.steps() != [40] or len(world.lines("upload", "ok")) < 4:
-            before = seen()
-            poll(lambda before=before: seen() != before, 60)
+            before = observe()
+            poll(lambda before=before: observe() != before, 60)
             time.sleep(rng.random() * 0.1)
             victim = schedulers.pop(rng.randrange(2))
             victim.kill()
@@ -524,7 +524,7 @@ def test_a_mistake_in_a_plan_is_named(world: World, change: Callable[[Raw], obje
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("convert: [", "not valid YAML"), ("a: 1\na: 2", "stands twice"), ("- 1", "expected the keys of a plan"), ("\xff", "")],
+    [("convert: [", "not valid YAML"), ("a: 1\na: 2", "'a'"), ("- 1", "expected the keys of a plan"), ("\xff", "")],
 )
 def test_a_file_that_is_no_plan(world: World, text: str, message: str, capsys: pytest.CaptureFixture[str]):
     world.file.write_bytes(text.encode("latin-1"))
@@ -543,7 +543,7 @@ def test_the_example_is_a_plan_that_works(world: World):
     assert [row["scores"] for row in jsonl_records.rows(world.run / EVALUATIONS)] == [{"bytes": 14_000}] * 4
 
 
-def test_a_damaged_run_is_named_and_the_others_go_on(world: World, caplog: pytest.LogCaptureFixture):
+def test_damaged_run_is_reported_and_the_rest_continues(world: World, caplog: pytest.LogCaptureFixture):
     other = world.runs / ("f" * 32)
     other.mkdir()
     (other / metadata.STATUS).write_text("{")

@@ -109,7 +109,7 @@ def parameters(**values: Any) -> dict[str, Any]:
         ({"method": "grid"}, r"parameters\.loop\.learning_rate: method 'grid' needs values"),
     ],
 )
-def test_a_mistake_is_told_before_the_first_trial(tmp_path: Path, changes: dict, message: str):
+def test_mistake_is_reported_before_the_first_trial(tmp_path: Path, changes: dict, message: str):
     path = written(tmp_path, **changes)
     with pytest.raises(ConfigError, match=message.replace("{file}", str(path)).replace("{{", "{").replace("}}", "}")):
         load(path, places(tmp_path))
@@ -119,7 +119,7 @@ def test_a_mistake_is_told_before_the_first_trial(tmp_path: Path, changes: dict,
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("method: grid\nmethod: random\n", r":2: not valid YAML: the key 'method' stands twice\."),
+        ("method: grid\nmethod: random\n", r":2: not valid YAML: .*'method'"),
         ("method: [grid\n", r":2: not valid YAML"),
         ("- grid\n", r": expected the keys of a sweep .*, got list\."),
         ("", r": expected the keys of a sweep .*, got NoneType\."),
@@ -144,7 +144,7 @@ def test_a_file_that_is_no_sweep(tmp_path: Path, text: str, message: str):
         ({"distribution": "int_uniform", "min": 4, "max": 4}, "int", 4, 4),
     ],
 )
-def test_what_a_distribution_draws(spec: dict, kind: str, low: float, high: float):
+def test_draws_of_distributions(spec: dict, kind: str, low: float, high: float):
     (dimension,) = sweep_space.parse_dimensions({"x": spec}, "")
     assert (dimension.kind, dimension.low, dimension.high) == (kind, low, high)
     assert {type(dimension.value(bound)) for bound in (dimension.low, dimension.high)} == {int if kind == "int" else float}
@@ -162,8 +162,8 @@ def test_the_sweeps_of_the_project_can_be_run(file: Path, tmp_path: Path):
     sweep = load(file, places(tmp_path))
     assert sweep.name == file.stem
     assert len(sweep.describe(4)) > 2
-    known = {place for name, group in exp_configs.EXP_GROUPS.items() for place in (name, *(f"{name}[{i}]" for i in range(len(group))))}
-    assert sweep.command.chosen in known
+    names = {place for name, group in exp_configs.EXP_GROUPS.items() for place in (name, *(f"{name}[{i}]" for i in range(len(group))))}
+    assert sweep.command.chosen in names
 
 
 def test_there_are_sweeps():
@@ -210,7 +210,7 @@ def test_wandb_agent_runs_the_same_experiment(tmp_path: Path, monkeypatch: pytes
     assert capfd.readouterr().out.split()[0] == sweep.source.trial(values, "").exp_id
 
 
-def test_what_a_server_needs_reaches_the_training(tmp_path: Path):
+def test_environment_of_a_server_reaches_the_training(tmp_path: Path):
     """Without these words trainval.py logs to files, and a server sees no score."""
     words = ["--wandb_entity_name", "e", "--wandb_project_name", "p"]
     sweep = load(written(tmp_path, command=[*FILE["command"][:5], *words, *FILE["command"][5:]]), places(tmp_path))

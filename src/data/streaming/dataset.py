@@ -11,7 +11,7 @@ from pydantic import Field, NonNegativeInt, model_validator
 
 from src.batches import InterleavedBatch
 from src.config import Config as StrictConfig
-from src.config import Places, operational_field
+from src.config import Places, added_field, operational_field
 from src.data.packing.lanes import LaneOrder, Packing
 from src.data.streaming import manifest
 from src.data.streaming.arrangement import PERIOD, Joined, Source, Streams, arrange
@@ -21,6 +21,7 @@ from src.data.streaming.quarantine import ErrorPolicy, Quarantine
 from src.data.streaming.read_ahead import ReadAhead
 from src.data.streaming.remote.transfer import REMOTE
 from src.data.streaming.shard_files import open_files
+from src.data.streaming.tars.fields import Fields
 from src.data.streaming.texts import TextTokens
 from src.errors import ConfigError, DataError, check_all
 from src.interfaces import DatasetConfig, require_fit
@@ -46,6 +47,8 @@ class SourceConfig(StrictConfig):
     """Folder below `--data_path`, with the lists of shards train/shards.json and val/shards.json."""
     rate: float | None = Field(default=None, gt=0)
     """Share of the documents that are read; rates need not sum to 1. None for all sources: each document once in an epoch of all."""
+    fields: Fields | None = added_field(None)
+    """Members by kind, as the index was made with --fields; None: whatever the index says."""
     loss_weight: float = Field(default=1.0, gt=0)
     """How much the loss of each of its tokens counts."""
 
@@ -92,8 +95,18 @@ class Config(DatasetConfig):
             for shard in listed.shards:
                 if not (listed.folder / shard.index).is_file():
                     raise DataError(f"data.sources.{name}: {listed.folder / shard.index}: no such file. Index the tars again.")
+            self._check_fields(name, listed)
 
         check_all(*(lambda name=name, split=split: check_split(name, split) for name in sorted(self.sources) for split in SPLITS))
+
+    def _check_fields(self, name: str, listed: manifest.Manifest) -> None:
+        fields, indexed = self.sources[name].fields, listed.facts.get("fields")
+        if fields is not None and fields.as_json() != indexed:
+            options = f"--fields '{json.dumps(fields.as_json())}'"
+            raise DataError(
+                f"data.sources.{name}.fields: the tars in {listed.folder} were indexed with {json.dumps(indexed or {})}. "
+                f"Index them with {options}, or write that here."
+            )
 
     def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
         require_fit("data.sequence_tokens", self.sequence_tokens + new_tokens, max_positions)
@@ -124,6 +137,7 @@ class Config(DatasetConfig):
         sources = dict[str, Documents]()
         for name in sorted(self.sources):
             listed = manifest.load(places.data / self.sources[name].path / split)
+            self._check_fields(name, listed)
             files = open_files(listed.folder, places.data, len(self.sources), self.tars_at_once(listed))
             sources[name] = Documents(listed, files, texts, images, self.rules)
         data = StreamedDataset(self, sources)

@@ -1,4 +1,4 @@
-"""Documents of the tars of one source: planned from their indexes alone, and read when they are needed."""
+"""Documents of the tars of one source: planned from their indexes, and read on demand."""
 
 import hashlib
 import json
@@ -14,7 +14,7 @@ from pydantic import Field
 from src.config import Config as StrictConfig
 from src.data.streaming import tar_index
 from src.data.streaming.images import Grid, ImageTokens
-from src.data.streaming.manifest import Manifest, Shard
+from src.data.streaming.manifest import Manifest, Shard, ShardError
 from src.data.streaming.shard_files import ShardFiles
 from src.data.streaming.tar_index import GOOD, IMAGE, PROMPT, TEXT, TarIndex
 from src.data.streaming.texts import TextTokens
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _INDEXES = 64
 """Indexes of shards that are held at the same time."""
 _PLANNED = 4096
-"""Documents whose pieces are held: an order asks for them more than once."""
+"""Documents with cached pieces, since an order needs them repeatedly."""
 _WEB_TOKENS = 5
 Swaps = Mapping[tuple[int, int], tuple[int, int]]
 """(document, part) -> (document, part): the image that is read instead of another of the same size."""
@@ -36,8 +36,8 @@ class Rules(StrictConfig):
     """Which documents are read, and how those are cut that are longer than a row."""
 
     which: Literal["all", "web"] = "all"
-    """all: those with a text. web: as m4 chooses pages of the web: with an image and a text, without three images in a row or two at the
-    end, and with at least 5 tokens."""
+    """all: documents with a text. web: the rules of m4 for web pages: an image, a text and 5 tokens at least; no three images in a row, no
+    two images at the end, and no single image at the end of a page without other images."""
     max_images: int | None = Field(default=None, gt=0)
     """A document of more images is left out."""
     too_long: Literal["cut", "drop"] = "cut"
@@ -65,7 +65,7 @@ class Piece(NamedTuple):
 
     elements: Sequence[Element]
     begins: bool
-    """Whether the document begins with it."""
+    """Whether it is the first piece of the document."""
     ends: bool
     tokens: int
     frames: int
@@ -74,11 +74,11 @@ class Piece(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """What an index says of the sizes of documents and parts, as lists, which are read faster."""
+    """Sizes of documents and parts from an index, as lists, which are faster to read than arrays."""
 
     bad: list[int]
     first_parts: list[int]
-    """And behind the last document's the number of all parts."""
+    """First part of each document, and last the number of all parts."""
     tokens: list[int]
     """Empty where they were not counted."""
     kinds: list[int]
@@ -93,9 +93,9 @@ class Content:
     ids: list[int] = field(default_factory=list)
     learned: list[bool] = field(default_factory=list)
     images: "list[np.ndarray]" = field(default_factory=list)
-    """Of each image its frames, (frames, 3, E, E) float32."""
+    """Frames of each image, (frames, 3, E, E) float32."""
     lengths: list[int] = field(default_factory=list)
-    """Tokens of what does not see each other: a text may say that a document ends and another begins."""
+    """Tokens of parts that do not attend to each other: a text can contain the border of two documents."""
 
 
 class Documents:
@@ -105,18 +105,18 @@ class Documents:
         self.manifest, self.files, self.texts, self.images, self.rules = manifest, files, texts, images, rules
         self.sizes = [shard.documents for shard in manifest.shards]
         self._ends = list(accumulate(self.sizes))
-        told = [[shard.documents, shard.bytes, shard.sha256 or shard.etag, shard.index_digest] for shard in manifest.shards]
+        listed = [[shard.documents, shard.bytes, shard.sha256 or shard.etag, shard.index_digest] for shard in manifest.shards]
         options = [rules.model_dump(mode="json"), images.config.model_dump(mode="json"), texts.digest]
-        self.fingerprint = hashlib.sha256(json.dumps([told, options]).encode()).hexdigest()
+        self.fingerprint = hashlib.sha256(json.dumps([listed, options]).encode()).hexdigest()
         self._make_caches()
 
     def _make_caches(self) -> None:
         self._index = lru_cache(_INDEXES)(self._load_index)
         self._plan = lru_cache(_INDEXES)(self._load_plan)
         self.elements = lru_cache(_PLANNED)(self._make_elements)
-        """The elements of a document by its number, in their order; none where it is left out."""
+        """Document number -> its elements, in order; empty if the document is dropped."""
         self.pieces = lru_cache(_PLANNED)(self._make_pieces)
-        """(document, (tokens, frames) of a row) -> its pieces in rows. Reads no document where the index has counts of tokens."""
+        """(document, (tokens, frames) of a row) -> its pieces in rows. Reads no document if the index has counts of tokens."""
 
     def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in vars(self).items() if name not in ("_index", "_plan", "elements", "pieces")}
@@ -129,7 +129,7 @@ class Documents:
         return self._ends[-1]
 
     def locate(self, document: int) -> tuple[int, int]:
-        """The number of its shard, and its own there."""
+        """Number of its shard, and its number in the shard."""
         shard = bisect_right(self._ends, document)
         return shard, document - self._ends[shard] + self.sizes[shard]
 
@@ -138,7 +138,7 @@ class Documents:
         return self.manifest.shards[self.locate(document)[0]]
 
     def offset(self, document: int) -> int:
-        """The byte of its shard at which a document begins."""
+        """Byte offset of a document in its shard."""
         shard, number = self.locate(document)
         return int(self._index(shard).documents["offset"][number])
 
@@ -183,7 +183,7 @@ class Documents:
                 else:
                     groups.append([])
             if element.grid and not groups[-1]:  # what two images share is there once more
-                element = element._replace(tokens=len(self.images.made(element.grid)))
+                element = element._replace(tokens=len(self.images.token_ids(element.grid)))
             groups[-1].append(element)
         return groups
 
@@ -205,7 +205,7 @@ class Documents:
 
         Raises:
             ShardError: its shard cannot be read.
-            DataError: an image or a text of it cannot be decoded, or is not what the index says.
+            DataError: an image or a text of it cannot be decoded, or differs from the index.
         """
         shard, number = self.locate(document)
         parts = self._index(shard).parts_of(number)
@@ -215,9 +215,10 @@ class Documents:
         content.learned = [False] * len(content.ids)
         for element in piece.elements:
             if element.grid is not None:
-                made = self.images.made(element.grid)
-                ids = made[len(made) - element.tokens :]
-                content.images.append(self.images.config.frames(self._image(document, element.part, whole, swaps)))
+                image_ids = self.images.token_ids(element.grid)
+                ids = image_ids[len(image_ids) - element.tokens :]
+                image = self._image(document, element.part, whole, swaps)
+                content.images.append(self.images.config.frames(image, self._index(shard).most_pixels))
                 if len(content.images[-1]) != element.grid.frames:
                     raise DataError("an image has another size than the index says")
             else:
@@ -238,17 +239,18 @@ class Documents:
 
     def text(self, document: int, part: int) -> str:
         """A text of a document."""
-        shard, number = self.locate(document)
-        record = self._index(shard).parts_of(number)[part]
-        return self.files.read(self.manifest.shards[shard], int(record["offset"]), int(record["size"])).decode()
+        return self._read_part(*self.locate(document), part).decode()
+
+    def _read_part(self, shard: int, number: int, part: int) -> bytes:
+        index, listed = self._index(shard), self.manifest.shards[shard]
+        (content,) = index.contents(index.parts_of(number)[part : part + 1], lambda at, size: self.files.read(listed, at, size))
+        return content
 
     def _image(self, document: int, part: int, whole: Sequence[bytes], swaps: Swaps | None) -> bytes:
         other = swaps.get((document, part)) if swaps else None
         if other is None:
             return whole[part]
-        shard, number = self.locate(other[0])
-        record = self._index(shard).parts_of(number)[other[1]]
-        return self.files.read(self.manifest.shards[shard], int(record["offset"]), int(record["size"]))
+        return self._read_part(*self.locate(other[0]), other[1])
 
     def _make_elements(self, document: int) -> list[Element]:
         shard, number = self.locate(document)
@@ -259,9 +261,10 @@ class Documents:
         counts = plan.tokens[first:end]
         if not counts:
             parts = self._index(shard).parts_of(number)
-            contents = self._read_parts(shard, parts, (TEXT, PROMPT))  # a tar that is out of reach is no document without text
             try:
-                counts = [len(ids) for ids in self._encode(parts, contents)]
+                counts = [len(ids) for ids in self._encode(parts, self._read_parts(shard, parts, (TEXT, PROMPT)))]
+            except ShardError:  # the tar is out of reach, which is no defect of the document
+                raise
             except DataError:
                 counts = [0] * (end - first)
         elements = []
@@ -276,26 +279,25 @@ class Documents:
         return elements if self._is_read(elements) else []
 
     def _is_read(self, elements: Sequence[Element]) -> bool:
-        """Whether the rules take a document."""
+        """Whether the rules select a document."""
         images = "".join("i" if element.grid else "t" for element in elements)
         if "t" not in images or images.count("i") > (self.rules.max_images or len(elements)):
             return False
         if self.rules.which == "all":
             return True
         enough = sum(element.tokens for element in elements) >= _WEB_TOKENS
-        return "i" in images and "iii" not in images and not images.endswith("ii") and enough
+        unseen = images.endswith("ii") or (images.endswith("i") and images.count("i") == 1)  # no text follows that reads them
+        return "i" in images and "iii" not in images and not unseen and enough
 
     def _read_parts(self, shard: int, parts: "np.ndarray", kinds: Sequence[int] = (TEXT, PROMPT, IMAGE)) -> list[bytes]:
-        """The contents of parts of these kinds, b"" for all others: one read of all bytes from the first to the last."""
-        begins, sizes, found = parts["offset"].tolist(), parts["size"].tolist(), parts["kind"].tolist()
-        wanted = [i for i, kind in enumerate(found) if kind in kinds]
-        if not wanted:
-            return [b""] * len(found)
-        first, last = min(begins[i] for i in wanted), max(begins[i] + sizes[i] for i in wanted)
+        """The contents of parts of these kinds, b"" for other parts, by one read from the first to the last byte."""
+        records = zip(*(parts[name].tolist() for name in ("offset", "size", "kind")), strict=True)
+        spans = [(begin, begin + size) for begin, size, kind in records if kind in kinds]
+        if not spans:
+            return [b""] * len(parts)
+        first, last = min(begin for begin, _ in spans), max(end for _, end in spans)
         content = self.files.read(self.manifest.shards[shard], first, last - first)
-        return [
-            content[begins[i] - first : begins[i] - first + sizes[i]] if kind in kinds else b"" for i, kind in enumerate(found)
-        ]  # fmt: skip
+        return self._index(shard).contents(parts, lambda offset, size: content[offset - first : offset - first + size], kinds)
 
     def _encode(self, parts: "np.ndarray", contents: Sequence[bytes]) -> list[list[int]]:
         try:

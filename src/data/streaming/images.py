@@ -1,10 +1,9 @@
-"""From images to frames of one size, and to the tokens that stand for them: as transformers' Idefics3 processor makes them.
+"""Frames and tokens of images, as made by transformers' Idefics3 processor.
 
-A large image is cut into tiles, after which comes the whole image once more, made small; a small one is one frame. Each frame is
+A large image is cut into tiles, followed by the image itself, reduced to one frame; a small image is one frame. Each frame is
 `image_tokens` tokens `<image>` between tokens that say where it is.
 """
 
-import io
 import math
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
@@ -13,14 +12,17 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from pydantic import Field, model_validator
 
 from src.config import Config as StrictConfig
+from src.data.streaming.tars.image_files import MOST_PIXELS, open_image
 from src.errors import DataError
 
 if TYPE_CHECKING:
     import numpy as np
 
 FAKE, IMAGE, GLOBAL = "<fake_token_around_image>", "<image>", "<global-img>"
+RESERVED = (FAKE, IMAGE, GLOBAL)
+"""A text with one of these is left out."""
 MEAN = STD = 0.5
-"""No value of 8 bits becomes 0 by them: transformers takes a frame of zeros alone for padding."""
+"""Frames are (x / 255 - MEAN) / STD. No value of 8 bits becomes 0 by them: transformers takes a frame of zeros as padding."""
 
 
 class Grid(NamedTuple):
@@ -47,14 +49,14 @@ class ImagesConfig(StrictConfig):
     max_size: int = Field(gt=0)
     """Pixels of the longer side, above which an image is made smaller. A multiple of `frame_size`; equal to it, no image is cut."""
     enlarge: bool = False
-    """Whether a smaller image is enlarged to `max_size`, as transformers does unless it is told not to."""
+    """Whether a smaller image is enlarged to `max_size`, as transformers does by default."""
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> "ImagesConfig":
         if self.max_size % self.frame_size:
             raise ValueError(f"max_size: expected a multiple of frame_size, {self.frame_size}, got {self.max_size}.")
         if self.style == "idefics2" and self.max_size > self.frame_size:
-            raise ValueError("max_size: images are cut into tiles for 'idefics3' alone. Write that of frame_size.")
+            raise ValueError("max_size: only 'idefics3' cuts images into tiles. Write that of frame_size.")
         if self.style == "idefics2" and self.enlarge:
             raise ValueError("enlarge: for 'idefics2' every image is brought to the size of a frame, so it would be ignored. Remove it.")
         return self
@@ -66,7 +68,7 @@ class ImagesConfig(StrictConfig):
         return [FAKE, IMAGE, *((GLOBAL, *(tiles if most > 1 else ())) if self.style == "idefics3" else ())]
 
     def grid(self, width: int, height: int) -> Grid:
-        """The tiles of an image of so many pixels."""
+        """The tiles of an image with this width and height in pixels."""
         return _grid(self._sizes(width, height)[-1], self.frame_size)
 
     def _sizes(self, width: int, height: int) -> list[tuple[int, int]]:
@@ -94,23 +96,16 @@ class ImagesConfig(StrictConfig):
             width = _round_up(int(height * aspect), self.frame_size)
         return [*sizes, (width, height)]
 
-    def frames(self, content: bytes) -> "np.ndarray":
-        """(frames, 3, frame_size, frame_size) float32: the frames of an encoded image, from -1 to 1; what is transparent is white.
+    def frames(self, content: bytes, most_pixels: int = MOST_PIXELS) -> "np.ndarray":
+        """(frames, 3, frame_size, frame_size) float32: the frames of an encoded image, from -1 to 1; transparent pixels are white.
 
         Raises:
-            DataError: it cannot be decoded.
+            ImageError: it has more than `most_pixels` pixels, or cannot be decoded.
         """
         import numpy as np
-        from PIL import Image, UnidentifiedImageError
+        from PIL import Image
 
-        try:
-            with Image.open(io.BytesIO(content)) as opened:
-                opened.load()
-                image: Any = opened if opened.mode == "RGB" and "transparency" not in opened.info else _on_white(opened)
-        except UnidentifiedImageError:
-            raise DataError("an image cannot be decoded (it is of no known kind)") from None
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-            raise DataError(f"an image cannot be decoded ({' '.join(str(error).split())[:100]})") from None
+        image = open_image(content, most_pixels)
         for size in self._sizes(*image.size):
             if size != image.size:
                 image = image.resize(size, Image.Resampling.LANCZOS)
@@ -126,29 +121,29 @@ class ImageTokens:
     """Ids of the tokens of images, with a given tokenizer."""
 
     def __init__(self, config: ImagesConfig, tokenizer: Any) -> None:
-        """Raises DataError: the tokenizer lacks a token."""
+        """Raises DataError: a token is missing from the tokenizer."""
         self.config = config
-        known = tokenizer.get_vocab()
-        missing = [token for token in config.special_tokens() if token not in known]
+        vocabulary = tokenizer.get_vocab()
+        missing = [token for token in config.special_tokens() if token not in vocabulary]
         if missing:
             raise DataError(f"the tokenizer has no token {missing[0]!r}: take a model that reads images, such as 'vision_language'.")
-        self._ids = {token: known[token] for token in config.special_tokens()}
+        self._ids = {token: vocabulary[token] for token in config.special_tokens()}
         self._line = tuple(tokenizer("\n", add_special_tokens=False)["input_ids"])
         self._lines = tuple(tokenizer("\n\n", add_special_tokens=False)["input_ids"])
         self._make_caches()
 
     def _make_caches(self) -> None:
-        self.made = lru_cache(4096)(self._make)
+        self.token_ids = lru_cache(4096)(self._make)
         """Ids of an image's tokens by its grid."""
         self.grid_and_tokens = lru_cache(4096)(self._measure)
-        """(width, height) of an image -> its grid, and how many tokens stand for it."""
+        """(width, height) of an image -> its grid, and its number of tokens."""
 
     def __reduce__(self) -> Any:
         return _restore, (self.config, self._ids, self._line, self._lines)
 
     @property
     def shared_tokens(self) -> int:
-        """With how many tokens an image ends that the next one begins with, if it follows at once: Idefics2 writes them once."""
+        """Number of tokens shared by two adjacent images: Idefics2 writes the last token of one and the first of the next once."""
         return int(self.config.style == "idefics2")
 
     @cached_property
@@ -158,7 +153,7 @@ class ImageTokens:
 
     def _measure(self, width: int, height: int) -> tuple[Grid, int]:
         grid = self.config.grid(width, height)
-        return grid, len(self.made(grid))
+        return grid, len(self.token_ids(grid))
 
     def _make(self, grid: Grid) -> tuple[int, ...]:
         fake, frame = self._ids[FAKE], (self._ids[IMAGE],) * self.config.image_tokens
@@ -176,10 +171,10 @@ class ImageTokens:
 
 
 def _restore(config: ImagesConfig, ids: dict[str, int], line: tuple[int, ...], lines: tuple[int, ...]) -> ImageTokens:
-    made = ImageTokens.__new__(ImageTokens)
-    made.config, made._ids, made._line, made._lines = config, ids, line, lines
-    made._make_caches()
-    return made
+    tokens = ImageTokens.__new__(ImageTokens)
+    tokens.config, tokens._ids, tokens._line, tokens._lines = config, ids, line, lines
+    tokens._make_caches()
+    return tokens
 
 
 def _grid(size: Sequence[int], side: int) -> Grid:
@@ -189,14 +184,3 @@ def _grid(size: Sequence[int], side: int) -> Grid:
 
 def _round_up(pixels: int, side: int) -> int:
     return max(1, math.ceil(pixels / side)) * side
-
-
-def _on_white(image: Any) -> Any:
-    from PIL import Image
-
-    if image.mode.startswith("I"):  # 16 bits, which a conversion would clip
-        image = image.point(lambda value: value / 256).convert("L")
-    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
-        image = image.convert("RGBA")
-        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
-    return image.convert("RGB")

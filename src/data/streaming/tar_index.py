@@ -1,8 +1,9 @@
-"""The index of a tar of documents: where each document and each of its parts is, so that any can be read alone.
+"""The index of a tar of documents: where each document and each of its parts is, so that any of them can be read directly.
 
-A document is a run of members whose names begin with one key. Its parts are named KEY.POSITION.KIND.EXTENSION, such as 7_ab.0.text.txt, or
-KEY.EXTENSION and KEY.KIND.EXTENSION where each kind is there once. KEY.metadata.txt lists the names of all parts of the document
-(huggingface/smollm, vision/m4): by it a document is known to be whole.
+A document is a run of members with the same key at the start of their names. Its parts are named KEY.POSITION.KIND.EXTENSION, such as
+7_ab.0.text.txt, KEY.POSITION.EXTENSION, KEY.EXTENSION or KEY.KIND.EXTENSION; a mapping (`tars.fields`) can name more. KEY.metadata.txt
+lists the names of all parts, which shows that the document is complete (huggingface/smollm, vision/m4). The index counts every member that
+is not read.
 """
 
 import hashlib
@@ -10,17 +11,15 @@ import io
 import json
 import mmap
 import os
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
-from itertools import pairwise
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from src.data.streaming.image_size import image_size
-from src.data.streaming.tar_members import Members, scan, split_names
+from src.data.streaming.tars.fields import Fields
+from src.data.streaming.tars.image_files import MOST_PIXELS, SUFFIXES, TOO_LARGE, UNDECODABLE
 from src.errors import DataError
 from src.files import reading, write_atomic
 
@@ -28,35 +27,49 @@ if TYPE_CHECKING:
     import numpy as np
 
 SUFFIX = ".idx"
-_MAGIC, _FORMAT = b"tar index\n", 2
+_MAGIC, _FORMAT = b"tar index\n", 3
 KINDS = ("text", "image", "metadata", "other", "prompt")
 TEXT, IMAGE, METADATA, OTHER, PROMPT = range(len(KINDS))
-"""A prompt is text that a model reads, and does not learn to write."""
+"""A prompt is text that a model reads and does not learn to write."""
 _KIND_OF = {"txt": TEXT, "text": TEXT, "caption": TEXT, "image": IMAGE, "metadata": METADATA}
 _KIND_OF |= {"prompt": PROMPT, "question": PROMPT, "answer": TEXT}
-_KIND_OF |= dict.fromkeys(("jpg", "jpeg", "png", "webp", "gif", "bmp"), IMAGE)
-_ORDER = {IMAGE: 0, PROMPT: 1, TEXT: 2}
-_UNNUMBERED = 1 << 24
-DOCUMENT = [("offset", "<u8"), ("first_part", "<u4"), ("parts", "<u2"), ("images", "<u2"), ("text_bytes", "<u4"), ("bad", "u1")]
-PART = [("position", "<u4"), ("offset", "<u8"), ("size", "<u4"), ("kind", "u1"), ("width", "<u4"), ("height", "<u4")]
-REASONS = ("", "incomplete", "a part is there twice", "its parts are not together", "it has no key", "an image cannot be decoded")
+_KIND_OF |= dict.fromkeys(SUFFIXES, IMAGE)
+DOCUMENT = [("offset", "<u8"), ("first_part", "<u4"), ("parts", "<u4"), ("images", "<u4"), ("bad", "u1")]
+PART = [("position", "<u4"), ("offset", "<u8"), ("size", "<u8"), ("kind", "u1"), ("pick", "<u4"), ("width", "<u4"), ("height", "<u4")]
+REASONS = (
+    "",
+    "incomplete",
+    "a part is there twice",
+    "its parts are not together",
+    UNDECODABLE,
+    TOO_LARGE,
+    "it has no text",
+    "a text is not UTF-8",
+    "its JSON does not have the mapped fields",
+)
 """Why a document is bad, by its number in the index."""
-GOOD, INCOMPLETE, TWICE, APART, NO_KEY, NO_IMAGE = range(len(REASONS))
+GOOD, INCOMPLETE, TWICE, APART, NO_IMAGE, TOO_MANY_PIXELS, NO_TEXT, NOT_UTF8, NO_FIELDS = range(len(REASONS))
 
 
 @dataclass
 class TarIndex:
-    """What is known of a tar without reading its documents again."""
+    """Documents and parts of a tar, without their contents."""
 
     documents: "np.ndarray"
-    """A record of each, as `DOCUMENT` says: the byte of its first header, its parts, and why it is bad (0: it is good)."""
+    """A record of each, see `DOCUMENT`: the byte of its first header, its parts, and why it is bad (0: it is good)."""
     parts: "np.ndarray"
-    """A record of each, as `PART` says: those of a document are together, by position."""
+    """A record of each, see `PART`: those of a document are together, by position."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """Of the file: "bytes"; "cut", why it ends too early and up to which byte it is whole; "verified", whether its images were decoded;
-    "tokenizer", the digest of the tokenizer that `tokens` are of."""
+    """About the file:
+
+    - "bytes"; "members" of all kinds; "cut": why it ends too early, the byte up to which it is intact, and advice
+    - "read": [members, bytes] of good documents; "passed_over": {reason: {suffix: [members, bytes]}} of all other members (a suffix with a
+      colon counts values of JSON members)
+    - "fields": the mapping; "mapped": in how many documents each of its entries is
+    - "most_pixels" of an image; "verified": whether its images were decoded; "tokenizer": the digest of the tokenizer of `tokens`
+    """
     tokens: "np.ndarray | None" = None
-    """(parts,) uint32: tokens of each text, 0 for one that is left out and for all else. None where they were not counted."""
+    """(parts,) uint32: tokens of each text, 0 for texts that are left out and for other parts. None if not counted."""
 
     def __len__(self) -> int:
         return len(self.documents)
@@ -66,17 +79,46 @@ class TarIndex:
         row = self.documents[document]
         return self.parts[row["first_part"] : row["first_part"] + row["parts"]]
 
+    @property
+    def most_pixels(self) -> int:
+        """Pixels of the largest image that is decoded."""
+        return self.facts.get("most_pixels", MOST_PIXELS)
 
-class _Part(NamedTuple):
-    position: int
-    data: int
-    size: int
-    kind: int
+    @cached_property
+    def fields(self) -> Fields | None:
+        """The mapping by which it was made."""
+        return Fields.model_validate(self.facts["fields"]) if self.facts.get("fields") else None
+
+    def contents(self, parts: "np.ndarray", read: Callable[[int, int], bytes], kinds: Sequence[int] = (TEXT, PROMPT, IMAGE)) -> list[bytes]:
+        """The contents of parts of these kinds, b"" for other parts. read: bytes of the tar, by offset and size.
+
+        Raises:
+            DataError: a JSON member does not have a mapped value.
+        """
+        records = zip(*(parts[name].tolist() for name in ("kind", "offset", "size", "pick")), strict=True)
+        return contents_of(self.fields, records, read, kinds)
+
+
+def contents_of(
+    fields: Fields | None, parts: Iterable[tuple[int, int, int, int]], read: Callable[[int, int], bytes], kinds: Sequence[int]
+) -> list[bytes]:
+    """See `TarIndex.contents`. parts: (kind, offset, size, pick) of each."""
+    contents, picks = list[bytes](), dict[tuple[int, int], list[tuple[int, int]]]()
+    for place, (kind, offset, size, pick) in enumerate(parts):
+        contents.append(read(offset, size) if kind in kinds and not pick else b"")
+        if kind in kinds and pick:
+            picks.setdefault((offset, size), []).append((place, pick))
+    for member, places in picks.items():
+        assert fields is not None, "only a mapping picks values"
+        values = fields.read(read(*member), [pick for _, pick in places])
+        for (place, _), value in zip(places, values, strict=True):
+            contents[place] = value
+    return contents
 
 
 @contextmanager
 def open_tar(path: Path) -> Iterator[memoryview]:
-    """The bytes of a file, mapped.
+    """The bytes of a file, memory-mapped.
 
     Raises:
         DataError: it cannot be read.
@@ -93,86 +135,15 @@ def open_tar(path: Path) -> Iterator[memoryview]:
 
 @lru_cache(4096)
 def kind_and_position(ending: str) -> tuple[int, int | None]:
-    """Of a member, by its name behind the key; no position where its kind is there once."""
-    first, *rest = ending.split(".")
-    if len(rest) == 2 and first.isascii() and first.isdigit() and len(first) < 7:
+    """Kind and position of a member by its name after the key; position None if its kind is there once."""
+    first, *rest = ending.lower().split(".")
+    if rest and len(rest) < 3 and first.isascii() and first.isdigit() and len(first) < 7:
         return _KIND_OF.get(rest[0], OTHER), int(first)
-    return _KIND_OF.get(first.lower(), OTHER), None
-
-
-def build(tar: memoryview) -> TarIndex:
-    """The index of a tar by its headers. Of one that is cut it has the documents before the cut."""
-    members = scan(tar)
-    named = split_names(members.names)
-    begins = [i for i in range(len(named)) if not i or named[i][0] != named[i - 1][0]]
-    runs = Counter(named[begin][0] for begin in begins)
-    documents, parts = list[tuple[int, ...]](), list[tuple[int, ...]]()
-    for begin, end in pairwise([*begins, len(named)]):
-        own = list[_Part]()
-        for number in range(begin, end):
-            kind, position = kind_and_position(named[number][1])
-            if position is None:  # what has no number comes last; of it images, then what is asked, then what is said
-                position = _UNNUMBERED + _ORDER.get(kind, 3) * _UNNUMBERED + number - begin
-            own.append(_Part(position, members.data[number], members.sizes[number], kind))
-        key, last = named[begin][0], members.cut is not None and end == len(named)
-        bad = NO_KEY if not key.rpartition("/")[2] else APART if runs[key] > 1 else _defect(own, members, begin, tar, last)
-        first, images, text_bytes = len(parts), 0, 0
-        for part in sorted(own):
-            size = (0, 0)
-            if part.kind == IMAGE:
-                images += 1
-                size = image_size(tar[part.data : part.data + part.size]) or size
-                bad = bad or (NO_IMAGE if 0 in size else GOOD)
-            elif part.kind in (TEXT, PROMPT):
-                text_bytes += part.size
-            parts.append((*part, *size))
-        documents.append((members.headers[begin], first, end - begin, images, text_bytes, bad))
-    facts = {"bytes": len(tar), **({"cut": list(members.cut)} if members.cut else {})}
-    return TarIndex(_records(DOCUMENT, documents), _records(PART, parts), facts)
-
-
-def _defect(own: Sequence[_Part], members: Members, begin: int, tar: memoryview, last_before_cut: bool) -> int:
-    """Number in REASONS of what is wrong with a document by its names."""
-    if len({(part.kind == METADATA, part.position) for part in own}) < len(own):
-        return TWICE
-    names, listed = members.names[begin : begin + len(own)], [part for part in own if part.kind == METADATA]
-    if listed and bytes(tar[listed[0].data : listed[0].data + listed[0].size]) == "\n".join(names[:-1]).encode("utf-8", "surrogateescape"):
-        return GOOD  # as this project writes it
-    endings = {name.rpartition("/")[2] for name in names}
-    if not listed:
-        numbered = any(kind_and_position(name.partition(".")[2])[1] is not None for name in endings)
-        return INCOMPLETE if numbered or last_before_cut else GOOD
-    text = bytes(tar[listed[0].data : listed[0].data + listed[0].size]).decode("utf-8", "surrogateescape")
-    wanted = {name.rpartition("/")[2] for name in text.splitlines() if name}
-    return GOOD if wanted <= endings else INCOMPLETE
-
-
-def _records(fields: Sequence[tuple[str, str]], rows: Sequence[tuple[int, ...]]) -> "np.ndarray":
-    import numpy as np
-
-    found = np.empty(len(rows), dtype=list(fields))
-    for (name, _), column in zip(fields, zip(*rows, strict=True), strict=False):
-        found[name] = column
-    return found
-
-
-def verify(index: TarIndex, tar: memoryview) -> None:
-    """Decode each image once; documents with one that cannot be, or that is cut off, become bad."""
-    from PIL import Image
-
-    for number in range(len(index)):
-        for part in index.parts_of(number):
-            if part["kind"] == IMAGE and not index.documents["bad"][number]:
-                try:
-                    with Image.open(io.BytesIO(tar[int(part["offset"]) : int(part["offset"]) + int(part["size"])])) as image:
-                        image.load()
-                except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
-                    index.documents["bad"][number] = NO_IMAGE
-    index.facts["verified"] = True
+    return _KIND_OF.get(first, OTHER), None
 
 
 def save(index: TarIndex, tar: Path) -> Path:
-    """Write the index of a tar as FILE.idx, for one that is beside it; returns the path.
+    """Write the index of a tar as FILE.idx in the folder of the tar; returns the path.
 
     Raises:
         RunError: the disk refuses.
@@ -189,7 +160,7 @@ def save(index: TarIndex, tar: Path) -> Path:
 
 
 def load(tar: Path) -> TarIndex:
-    """The index beside a tar.
+    """Load the index FILE.idx of a tar.
 
     Raises:
         DataError: it is missing, damaged, or of a file of another size.
@@ -202,7 +173,7 @@ def load(tar: Path) -> TarIndex:
 
 
 def digest_of(path: Path) -> str:
-    """Hex digest of a whole index, which stands at its end.
+    """Hex digest at the end of an index file.
 
     Raises:
         DataError: it cannot be read.
@@ -212,11 +183,11 @@ def digest_of(path: Path) -> str:
         return file.read().hex()
 
 
-def load_file(path: Path, size: int, tar: str, wanted: str | None = None) -> TarIndex:
-    """An index. size: bytes of the tar that it should be of, which is called `tar` in errors. wanted: its digest, where that is known.
+def load_file(path: Path, size: int, tar: str, expected: str | None = None) -> TarIndex:
+    """Load an index. size: bytes of its tar, which is called `tar` in errors. expected: digest of the index, if known.
 
     Raises:
-        DataError: it is missing, damaged, of a file of another size, or not the one that is wanted.
+        DataError: it is missing or damaged, or it is the index of a file of another size, or its digest is not `expected`.
     """
     import numpy as np
 
@@ -229,8 +200,8 @@ def load_file(path: Path, size: int, tar: str, wanted: str | None = None) -> Tar
     content, digest = content[:-32], content[-32:]
     if not content.startswith(_MAGIC) or hashlib.sha256(content).digest() != digest:
         raise DataError(f"{path}: damaged, or no index. {again}")
-    if wanted is not None and digest.hex() != wanted:
-        raise DataError(f"{path}: not the index that shards.json lists; rows would be others. Restore it, or make both anew.")
+    if expected is not None and digest.hex() != expected:
+        raise DataError(f"{path}: not the index that shards.json lists, so rows would differ. Restore it, or make both again.")
     read = io.BytesIO(content[len(_MAGIC) :])
     facts = json.loads(read.readline())
     if facts.pop("format") != _FORMAT:

@@ -5,61 +5,59 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from src.data.streaming.images import FAKE, GLOBAL
-from src.data.streaming.images import IMAGE as IMAGE_TOKEN
-from src.data.streaming.tar_index import PROMPT, TEXT, TarIndex
+from src.data.streaming.tar_index import IMAGE, PROMPT, TEXT, TarIndex
+from src.data.streaming.tars.indexing import unread_text
 from src.data.text.tokenizers import SafeTokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-RULES = 1
-"""Of what is below: counts of other rules are not taken."""
+RULES = 2
+"""Version of the rules below: token counts of another version are not used."""
 END = "END_OF_DOCUMENT_TOKEN_TO_BE_REPLACED"
-"""In a text, where one document ends and another begins; as in the tars of m4."""
-_RESERVED = (FAKE, IMAGE_TOKEN, GLOBAL)
+"""Marks the border of two documents in a text, as in the tars of m4."""
 
 
 class TextTokens:
     """Ids of the texts of documents, by one tokenizer."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerFast", style: str = "idefics3") -> None:
-        """style: of images, see `ImagesConfig`. In that of Idefics2 a text that follows an image begins with a space, too."""
+        """style: of images, see `ImagesConfig`. With that of Idefics2, a text after an image also starts with a space."""
         self._spaced = style == "idefics2"
         self._safe = SafeTokenizer(tokenizer)
         bos = tokenizer.bos_token_id
         self.begin: list[int] = [bos] if isinstance(bos, int) and bos != self._safe.eos_id else []
-        """What a document begins with: the tokenizer's begin token, where it has one of its own."""
+        """First tokens of a document: the BOS token, if the tokenizer has one that differs from EOS."""
         self.end = [self._safe.eos_id]
         rules = f"{RULES}/{self.begin}/{self.end}/{_rules_of(tokenizer)}{'/spaced' if self._spaced else ''}"
         self.digest = hashlib.sha256(rules.encode()).hexdigest()[:16]
-        """Of the rules, and of what in the tokenizer decides about plain text: its control tokens do not."""
+        """Digest of the rules and of the tokenizer's treatment of plain text, on which control tokens have no effect."""
 
     def encode(self, kinds: Sequence[int], contents: Sequence[bytes | None]) -> list[list[int]]:
-        """Ids of each part of a document; none for parts that are no text, and for texts that are left out.
+        """Ids of each part of a document; empty for images and for texts that are left out.
 
-        A text that follows another begins with a space. Left out are empty texts, and such as spell tokens of images.
+        A text after a text starts with a space. Empty texts, and texts that spell tokens of images, are left out.
 
         Raises:
             UnicodeDecodeError: a text is not UTF-8.
         """
-        found, after_text, after_image = list[list[int]](), False, False
+        encoded, after_text, after_image = list[list[int]](), False, False
         for kind, content in zip(kinds, contents, strict=True):
             ids = list[int]()
             if kind in (TEXT, PROMPT) and content is not None:
                 text = content.decode()
-                if text.strip() and not any(token in text for token in _RESERVED):
+                if not unread_text(text):
                     first, *more = text.split(END)
                     spaced = after_text or (after_image and self._spaced and not (first[:1].isspace() or first[:1] == "<"))
                     ids = self._safe.encode(f" {first}" if spaced else first)
                     for piece in more:
                         ids = [*ids, *self.end, *self.begin, *self._safe.encode(piece.lstrip())]
-            elif kind not in (TEXT, PROMPT):
+            elif kind == IMAGE:
                 after_text, after_image = False, True
             if ids:
                 after_text, after_image = True, False
-            found.append(ids)
-        return found
+            encoded.append(ids)
+        return encoded
 
 
 def _rules_of(tokenizer: "PreTrainedTokenizerFast") -> str:
@@ -78,13 +76,7 @@ def count_tokens(index: TarIndex, tar: "memoryview | Any", texts: TextTokens) ->
             continue
         first = int(index.documents["first_part"][number])
         parts = index.parts_of(number)
-        contents = [
-            bytes(tar[offset : offset + size]) if kind in (TEXT, PROMPT) else None
-            for kind, offset, size in zip(parts["kind"].tolist(), parts["offset"].tolist(), parts["size"].tolist(), strict=True)
-        ]
-        try:
-            encoded = texts.encode(parts["kind"].tolist(), contents)
-        except UnicodeDecodeError:
-            continue
+        contents = index.contents(parts, lambda offset, size: bytes(tar[offset : offset + size]), (TEXT, PROMPT))
+        encoded = texts.encode(parts["kind"].tolist(), contents)
         counts[first : first + len(parts)] = [len(ids) for ids in encoded]
     index.tokens, index.facts["tokenizer"] = counts, texts.digest

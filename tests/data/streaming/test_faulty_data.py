@@ -14,6 +14,7 @@ from src.data.streaming import manifest, tar_index
 from src.data.streaming.arrangement import Joined, Source
 from src.data.streaming.images import ImagesConfig
 from src.data.streaming.quarantine import FILE
+from src.data.streaming.tars.indexing import build
 from src.data.streaming.texts import TextTokens
 from src.errors import ConfigError, DataError
 from tests.data.streaming import pages
@@ -29,10 +30,10 @@ def listed(folder: Path, **changes: Any) -> manifest.Manifest:
     return manifest.load(folder)
 
 
-def test_a_tar_that_is_gone_while_rows_are_planned_is_told(tmp_path: Path):
+def test_missing_tar_stops_planning(tmp_path: Path):
     """Its documents are not taken for such as have no text."""
-    found = pages.write_pages(tmp_path / "pages" / "train", 60, counted=False)
-    (found.folder / found.shards[1].url).unlink()
+    listing = pages.write_pages(tmp_path / "pages" / "train", 60, counted=False)
+    (listing.folder / listing.shards[1].url).unlink()
     with pytest.raises(DataError, match="cannot be opened"):
         steps_of(built(tmp_path), 20)
 
@@ -58,7 +59,7 @@ def test_a_quarantine_of_too_many_is_refused_when_it_is_opened(tmp_path: Path):
         built(tmp_path).quarantine.open(tmp_path)
 
 
-def test_a_record_that_a_kill_has_cut_is_written_anew(tmp_path: Path):
+def test_record_cut_by_a_kill_is_rewritten(tmp_path: Path):
     pages.write_pages(tmp_path / "pages" / "train", 60)
     data = built(tmp_path)
     chosen = next(i for i in range(60) if data.pieces(i)[0].frames)
@@ -92,8 +93,8 @@ def test_a_success_ends_a_row_of_failures(tmp_path: Path):
 
 
 def test_a_shard_that_is_passed_over_is_so_after_a_restart(tmp_path: Path):
-    found = pages.write_pages(tmp_path / "pages" / "train", 60)
-    tar = found.folder / found.shards[0].url
+    listing = pages.write_pages(tmp_path / "pages" / "train", 60)
+    tar = listing.folder / listing.shards[0].url
     tar.rename(tmp_path / "kept")
     errors = {"unavailable_shard": "skip_shard"}
     data = built(tmp_path, errors=errors)
@@ -108,22 +109,22 @@ def test_a_shard_that_is_passed_over_is_so_after_a_restart(tmp_path: Path):
 
 def test_the_index_must_be_the_one_that_is_listed(tmp_path: Path):
     """Rows are planned by it alone."""
-    found = pages.write_pages(tmp_path / "pages" / "train", 60)
-    index = found.folder / found.shards[0].index
-    with tar_index.open_tar(found.folder / found.shards[0].url) as tar:
-        tar_index.save(tar_index.build(tar), found.folder / found.shards[0].url)  # without counts of tokens
+    listing = pages.write_pages(tmp_path / "pages" / "train", 60)
+    index = listing.folder / listing.shards[0].index
+    with tar_index.open_tar(listing.folder / listing.shards[0].url) as tar:
+        tar_index.save(build(tar), listing.folder / listing.shards[0].url)  # without counts of tokens
     with pytest.raises(DataError, match=r"not the index that shards\.json lists"):
         built(tmp_path).pieces(0)
     before = built(tmp_path).fingerprint
-    listed(found.folder, index_digest=tar_index.digest_of(index))
+    listed(listing.folder, index_digest=tar_index.digest_of(index))
     assert built(tmp_path).fingerprint != before
-    listed(found.folder, documents=24)
+    listed(listing.folder, documents=24)
     with pytest.raises(DataError, match=r"of 25 documents, and the list says 24"):
         built(tmp_path).pieces(0)
 
 
 @pytest.mark.parametrize("parts", [[("image", pages.picture(5, (16, 8)))], [("text", b"abcd")]])
-def test_a_part_that_is_not_what_the_index_says_is_bad(tmp_path: Path, parts: list[Any]):
+def test_part_that_differs_from_the_index_is_bad(tmp_path: Path, parts: list[Any]):
     """An image of another size, or a text of other tokens, would move what comes after it."""
     kind, content = parts[0]
     document = Document("a", [Part(kind, content, "png" if kind == "image" else ""), Part("text", b"x")])
@@ -145,15 +146,15 @@ def test_a_part_that_is_not_what_the_index_says_is_bad(tmp_path: Path, parts: li
     [{"documents": "25"}, {"documents": -1}, {"bytes": 1.5}, {"bytes": True}, {"url": 3}, {"url": ""}, {"sha256": 7}, {"more": 1}],
 )
 def test_lists_must_be_of_texts_and_numbers(tmp_path: Path, changes: dict[str, Any]):
-    found = pages.write_pages(tmp_path, 60)
+    listing = pages.write_pages(tmp_path, 60)
     with pytest.raises(DataError, match=r"shards\.json: no list of shards"):
-        listed(found.folder, **changes)
+        listed(listing.folder, **changes)
 
 
 def test_a_list_names_each_tar_once(tmp_path: Path):
-    found = pages.write_pages(tmp_path, 60)
+    listing = pages.write_pages(tmp_path, 60)
     with pytest.raises(DataError, match="duplicate shard"):
-        listed(found.folder, url=found.shards[1].url)
+        listed(listing.folder, url=listing.shards[1].url)
 
 
 def test_the_control_reads_images_of_other_documents(tmp_path: Path):
@@ -164,7 +165,7 @@ def test_the_control_reads_images_of_other_documents(tmp_path: Path):
     rows = built(folder, "val", BOTH, sequence_tokens=200, max_frames=20, errors={"most_documents": 1.0})
     swaps = rows.with_shuffled_contexts()._swaps["more"]
     assert swaps
-    assert all(other[0] != own[0] for own, other in swaps.items())
+    assert all(other[0] != key[0] for key, other in swaps.items())
     chosen = next(i for i in range(30) if rows.data.pieces(rows.data.first(0) + i)[0].frames)
     more = {"more": BOTH["more"]}
     moved = folder / "swapped"
@@ -196,7 +197,7 @@ def test_sixteen_bits_of_grey_and_a_colour_that_is_transparent(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("names", "wanted"),
+    ("names", "kinds"),
     [
         (["a.txt", "a.jpg"], ["image", "text"]),
         (["a.answer", "a.question", "a.jpg"], ["image", "prompt", "text"]),
@@ -204,7 +205,7 @@ def test_sixteen_bits_of_grey_and_a_colour_that_is_transparent(tmp_path: Path):
         (["a.٣.text.txt", "a.000.image.jpg"], ["image", "other"]),
     ],
 )
-def test_parts_without_a_number_have_an_order(names: list[str], wanted: list[str]):
+def test_parts_without_a_number_have_an_order(names: list[str], kinds: list[str]):
     """An image comes before its caption, and what is asked before its answer, whatever their names."""
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w") as tar:
@@ -213,8 +214,8 @@ def test_parts_without_a_number_have_an_order(names: list[str], wanted: list[str
             info = tarfile.TarInfo(name)
             info.size = len(content)
             tar.addfile(info, io.BytesIO(content))
-    index = tar_index.build(memoryview(out.getvalue()))
-    assert [tar_index.KINDS[kind] for kind in index.parts_of(0)["kind"]] == wanted
+    index = build(memoryview(out.getvalue()))
+    assert [tar_index.KINDS[kind] for kind in index.parts_of(0)["kind"]] == kinds
 
 
 def test_a_lane_does_not_meet_the_same_few_for_ever():

@@ -9,6 +9,7 @@ import pytest
 from data_prep.tar_shards import index
 from src.data.streaming import manifest, tar_index
 from src.data.streaming.shard_files import ShardFiles
+from src.data.streaming.tars.indexing import build
 from tests.data.streaming.s3_server import Cutter, S3Server
 from tests.data.streaming.test_tar_index import DOCUMENTS, WHOLE, tar_of
 
@@ -17,18 +18,18 @@ OTHER = tar_of([*DOCUMENTS[0]])
 
 def documents_of(folder: Path) -> dict[str, list[bytes]]:
     """{url: content of the first part of each document}, read as training reads them."""
-    listed, found = manifest.load(folder), {}
+    listed, listed_shards = manifest.load(folder), {}
     files = ShardFiles(folder, cache=folder / "cache", cache_bytes=10**6)
     for shard in listed.shards:
         indexed = tar_index.load_file(folder / shard.index, shard.bytes, shard.url)
         assert len(indexed) == shard.documents
         parts = [indexed.parts_of(number)[0] for number in range(len(indexed))]
-        found[shard.url] = [files.read(shard, int(part["offset"]), int(part["size"])) for part in parts]
-    return found
+        listed_shards[shard.url] = [files.read(shard, int(part["offset"]), int(part["size"])) for part in parts]
+    return listed_shards
 
 
 def expected(tar: bytes) -> list[bytes]:
-    indexed = tar_index.build(memoryview(tar))
+    indexed = build(memoryview(tar))
     parts = [indexed.parts_of(number)[0] for number in range(len(indexed))]
     return [tar[int(part["offset"]) :][: int(part["size"])] for part in parts]
 
@@ -68,9 +69,9 @@ def test_slices(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert index.main([*words, "2/3"]) == 0
     assert "1 tars, 3 documents" in capsys.readouterr().out
     assert index.main([*words, "0/3"]) == 0
-    said = capsys.readouterr().out
-    assert "2 tars, 6 documents" in said
-    assert "shards.json is written when all slices of the 5 tars are indexed" in said
+    lines = capsys.readouterr().out
+    assert "2 tars, 6 documents" in lines
+    assert "shards.json is written when all slices of the 5 tars are indexed" in lines
     assert not (out / "shards.json").exists()
     assert index.main([*words, "1/3"]) == 0
     assert "shards.json" not in capsys.readouterr().out
@@ -82,21 +83,21 @@ def test_slices(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
 
 def test_a_cut_tar_is_in_no_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "0.tar").write_bytes(WHOLE)
-    (tmp_path / "1.tar").write_bytes(WHOLE[: int(tar_index.build(memoryview(WHOLE)).documents["offset"][2])])
+    (tmp_path / "1.tar").write_bytes(WHOLE[: int(build(memoryview(WHOLE)).documents["offset"][2])])
     out = tmp_path / "out"
     words = [str(tmp_path / "*.tar"), f"pipe:cat {tmp_path / '1.tar'}", str(tmp_path / "none.tar"), "--output", str(out)]
     assert index.main([*words, "--processes", "1"]) == 1
-    said = sorted(capsys.readouterr().err.splitlines(), key=lambda line: ("none" in line, "pipe" in line))
-    assert "1.tar: cut between two members" in said[0]
-    assert "1.tar: cut between two members" in said[1]
-    assert said[1].startswith("error: pipe:cat ")
-    assert said[2].endswith("none.tar: no such file.")
+    lines = sorted(capsys.readouterr().err.splitlines(), key=lambda line: ("none" in line, "pipe" in line))
+    assert "1.tar: cut between two members" in lines[0]
+    assert "1.tar: cut between two members" in lines[1]
+    assert lines[1].startswith("error: pipe:cat ")
+    assert lines[2].endswith("none.tar: no such file.")
     assert index.main([str(tmp_path / "*.tar"), "--output", str(out), "--slice", "0/2"]) == 0, "the whole one alone"
     assert not (out / "shards.json").exists()
 
 
 @pytest.mark.parametrize("words", [["s3://b/0.tar"], ["pipe:cat x.tar"], ["x.tar", "--source", "web"]])
-def test_what_needs_a_folder(words: list[str], capsys: pytest.CaptureFixture[str]):
+def test_options_that_need_an_output_folder(words: list[str], capsys: pytest.CaptureFixture[str]):
     assert index.main(words) == 1
     assert "--output is needed, a folder for shards.json and the indexes" in capsys.readouterr().err
 
@@ -112,17 +113,17 @@ def test_tars_elsewhere(s3: S3Server, cutter: Cutter, tmp_path: Path, monkeypatc
     words = [str(tmp_path / "train.txt"), "--output", str(out), "--processes", "1"]
     assert index.main(words) == 0
     assert "3 tars, 5 documents" in capsys.readouterr().out
-    asked = len(cutter.ranges)
-    assert asked > 2
+    requests = len(cutter.ranges)
+    assert requests > 2
     assert index.main(words) == 0
-    assert len(cutter.ranges) == asked, "they were passed over"
+    assert len(cutter.ranges) == requests, "they were passed over"
     assert documents_of(out) == dict(zip(places, [expected(WHOLE), expected(OTHER), expected(OTHER)], strict=True))
     assert sorted(path.suffix for path in out.iterdir() if path.is_file()) == [".idx"] * 3 + [".json"]
     s3.put("b/0.tar", WHOLE)
     assert index.main([*words, "--verify"]) == 0
-    found = manifest.load(out).shards
-    assert [shard.documents for shard in found] == [3, 3, 1]
-    assert found[0].sha256 == found[1].sha256
+    listed_shards = manifest.load(out).shards
+    assert [shard.documents for shard in listed_shards] == [3, 3, 1]
+    assert listed_shards[0].sha256 == listed_shards[1].sha256
     (out / "cache").rename(tmp_path / "old")
     assert documents_of(out)[places[1]] == expected(WHOLE)
     assert index.main(["s3://shards/none.tar", *words[1:]]) == 1

@@ -55,40 +55,40 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
 BOTH = {"pages": {"path": "pages"}, "more": {"path": "more"}}
 
 
-def test_a_row_has_whole_pages_their_frames_and_counts(two: Path):
+def test_row_has_complete_pages_with_frames_and_counts(two: Path):
     data = built(two, sources=BOTH)
     assert data.source_names == ["more", "pages"]
-    seen: Counter[tuple[str, int]] = Counter()
+    pages_read: Counter[tuple[str, int]] = Counter()
     counted = torch.zeros(2, len(COUNTED), dtype=torch.int64)
     for batch in steps_of(data, 30):
-        made = data.collate([data.sample(*key) for key in batch.keys])
-        ids, frames = made["input_ids"], 0
+        collated = data.collate([data.sample(*key) for key in batch.keys])
+        ids, frames = collated["input_ids"], 0
         assert ids.shape == (4, 80)
         for row, key in zip(range(4), batch.keys, strict=True):
             documents = key[1::3]
-            text = TOKENIZER.decode(ids[row][made["attention_mask"][row]])
-            told = [int(part.split("<")[0].split()[0]) for part in text.split("end ")[1:]]
-            own = [data.locate(document) for document in documents]
+            text = TOKENIZER.decode(ids[row][collated["attention_mask"][row]])
+            page_numbers = [int(part.split("<")[0].split()[0]) for part in text.split("end ")[1:]]
+            located = [data.locate(document) for document in documents]
             if all(len(data.pieces(document)) == 1 for document in documents):
-                assert told == [number for _, number in own]
-                seen.update((data.source_names[source], number) for source, number in own)
-            wanted = sum(piece.frames for document, p in zip(documents, key[2::3], strict=True) for piece in [data.pieces(document)[p]])
-            assert wanted <= 6
-            frames += wanted
-            first = made["frames"][frames - wanted : frames]
+                assert page_numbers == [number for _, number in located]
+                pages_read.update((data.source_names[source], number) for source, number in located)
+            frame_count = sum(data.pieces(document)[piece].frames for document, piece in zip(documents, key[2::3], strict=True))
+            assert frame_count <= 6
+            frames += frame_count
+            first = collated["frames"][frames - frame_count : frames]
             assert int((ids[row] == TOKENIZER.convert_tokens_to_ids(IMAGE)).sum()) == len(first)
-            restarts = (made["position_ids"][row][made["attention_mask"][row]] == 0).sum()
+            restarts = (collated["position_ids"][row][collated["attention_mask"][row]] == 0).sum()
             assert restarts == len(documents), "no page reads another"
-        assert len(made["frames"]) == frames
+        assert len(collated["frames"]) == frames
         image_tokens = torch.tensor([TOKENIZER.convert_tokens_to_ids(token) for token in pages.TOKENS])
-        assert not made["loss_mask"][torch.isin(ids, image_tokens)].any(), "nothing is learned of images"
-        counted += made["counted"]
-    assert len(seen) > 60
+        assert not collated["loss_mask"][torch.isin(ids, image_tokens)].any(), "nothing is learned of images"
+        counted += collated["counted"]
+    assert len(pages_read) > 60
     assert counted[:, COUNTED.index("unreadable")].sum() == 0
     assert (counted[:, :4] > 0).all()
 
 
-def test_a_page_tells_its_number_in_its_images_too(two: Path):
+def test_images_match_the_text_of_their_page(two: Path):
     data = built(two)
     for document in range(120):
         for piece in data.pieces(document):
@@ -142,8 +142,8 @@ def test_no_call_leaves_anything_to_the_next(two: Path):
     data = built(two, sources=BOTH)
     first, second = (steps_of(data, 20) for _ in range(2))
     assert [(step.keys, step.cursor) for step in first] == [(step.keys, step.cursor) for step in second]
-    made, again = (data.collate([data.sample(*key) for key in first[0].keys]) for _ in range(2))
-    assert all(torch.equal(made[name], again[name]) for name in made)
+    collated, again = (data.collate([data.sample(*key) for key in first[0].keys]) for _ in range(2))
+    assert all(torch.equal(collated[name], again[name]) for name in collated)
 
 
 def test_long_documents_are_cut_between_parts_or_left_out(tmp_path: Path):
@@ -151,9 +151,9 @@ def test_long_documents_are_cut_between_parts_or_left_out(tmp_path: Path):
     image = Part("image", pages.picture(5), "png")
     folder = write_one(tmp_path, [texts[0], image, texts[1], image, texts[2], image, texts[3]])
     data = built(folder)
-    found = data.pieces(0)
-    assert [(piece.begins, piece.ends) for piece in found] == [(True, False), (False, True)]
-    rows = [data.read_piece(0, piece) for piece in found]
+    packed = data.pieces(0)
+    assert [(piece.begins, piece.ends) for piece in packed] == [(True, False), (False, True)]
+    rows = [data.read_piece(0, piece) for piece in packed]
     shown = [TOKENIZER.decode(row.input_ids).replace(f"{FAKE}<global-img>{IMAGE}{FAKE}", "#") for row in rows]
     assert shown == ["a" * 30 + "#" + "b" * 30 + "#", "c" * 30 + "#" + "d" * 30 + "<end>"]
     assert built(folder, rules={"too_long": "drop"}).pieces(0) == []
@@ -203,8 +203,8 @@ def test_rows_without_text_are_left_out_of_a_document(tmp_path: Path):
 
 
 def test_a_prompt_is_not_cut_from_its_answer(tmp_path: Path):
-    asked = [Part("text", b"a" * 60), Part("prompt", b"ask"), Part("prompt", b"me"), Part("text", b"b" * 20)]
-    data = built(write_one(tmp_path, asked))
+    prompt_parts = [Part("text", b"a" * 60), Part("prompt", b"ask"), Part("prompt", b"me"), Part("text", b"b" * 20)]
+    data = built(write_one(tmp_path, prompt_parts))
     shown = [TOKENIZER.decode(data.read_piece(0, piece).input_ids) for piece in data.pieces(0)]
     assert shown == ["a" * 60, " ask me " + "b" * 20 + "<end>"]
 
@@ -214,13 +214,23 @@ def test_a_text_that_says_that_a_document_ends_is_of_two_that_do_not_see_each_ot
     row = data.read_piece(0, data.pieces(0)[0])
     assert row.lengths == [3, 6]
     assert [TOKENIZER.decode([token]) for token, learned in zip(row.input_ids, row.loss_mask, strict=True) if not learned] == ["a", "c"]
-    made = data.collate([row])
-    assert made["position_ids"][0][:9].tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 5]
+    collated = data.collate([row])
+    assert collated["position_ids"][0][:9].tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize(
     ("kinds", "read"),
-    [("tit", True), ("ti", True), ("it", True), ("t", False), ("i", False), ("tii", False), ("tiiit", False), ("tiit", True)],
+    [
+        ("tit", True),
+        ("ti", False),
+        ("titi", True),
+        ("it", True),
+        ("t", False),
+        ("i", False),
+        ("tii", False),
+        ("tiiit", False),
+        ("tiit", True),
+    ],
 )
 def test_rules_for_pages_of_the_web(tmp_path: Path, kinds: str, read: bool):
     parts = [Part("text", b"enough") if kind == "t" else Part("image", pages.picture(1), "png") for kind in kinds]
@@ -261,14 +271,14 @@ def test_what_turns_out_bad_is_padding_and_no_row_moves(tmp_path: Path):
     touched = 0
     for (keys, whole), batch in zip(before, steps_of(data, 20), strict=True):
         assert batch.keys == keys
-        made = data.collate([data.sample(*key) for key in batch.keys])
+        collated = data.collate([data.sample(*key) for key in batch.keys])
         bad = [row for row, key in enumerate(keys) if any(map(data.is_unreadable, key[1::3], key[2::3]))]
         good = [row for row in range(4) if row not in bad]
-        assert torch.equal(made["input_ids"][good], whole["input_ids"][good])
-        assert torch.equal(made["position_ids"], whole["position_ids"])
+        assert torch.equal(collated["input_ids"][good], whole["input_ids"][good])
+        assert torch.equal(collated["position_ids"], whole["position_ids"])
         for row in bad:
-            assert made["loss_mask"][row].sum() < whole["loss_mask"][row].sum()
-        assert made["counted"][0, -1] == len(bad)
+            assert collated["loss_mask"][row].sum() < whole["loss_mask"][row].sum()
+        assert collated["counted"][0, -1] == len(bad)
         touched += len(bad)
     assert touched
     (record,) = [json.loads(line) for line in (tmp_path / FILE).read_text().splitlines()]
@@ -334,7 +344,7 @@ def test_programming_errors_are_raised(tmp_path: Path, monkeypatch: pytest.Monke
     data = built(tmp_path)
     for error in (TypeError, AttributeError, KeyError):
 
-        def fail(*given: Any, error: type[Exception] = error) -> Any:
+        def fail(*keywords: Any, error: type[Exception] = error) -> Any:
             raise error("mistake")
 
         monkeypatch.setattr(data.documents[0], "read", fail)
@@ -342,7 +352,7 @@ def test_programming_errors_are_raised(tmp_path: Path, monkeypatch: pytest.Monke
             data.sample(0, 0)
 
 
-def test_what_is_denied_is_read_no_more_from_there_on(two: Path):
+def test_denied_documents_are_not_read_after_the_checkpoint(two: Path):
     data = built(two, sources=BOTH)
     entries = ["source more", "shard pages shard-00000.tar", "document 3 more shard-00001.tar"]
     assert list(data.find(entries[2])) == [28]
@@ -375,14 +385,14 @@ def test_a_reshuffle_after_a_rewind_reads_the_rest_in_another_order(two: Path, s
     assert [batch.keys for batch in changed[:3]] == [batch.keys for batch in plain[:3]]
     assert [batch.keys for batch in changed[3:8]] != [batch.keys for batch in plain[3:8]]
     for steps in (plain, changed):
-        found = Counter(
+        packed = Counter(
             document
             for batch in steps
             for key in batch.keys
             for epoch, document, piece in zip(key[::3], key[1::3], key[2::3], strict=True)
             if epoch == 0 and piece == 0
         )
-        assert found == {document: 1 for document in range(120) if data.pieces(document)}
+        assert packed == {document: 1 for document in range(120) if data.pieces(document)}
 
 
 def test_validation_reads_every_document_once_and_ends(two: Path):
@@ -464,9 +474,9 @@ def test_weights_and_fingerprints(two: Path):
     weighted = built(two, sources={"pages": {"path": "pages", "loss_weight": 0.5}, "more": {"path": "more"}})
     plain = built(two, sources=BOTH)
     (batch,) = steps_of(weighted, 1)
-    made = weighted.collate([weighted.sample(*key) for key in batch.keys])
-    weights = torch.tensor([1.0, 0.5])[made["source_ids"]]
-    assert torch.equal(made["loss_weights"], weights)
+    collated = weighted.collate([weighted.sample(*key) for key in batch.keys])
+    weights = torch.tensor([1.0, 0.5])[collated["source_ids"]]
+    assert torch.equal(collated["loss_weights"], weights)
     assert "loss_weights" not in plain.collate([plain.sample(*key) for key in batch.keys])
     assert len({weighted.fingerprint, plain.fingerprint, built(two).fingerprint, built(two, window=30).fingerprint}) == 4
 
@@ -494,12 +504,12 @@ def test_random_pages_are_read_as_written(tmp_path: Path):
     documents = [pages.page(i, draw) for i in range(40)]
     write(tmp_path / "pages" / "train", documents, {}, Writing(7, "pages", seed=3))
     data = built(tmp_path, sequence_tokens=400, max_frames=50)
-    found = Counter()
+    packed = Counter()
     for number in range(40):
         (piece,) = data.pieces(number)
         text = TOKENIZER.decode([i for i in data.read_piece(number, piece).input_ids if i < 256])
-        found[text] += 1
-    wanted = Counter()
+        packed[text] += 1
+    frame_count = Counter()
     for document in documents:
         text, before = "", False
         for part in document.parts:
@@ -508,5 +518,5 @@ def test_random_pages_are_read_as_written(tmp_path: Path):
                 text, before = text + "\n\n" * wide, False
             else:
                 text, before = text + (" " if before else "") + part.content.decode(), True
-        wanted[text] += 1
-    assert found == wanted
+        frame_count[text] += 1
+    assert packed == frame_count

@@ -8,6 +8,7 @@ from src.data.streaming import tar_index
 from src.data.streaming.images import FAKE, IMAGE
 from src.data.streaming.tar_index import IMAGE as IMAGE_KIND
 from src.data.streaming.tar_index import PROMPT, TEXT
+from src.data.streaming.tars.indexing import build
 from src.data.streaming.texts import END, TextTokens, count_tokens
 from tests.data.streaming import pages
 
@@ -35,7 +36,7 @@ def test_control_tokens_in_texts_are_plain_characters():
     assert TOKENIZER.decode(ids) == "a<end>b"
 
 
-def test_a_text_of_several_documents_keeps_its_middle():
+def test_middle_of_a_text_of_several_documents_is_read():
     """Bug of m4: of a text with several ends only the first and the last piece were kept."""
     (text,) = decoded([TEXT], [f"one{END}two{END} three".encode()])
     assert text == "one<end>two<end>three"
@@ -55,12 +56,12 @@ def test_an_index_has_the_tokens_of_each_text(tmp_path):
     listed = pages.write_pages(tmp_path / "pages", 30)
     for shard in listed.shards:
         with tar_index.open_tar(listed.folder / shard.url) as tar:
-            index = tar_index.build(tar)
+            index = build(tar)
             count_tokens(index, tar, TEXTS)
-            found = tar_index.load_file(listed.folder / shard.index, shard.bytes, shard.url)
-            assert found.tokens is not None
+            saved = tar_index.load_file(listed.folder / shard.index, shard.bytes, shard.url)
+            assert saved.tokens is not None
             assert index.tokens is not None
-            assert found.tokens.tolist() == index.tokens.tolist()
-            assert found.facts["tokenizer"] == TEXTS.digest
-            assert {int(n) for n, kind in zip(found.tokens, found.parts["kind"], strict=True) if kind != TEXT} == {0}
-            assert all(found.tokens[found.parts["kind"] == TEXT] > 0)
+            assert saved.tokens.tolist() == index.tokens.tolist()
+            assert saved.facts["tokenizer"] == TEXTS.digest
+            assert {int(n) for n, kind in zip(saved.tokens, saved.parts["kind"], strict=True) if kind != TEXT} == {0}
+            assert all(saved.tokens[saved.parts["kind"] == TEXT] > 0)

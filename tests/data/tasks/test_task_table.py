@@ -63,7 +63,7 @@ SIX = "first_sentence: 1\tsecond_sentence: 2\tthird_sentence: 3\tfourth_sentence
         *((name, f"{name} code: def f(): …") for name in ("codedoc", "codename")),
     ],
 )
-def test_what_the_model_reads(task: str, expected: str):
+def test_inputs_of_the_model(task: str, expected: str):
     assert find(task).input(VALUES) == expected
 
 
@@ -72,7 +72,7 @@ def all_tasks() -> list[NamedTask]:
 
 
 def test_every_task_is_in_the_test_above():
-    (marker,) = (mark for mark in test_what_the_model_reads.pytestmark if mark.name == "parametrize")  # type: ignore[attr-defined]
+    (marker,) = (mark for mark in test_inputs_of_the_model.pytestmark if mark.name == "parametrize")  # type: ignore[attr-defined]
     assert sorted(name for name, _ in marker.args[1]) == sorted(task.name for task in all_tasks())
 
 
@@ -111,7 +111,7 @@ NLI = ["entailment", "neutral", "contradiction"]
         ("record", []),
     ],
 )
-def test_what_the_model_writes(task: str, labels: list[str]):
+def test_targets_of_the_model(task: str, labels: list[str]):
     if task == "BSOroc":
         with pytest.raises(ConfigError, match=r"task: unknown task 'BSOroc'\. Did you mean 'BSOrocstory'\? Known: BSOarxiv"):
             find(task)
@@ -151,7 +151,7 @@ class TestDefectsOfTheSeed:
         assert cola.input({"sentence": "x"}).count(":") == 1
         assert cola.optimised_metric == "matthews"
 
-    def test_ax_is_asked_as_mnli_and_never_trained_on(self):
+    def test_ax_uses_the_prompt_of_mnli_and_is_never_trained_on(self):
         ax, mnli = find("ax"), find("mnli")
         row = {"premise": "p", "hypothesis": "h"}
         assert ax.input(row) == mnli.input(row)
@@ -174,25 +174,25 @@ class TestDefectsOfTheSeed:
     ],
 )
 def test_how_answers_are_scored(task: str, metrics: list[str]):
-    found = find(task)
-    assert found.task.metrics == metrics
-    given = {name for part in found.metrics() for name in part.score_names()}
-    assert set(metrics) <= given
+    rows_found = find(task)
+    assert rows_found.task.metrics == metrics
+    row_given = {name for part in rows_found.metrics() for name in part.score_names()}
+    assert set(metrics) <= row_given
 
 
 def test_the_weights_of_t5():
-    found = {task.name: task.task.weight for task in all_tasks()}
-    assert [found[name] for name in ("cola", "sst2", "mrpc", "qqp", "stsb", "mnli", "qnli", "rte", "wnli")] == [
+    rows_found = {task.name: task.task.weight for task in all_tasks()}
+    assert [rows_found[name] for name in ("cola", "sst2", "mrpc", "qqp", "stsb", "mnli", "qnli", "rte", "wnli")] == [
         *(8551, 67349, 3668, 363849, 5749, 392702, 104743, 2490),
         None,
     ]
     names = ("boolq", "cb", "copa", "multirc", "record", "wic", "wsc")
-    assert [found[name] for name in names] == [9427, 250, 400, 27243, 138854, 5428, 259]
+    assert [rows_found[name] for name in names] == [9427, 250, 400, 27243, 138854, 5428, 259]
 
 
 def test_the_files_that_glue_takes():
-    found = {task.name: task.task.submission for task in all_tasks() if task.task.submission}
-    assert {name: (given.file, given.label) for name, given in found.items()} == {
+    rows_found = {task.name: task.task.submission for task in all_tasks() if task.task.submission}
+    assert {name: (row_given.file, row_given.label) for name, row_given in rows_found.items()} == {
         "cola": ("CoLA.tsv", "number"),
         "sst2": ("SST-2.tsv", "number"),
         "mrpc": ("MRPC.tsv", "number"),
@@ -247,11 +247,11 @@ def test_classes_by_number():
         ("plain: [[text, label], [label, text]]", r"mine: plain: two lists of as many columns"),
         ("submission: {file: ../x.tsv, label: text}", r"mine\.submission\.file: expected text of the form"),
         ("submission: {file: x.tsv, label: id}", r"mine\.submission\.label: unknown value 'id'"),
-        ("columns: [a]\n  columns: [b]", r"own\.yaml:\d+: not valid YAML: the key 'columns' stands twice\."),
+        ("columns: [a]\n  columns: [b]", r"own\.yaml:\d+: not valid YAML: .*'columns'"),
         ("columns: [", r"own\.yaml:\d+: not valid YAML"),
     ],
 )
-def test_a_mistake_is_told_by_file_task_and_field(tmp_path: Path, changes: str, message: str):
+def test_mistake_is_reported_by_file_task_and_field(tmp_path: Path, changes: str, message: str):
     entry = {"columns": "[text]", "labels": "[bad, good]", "metrics": "[accuracy]", "weight": "1"}
     key, _, value = changes.partition(": ")
     path = tmp_path / "own.yaml"

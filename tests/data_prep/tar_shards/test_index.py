@@ -7,6 +7,7 @@ import pytest
 from data_prep.tar_shards import index
 from data_prep.tar_shards.write import Document, Part, Writing, write
 from src.data.streaming import manifest, tar_index
+from src.data.streaming.tars.indexing import build
 from src.data.streaming.texts import TextTokens
 from tests.data.streaming import pages
 from tests.data.streaming.test_streamed import built
@@ -21,7 +22,7 @@ def test_tars_are_indexed_once(processes: str, tmp_path: Path, capsys: pytest.Ca
     words = [str(tmp_path / "a.tar"), str(tmp_path / "b.tar"), "--processes", processes]
     assert index.main(words) == 0
     out = capsys.readouterr().out
-    assert f"{tmp_path / 'b.tar'}: 1 of 2 documents are bad: {{'incomplete': 1}}" in out
+    assert f"{tmp_path / 'b.tar'}: 1 of 2 documents are bad: incomplete: 1" in out
     assert "2 tars, 5 documents, 5 images" in out
     before = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("*.idx")}
     assert sorted(before) == ["a.tar.idx", "b.tar.idx"]
@@ -31,18 +32,18 @@ def test_tars_are_indexed_once(processes: str, tmp_path: Path, capsys: pytest.Ca
     assert tar_index.load(tmp_path / "a.tar").facts["verified"]
 
 
-def test_a_cut_tar_is_named_and_the_others_are_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    between = int(tar_index.build(memoryview(WHOLE)).documents["offset"][2])
+def test_cut_tar_is_reported_and_the_rest_is_indexed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    between = int(build(memoryview(WHOLE)).documents["offset"][2])
     contents = {"between.tar": WHOLE[:between], "within.tar": WHOLE[: between + 600], "empty.tar": b"", "whole.tar": WHOLE}
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
     assert index.main([*(str(tmp_path / name) for name in contents), str(tmp_path / "none.tar")]) == 1
-    said = capsys.readouterr().err.splitlines()
-    assert len(said) == 4
-    assert f"between.tar: cut between two members: {between} bytes, and no end of archive. 2 documents before it are indexed." in said[0]
-    assert "within.tar: cut in a member of" in said[1]
-    assert "empty.tar: cut between two members: 0 bytes" in said[2]
-    assert "none.tar" in said[3]
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 4
+    assert f"between.tar: cut between two members: {between} bytes, and no end of archive. 2 documents before it are indexed." in errors[0]
+    assert "within.tar: cut in a member of" in errors[1]
+    assert "empty.tar: cut between two members: 0 bytes" in errors[2]
+    assert "none.tar" in errors[3]
     assert len(tar_index.load(tmp_path / "whole.tar")) == 3
     (tmp_path / "between.tar").write_bytes(WHOLE)
     assert index.main([str(tmp_path / "between.tar")]) == 0, "after it was got again"
@@ -55,10 +56,10 @@ def test_real_captions(shared_data: Path, tmp_path: Path, capsys: pytest.Capture
     tar.write_bytes((shared_data / "image" / "cc12m_wds" / "cc12m-shared.tar").read_bytes())
     assert index.main([str(tar), "--verify"]) == 0
     assert "1 tars, 16 documents, 16 images" in capsys.readouterr().out
-    found = tar_index.load(tar)
+    result = tar_index.load(tar)
     with tar_index.open_tar(tar) as content:
-        for number in range(len(found)):
-            for part in found.parts_of(number):
+        for number in range(len(result)):
+            for part in result.parts_of(number):
                 data = bytes(content[int(part["offset"]) : int(part["offset"]) + int(part["size"])])
                 kind = tar_index.KINDS[part["kind"]]
                 assert data.startswith(b"\xff\xd8") if kind == "image" else data.decode()
@@ -69,17 +70,17 @@ def test_tokens_are_counted_where_a_tokenizer_is_named(tmp_path: Path, capsys: p
     listed = pages.write_pages(tmp_path / "pages", 30)
     pages.tokenizer().save_pretrained(tmp_path / "tokenizer")
     tars = [listed.folder / shard.url for shard in listed.shards]
-    wanted = [tar_index.load(tar).tokens for tar in tars]
+    expected = [tar_index.load(tar).tokens for tar in tars]
     for tar in tars:
         tar.with_name(f"{tar.name}.idx").unlink()
     assert index.main([*map(str, tars)]) == 0
     assert [tar_index.load(tar).tokens for tar in tars] == [None, None]
     assert index.main([*map(str, tars), "--tokenizer", str(tmp_path / "tokenizer")]) == 0
-    for tar, tokens in zip(tars, wanted, strict=True):
-        found = tar_index.load(tar).tokens
-        assert found is not None
+    for tar, tokens in zip(tars, expected, strict=True):
+        result = tar_index.load(tar).tokens
+        assert result is not None
         assert tokens is not None
-        assert found.tolist() == tokens.tolist()
+        assert result.tolist() == tokens.tolist()
     capsys.readouterr()
     assert index.main([str(tars[0]), "--tokenizer", str(tmp_path / "nowhere")]) == 1
     assert "nowhere" in capsys.readouterr().err
@@ -96,7 +97,7 @@ def test_every_changed_bit_of_a_tar_that_was_written_here_is_found(tmp_path: Pat
         damaged[place] ^= 1 << place % 8
         tar.write_bytes(damaged)
         assert index.main([str(tar), "--verify", "--processes", "1"]) == 1, place
-        assert "shard-00000.tar: damaged or replaced: its sha256 is not" in capsys.readouterr().err
+        assert "shard-00000.tar: damaged or replaced" in capsys.readouterr().err
     tar.write_bytes(content)
     assert index.main([str(tar), "--verify", "--processes", "1"]) == 0
 

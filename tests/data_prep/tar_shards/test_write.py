@@ -10,6 +10,7 @@ import pytest
 
 from data_prep.tar_shards.write import Document, Part, Writing, encode, write
 from src.data.streaming import manifest, tar_index
+from src.data.streaming.tars.indexing import build
 from src.data.streaming.texts import TextTokens
 from src.errors import ConfigError, DataError, RunError
 from tests.data.streaming import pages
@@ -44,7 +45,7 @@ def test_the_same_documents_give_the_same_bytes(tmp_path: Path, seed: int | None
 @pytest.mark.parametrize("seed", [None, 7])
 def test_tarfile_reads_each_document_once(tmp_path: Path, seed: int | None):
     listed = write(tmp_path / "a", documents(), {}, Writing(5, seed=seed))
-    found: dict[str, list[bytes]] = {}
+    parts_read: dict[str, list[bytes]] = {}
     order: list[str] = []
     for shard in listed.shards:
         with tarfile.open(tmp_path / "a" / shard.url) as tar:
@@ -53,14 +54,14 @@ def test_tarfile_reads_each_document_once(tmp_path: Path, seed: int | None):
                 key, _, rest = member.name.partition(".")
                 file = tar.extractfile(member)
                 assert file is not None
-                if key not in found:
+                if key not in parts_read:
                     order.append(key)
                 if rest == "metadata.txt":
                     assert file.read().decode().split("\n") == [name for name in names if name.startswith(key)][:-1]
-                found.setdefault(key, []).append(file.read())
+                parts_read.setdefault(key, []).append(file.read())
                 assert (member.mtime, member.uid, member.gid, member.mode) == (0, 0, 0, 0o644)
-    wanted = {document.key: [part.content for part in document.parts] for document in documents()}
-    assert {key: contents[:-1] for key, contents in found.items()} == wanted
+    expected_parts = {document.key: [part.content for part in document.parts] for document in documents()}
+    assert {key: contents[:-1] for key, contents in parts_read.items()} == expected_parts
     assert (order == sorted(order)) == (seed is None)
 
 
@@ -70,7 +71,7 @@ class Interrupted(Exception):
 
 @pytest.mark.parametrize("seed", [None, 7])
 @pytest.mark.parametrize("after", [0, 1, 6, 22])
-def test_an_interrupted_writer_goes_on(tmp_path: Path, seed: int | None, after: int):
+def test_interrupted_writer_resumes(tmp_path: Path, seed: int | None, after: int):
     how = Writing(5, seed=seed)
     write(tmp_path / "whole", documents(), {}, how)
 
@@ -91,7 +92,7 @@ def test_an_interrupted_writer_goes_on(tmp_path: Path, seed: int | None, after: 
     assert {path: path.stat().st_ino for path in finished} == finished, "a tar that is whole is not written again"
 
 
-def test_what_is_whole_is_not_written_again(tmp_path: Path):
+def test_complete_folder_is_not_rewritten(tmp_path: Path):
     write(tmp_path / "a", documents(), {}, Writing(5))
 
     def never() -> Iterator[Document]:
@@ -103,7 +104,7 @@ def test_what_is_whole_is_not_written_again(tmp_path: Path):
         write(tmp_path / "a", documents(), {}, Writing(6))
 
 
-def test_what_cannot_be_written_is_told(tmp_path: Path):
+def test_unwritable_documents_are_refused(tmp_path: Path):
     text = [Part("text", b"a")]
     for number, (key, parts) in enumerate([("", text), ("a.b", text), ("a/b", text), ("a\nb", text), ("a", [])]):
         with pytest.raises(DataError, match="expected a key without dots, slashes and ends of lines, and at least one part"):
@@ -112,7 +113,7 @@ def test_what_cannot_be_written_is_told(tmp_path: Path):
         write(tmp_path / "ending", [Document("a", [Part("text", b"a", "../x")])], {}, Writing())
     with pytest.raises(DataError, match="there is no document to write"):
         write(tmp_path / "none", [], {}, Writing())
-    with pytest.raises(DataError, match=r"a part is there twice\. Give each document a key of its own"):
+    with pytest.raises(DataError, match=r"document 0 of a tar: a part is there twice"):
         write(tmp_path / "twice", [Document("a", text), Document("a", text)], {}, Writing())
     with pytest.raises(DataError, match="document 0 of a tar: its parts are not together"):
         write(tmp_path / "again", [Document("a", text), Document("b", text), Document("a", text)], {}, Writing())
@@ -122,7 +123,7 @@ def test_what_cannot_be_written_is_told(tmp_path: Path):
         Writing(0)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "a.tar").write_bytes(b"")
-    with pytest.raises(DataError, match="has tars, and nothing that says what they were made from"):
+    with pytest.raises(DataError, match="other: has tars"):
         write(tmp_path / "other", documents(), {}, Writing())
 
 
@@ -142,7 +143,7 @@ def test_more_than_a_thousand_parts_keep_their_order():
     with tarfile.open(fileobj=io.BytesIO(content + bytes(1024))) as tar:
         names = tar.getnames()
     assert names == sorted(names)
-    index = tar_index.build(memoryview(content + bytes(1024)))
+    index = build(memoryview(content + bytes(1024)))
     parts = index.parts_of(0)
     texts = [content[int(part["offset"]) : int(part["offset"]) + int(part["size"])] for part in parts if part["kind"] == tar_index.TEXT]
     assert texts == [str(i).encode() for i in range(1200)]
