@@ -215,7 +215,7 @@ def write_slow_tars(folder: Path, steps: int, tars: int, seconds: float) -> None
     documents = [Document(f"{i:06}", [Part("text", bytes([97 + i % 26]) * 79)]) for i in range(steps)]
     made = write(folder / "made", documents, {}, Writing(steps // tars, "x"))
     urls = [f"pipe:sleep {seconds}; cat {made.folder / shard.url}" for shard in made.shards]
-    index.index_into(folder / "slow" / "train", [Listed(url) for url in urls], texts=TextTokens(pages.tokenizer()))
+    index.index_into(folder / "slow" / "train", [Listed(url) for url in urls], how=index.Making(texts=TextTokens(pages.tokenizer())))
 
 
 def count_waits(folder: Path, prefetch: int, steps: int, step_seconds: float) -> tuple[int, float, str]:

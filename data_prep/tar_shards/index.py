@@ -193,7 +193,7 @@ def _update_lists(tars: Sequence[Path]) -> None:
             before = manifest.load(folder)
             names = {tar.name for tar in tars if tar.parent == folder and tar.with_name(tar.name + tar_index.SUFFIX).is_file()}
             shards = [
-                replace(shard, index_digest=tar_index.digest_of(folder / shard.index))
+                replace(shard, index_digest=tar_index.digest_of(folder / shard.index), **manifest.describe_local(folder / shard.url))
                 if shard.url in names and shard.index == shard.url + tar_index.SUFFIX
                 else shard
                 for shard in before.shards
@@ -207,7 +207,12 @@ def _load_index(tar: Path) -> tar_index.TarIndex | None:
         index = tar_index.load(tar)
     except DataError:
         return None
-    return None if "cut" in index.facts else index
+    return None if "cut" in index.facts or _is_newer(tar, tar) else index
+
+
+def _is_newer(tar: Path, place: Path) -> bool:
+    """Whether a tar was written after its index at a place."""
+    return tar.stat().st_mtime_ns > place.with_name(place.name + tar_index.SUFFIX).stat().st_mtime_ns
 
 
 def _index_listed(one: Listed, output: Path, how: Making) -> Indexed:
@@ -218,6 +223,7 @@ def _index_listed(one: Listed, output: Path, how: Making) -> Indexed:
     source = Source(one.url, Path(one.url).stat().st_size) if is_file else source_of(one.url)
     index = _load_listed(output, one)
     is_current = index and (source.url.startswith(PIPE) or (index.facts["bytes"], index.facts["etag"]) == source[1:])
+    is_current = is_current and not (is_file and _is_newer(Path(one.url), _place(output, one)))
     if index is None or not is_current or how.lacks(index):
         with tar_index.open_tar(Path(one.url)) if is_file else _fetch(source, output) as content:
             index = how.build(content)
@@ -266,7 +272,9 @@ def _shard(output: Path, one: Listed, index: tar_index.TarIndex) -> Shard:
     place, within, facts = _place(output, one), Path(one.url), index.facts
     url = str(within.relative_to(output.resolve())) if within.is_relative_to(output.resolve()) else one.url
     name = place.name + tar_index.SUFFIX
-    return Shard(url, name, len(index), facts["bytes"], one.source, facts["sha256"], facts["etag"], tar_index.digest_of(output / name))
+    local = {} if one.url.startswith(REMOTE) else manifest.describe_local(within)
+    digest = tar_index.digest_of(output / name)
+    return Shard(url, name, len(index), facts["bytes"], one.source, facts["sha256"], facts["etag"], digest, **local)
 
 
 def _print(tars: Sequence[str], output: Path | None, source: str, processes: int, verify: bool, **more: Any) -> None:

@@ -47,6 +47,10 @@ class Shard:
     """ETag of a remote object when it was indexed."""
     index_digest: str | None = None
     """Digest of its index."""
+    mtime_ns: int | None = None
+    """Modification time of a local tar when it was indexed."""
+    sample: str | None = None
+    """Digest of samples of a local tar when it was indexed: a tar with another modification time must have the same."""
 
 
 @dataclass(frozen=True)
@@ -83,12 +87,18 @@ def load(folder: Path) -> Manifest:
 
 
 def _check(shard: Shard) -> Shard:
-    texts = (shard.url, shard.index, shard.source, shard.sha256 or "", shard.etag or "", shard.index_digest or "")
+    texts = (shard.url, shard.index, shard.source, shard.sha256 or "", shard.etag or "", shard.index_digest or "", shard.sample or "")
     if not all(isinstance(text, str) for text in texts) or not shard.url:
         raise ValueError(f"a shard is not described by texts: {str(shard.url)[:80]!r}")
     if type(shard.documents) is not int or type(shard.bytes) is not int or shard.documents < 0 or shard.bytes < 0:
         raise ValueError(f"{shard.url}: expected numbers of documents and bytes, got {shard.documents!r} and {shard.bytes!r}")
     return shard
+
+
+def describe_local(path: Path) -> dict[str, Any]:
+    """The fields of a `Shard` by which a reader notices that a local tar was replaced or written to."""
+    with files.reading(path, DataError):
+        return {"mtime_ns": path.stat().st_mtime_ns, "sample": files.sample_digest(path, edge=1 << 16, pieces=64)}
 
 
 def sample_digest(manifest: Manifest) -> str:

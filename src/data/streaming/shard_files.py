@@ -7,7 +7,7 @@ from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
-from src.data.streaming.manifest import Shard, ShardChanged, ShardError, ShardUnavailable
+from src.data.streaming.manifest import Shard, ShardChanged, ShardError, ShardUnavailable, describe_local
 from src.data.streaming.remote.cache import ShardCache
 from src.data.streaming.remote.transfer import PATIENCE, REMOTE, Source, transfer
 from src.errors import ConfigError
@@ -112,11 +112,15 @@ class ShardFiles:
             descriptor = os.open(path, os.O_RDONLY)
         except OSError as error:
             raise ShardUnavailable(f"{path}: cannot be opened ({error.strerror}).") from None
-        found = os.fstat(descriptor)
-        if found.st_size != shard.bytes:
+        facts = os.fstat(descriptor)
+        if facts.st_size != shard.bytes:
             os.close(descriptor)
-            raise ShardChanged(f"{path}: has {found.st_size} bytes, and had {shard.bytes} when it was indexed. Index it again.")
-        if self._first_seen.setdefault(shard.url, (found.st_ino, found.st_mtime_ns)) != (found.st_ino, found.st_mtime_ns):
+            raise ShardChanged(f"{path}: has {facts.st_size} bytes, and had {shard.bytes} when it was indexed. Index it again.")
+        if shard.mtime_ns is not None and shard.mtime_ns != facts.st_mtime_ns and shard.url not in self._first_seen:
+            if describe_local(path)["sample"] != shard.sample:
+                os.close(descriptor)
+                raise ShardChanged(f"{path}: was replaced or written to since it was indexed. Index it again.")
+        if self._first_seen.setdefault(shard.url, (facts.st_ino, facts.st_mtime_ns)) != (facts.st_ino, facts.st_mtime_ns):
             os.close(descriptor)
             raise ShardChanged(f"{path}: was replaced or written to since it was first read. Index it again.")
         self._keep(shard.url, descriptor)

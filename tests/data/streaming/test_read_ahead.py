@@ -76,7 +76,7 @@ def test_no_read_waits_once_a_training_is_slower_than_downloads(
 ):
     sizes = [shard.bytes for shard in manifest.load(tmp_path / "remote" / "train").shards]
     monkeypatch.setenv("SHARD_CACHE_GB", str(room * max(sizes) / 1e9))
-    steps = 90
+    steps = 70
     local, _ = read(build(tmp_path, "local", shuffle=shuffle), steps)
     monkeypatch.setenv("SHARD_CACHE", str(tmp_path / "cold"))
     without, waits = read(build(tmp_path, "remote", shuffle=shuffle, prefetch_shards=0), steps)
@@ -90,16 +90,16 @@ def test_no_read_waits_once_a_training_is_slower_than_downloads(
 def test_a_cache_of_two_tars_gives_the_same_rows(server: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     sizes = [shard.bytes for shard in manifest.load(tmp_path / "remote" / "train").shards]
     monkeypatch.setenv("SHARD_CACHE_GB", str(2 * max(sizes) / 1e9))
-    local, _ = read(build(tmp_path, "local", shuffle="shards"), 90)
-    ahead, _ = read(build(tmp_path, "remote", shuffle="shards"), 90)
+    local, _ = read(build(tmp_path, "local", shuffle="shards"), 70)
+    ahead, _ = read(build(tmp_path, "remote", shuffle="shards"), 70)
     assert local == ahead
 
 
 def test_a_window_is_there_before_it_is_read(server: ObjectServer, tmp_path: Path):
     data = build(tmp_path, "remote", shuffle="window", window=2 * PER_SHARD)
-    rows, waits = read(data, 90, 4)
+    rows, waits = read(data, 70, 4)
     assert waits == 0
-    assert rows == read(build(tmp_path, "local", shuffle="window", window=2 * PER_SHARD), 90)[0]
+    assert rows == read(build(tmp_path, "local", shuffle="window", window=2 * PER_SHARD), 70)[0]
 
 
 def test_a_training_reads_on_if_the_downloads_are_killed(server: ObjectServer, tmp_path: Path):

@@ -12,13 +12,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from src.data.streaming.manifest import Shard, ShardChanged, ShardUnavailable
+from src.data.streaming.manifest import Shard, ShardChanged, ShardUnavailable, describe_local
 from src.data.streaming.remote import transfer
 from src.data.streaming.shard_files import ShardFiles
 from src.errors import ConfigError
@@ -86,6 +87,22 @@ def test_a_local_shard_that_is_replaced_while_it_is_read_is_refused(tmp_path: Pa
     files.read(shards[1], 0, 1)
     with pytest.raises(ShardChanged, match=r"0\.tar: was replaced or written to since it was first read"):
         files.read(shards[0], 0, 1)
+
+
+@pytest.mark.parametrize("name", ["0.tar", "copy.tar"])
+def test_every_process_notices_a_local_tar_replaced_since_it_was_indexed(tmp_path: Path, name: str):
+    content = content_of("0.tar")
+    (tmp_path / "0.tar").write_bytes(content)
+    shard = Shard("0.tar", "", 1, SIZE, **describe_local(tmp_path / "0.tar"))
+    assert ShardFiles(tmp_path).read(shard, 0, SIZE) == content
+    (tmp_path / "copy.tar").write_bytes(content)
+    os.utime(tmp_path / "copy.tar", ns=(5, 5))
+    assert ShardFiles(tmp_path).read(replace(shard, url="copy.tar"), 0, SIZE) == content, "a copy has another time and the same bytes"
+    (tmp_path / name).write_bytes(content[:-1] + b"?")
+    os.utime(tmp_path / name, ns=(7, 7))
+    for _ in range(2):
+        with pytest.raises(ShardChanged, match=rf"{name}: was replaced or written to since it was indexed"):
+            ShardFiles(tmp_path).read(replace(shard, url=name), 0, 1)
 
 
 def test_a_local_shard_that_is_written_to_while_it_is_open_is_refused(tmp_path: Path):
