@@ -118,7 +118,8 @@ def select(args: argparse.Namespace, groups: Any) -> list[Any]:
         found = plan.load_combinations(groups, args.exp_group, combinations)
     else:
         item = plan.find(args.exp_id, plan.load_all(groups), args.savedir_base)
-        found = plan.load_combinations({item.group: [item.exp]}, [item.group], combinations) if combinations != [[]] else [item]
+        group = {item.group: [item.with_operational]}
+        found = [item] if combinations == [[]] else plan.load_combinations(group, [item.group], combinations)
     return found if args.where is None else choose(found, args)
 
 
@@ -184,8 +185,10 @@ def submit(given: Any, args: argparse.Namespace, planned: Sequence[Any], chosen:
     """Hand one job per experiment to the launcher. -r resets the `chosen` ids alone."""
     from src.launch import actions
 
+    by_id = {item.exp_id: item for item in planned}
+
     def command(exp_id: str) -> list[str]:
-        return ["trainval.py", *arguments.child_arguments(args, exp_id)]
+        return ["trainval.py", *arguments.child_arguments(args, exp_id), *by_id[exp_id].set_arguments]
 
     request = actions.Request(places.runs, planned, chosen, ROOT, command, args.python_binary, args.reset, (places.data,))
     actions.run(request, given, args.job_option)

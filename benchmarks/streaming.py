@@ -29,7 +29,7 @@ import numpy as np
 from data_prep.tar_shards.write import Document, Part, Writing, write
 from src.data.packing.lanes import Lane, Packing
 from src.data.streaming import manifest, tar_index
-from src.data.streaming.arrangement import Source, Streams
+from src.data.streaming.arrangement import Joined, Source
 from src.data.streaming.shard_files import ShardFiles
 
 Readers = Iterator[tuple[str, Callable[[], int]]]
@@ -164,7 +164,7 @@ def lengths(kind: str) -> np.ndarray:
 
 def fill_of_lanes(sizes: np.ndarray, rows: int) -> float:
     """Share of real tokens in the rows of a lane."""
-    packing = Packing(Streams([Source([len(sizes)], "none", 2, "s")]), lambda _, i: [(int(sizes[i]),)], (ROOM,), OPEN, "data")
+    packing = Packing(Joined([Source([len(sizes)], "none", 2, "s")]), lambda _, i: [(int(sizes[i]),)], (ROOM,), OPEN, "data")
     lane = Lane(packing, 0, 1)
     for _ in range(rows):
         lane.next_row()
@@ -190,7 +190,7 @@ def resume(share: float) -> tuple[float, int]:
     """Seconds to the first row of each lane after `share` of an epoch of 10 million documents, and bytes of a lane's state."""
     begin = time.perf_counter()
     sizes = [DOCUMENTS // 2000] * 2000
-    streams = Streams([Source(sizes, "window", 10_000, "s")])
+    streams = Joined([Source(sizes, "window", 10_000, "s")])
     packing = Packing(streams, lambda _, i: [(i % 700 + 1,)], (ROOM,), OPEN, "data")
     lanes = [Lane(packing, v, LANES, (int(share * DOCUMENTS / LANES), 0, 0, (), ())) for v in range(LANES)]
     for lane in lanes:

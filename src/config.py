@@ -24,6 +24,21 @@ def added_field(absence: Any, **constraints: Any) -> Any:
     return Field(default=absence, json_schema_extra={"absence": absence}, **constraints)
 
 
+def operational_field(default: Any) -> Any:
+    """A field that changes no number of a finished run, such as how many errors stop it.
+
+    It is no part of the experiment: not of the id, nor of exp_dict.json. It can change each time that a run resumes.
+    """
+    return Field(default=default, json_schema_extra={"operational": True})
+
+
+def is_operational(config: Any, name: str) -> bool:
+    """Whether a field of `config`, an object or a class, was declared with `operational_field`."""
+    cls = config if isinstance(config, type) else type(config)
+    info = cls.model_fields.get(name) if issubclass(cls, Config) else None
+    return bool(info and isinstance(info.json_schema_extra, dict) and info.json_schema_extra.get("operational"))
+
+
 def is_added(info: FieldInfo) -> bool:
     """Whether the field was declared with `added_field`."""
     return bool(_absence(info))

@@ -106,6 +106,27 @@ class OrderedDataset(Dataset, Protocol):
         ...
 
 
+class ReadAhead(Protocol):
+    """Fetches what a training reads next."""
+
+    def advance(self, cursor: Cursor) -> None:
+        """Take note that everything before this cursor was read."""
+        ...
+
+    def close(self) -> None:
+        """Stop fetching."""
+        ...
+
+
+@runtime_checkable
+class ReadAheadDataset(Dataset, Protocol):
+    """A data set whose files can be fetched before they are read."""
+
+    def read_ahead(self, order: Order, share: RankShare) -> ReadAhead | None:
+        """The fetcher for this process's share; None if all files are local."""
+        ...
+
+
 class ShuffledConfig(DatasetConfig):
     """Data whose training epochs are permutations of an index."""
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
-from src.config import Config, Problems, describe_value, problems, unknown_text
+from src.config import Config, Problems, describe_value, is_operational, join, problems, unknown_text
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,12 +114,17 @@ TABLES = (RECIPES, MODELS, DATASETS, METRICS, REWARDS, LAUNCHERS)
 
 
 def name_of(component: Config) -> str:
-    """The name by which an experiment asks for components of this class."""
+    """The name of a component in its table."""
     module = type(component).__module__
     names = [name for table in TABLES for name, known in table.modules.items() if known == module]
     if not names:
         raise LookupError(f"{module} is in no table of src/registry.py")
     return names[0]
+
+
+def is_component(config: Config) -> bool:
+    """Whether a config is selected by a name of a table."""
+    return type(config).__name__ == "Config" and any(type(config).__module__ in table.modules.values() for table in TABLES)
 
 
 def bind(table: ComponentTable, raw: Any, key: str = "name") -> Any:
@@ -151,16 +156,42 @@ def resolved_dict(component: Config, key: str = "name") -> dict[str, Any]:
     return {key: name_of(component), **component.model_dump(mode="json")}
 
 
+def sparse_dict(value: Any) -> Any:
+    """The shortest JSON value from which a field gets `value`: of configs only the fields that are not at their default."""
+    if value is None:
+        return {}
+    if not isinstance(value, Config):
+        return TypeAdapter(Any).dump_python(value, mode="json")
+    fields = type(value).model_fields.items()
+    changed = {name for name, info in fields if getattr(value, name) != info.get_default(call_default_factory=True)}
+    name = {"name": name_of(value)} if is_component(value) else {}
+    return {**name, **value.model_dump(mode="json", include=changed)}
+
+
 def canonical_dict(raw: dict[str, Any], recipe: Config) -> dict[str, Any]:
-    """`raw` with 1 written as 1.0 wherever the config takes a float, so that one experiment has one id."""
-    return _match_number_types(raw, recipe)
+    """`raw` as the id is computed from it: 1 written as 1.0 where the config takes a float, without operational fields."""
+    return _canonical(raw, recipe)
 
 
-def _match_number_types(raw: Any, loaded: Any) -> Any:
+def _canonical(raw: Any, loaded: Any) -> Any:
     if isinstance(raw, dict):
         inner = vars(loaded) if isinstance(loaded, Config) else loaded if isinstance(loaded, dict) else {}
-        return {k: _match_number_types(v, inner.get(k)) for k, v in raw.items()}
+        return {k: _canonical(v, inner.get(k)) for k, v in raw.items() if not is_operational(loaded, k)}
     if isinstance(raw, list):
         items = loaded if isinstance(loaded, (list, tuple)) else [None] * len(raw)
-        return [_match_number_types(r, x) for r, x in zip(raw, items, strict=True)]
+        return [_canonical(r, x) for r, x in zip(raw, items, strict=True)]
     return float(raw) if type(raw) is int and type(loaded) is float else raw
+
+
+def operational_values(raw: Any, loaded: Any, path: str = "") -> dict[str, Any]:
+    """The operational values in `raw` by their dotted path: those that `canonical_dict` leaves out. Lists have none."""
+    if not isinstance(raw, dict):
+        return {}
+    inner = vars(loaded) if isinstance(loaded, Config) else loaded if isinstance(loaded, dict) else {}
+    values = dict[str, Any]()
+    for key, value in raw.items():
+        if is_operational(loaded, key):
+            values[join(path, key)] = value
+        else:
+            values |= operational_values(value, inner.get(key), join(path, key))
+    return values

@@ -15,7 +15,7 @@ import pytest
 from pydantic import Field
 
 from src import registry
-from src.config import Config, added_field, is_added
+from src.config import Config, added_field, is_added, is_operational
 from src.errors import ConfigError
 
 GOLDEN = Path(__file__).parent / "golden" / "config_keys.json"
@@ -43,8 +43,8 @@ def classes() -> set[type[Config]]:
 
 
 def keys_of(cls: type[Config]) -> dict[str, Any]:
-    """Its entry in config_keys.json."""
-    fields = cls.model_fields
+    """Its entry in config_keys.json. Operational fields are not listed: they are no part of an experiment."""
+    fields = {name: field for name, field in cls.model_fields.items() if not is_operational(cls, name)}
     absences = {name: field.json_schema_extra["absence"] for name, field in fields.items() if is_added(field)}  # type: ignore[index]
     entry: dict[str, Any] = {"original": sorted(fields.keys() - absences.keys())}
     return {**entry, "added": json.loads(json.dumps(absences, sort_keys=True))} if absences else entry

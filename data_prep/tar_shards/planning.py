@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from src.data.packing.lanes import Lane, Packing
-from src.data.streaming.arrangement import Source, Streams
+from src.data.streaming.arrangement import Joined, Source, Streams
 from src.data.streaming.dataset import StreamedDataset
 from src.data.streaming.documents import Piece
 from src.errors import ConfigError
@@ -229,7 +229,7 @@ def moves(source: Source, sample: int) -> list[int]:
 def sources_of(simulation: Simulation) -> Sequence[Source]:
     """The sources of its documents, in the order of their names."""
     arrangement = simulation.packing.arrangement
-    assert isinstance(arrangement, Streams), "documents are streamed"
+    assert isinstance(arrangement, (Joined, Streams)), "documents are streamed"
     return arrangement.sources
 
 

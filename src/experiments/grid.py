@@ -9,11 +9,11 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
-from src.config import describe_value, shorten, unknown
+from src.config import Config, describe_value, shorten, unknown
 from src.errors import ConfigError
 from src.experiments.identity import check_values, exp_id
 from src.interfaces import load_experiment
-from src.registry import canonical_dict
+from src.registry import canonical_dict, sparse_dict
 
 Experiment = dict[str, Any]
 Axes = Mapping[str, list[Any]]
@@ -178,7 +178,7 @@ def _fill(base: Any, axes: Axes, combinations: Iterable[Sequence[Any]]) -> list[
     except ConfigError as error:
         if not made:
             raise
-        experiments = [_combine(base, values, must_exist=False, create=True) for values in made]
+        experiments = [_combine(base, values, must_exist=False) for values in made]
         try:
             load_experiment(experiments[0], "grid")
         except ConfigError as other:
@@ -186,16 +186,16 @@ def _fill(base: Any, axes: Axes, combinations: Iterable[Sequence[Any]]) -> list[
         return experiments
 
 
-def _combine(base: Any, values: Iterable[tuple[str, Any]], must_exist: bool = True, create: bool = False) -> Experiment:
+def _combine(base: Any, values: Iterable[tuple[str, Any]], must_exist: bool = True) -> Experiment:
     """A deep copy of `base` with `values` at their dotted paths; see `_assign`."""
     if not isinstance(base, dict):
         raise ConfigError(f"expected a dict of an experiment, got {reprlib.repr(base)} ({type(base).__name__}).")
     try:
         exp = _copy(base)
     except RecursionError:
-        raise ConfigError("an experiment holds itself, or is nested too deeply.") from None
+        raise ConfigError("an experiment contains itself, or is nested too deeply.") from None
     for path, value in values:
-        _assign(exp, path, value, must_exist, create)
+        _assign(exp, path, value, must_exist)
     return exp
 
 
@@ -206,23 +206,42 @@ def _copy(value: Any) -> Any:
     return [_copy(item) for item in value] if type(value) is list else value
 
 
-def _assign(exp: Experiment, path: str, value: Any, must_exist: bool, create: bool = False) -> None:
-    """`set_path` in place. `value` is copied, so that no two experiments share a dict. create: make dicts that are missing on the way."""
+def _assign(exp: Experiment, path: str, value: Any, must_exist: bool) -> None:
+    """`set_path` in place. `value` is copied, so that experiments share no dict."""
     place, keys = exp, path.split(".")
     for depth, key in enumerate(keys):
         last = depth == len(keys) - 1
         if not key:
             raise ConfigError(f"{path!r}: expected keys joined by single dots, such as 'loop.steps'.")
-        if create and not last:
-            place.setdefault(key, {})
-        if key not in place and (must_exist or not last):
+        if key not in place and must_exist:
             raise unknown("key", key, map(str, place), ".".join(keys[:depth]) or path)
         if last:
             place[key] = _copy(value)
-        elif not isinstance(place[key], dict):
+            return
+        if key not in place:
+            place[key] = _default_of(exp, keys[: depth + 1], path)
+        if not isinstance(place[key], dict):
             raise ConfigError(f"{path}: {'.'.join(keys[: depth + 1])} is {place[key]!r}, not a dict, so nothing can be set below it.")
-        else:
-            place = place[key]
+        place = place[key]
+
+
+def _default_of(exp: Experiment, keys: Sequence[str], path: str) -> Any:
+    """The default, as JSON, of a field that `exp` leaves out; {} for None. Only a valid `exp` has defaults.
+
+    Raises:
+        ConfigError: there is no such field; names the key and the fields.
+    """
+    try:
+        value: Any = load_experiment(exp, "")
+    except ConfigError:
+        value = exp
+    for depth, key in enumerate(keys):
+        fields = dict(value) if isinstance(value, Config) else value
+        if not isinstance(fields, dict) or key not in fields:
+            known = map(str, fields) if isinstance(fields, dict) else ()
+            raise unknown("key", key, known, ".".join(keys[:depth]) or path)
+        value = fields[key]
+    return sparse_dict(value)
 
 
 def _check_axes(axes: Axes, where: str) -> None:

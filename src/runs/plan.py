@@ -1,19 +1,20 @@
 """From the names on a command line to validated experiments, parents first."""
 
 import contextlib
+import json
 import re
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from src.call_once import remember_calls
 from src.config import Places, top_level, unknown
 from src.errors import ConfigError, RunError, UserError
-from src.experiments.grid import BrokenGroup, deferred_errors, set_path
+from src.experiments.grid import BrokenGroup, deferred_errors, override, set_path
 from src.experiments.identity import check_values, exp_id
 from src.interfaces import RecipeConfig, load_experiment
-from src.registry import canonical_dict
+from src.registry import canonical_dict, operational_values
 from src.runs import metadata, parents
 
 Experiment = dict[str, Any]
@@ -35,6 +36,19 @@ class Planned:
     """The groups that hold it, in order."""
     where: str
     """Its first place, for messages, such as "crossattn_tiny[3]"."""
+    operational: Mapping[str, Any] = field(default_factory=dict)
+    """Operational values by dotted path (`config.operational_field`): in `recipe`, but not in `exp`."""
+
+    @property
+    def set_arguments(self) -> list[str]:
+        """Arguments for trainval.py that set the operational values of a run that starts by its id."""
+        values = [f"{path}={json.dumps(value)}" for path, value in self.operational.items()]
+        return ["--set", *values] if values else []
+
+    @property
+    def with_operational(self) -> Experiment:
+        """`exp` with the operational values: the dict from which `recipe` was made."""
+        return override(self.exp, self.operational)
 
     @property
     def group(self) -> str:
@@ -61,7 +75,7 @@ def load(exp: Experiment, group: str, where: str) -> Planned:
     check_values(exp, where)
     recipe = load_experiment(exp, where)
     spelled = canonical_dict(exp, recipe)
-    return Planned(exp_id(spelled), spelled, recipe, (group,) if group else (), where)
+    return Planned(exp_id(spelled), spelled, recipe, (group,) if group else (), where, operational_values(exp, recipe))
 
 
 def describe_group(experiments: Any, known: Mapping[str, Planned]) -> str:
@@ -90,7 +104,8 @@ def replace_micro_batch(item: Planned, micro_batch: int | None) -> Planned:
     if not item.exp.get("loop"):
         raise ConfigError("--micro_batch: it has no loop, so nothing is trained. Leave it out.")
     try:
-        return replace(item, recipe=load(set_path(item.exp, "loop.micro_batch", micro_batch, must_exist=True), "", "").recipe)
+        exp = set_path(item.with_operational, "loop.micro_batch", micro_batch, must_exist=True)
+        return replace(item, recipe=load(exp, "", "").recipe)
     except ConfigError as error:
         raise ConfigError(f"--micro_batch {micro_batch}: {str(error).removeprefix('.')}") from None
 

@@ -15,7 +15,9 @@ from src.config import Config, fill_absences
 from src.errors import ConfigError, RunError, UserError
 from src.experiments.identity import check_values, exp_id
 from src.files import TEMPORARY, read_json, write_atomic, write_json, writing
+from src.registry import operational_values
 from src.runs import lease as leases
+from src.runs import ledger
 from src.runs.environment import now
 from src.runs.history import transaction as journal
 from src.runs.lease import Lease
@@ -202,13 +204,18 @@ class RunDir:
                 found = read_json(file, RunError)
             except RunError as error:
                 raise RunError(f"{error} Delete it if no default has changed since the run began, or start over with -r 1.") from None
+            paths = tuple(operational_values(resolved, recipe))
             changes = differences(fill_absences(found, recipe), resolved)
-            if changes:
+            policy = [change for change in changes if f"{change[0]}.".startswith(tuple(f"{path}." for path in paths))]
+            if len(policy) < len(changes):
                 raise RunError(
-                    f"{file}: this run was started with other defaults: {_describe(changes)}. To continue it, restore the old defaults; "
-                    "to have both, write the value into the dict (a new id); to start over, -r 1."
+                    f"{file}: this run was started with other defaults: {_describe([c for c in changes if c not in policy])}. "
+                    "To continue it, restore the old defaults; to have both, write the value into the dict (a new id); to start over, -r 1."
                 )
-            return
+            if not policy or read_status(self.path)["state"] == "done":
+                return
+            ledger.append(self.path, ledger.event("policy", changes={path: [old, new] for path, old, new in policy}))
+            log.info("%s: %s, from this start on", self.path, _describe(policy))
         write_json(file, resolved)
 
     def _begin(self, state: str, facts: dict[str, Any]) -> None:

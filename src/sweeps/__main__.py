@@ -98,7 +98,7 @@ def run_trial(sweep: Sweep, study: "Study", claimed: "ClaimedTrial") -> None:
     log.info("trial %d: %s %s", number, item.exp_id, " ".join(f"{path}={value}" for path, value in claimed.values.items()))
     run = sweep.places.runs / item.exp_id
     metadata.prepare(run, item.exp, [sweep.group])
-    training = Training(run, sweep.command.argv(item.exp_id, sweep.places), sweep.metric)
+    training = Training(run, sweep.command.argv(item.exp_id, sweep.places, item.set_arguments), sweep.metric)
     result = training.follow(lambda values: study.report(claimed, values))
     study.end(claimed, result)
     log.info("trial %d: %s %s%s", number, result.state, "" if result.value is None else f"{result.value:g} ", result.reason)

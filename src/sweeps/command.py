@@ -40,10 +40,10 @@ class Command:
     """Of --set and --steps, the same in every trial."""
     where: str
 
-    def argv(self, exp_id: str, places: Places) -> list[str]:
+    def argv(self, exp_id: str, places: Places, values: Sequence[str] = ()) -> list[str]:
         """The command line of one trial: the same program and arguments, with an id in place of the chosen experiment."""
         paths = ["-sb", str(places.runs.resolve()), "--data_path", str(places.data.resolve())]
-        return [*self.start, "--exp_id", exp_id, *paths, *self.rest]
+        return [*self.start, "--exp_id", exp_id, *paths, *values, *self.rest]
 
 
 def parse(command: Sequence[Any], program: str, where: str) -> Command:
@@ -119,7 +119,7 @@ def find_source(command: Command, groups: Any, runs: Path) -> Source:
     if command.chosen is None:
         assert command.exp_id is not None
         item = plan.find(command.exp_id, known, runs)
-        found = plan.load_groups({command.exp_id: [item.exp]}, [command.exp_id], command.assignments)
+        found = plan.load_groups({command.exp_id: [item.with_operational]}, [command.exp_id], command.assignments)
     else:
         name = command.chosen
         if isinstance(groups.get(name), list) and len(groups[name]) > 1:
@@ -127,7 +127,7 @@ def find_source(command: Command, groups: Any, runs: Path) -> Source:
                 f"{command.where}: -e {name}: a sweep starts from one experiment; choose {name}[0] to {name}[{len(groups[name]) - 1}]."
             )
         found = plan.load_groups(groups, [name], command.assignments)
-    return Source(found[0].exp, known, found[0].where)
+    return Source(found[0].with_operational, known, found[0].where)
 
 
 def check_metric(item: plan.Planned, metric: str, places: Places, where: str) -> None:
@@ -136,7 +136,7 @@ def check_metric(item: plan.Planned, metric: str, places: Places, where: str) ->
         return
     try:
         # The recipe knows its scores: the choices of loop.best_metric.
-        changed = plan.load(set_path(item.exp, "loop.best_metric", metric, must_exist=False), "", where)
+        changed = plan.load(set_path(item.with_operational, "loop.best_metric", metric, must_exist=False), "", where)
     except ConfigError:
         return
     try:

@@ -15,7 +15,7 @@ from src import distributed
 from src.errors import UserError
 from src.host_copies import answer_masks, to_device
 from src.interfaces import Dataset, DecodedDataset, SourcedDataset
-from src.orders import Cursor, Key, MicroBatch, Order, RankShare
+from src.orders import Cursor, Key, MicroBatch, Order, RankShare, ReadAheadDataset
 from src.training.config import LoopConfig
 from src.training.state import State
 from src.training.validation import count_loss_tokens, count_true
@@ -171,9 +171,12 @@ class StepLoader:
             generator=torch.Generator(),  # else it draws from the global one
         )
         stream, copies = iter(batches), Copies(self.device)
+        ahead = self.dataset.read_ahead(self.order, share) if isinstance(self.dataset, ReadAheadDataset) else None
         counts = distributed.leads_readers()
         behind: Cursor = {}
         try:
+            if ahead:
+                ahead.advance(start.cursor)
             while True:
                 read = [next(stream) for _ in share.numbers]
                 for error in (each for each in read if isinstance(each, UserError)):
@@ -182,6 +185,8 @@ class StepLoader:
                 batches = [{name: torch.as_tensor(tensor) for name, tensor in batch.items()} for batch in batches]
                 keys, cursors, counters = zip(*(sampler.ahead.popleft() for _ in share.numbers), strict=True)
                 behind = {name: value for part in (behind, *cursors) for name, value in part.items()}
+                if ahead:
+                    ahead.advance({**start.cursor, **behind})
                 yield Step(
                     batches,
                     numbers,
@@ -199,6 +204,8 @@ class StepLoader:
                     copies=copies,
                 )
         finally:
+            if ahead:
+                ahead.close()
             del stream  # a traceback would keep it, and the end of this process would wait for those that read
 
     def _count_workers(self, gpu: bool) -> int:

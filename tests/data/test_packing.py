@@ -16,7 +16,7 @@ from src.config import Problems, added_field
 from src.data.mixture.dataset import MixtureDataset
 from src.data.packing import dataset
 from src.data.packing.dataset import PackedDataset, PackedRows, require_token_ids
-from src.data.packing.lanes import Lane, LaneOrder, Packing, Permuted, pack_epoch
+from src.data.packing.lanes import MAX_AGE, Lane, LaneOrder, Packing, Permuted, pack_epoch
 from src.errors import DataError, RunError, UserError
 from src.orders import Cursor, Key, RankShare
 from src.registry import DATASETS, bind
@@ -106,6 +106,41 @@ def test_rows_are_well_filled_and_epochs_differ():
     assert places[0] != places[1]
     other, _ = read_steps(LaneOrder(packing(lengths(), open_rows=16, seed=1), LANES), 80)
     assert other != steps
+
+
+def lane_of(sizes: Sequence[tuple[int, ...]], room: tuple[int, ...], open_rows: int) -> Lane:
+    return Lane(Packing(Permuted(len(sizes), 0), lambda epoch, document: [sizes[document]], room, open_rows, "data"), 0, 1)
+
+
+def fill_of(sizes: Sequence[tuple[int, int]], rows: int) -> float:
+    lane = lane_of(sizes, (1024, 16), 8)
+    emitted = [lane.next_row() for _ in range(rows)]
+    return sum(sizes[document][0] for row in emitted for document in row[1::3]) / (rows * 1024)
+
+
+@pytest.mark.parametrize("images", [(1, 1), (1, 3), (0, 8)])
+def test_documents_that_fill_the_frames_of_a_row_do_not_lower_the_fill_of_other_rows(images: tuple[int, int]):
+    draw = random.Random(0)
+    plain = [(draw.randint(20, 899), draw.randint(*images)) for _ in range(20_000)]
+    heavy = [(30, 16) if number % 1000 == 500 else size for number, size in enumerate(plain)]
+    assert fill_of(heavy, 5000) > fill_of(plain, 5000) - 0.01 > 0.88
+
+
+@pytest.mark.parametrize(
+    ("first", "rest", "room"),
+    [((600,), (650,), (1000,)), ((600, 15), (650, 15), (1000, 24)), ((1, 12), (900, 15), (1000, 24)), ((300,), (701,), (1000,))],
+)
+def test_an_open_row_is_emitted_although_every_later_document_makes_a_fuller_one(
+    first: tuple[int, ...], rest: tuple[int, ...], room: tuple[int, ...]
+):
+    sizes = [first, *[rest] * 4000]
+    lane = lane_of(sizes, room, 4)
+    rows = list[list[int]]()
+    while len(rows) < 1000 and not any(document == 0 for row in rows for document in row[1::3]):
+        lane = Lane(lane.packing, 0, 1, json.loads(json.dumps(lane.state())))  # the age is part of the state
+        rows.append(lane.next_row())
+    opened = next(number for number in range(len(sizes)) if lane.document(number)[1] == 0)
+    assert len(rows) - opened <= MAX_AGE * 4 + 4
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6])

@@ -75,8 +75,8 @@ def test_set_path_adds_a_last_key_only_where_it_may():
     assert "depth" not in BASE["model"]
     with pytest.raises(ConfigError, match="unknown key 'depth'"):
         set_path(BASE, "model.depth", 3, must_exist=True)
-    with pytest.raises(ConfigError, match=r"unknown key 'modle'\. Did you mean 'model'"):
-        set_path(BASE, "modle.depth", 3, must_exist=False)
+    with pytest.raises(ConfigError, match=r"unknown key 'lop'\. Did you mean 'loop'"):
+        set_path(toy.BASE, "lop.steps", 3, must_exist=False)
 
 
 @pytest.mark.parametrize(

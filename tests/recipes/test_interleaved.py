@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import sys
 from collections import Counter
@@ -17,13 +18,13 @@ from data_prep import digit_pages
 from data_prep.tar_shards import index
 from data_prep.tar_shards.write import Document, Part, Writing, write
 from src.config import Places
-from src.data.streaming import audit
+from src.data.streaming import audit, manifest, tar_index
 from src.errors import ConfigError, DataError, RunError
 from src.exp_groups.streaming import INTERLEAVED_PHOTOGRAPHS
-from src.experiments.grid import override
-from src.experiments.identity import exp_id
+from src.experiments.grid import override, parse_assignments
 from src.interfaces import load_experiment
 from src.operations import interventions
+from src.runs import ledger, plan
 from src.runs.history import branches
 from tests import toy
 from tests.data.streaming import pages, test_streamed
@@ -32,12 +33,61 @@ from tests.recipes import train_pages
 from tests.recipes.train_pages import PAGES, write_data
 
 
+def exp_id(exp: dict[str, Any]) -> str:
+    """The id as trainval.py computes it, without operational fields."""
+    return plan.load(exp, "", "").exp_id
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("interleaved")
     write_data(folder / "data")
     assert toy.main(["-e", "pages"], {"pages": [PAGES]}, folder) == 0
     return folder
+
+
+def damage_images(train: Path, images: int) -> None:
+    """Overwrite the first images of the tars of a folder."""
+    listed = manifest.load(train)
+    for shard in listed.shards:
+        parts = tar_index.load_file(train / shard.index, shard.bytes, shard.url, shard.index_digest).parts
+        content = bytearray((train / shard.url).read_bytes())
+        for part in parts[parts["kind"] == tar_index.IMAGE][:images]:
+            content[int(part["offset"]) + 20] ^= 0xFF
+        (train / shard.url).write_bytes(content)
+
+
+def test_a_run_stopped_by_its_error_budget_resumes_with_another_budget(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    write_data(tmp_path / "data")
+    damage_images(tmp_path / "data" / "toy_pages" / "train", 4)
+    strict = override(PAGES, {"data.errors": {"most_documents": 0.02}, "loop.steps": 8})
+    default, generous = override(PAGES, {"loop.steps": 8}), override(strict, {"data.errors.most_documents": 1.0})
+    assert exp_id(strict) == exp_id(generous) == exp_id(default)
+    run = tmp_path / "runs" / exp_id(strict)
+    assert toy.main(["-e", "pages"], {"pages": [strict]}, tmp_path) == 1
+    advice = re.search(r"data\.errors\.most_documents=\S+", capsys.readouterr().err)
+    assert advice
+    assert json.loads((run / "exp_dict.json").read_text()) == plan.load(default, "", "").exp
+    resumed = ["--exp_id", exp_id(strict), "--set", "data.errors.most_documents=1.0"]
+    assert toy.main([*resumed, "--dry-run"], {"pages": [default]}, tmp_path) == 0
+    assert toy.main(resumed, {"pages": [default]}, tmp_path) == 0
+    (event,) = [event for event in ledger.read(run) if event["event"] == "policy"]
+    assert event["changes"] == {"data.errors.most_documents": ["0.02", "1.0"]}
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "data").symlink_to(tmp_path / "data")
+    assert toy.main(["-e", "pages"], {"pages": [generous]}, tmp_path / "other") == 0
+    scores = [toy.evaluations(place, exp_id(strict))[-1] for place in (tmp_path, tmp_path / "other")]
+    assert scores[0]["unreadable/pages"] == scores[1]["unreadable/pages"] > 0
+    assert {key: scores[0][key] for key in scores[1] if "loss" in key} == {key: scores[1][key] for key in scores[1] if "loss" in key}
+
+
+def test_a_launched_run_gets_the_error_policy_of_its_experiment(tmp_path: Path):
+    (item,) = plan.load_groups({"g": [override(PAGES, {"data.errors": {"bad_document": "raise"}})]}, ["g"], [])
+    assert item.set_arguments == ["--set", 'data.errors={"bad_document": "raise"}']
+    assert plan.load(item.exp, "", "").recipe.data.errors.bad_document == "skip_document"  # type: ignore[attr-defined]
+    ((assignment,),) = parse_assignments(item.set_arguments[1:])
+    (again,) = plan.load_groups({"g": [item.exp]}, ["g"], [assignment])
+    assert (again.exp_id, again.recipe) == (item.exp_id, item.recipe)
 
 
 def test_scores_tell_the_sources_and_the_control(folder: Path):
@@ -211,7 +261,8 @@ def test_bad_documents_are_told_and_left_in_the_run(tmp_path: Path):
     (tmp_path / "data" / "pages").symlink_to("toy_pages")
     for chosen in (3, 20):
         test_streamed.damage(tmp_path / "data", chosen, image=False)
-    assert toy.main(["-e", "pages"], {"pages": [PAGES]}, tmp_path) == 0
+    lenient = override(PAGES, {"data.errors.most_documents": 0.1})
+    assert toy.main(["-e", "pages"], {"pages": [lenient]}, tmp_path) == 0
     run = tmp_path / "runs" / exp_id(PAGES)
     records = [json.loads(line) for line in (run / "quarantine.jsonl").read_text().splitlines()]
     assert {record["document"] for record in records} <= {3, 20}
@@ -223,7 +274,7 @@ def test_bad_documents_are_told_and_left_in_the_run(tmp_path: Path):
     }
     assert not seen.documents().keys() & {document for _, document, _ in seen.unreadable}, "an audit takes padding for no reading"
     strict = override(PAGES, {"data.errors": {"bad_document": "raise"}})
-    assert toy.main(["-e", "pages"], {"pages": [strict]}, tmp_path) == 1
+    assert toy.main(["-e", "pages", "-r", "1"], {"pages": [strict]}, tmp_path) == 1
     assert not multiprocessing.active_children(), "a process that reads ends with the training, also where that fails"
     found: Any = load_experiment(strict, "here")
     data = found.data.build(Places(tmp_path / "data", tmp_path), pages.tokenizer(), "train", 0)

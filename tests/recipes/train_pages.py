@@ -39,9 +39,7 @@ PAGES: dict[str, Any] = {
         "num_heads": 2,
         "max_positions": 128,
     },
-    "data": pages.config(
-        {"pages": {"path": "toy_pages", "rate": 2.0}, "more": {"path": "more_pages", "rate": 1.0}}, errors={"most_documents": 0.1}
-    ),
+    "data": pages.config({"pages": {"path": "toy_pages", "rate": 2.0}, "more": {"path": "more_pages", "rate": 1.0}}),
     "loop": {"steps": 24, "sequences_per_step": 4, "micro_batch": 2, "learning_rate": 3e-3, "eval_every": 8},
     "answers": {"questions": 4, "max_new_tokens": 3, "metrics": [{"name": "words"}], "shuffled_context": True},
 }

@@ -136,7 +136,7 @@ def test_an_unknown_group_among_names_of_several_types():
 def test_an_assignment_that_fits_nowhere_is_told_once_for_each_group():
     with pytest.raises(ConfigError) as caught:
         plan.load_groups({"a": [ONE, TWO], "b": [ONE]}, ["a", "b"], [("lop.steps", 3)])
-    assert str(caught.value).splitlines() == [f"{g}: lop.steps: unknown key 'lop'. Known: recipe, seed." for g in "ab"]
+    assert str(caught.value).splitlines() == [f"{g}: lop.steps: unknown key 'lop'. Known: rate, seed." for g in "ab"]
 
 
 def child_of(identity: str) -> dict:

@@ -34,15 +34,25 @@ class Interleaving:
         self.counts = counts
         self._total = sum(counts)
         self._slots = max(1, self._total // _SLOT)
+        self._recent: tuple[int, list[tuple[float, int, int]]] = (0, [])
+        """The last slot that was sorted: neighbours are read together."""
 
     def __len__(self) -> int:
         return self._total
 
     def place(self, index: int) -> tuple[int, int]:
-        """The part of the sample at `index`, and which of that part's samples of the epoch it is."""
+        """The part of the sample at `index`, and its number among that part's samples of the epoch."""
         if not 0 <= index < self._total:
             raise IndexError(f"sample {index} of {self._total}")
-        near, room = index * self._slots // self._total, len(self.counts) // _SLOT + 2  # a slot begins within parts / 2 samples of its time
+        start, samples = self._recent
+        if not start <= index < start + len(samples):
+            start, samples = self._recent = self._sort_around(index)
+        _, part, k = samples[index - start]
+        return part, k
+
+    def _sort_around(self, index: int) -> tuple[int, list[tuple[float, int, int]]]:
+        """The slot of a sample: the index of its first sample, and (time, part, number) of each in order."""
+        near, room = index * self._slots // self._total, len(self.counts) // _SLOT + 2  # a slot starts within parts / 2 samples of its time
         slot = bisect_right(range(self._slots), index, max(0, near - room), min(self._slots, near + room), key=self._start) - 1
         first, last = self._before(slot), self._before(slot + 1)
         samples = [
@@ -51,8 +61,7 @@ class Interleaving:
             for k in range(first[part], last[part])
         ]  # fmt: skip
         samples.sort()
-        _, part, k = samples[index - sum(first)]
-        return part, k
+        return sum(first), samples
 
     def _start(self, slot: int) -> int:
         return sum(self._before(slot))

@@ -1,7 +1,8 @@
 """Rows of whole documents in lanes: row v of every step is the next row of lane v, at any number of processes and after any restart.
 
-A lane takes every V-th document of an endless sequence of epochs, V being the sequences of a step. It puts each into the first of its
-open rows that has room; where none has, it emits the fullest. Its state is how many documents it has taken and which are in open rows.
+A lane takes every V-th document of an endless sequence of epochs, V being the sequences of a step. It puts each document into its first
+open row with room. If no row has room, it emits the row that is closest to one of its limits (tokens or frames). No row stays open while
+more than `MAX_AGE * open_rows` others are emitted. The state of a lane is the number of documents taken and the contents of its open rows.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -15,8 +16,10 @@ from src.runs.history.branches import Branch
 
 HEADER = "of"
 """The entry of a cursor that says what it is of; it belongs to the process of lane 0."""
+MAX_AGE = 8
+"""Without it a row can wait for ever: one of 600 of 1,000 tokens, when every document has 650 and so makes a fuller row."""
 Size = tuple[int, ...]
-"""Tokens, and whatever else a row has limited room for, such as images."""
+"""Tokens, then any other quantity with a limit per row, such as frames."""
 Sizes = Callable[[int, int], Sequence[Size]]
 """(epoch, document) -> size of each piece that is packed, none above the room of a row; empty where the document is left out."""
 
@@ -91,7 +94,7 @@ class Lane:
     def __init__(self, packing: Packing, number: int, lanes: int, state: Sequence[Any] | None = None) -> None:
         """state: as `state()` gave it; None for a new lane."""
         self.packing, self.number, self.lanes = packing, number, lanes
-        taken, piece, left_out, reshuffles, rows = state or (0, 0, 0, (), ())
+        taken, piece, left_out, reshuffles, rows, ages = state or (0, 0, 0, (), (), ())
         self.taken: int = taken
         """Documents of which every piece was put into a row, or which were left out."""
         self.piece: int = piece
@@ -100,7 +103,9 @@ class Lane:
         self.reshuffles: list[Sequence[int]] = list(reshuffles)
         """(first document, number of the branch): from this document on, the rest of its epoch comes in another order."""
         self.rows: list[list[int]] = [list(row) for row in rows]
-        """Open rows: of each piece its document's number and its own."""
+        """Open rows, oldest first, each a flat list of (document number, piece number) pairs."""
+        self.ages: list[int] = list(ages)
+        """Rows emitted since each open row was opened."""
         self.padding = 0
         """Tokens of padding in the rows that this object has given."""
         self.by_group = [[0, 0] for _ in packing.groups]
@@ -111,7 +116,7 @@ class Lane:
 
     def state(self) -> list[Any]:
         """What the lane goes on from, as JSON values; a copy."""
-        return [self.taken, self.piece, self.left_out, list(self.reshuffles), [list(row) for row in self.rows]]
+        return [self.taken, self.piece, self.left_out, list(self.reshuffles), [list(row) for row in self.rows], list(self.ages)]
 
     def epoch(self, number: int) -> int:
         """The epoch of the lane's document `number`."""
@@ -169,21 +174,29 @@ class Lane:
         return [row for row in [self._emit(0) for _ in range(len(self.rows))] if row]
 
     def _place_piece(self, size: Size) -> list[int] | None:
-        """Put the next piece into an open row, unless one must be emitted first. Returns a row that is emitted."""
+        """Put the next piece into an open row, unless a row must be emitted first. Returns the emitted row."""
+        if self.ages and self.ages[0] >= MAX_AGE * self.packing.open_rows:
+            return self._emit(0)
         fitting = next((i for i, room in enumerate(self._room) if all(map(ge, room, size))), None)
         if fitting is None:
             if self.rows and len(self.rows) == self.packing.open_rows:
-                return self._emit(min(range(len(self.rows)), key=lambda i: self._room[i][0]))
+                return self._emit(min(range(len(self.rows)), key=self._free_share))
             fitting = len(self.rows)
             self.rows.append([])
             self._room.append(self.packing.room)
+            self.ages.append(0)
         self.rows[fitting] += self.taken, self.piece
         self._room[fitting] = tuple(map(sub, self._room[fitting], size))
         self.piece += 1
         return None if self._room[fitting][0] and self.packing.open_rows else self._emit(fitting)
 
+    def _free_share(self, index: int) -> float:
+        """Free share of an open row in the quantity of which it has least left."""
+        return min(free / limit for free, limit in zip(self._room[index], self.packing.room, strict=True))
+
     def _emit(self, index: int) -> list[int]:
-        row, room = self.rows.pop(index), self._room.pop(index)
+        row, room, _ = self.rows.pop(index), self._room.pop(index), self.ages.pop(index)
+        self.ages = [age + 1 for age in self.ages]
         pieces = [(*self.document(n), p) for n, p in zip(row[::2], row[1::2], strict=True)]
         if any(document in self.denied for _, document, _ in pieces):
             sizes = [self._pieces(n)[p][0] for n, p in zip(row[::2], row[1::2], strict=True)]
@@ -247,7 +260,7 @@ class LaneOrder:
     def describe(self, step: int, cursor: Cursor) -> Mapping[str, Any]:
         """The epoch of the lane that is least far; documents in finished rows, and those that were left out, over all lanes."""
         self._require_own(step, cursor)
-        lanes = [Lane(self.packing, v, self.lanes, (*cursor[str(v)][:4], ())) for v in range(self.lanes) if cursor]
+        lanes = [Lane(self.packing, v, self.lanes, (*cursor[str(v)][:4], (), ())) for v in range(self.lanes) if cursor]
         still_open = sum(len({n for row in cursor[str(lane.number)][4] for n in row[::2] if n < lane.taken}) for lane in lanes)
         return {
             "epoch": min((lane.epoch(lane.taken) for lane in lanes), default=0),

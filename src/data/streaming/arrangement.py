@@ -1,8 +1,8 @@
-"""Which document of which source a lane takes when: functions of the seed and the epoch, without a buffer.
+"""Which document of which source a lane reads when: pure functions of the seed and the epoch, without a shuffle buffer.
 
-Every source has epochs of its own. In each, a place has one document: places are in the order of the shards, of shards in another order
-(`shards`), or of such shards with documents mixed within windows (`window`). A lane takes sources by a schedule of a fixed period, in
-which they are spread evenly, and of each source every V-th place.
+In each epoch of a source every place has one document. Places follow the order of the shards, a permutation of the shards (`shards`), or
+that permutation with documents mixed within windows (`window`). With rates, a lane takes sources by a schedule of a fixed period and every
+V-th place of each source; each source has its own epochs. Without rates, all sources are one sequence, of which it takes every V-th place.
 """
 
 from bisect import bisect_right
@@ -16,7 +16,7 @@ from src.orders import feistel_permute
 
 _EPOCHS = 4
 PERIOD = 4096
-"""Documents after which the schedule of sources begins anew."""
+"""Documents after which the schedule of sources repeats."""
 
 
 @dataclass
@@ -55,38 +55,57 @@ class Source:
         return self.starts[order[at]] + place - (ends[at] - self.sizes[order[at]])
 
 
-class Streams:
-    """An `Arrangement` of the documents of several sources, by rates. Document numbers count through the sources."""
+class Joined:
+    """An `Arrangement` of the documents of several sources as one: an epoch has each document once, the sources evenly spread."""
 
-    def __init__(self, sources: Sequence[Source], rates: Sequence[float] = ()) -> None:
-        """rates: shares of the documents; they need not sum to 1. None: in proportion to the documents of each source."""
+    def __init__(self, sources: Sequence[Source]) -> None:
         self.sources = sources
         self.starts = [0, *accumulate(source.count for source in sources)]
+        """The first document of each source, numbered through the sources."""
         self.count = self.starts[-1]
-        self.counts = shares(rates or [source.count for source in sources], PERIOD)
-        if not rates:  # in proportion, but each at least once
-            self.counts = [max(1, count) for count in self.counts]
-            self.counts[self.counts.index(max(self.counts))] -= sum(self.counts) - PERIOD
+        self._spread = Interleaving([source.count for source in sources])
+
+    def epoch(self, lane: int, lanes: int, number: int) -> int:
+        """See `packing.lanes.Arrangement`."""
+        return (number * lanes + lane) // self.count
+
+    def document(self, lane: int, lanes: int, number: int, reshuffles: Sequence[Sequence[int]] = ()) -> tuple[int, int]:
+        """See `packing.lanes.Arrangement`. A reshuffle moves blocks of documents, as `_block` says."""
+        epoch = self.epoch(lane, lanes, number)
+        block = max(_block(source, lanes) for source in self.sources)
+        for start, branch in reversed(reshuffles):
+            if start <= number and self.epoch(lane, lanes, start) == epoch:
+                end = -((lane - (epoch + 1) * self.count) // lanes)  # the first of the next epoch
+                number = start + _permute_blocks(number - start, end - start, block, f"{self.sources[0].seed}/{branch}")
+        place = (number * lanes + lane + epoch) % self.count  # shifted in each epoch, or a lane could read the same few documents for ever
+        source, place = (0, place) if len(self.sources) == 1 else self._spread.place(place)
+        return epoch, self.starts[source] + self.sources[source].document(epoch, place)
+
+
+class Streams:
+    """An `Arrangement` of the documents of several sources by rates. Each source has its own epochs."""
+
+    def __init__(self, sources: Sequence[Source], rates: Sequence[float]) -> None:
+        """rates: shares of the documents; they need not sum to 1."""
+        self.sources = sources
+        self.starts = [0, *accumulate(source.count for source in sources)]
+        """The first document of each source, numbered through the sources."""
+        self.count = self.starts[-1]
+        self.counts = shares(rates, PERIOD)
         """Documents of each source in a period."""
         spread = Interleaving(self.counts)
-        self._schedule = [spread.place(place) for place in range(PERIOD if len(sources) > 1 else 0)]
-        """(source, how many of it came before in the period) by place in the period."""
+        self._schedule = [spread.place(place) for place in range(PERIOD)]
+        """By place in the period: the source, and how many of its documents come before in the period."""
         self._before = [[0] * len(sources)]
         """Documents of each source before each place of the period."""
         for source, _ in self._schedule:
             self._before.append([count + (number == source) for number, count in enumerate(self._before[-1])])
 
-    def source_of(self, document: int) -> int:
-        """Number of the source of a document."""
-        return bisect_right(self.starts, document) - 1
-
     def turn(self, lane: int, lanes: int, number: int) -> tuple[int, int]:
-        """The source of a lane's document, and how many of that source the lane has taken before it.
+        """The source of a lane's document, and how many documents of that source the lane has taken before it.
 
-        Lanes begin at different places of the period, so that a step has a share of each source.
+        Lanes start at different places of the period, so that each step has a share of each source.
         """
-        if len(self.sources) == 1:
-            return 0, number
         first = lane * PERIOD // lanes
         period, place = divmod(first + number, PERIOD)
         source, taken = self._schedule[place]
@@ -94,38 +113,38 @@ class Streams:
 
     def count_of_source(self, lane: int, lanes: int, number: int, source: int) -> int:
         """Documents of a source among the first `number` of a lane."""
-        if len(self.sources) == 1:
-            return number
         first = lane * PERIOD // lanes
         period, place = divmod(first + number, PERIOD)
         return period * self.counts[source] + self._before[place][source] - self._before[first][source]
 
     def epoch(self, lane: int, lanes: int, number: int) -> int:
-        """See `packing.lanes.Arrangement`: that of the document's source."""
+        """The epoch of the document's source; see `packing.lanes.Arrangement`."""
         source, turn = self.turn(lane, lanes, number)
         return (turn * lanes + lane) // self.sources[source].count
 
     def document(self, lane: int, lanes: int, number: int, reshuffles: Sequence[Sequence[int]] = ()) -> tuple[int, int]:
-        """See `packing.lanes.Arrangement`.
-
-        A reshuffle moves blocks of documents, those of a window or of a shard, so that no more shards are open than before.
-        """
-        source, turn = self.turn(lane, lanes, number)
-        own = self.sources[source]
-        epoch = (turn * lanes + lane) // own.count
+        """See `packing.lanes.Arrangement`. A reshuffle moves blocks of documents, as `_block` says."""
+        number_of_source, turn = self.turn(lane, lanes, number)
+        source = self.sources[number_of_source]
+        epoch = (turn * lanes + lane) // source.count
         for start, branch in reversed(reshuffles):
-            first = self.count_of_source(lane, lanes, start, source)
-            if first <= turn and (first * lanes + lane) // own.count == epoch:
-                end = -((lane - (epoch + 1) * own.count) // lanes)  # the first turn of the next epoch
-                turn = first + _permute_blocks(turn - first, end - first, self._block(own, lanes), f"{own.seed}/{branch}")
-        place = (turn * lanes + lane + epoch) % own.count  # moved on in each epoch: else a lane may meet the same few for ever
-        return epoch, self.starts[source] + own.document(epoch, place)
+            first = self.count_of_source(lane, lanes, start, number_of_source)
+            if first <= turn and (first * lanes + lane) // source.count == epoch:
+                end = -((lane - (epoch + 1) * source.count) // lanes)  # the first turn of the next epoch
+                turn = first + _permute_blocks(turn - first, end - first, _block(source, lanes), f"{source.seed}/{branch}")
+        place = (turn * lanes + lane + epoch) % source.count  # shifted in each epoch, or a lane could read the same few documents for ever
+        return epoch, self.starts[number_of_source] + source.document(epoch, place)
 
-    @staticmethod
-    def _block(source: Source, lanes: int) -> int:
-        """Turns of a lane in a window, or in a shard."""
-        together = source.window if source.shuffle == "window" else source.count // len(source.sizes)
-        return max(1, together // lanes)
+
+def arrange(sources: Sequence[Source], rates: Sequence[float]) -> "Joined | Streams":
+    """The order of several sources: by rates, or without any in proportion to their documents."""
+    return Streams(sources, rates) if len(sources) > 1 and rates else Joined(sources)
+
+
+def _block(source: Source, lanes: int) -> int:
+    """Documents of a lane in a window, or in a shard: what a reshuffle moves together, so that it opens no more shards than before."""
+    together = source.window if source.shuffle == "window" else source.count // len(source.sizes)
+    return max(1, together // lanes)
 
 
 def _permute_blocks(position: int, size: int, block: int, key: str) -> int:

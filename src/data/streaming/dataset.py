@@ -2,27 +2,31 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, NonNegativeInt, model_validator
 
 from src.batches import InterleavedBatch
 from src.config import Config as StrictConfig
-from src.config import Places, added_field
+from src.config import Places, added_field, operational_field
 from src.data.packing.lanes import LaneOrder, Packing
 from src.data.streaming import manifest
-from src.data.streaming.arrangement import Source, Streams
+from src.data.streaming.arrangement import PERIOD, Joined, Source, Streams, arrange
 from src.data.streaming.documents import Content, Documents, Piece, Rules, Swaps
 from src.data.streaming.images import ImagesConfig, ImageTokens
 from src.data.streaming.quarantine import ErrorPolicy, Quarantine
+from src.data.streaming.read_ahead import ReadAhead
+from src.data.streaming.remote.transfer import REMOTE
 from src.data.streaming.shard_files import open_files
 from src.data.streaming.tars.fields import Fields
 from src.data.streaming.texts import TextTokens
 from src.errors import ConfigError, DataError, check_all
 from src.interfaces import DatasetConfig, require_fit
 from src.kinds import VISION_LANGUAGE
+from src.orders import Order, RankShare
 from src.runs.history.branches import Branch
 
 if TYPE_CHECKING:
@@ -42,7 +46,7 @@ class SourceConfig(StrictConfig):
     path: str = Field(min_length=1)
     """Folder below `--data_path`, with the lists of shards train/shards.json and val/shards.json."""
     rate: float | None = Field(default=None, gt=0)
-    """Share of the documents that are read; rates need not sum to 1. None for all sources: in proportion to their documents."""
+    """Share of the documents that are read; rates need not sum to 1. None for all sources: each document once in an epoch of all."""
     fields: Fields | None = added_field(None)
     """Members by kind, as the index was made with --fields; None: whatever the index says."""
     loss_weight: float = Field(default=1.0, gt=0)
@@ -67,7 +71,10 @@ class Config(DatasetConfig):
     window: int = Field(default=10_000, gt=1)
     """Documents that are mixed with each other. Their tars are open at the same time."""
     rules: Rules = Rules()
-    errors: ErrorPolicy = ErrorPolicy()
+    errors: ErrorPolicy = operational_field(ErrorPolicy())
+    """Which errors stop a training. Not part of the id."""
+    prefetch_shards: NonNegativeInt = operational_field(2)
+    """Remote tars to download before they are needed, within the size of the cache. Not part of the id."""
     val_documents: int | None = Field(default=None, gt=0)
     """Documents of each source that validation reads, the first ones; None for all."""
 
@@ -110,6 +117,13 @@ class Config(DatasetConfig):
     def batch_lengths(self) -> tuple[int, ...]:
         return (self.sequence_tokens,)
 
+    def tars_at_once(self, listed: manifest.Manifest) -> int:
+        """Tars of a source that the order reads at the same time: those of a window, else one."""
+        if self.shuffle != "window":
+            return 1
+        documents = sum(shard.documents for shard in listed.shards)
+        return min(len(listed.shards), math.ceil(self.window * len(listed.shards) / documents) + 1)
+
     def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "StreamedDataset | ValidationRows":
         """The rows of one split.
 
@@ -124,7 +138,8 @@ class Config(DatasetConfig):
         for name in sorted(self.sources):
             listed = manifest.load(places.data / self.sources[name].path / split)
             self._check_fields(name, listed)
-            sources[name] = Documents(listed, open_files(listed.folder, places.data, len(self.sources)), texts, images, self.rules)
+            files = open_files(listed.folder, places.data, len(self.sources), self.tars_at_once(listed))
+            sources[name] = Documents(listed, files, texts, images, self.rules)
         data = StreamedDataset(self, sources)
         return data if split == "train" else ValidationRows(data, sorted(sources))
 
@@ -158,7 +173,7 @@ class StreamedDataset:
         self.config, self.documents = config, list(sources.values())
         self.source_names = list(sources)
         self._starts = [sum(map(len, self.documents[:i])) for i in range(len(self.documents))]
-        options = config.model_dump(mode="json", exclude={"errors", "val_documents", "sources"})
+        options = config.model_dump(mode="json", exclude={"errors", "prefetch_shards", "val_documents", "sources"})
         given = [config.sources[name].model_dump(mode="json", exclude={"path"}) for name in sources]
         told = [[documents.fingerprint for documents in self.documents], options, given]
         self.fingerprint = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
@@ -189,7 +204,7 @@ class StreamedDataset:
         """Tokens and frames of each piece of a document."""
         return [(piece.tokens, piece.frames) for piece in self.pieces(document)]
 
-    def packing(self, arrangement: "Streams", digest: str = "") -> Packing:
+    def packing(self, arrangement: "Joined | Streams", digest: str = "") -> Packing:
         """The packing of its documents in an order."""
         return Packing(
             arrangement,
@@ -225,7 +240,7 @@ class StreamedDataset:
                 first += shard.documents
         raise ConfigError(f"deny list: {entry!r}: the data have no such {kind}. Undo it: python -m src.operations.interventions undo RUN.")
 
-    def arrangement(self, seed: int) -> Streams:
+    def arrangement(self, seed: int) -> Joined | Streams:
         """The order of the documents of all sources.
 
         Raises:
@@ -237,16 +252,34 @@ class StreamedDataset:
             for name, documents in zip(self.source_names, self.documents, strict=True)
         ]
         rates = [rate for name in self.source_names if (rate := config.sources[name].rate) is not None]
-        streams = Streams(made, rates)
-        for name, count in zip(self.source_names, streams.counts, strict=True):
-            if not count:
-                raise DataError(f"data.sources.{name}: its share is less than one document of {sum(streams.counts)}. Write a larger rate.")
-        return streams
+        order = arrange(made, rates)
+        if isinstance(order, Streams) and 0 in order.counts:
+            name = self.source_names[order.counts.index(0)]
+            raise DataError(f"data.sources.{name}.rate: its share is less than one document of {PERIOD}. Write a larger rate.")
+        return order
 
     def order(self, seed: int, per_step: int, steps: int, branches: Sequence[Branch]) -> LaneOrder:
         """See `orders.OrderedDataset`. Rows do not depend on `steps`."""
         digest = hashlib.sha256(f"{self.fingerprint}/{seed}".encode()).hexdigest()[:16]
         return LaneOrder(self.packing(self.arrangement(seed), digest), per_step, branches)
+
+    def read_ahead(self, order: Order, share: RankShare) -> ReadAhead | None:
+        """See `orders.ReadAheadDataset`."""
+        if not isinstance(order, LaneOrder) or not self.config.prefetch_shards:
+            return None
+        lists = [documents.manifest for documents in self.documents]
+        remote = [listed for listed in lists if any(shard.url.startswith(REMOTE) for shard in listed.shards)]
+        if not remote:
+            return None
+        cache = self.documents[lists.index(remote[0])].files.cache
+        assert cache, "made by open_files"
+        count = sum(map(self.config.tars_at_once, remote)) + self.config.prefetch_shards
+        return ReadAhead(order.packing.arrangement, share, self.shard_of, count, cache)
+
+    def shard_of(self, document: int) -> manifest.Shard:
+        """The tar of a document."""
+        source, own = self.locate(document)
+        return self.documents[source].shard(own)
 
     def sample(self, epoch: int, index: int, *more: int, swaps: Swaps | None = None) -> Sample:
         """The row of a key. swaps: other images that are read, by document of their own source.

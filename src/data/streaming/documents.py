@@ -41,18 +41,23 @@ class Rules(StrictConfig):
     max_images: int | None = Field(default=None, gt=0)
     """A document of more images is left out."""
     too_long: Literal["cut", "drop"] = "cut"
-    """cut: a document that is larger than a row is cut between its parts, but not between a prompt and its answer; parts that are larger
-    than a row, and rows without text, are left out of it, and counted. drop: it is left out."""
+    """cut: a document longer than a row is cut between its parts, but not between a prompt and its answer. A text longer than a row is cut
+    after any token, as the data set 'packed' does. Left out and counted: an image, a prompt or an answer larger than a row, and rows
+    without text. drop: such a document is left out."""
 
 
 class Element(NamedTuple):
-    """A part of a document that is read."""
+    """A part of a document, or some tokens of a text."""
 
     part: int
     kind: int
     tokens: int
     grid: Grid | None
-    """Grid of an image."""
+    """Tiles of an image."""
+    first: int = 0
+    """Tokens of the text before these."""
+    rest: int = 0
+    """Tokens of the text after these."""
 
 
 class Piece(NamedTuple):
@@ -151,7 +156,7 @@ class Documents:
             return []
         else:
             found = [own for own in self._split(elements, fit) if any(element.kind == TEXT for element in own)]
-        left_out = len(elements) - sum(map(len, found))
+        left_out = len(elements) - len({element.part for own in found for element in own})
         last = len(found) - 1
         return [self._piece(own, place == 0, place == last, left_out if place == last else 0) for place, own in enumerate(found)]
 
@@ -165,6 +170,8 @@ class Documents:
         for given in elements:
             element = given
             if not fit([element]):
+                if element.kind == TEXT and not any(before.kind == PROMPT for before in groups[-1][-1:]):
+                    self._split_text(element, groups, fit)
                 continue
             if not fit([*groups[-1], element]):
                 asked = 0  # prompts before an answer
@@ -179,6 +186,19 @@ class Documents:
                 element = element._replace(tokens=len(self.images.token_ids(element.grid)))
             groups[-1].append(element)
         return groups
+
+    @staticmethod
+    def _split_text(text: Element, groups: list[list[Element]], fit: Callable[[Sequence[Element]], bool]) -> None:
+        """Add the tokens of a text to the last group while they fit, then to new ones."""
+        while text.tokens:
+            room = bisect_right(range(1, text.tokens + 1), False, key=lambda n: not fit([*groups[-1], text._replace(tokens=n)]))
+            if not room and not groups[-1]:
+                return  # no row has room for any text
+            if room:
+                groups[-1].append(text._replace(tokens=room, rest=text.rest + text.tokens - room))
+            text = text._replace(tokens=text.tokens - room, first=text.first + room)
+            if text.tokens:
+                groups.append([])
 
     def read(self, document: int, piece: Piece, swaps: Swaps | None = None) -> Content:
         """A piece of a document. swaps: other images that are read instead of its own.
@@ -203,8 +223,9 @@ class Documents:
                     raise DataError("an image has another size than the index says")
             else:
                 ids = ids_of[element.part]
-                if len(ids) != element.tokens:
+                if len(ids) != element.first + element.tokens + element.rest:
                     raise DataError("a text has other tokens than the index says")
+                ids = ids[element.first : element.first + element.tokens]
             content.ids += ids
             content.learned += [element.kind == TEXT] * len(ids)
         if piece.ends:

@@ -5,6 +5,7 @@ passes over what stands there without trying it again, so that it reads the same
 """
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any, Literal
@@ -43,21 +44,25 @@ class Quarantine:
         """documents, shards: of the whole data set."""
         self.policy = policy
         self.path: Path | None = None
-        self._most = {"document": max(1, int(policy.most_documents * documents)), "shard": max(1, int(policy.most_shards * shards))}
-        self._of = {"document": documents, "shard": shards}
+        self._max = {"document": max(1, int(policy.most_documents * documents)), "shard": max(1, int(policy.most_shards * shards))}
+        self._total = {"document": documents, "shard": shards}
         self._known: set[tuple[str, str, int | None, int]] = set()
         self._in_a_row = 0
 
     def open(self, run: Path) -> None:
-        """Keep the record in the folder of a run, and pass over what stands there.
+        """Keep the record in the folder of a run, and skip what it lists.
 
         Raises:
-            DataError: it has more than the policy allows.
+            DataError: it lists more than the policy allows.
         """
+        self.attach(run)
+        for kind in self._max:
+            self._require_few(kind, str(self.path))
+
+    def attach(self, run: Path) -> None:
+        """Skip what the record in the folder of a run lists, however much."""
         self.path = run / FILE
         self._read()
-        for kind in self._most:
-            self._require_few(kind, str(self.path))
 
     def holds(self, source: str, shard: str, document: int, piece: int) -> bool:
         """Whether a piece of a document, by its number in its shard, is passed over."""
@@ -73,14 +78,13 @@ class Quarantine:
         Raises:
             DataError: the policy refuses; says which document of which shard.
         """
-        of_shard = isinstance(error, ShardError)
-        policy = self.policy
-        action = (
-            (policy.changed_shard if isinstance(error, ShardChanged) else policy.unavailable_shard) if of_shard else policy.bad_document
-        )
+        of_shard, policy = isinstance(error, ShardError), self.policy
+        kind = ("changed_shard" if isinstance(error, ShardChanged) else "unavailable_shard") if of_shard else "bad_document"
         where = f"{source}: document {document} of {shard}, at byte {offset}"
-        if action == "raise":
-            raise DataError(f"{where}: {error}") from None
+        if getattr(policy, kind) == "raise":
+            skip = "skip_shard" if of_shard else "skip_document"
+            text = str(error).rstrip(".")
+            raise DataError(f"{where}: {text}. Repair it, or resume the same run with --set data.errors.{kind}={skip}") from None
         number, piece = (None, 0) if of_shard else (document, piece)
         self._read()  # what other processes have found
         if (source, shard, number, piece) not in self._known:
@@ -89,14 +93,19 @@ class Quarantine:
         self._in_a_row += 1
         self._require_few("shard" if of_shard else "document", f"{where}: {error}")
         if self._in_a_row >= policy.most_in_a_row:
-            raise DataError(f"{where}: {error}. No document of {self._in_a_row} in a row can be read: data.errors.most_in_a_row.")
+            raise DataError(
+                f"{where}: {error}. None of {self._in_a_row} documents in a row can be read. Repair the data, "
+                f"or resume the same run with --set data.errors.most_in_a_row={10 * policy.most_in_a_row}"
+            )
 
     def _require_few(self, kind: str, where: str) -> None:
-        found = len({key[:3] for key in self._known if (key[2] is None) == (kind == "shard")})
-        if found > self._most[kind]:
+        unreadable = len({key[:3] for key in self._known if (key[2] is None) == (kind == "shard")})
+        if unreadable > self._max[kind]:
+            total = self._total[kind]
             raise DataError(
-                f"{where}. {found} {kind}s of {self._of[kind]} cannot be read, more than data.errors.most_{kind}s allows"
-                f"{f'; all are in {self.path}' if self.path else ''}."
+                f"{where}. {unreadable} {kind}s of {total} cannot be read, more than data.errors.most_{kind}s allows"
+                f"{f'; {self.path} lists all' if self.path else ''}. Repair the data, or resume the same run with "
+                f"--set data.errors.most_{kind}s={_share_above(unreadable, total)}"
             )
 
     def _append(self, record: dict[str, Any]) -> None:
@@ -122,3 +131,10 @@ class Quarantine:
                 self._known.add((record["source"], record["shard"], record["document"], record["piece"]))
             except (ValueError, KeyError, TypeError):
                 continue  # cut by a kill, or by a full disk: what it was of turns out bad once more
+
+
+def _share_above(count: int, total: int) -> float:
+    """A round share of `total` that allows `count` and as many again."""
+    share = 2 * count / total
+    digits = 1 - math.floor(math.log10(share))
+    return min(1.0, math.ceil(share * 10**digits) / 10**digits)

@@ -4,7 +4,6 @@ import io
 import os
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +34,18 @@ class ShardFiles:
         cache: Path | None = None,
         cache_bytes: int = 0,
         patience: float = PATIENCE,
+        max_cached: int = _OPEN,
     ) -> None:
-        """folder: of the manifest, from which relative paths go. patience: seconds without a new byte after which a shard is given up."""
+        """folder: of the manifest, where relative paths start. patience: seconds without a new byte until a shard counts as unavailable.
+
+        max_cached: references to files of the cache at a time. Files without a reference can be deleted to make room for the next ones.
+        """
         self.folder, self.most_open, self.counters = folder, most_open, Counter()
         self.cache = None if cache is None else ShardCache(cache, cache_bytes, patience)
-        self._given = folder, most_open, cache, cache_bytes, patience
+        self.max_cached = max_cached
+        self._given = folder, most_open, cache, cache_bytes, patience, max_cached
         self._open: OrderedDict[str, int] = OrderedDict()
-        self._elsewhere, self._assigned = set[str](), set[str]()
+        self._elsewhere = set[str]()
         self._first_seen = dict[str, tuple[int, int]]()
         """Of local files: which they were when they were first opened."""
         _all.add(self)
@@ -83,20 +87,8 @@ class ShardFiles:
             raise ShardChanged(f"{shard.url}: ends before byte {offset + size}, but had {shard.bytes} bytes when it was indexed.")
         return content
 
-    def assign(self, shards: Iterable[Shard]) -> None:
-        """Keep these in the cache until the next call, from now on where they are there, else once they are read; let others go."""
-        wanted = {shard.url: shard for shard in shards if shard.url.startswith(REMOTE)}
-        for url in [url for url in self._elsewhere if url in self._assigned and url not in wanted]:
-            self._close(url)
-        self._assigned = set(wanted)
-        for shard in wanted.values():
-            if shard.url not in self._open and (found := self._cache_of(shard).find(shard)) is not None:
-                self._keep(shard.url, found)
-                self._elsewhere.add(shard.url)
-
     def close(self) -> None:
         """Close all files, which ends all references."""
-        self._assigned.clear()
         for url in list(self._open):
             self._close(url)
 
@@ -109,9 +101,9 @@ class ShardFiles:
             os.close(descriptor)
 
     def _keep(self, url: str, descriptor: int) -> None:
-        """Hold a file open, in the place of the one that was used longest ago if they are many."""
-        while len(self._open) >= self.most_open and (oldest := next((url for url in self._open if url not in self._assigned), None)):
-            self._close(oldest)
+        """Hold a file open, in place of the least recently used one if there are too many."""
+        while len(self._open) >= self.most_open:
+            self._close(next(iter(self._open)))
         self._open[url] = descriptor
 
     def _open_local(self, shard: Shard) -> int:
@@ -136,6 +128,8 @@ class ShardFiles:
         self.counters["hits" if cached and cached.was_there else "misses"] += 1
         if cached is None:
             return None
+        while len(self._elsewhere) >= self.max_cached and self._let_go():
+            pass
         self._keep(shard.url, cached.descriptor)
         self._elsewhere.add(shard.url)
         return cached.descriptor
@@ -148,8 +142,8 @@ class ShardFiles:
         return self.cache
 
     def _let_go(self) -> bool:
-        """Whether there was a cached file that was not assigned; the reference to the one that was used longest ago has ended."""
-        url = next((url for url in self._open if url in self._elsewhere and url not in self._assigned), None)
+        """End the reference to the least recently used file of the cache; returns whether there was one."""
+        url = next((url for url in self._open if url in self._elsewhere), None)
         if url is not None:
             self._close(url)
         return url is not None
@@ -164,23 +158,24 @@ class ShardFiles:
         return content.getvalue()
 
 
-def open_files(folder: Path, data: Path, sources: int = 1) -> ShardFiles:
-    """Reads the shards of the manifest in `folder`, one of so many sources, which share what a process may hold open.
+def open_files(folder: Path, data: Path, sources: int = 1, max_cached: int = _OPEN) -> ShardFiles:
+    """Read the shards of the manifest in `folder`, one of `sources` sources that share the open files of a process.
 
-    Shards that are elsewhere are kept in DATA/shard_cache, in at most 100 GB, or where and how much SHARD_CACHE and SHARD_CACHE_GB say:
-    a property of the machine, not of an experiment.
+    Remote shards are cached in DATA/shard_cache, in at most 100 GB. SHARD_CACHE and SHARD_CACHE_GB in the environment replace both, as
+    they depend on the machine and not on the experiment. max_cached: see `ShardFiles`.
 
     Raises:
-        ConfigError: SHARD_CACHE_GB is no number above 0.
+        ConfigError: SHARD_CACHE_GB is not a number above 0.
     """
-    given = os.environ.get("SHARD_CACHE_GB", "100")
+    value = os.environ.get("SHARD_CACHE_GB", "100")
     try:
-        size = int(float(given) * 1e9)
+        size = int(float(value) * 1e9)
     except (ValueError, OverflowError):
         size = 0
     if size <= 0:
-        raise ConfigError(f"SHARD_CACHE_GB: expected a number above 0, got {given!r}.")
-    return ShardFiles(folder, max(8, 4 * _OPEN // sources), Path(os.environ.get("SHARD_CACHE") or data / "shard_cache"), size)
+        raise ConfigError(f"SHARD_CACHE_GB: expected a number above 0, got {value!r}.")
+    cache = Path(os.environ.get("SHARD_CACHE") or data / "shard_cache")
+    return ShardFiles(folder, max(8, 4 * _OPEN // sources), cache, size, max_cached=max_cached)
 
 
 _all: "weakref.WeakSet[ShardFiles]" = weakref.WeakSet()

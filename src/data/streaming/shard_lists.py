@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from src.data.streaming import manifest
-from src.data.streaming.remote import s3
-from src.data.streaming.remote.s3 import Interruption
+from src.data.streaming.remote import objects
+from src.data.streaming.remote.objects import Interruption
 from src.data.streaming.remote.transfer import PATIENCE, PIPE, REMOTE
 from src.errors import DataError
 from src.files import reading
@@ -16,6 +16,7 @@ from src.files import reading
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _PATTERN = re.compile(r"[*?\[]")
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*://")
+_OBJECTS = f"{'BUCKET/KEY, '.join(objects.SCHEMES)}datasets/USER/NAME/PATH"
 _COMPRESSED = (".gz", ".tgz", ".bz2", ".xz", ".zst")
 
 
@@ -99,13 +100,13 @@ def _match(text: str, folder: Path, place: str) -> list[Listed]:
         raise DataError(
             f'{place}: {text}: a compressed tar cannot be read in any order. Give "pipe:{reader}", which unpacks it, or unpack it.'
         )
-    if text.startswith(s3.SCHEME):
-        found = _list_keys(text) if _PATTERN.search(text) else [text]
-        if not all(url.removeprefix(s3.SCHEME).partition("/")[2] for url in found):
-            raise DataError(f"{place}: {text}: no key. Expected s3://BUCKET/KEY.")
-        return [Listed(url) for url in found]
+    if text.startswith(objects.SCHEMES):
+        urls = _list_keys(text) if _PATTERN.search(text) else [text]
+        if not all(objects.split(url)[2] for url in urls):
+            raise DataError(f"{place}: {text}: no key. Expected {objects.split(text)[0]}BUCKET/KEY.")
+        return [Listed(url) for url in urls]
     if _SCHEME.match(text):
-        raise DataError(f"{place}: {text}: expected a path, s3://BUCKET/KEY or pipe:COMMAND, such as pipe:curl -sSf {text}")
+        raise DataError(f"{place}: {text}: expected a path, {_OBJECTS} or pipe:COMMAND, such as pipe:curl -sSf {text}")
     path = folder / text
     if path.is_dir():
         listed = manifest.load(path).shards
@@ -124,9 +125,9 @@ def _absolute(folder: Path, url: str) -> str:
 
 def _list_keys(pattern: str) -> list[str]:
     try:
-        found = s3.list_urls(pattern, PATIENCE)
+        urls = objects.list_urls(pattern, PATIENCE)
     except Interruption as error:
         raise DataError(f"{pattern}: the server cannot be asked for its keys: {error}.") from None
-    if not found:
-        raise DataError(f"{pattern}: no key is matched.")
-    return found
+    if not urls:
+        raise DataError(f"{pattern}: no key matches.")
+    return urls

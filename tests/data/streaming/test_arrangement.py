@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from src.data.streaming.arrangement import PERIOD, Source, Streams
+from src.data.streaming.arrangement import PERIOD, Joined, Source, Streams, arrange
 
 SHUFFLES = ("none", "shards", "window")
 sizes = st.lists(st.integers(1, 30), min_size=1, max_size=8)
 
 
-def numbers(streams: Streams, lanes: int, each: int, reshuffles: tuple[tuple[int, int], ...] = ()) -> list[list[tuple[int, int]]]:
+def numbers(streams: Joined | Streams, lanes: int, each: int, reshuffles: tuple[tuple[int, int], ...] = ()) -> list[list[tuple[int, int]]]:
     return [[streams.document(lane, lanes, n, reshuffles) for n in range(each)] for lane in range(lanes)]
 
 
@@ -20,7 +20,7 @@ def numbers(streams: Streams, lanes: int, each: int, reshuffles: tuple[tuple[int
 @given(sizes, st.sampled_from(SHUFFLES), st.integers(2, 50), st.integers(1, 7), st.integers(0, 3))
 def test_an_epoch_has_every_document_once(own: list[int], shuffle: str, window: int, lanes: int, seed: int):
     source = Source(own, shuffle, window, str(seed))  # pyright: ignore[reportArgumentType]
-    streams = Streams([source], [1.0])
+    streams = Joined([source])
     epochs = 3
     each = -(-epochs * source.count // lanes)
     found = Counter(pair for lane in numbers(streams, lanes, each) for pair in lane)
@@ -34,7 +34,7 @@ def test_an_epoch_has_every_document_once(own: list[int], shuffle: str, window: 
 @given(sizes, st.sampled_from(SHUFFLES), st.integers(2, 50), st.integers(1, 5), st.integers(0, 20), st.integers(0, 20))
 def test_a_reshuffle_changes_only_the_order_of_what_is_left(own: list[int], shuffle: str, window: int, lanes: int, first: int, second: int):
     source = Source(own, shuffle, window, "s")  # pyright: ignore[reportArgumentType]
-    streams = Streams([source], [1.0])
+    streams = Joined([source])
     each = -(-2 * source.count // lanes)
     plain = numbers(streams, lanes, each)
     again = numbers(streams, lanes, each, ((first, 1), (first + second, 2)))
@@ -82,6 +82,36 @@ def test_sources_have_their_rates_and_epochs_of_their_own(lanes: int):
     found = Counter(pair for lane in numbers(streams, lanes, each) for pair in lane)
     assert all(found[0, document] == 1 for document in range(5, 105))
     assert all(found[epoch, document] == 1 for epoch in range(20) for document in range(5))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "lanes"), [([100, 10], 1), ([3, 500, 7, 1], 4), ([1], 3), ([1] * 300, 7), ([40, 40], 2), ([64, 32, 32], 64)]
+)
+@pytest.mark.parametrize("shuffle", SHUFFLES)
+def test_sources_without_rates_are_read_once_in_an_epoch_and_evenly(sizes: list[int], lanes: int, shuffle: str):
+    order = arrange([Source([size], shuffle, 5, str(number)) for number, size in enumerate(sizes)], [])  # pyright: ignore[reportArgumentType]
+    total = sum(sizes)
+    by_lane = numbers(order, lanes, -(-3 * total // lanes))
+    sequence = [by_lane[g % lanes][g // lanes] for g in range(3 * total)]
+    assert Counter(sequence) == {(epoch, document): 1 for epoch in range(3) for document in range(total)}
+    for part in range(1, 5):
+        first = [document for _, document in sequence[: total * part // 4]]
+        for start, size in zip(order.starts, sizes, strict=False):
+            assert abs(sum(start <= document < start + size for document in first) - size * part / 4) <= 1
+
+
+def test_a_huge_source_does_not_multiply_the_epochs_of_a_small_one():
+    order, total = arrange([Source([10**8], "none", 2, ""), Source([10], "none", 2, "")], []), 10**8 + 10
+    near = [(2 * k + 1) * total // 20 + shift for k in range(10) for shift in range(-3, 4)]
+    assert sorted(document for _, document in (order.document(0, 1, number) for number in near) if document >= 10**8) == [
+        *range(10**8, total)
+    ]
+    assert [order.epoch(0, 1, number) for number in (total - 1, total)] == [0, 1]
+
+
+def test_thousands_of_sources_without_rates_are_all_read():
+    order = arrange([Source([2], "window", 3, str(number)) for number in range(5000)], [])
+    assert len({order.document(lane, 8, number) for lane in range(8) for number in range(1250)}) == 10_000
 
 
 def test_a_step_has_a_share_of_each_source():

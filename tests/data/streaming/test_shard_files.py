@@ -63,7 +63,6 @@ def test_local_shards_are_read_where_they_are(tmp_path: Path):
     for shard in shards:
         (tmp_path / shard.url).write_bytes(content_of(shard.url))
     files = ShardFiles(tmp_path, most_open=2, cache=tmp_path, cache_bytes=1)
-    files.assign(shards)
     for shard in shards * 2:
         assert files.read(shard, 10, 20) == content_of(shard.url)[10:30]
     assert sorted(path.name for path in tmp_path.iterdir()) == [shard.url for shard in shards]
@@ -152,28 +151,17 @@ def test_the_one_that_was_used_longest_ago_goes(piped: Callable[..., Shard], tmp
     assert cached(tmp_path) == {name_in(files, a), name_in(files, b)}, "use by other readers counts, too"
 
 
-def test_a_shard_that_was_assigned_stays(piped: Callable[..., Shard], tmp_path: Path):
-    """litdata #846: references were counted only when a slow worker came to read, and a fast one had deleted its shard by then."""
-    a, b, c = (piped(name, "echo x >> {folder}/log; cat {file}") for name in "abc")
-    fast, slow = reader(tmp_path), reader(tmp_path)
-    fast.read(a, 0, 1)
-    fast.close()
-    slow.assign([a])
-    for shard in (b, c, b):
-        fast.read(shard, 0, 1)
-    assert slow.read(a, 0, 5) == content_of("a")[:5]
-    assert slow.counters == {"hits": 1}
-    slow.assign([])
-    fast.read(c, 0, 1)
-    assert cached(tmp_path) == {name_in(fast, b), name_in(fast, c)}
-    assert (tmp_path / "log").read_text().count("x") == 5
-    full = reader(tmp_path, 1, 0.2)
-    fast.close()
-    full.assign([b])
-    with pytest.raises(ShardUnavailable, match="no room"):
-        full.read(a, 0, 1)
-    assert full.read(b, 0, 5) == content_of("b")[:5]
-    assert full.counters["hits"] == 1
+def test_files_without_a_reference_make_room(piped: Callable[..., Shard], tmp_path: Path):
+    a, b, c = (piped(name) for name in "abc")
+    files = ShardFiles(tmp_path, cache=tmp_path / "cache", cache_bytes=2 * SIZE, patience=0.2, max_cached=1)
+    for shard in (a, b, a, b, a):
+        files.read(shard, 0, 1)
+    assert files.counters == {"misses": 2, "hits": 3}
+    assert files.cache
+    assert not files.cache.fetch_ahead(c, {name_in(files, b)}, 1 << 62), "one is read and the other is spared"
+    assert not files.cache.fetch_ahead(c, (), 0), "both were used since"
+    assert files.cache.fetch_ahead(c, (), 1 << 62)
+    assert cached(tmp_path) == {name_in(files, a), name_in(files, c)}
 
 
 def test_a_reference_ends_with_its_reader(piped: Callable[..., Shard], tmp_path: Path):

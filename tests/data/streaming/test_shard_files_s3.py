@@ -154,7 +154,7 @@ def test_what_is_not_there_or_not_allowed(shard: Shard, tmp_path: Path, monkeypa
     with pytest.raises(ShardUnavailable, match=r"s3://none/none\.tar: no such object \(NoSuchBucket\)\."):
         reader(tmp_path).read(Shard("s3://none/none.tar", "", 1, 10), 0, 10)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
-    with pytest.raises(ShardUnavailable, match=r"00\.tar: not allowed \(SignatureDoesNotMatch\)\."):
+    with pytest.raises(ShardUnavailable, match=r"00\.tar: access denied \(SignatureDoesNotMatch\)\."):
         reader(tmp_path, patience=19).read(shard, 0, 10)  # another time limit is another connection, which reads the keys anew
     assert time.monotonic() < start + 10, "without trying again"
 
@@ -196,7 +196,8 @@ def test_a_forked_process_reads_too(shard: Shard, s3: S3Server, tmp_path: Path, 
             answers.put(str(error))
         answers.put((files.read(other, 0, 10), files.read(shard, 10, 10), dict(files.counters)))
         crowded = reader(tmp_path / "crowded", limit=len(CONTENT))
-        crowded.assign([other])
+        crowded.max_cached, held = 1, reader(tmp_path / "crowded", limit=len(CONTENT))
+        held.read(other, 0, 1)
         answers.put((crowded.read(other, 5, 5), crowded.read(shard, 20, 10)))
         os.kill(psutil.Process().children()[0].pid, signal.SIGKILL)
         answers.put(crowded.read(shard, 30, 10))

@@ -160,15 +160,35 @@ def test_long_documents_are_cut_between_parts_or_left_out(tmp_path: Path):
     assert len(built(folder, sequence_tokens=300).pieces(0)) == 1
 
 
-def test_a_part_that_is_larger_than_a_row_is_left_out_of_its_document(tmp_path: Path):
-    """Finding 6: m4 dropped the whole document. What is left out is counted: a long text, and an image of too many frames."""
+def test_an_image_larger_than_a_row_is_left_out_and_a_longer_text_is_cut(tmp_path: Path):
+    """The original drops the complete document."""
     wide = Part("image", pages.picture(5, (16, 8)), "png")
-    folder = write_one(tmp_path, [Part("text", b"a" * 20), Part("text", b"b" * 200), wide, Part("text", b"c")])
+    text = "".join(chr(97 + i % 26) for i in range(200))
+    folder = write_one(tmp_path, [Part("text", b"A" * 20), wide, Part("text", text.encode()), wide, Part("text", b"Z")])
     data = built(folder, max_frames=2)
-    (piece,) = data.pieces(0)
-    row = data.read_piece(0, piece)
-    assert TOKENIZER.decode(row.input_ids) == "a" * 20 + "c<end>"
-    assert row.counted[0][COUNTED.index("left_out_parts")] == 2
+    rows = [data.read_piece(0, piece) for piece in data.pieces(0)]
+    shown = [TOKENIZER.decode(row.input_ids) for row in rows]
+    assert "".join(shown) == "A" * 20 + text + "Z<end>"
+    assert [len(row.input_ids) for row in rows[:-1]] == [79, 79], "one token of 80 is for the end"
+    assert [row.loss_mask[:2] for row in rows] == [[False, True]] * len(rows)
+    assert sum(row.counted[0][COUNTED.index("left_out_parts")] for row in rows) == 2
+    assert built(folder, max_frames=2, rules={"too_long": "drop"}).pieces(0) == []
+
+
+@pytest.mark.parametrize("length", [79, 80, 81, 158, 159, 500])
+def test_texts_longer_than_a_row_are_read_completely(tmp_path: Path, length: int):
+    folder = write_one(tmp_path, [Part("text", bytes([97 + i % 26 for i in range(length)])) for _ in range(5)])
+    data = built(folder)
+    rows = [data.read_piece(0, piece) for piece in data.pieces(0)]
+    shown = "".join(TOKENIZER.decode(row.input_ids) for row in rows).replace(" ", "")
+    assert shown == "".join(chr(97 + i % 26) for i in range(length)) * 5 + "<end>"
+
+
+def test_an_answer_longer_than_a_row_is_left_out(tmp_path: Path):
+    data = built(write_one(tmp_path, [Part("text", b"a" * 10), Part("prompt", b"ask"), Part("text", b"b" * 200), Part("text", b"c")]))
+    rows = [data.read_piece(0, piece) for piece in data.pieces(0)]
+    assert "b" not in "".join(TOKENIZER.decode(row.input_ids) for row in rows)
+    assert sum(row.counted[0][COUNTED.index("left_out_parts")] for row in rows) == 1
 
 
 def test_rows_without_text_are_left_out_of_a_document(tmp_path: Path):
@@ -298,7 +318,7 @@ def test_all_unreadable_is_an_error_soon(tmp_path: Path):
     contents = {shard.url: (listed.folder / shard.url).read_bytes() for shard in listed.shards}
     for url, content in contents.items():
         (listed.folder / url).write_bytes(content.replace(b"\x89PNG", b"PNG\x89"))
-    with pytest.raises(DataError, match=r"No document of 7 in a row can be read: data\.errors\.most_in_a_row"):
+    with pytest.raises(DataError, match="None of 7 documents in a row can be read"):
         read(most_documents=1.0, most_in_a_row=7, bad_document="skip_document")
     for url in contents:
         (listed.folder / url).unlink()
@@ -465,7 +485,7 @@ def test_a_rare_source_needs_a_larger_share(tmp_path: Path):
     pages.write_pages(tmp_path / "pages" / "train", 60)
     write(tmp_path / "more" / "train", [Document("a", [Part("text", b"x")])], {}, Writing(source="more"))
     sources = {"pages": {"path": "pages", "rate": 1}, "more": {"path": "more", "rate": 1e-6}}
-    with pytest.raises(DataError, match=r"data\.sources\.more: its share is less than one document of 4096"):
+    with pytest.raises(DataError, match=r"data\.sources\.more\.rate: its share is less than one document of 4096"):
         built(tmp_path, sources=sources).order(0, 4, 10, ())
 
 

@@ -11,7 +11,7 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -92,6 +92,32 @@ class ShardCache:
                 )
             time.sleep(_POLL)
 
+    def fetch_ahead(self, shard: Shard, spared: Collection[str], unused_since: int) -> bool:
+        """Fetch a shard that will be needed; returns whether it is there, which it is not where there is no room.
+
+        spared: names of files that are not deleted for it. unused_since: nanoseconds; nor are files that were used after this time, which
+        another process may have fetched ahead.
+
+        Raises:
+            ConfigError, ShardUnavailable, ShardChanged: as `open`.
+        """
+        with self._claim(shard) as part:
+            if part is None or self.contains(shard):
+                return True
+            if not self._reserve(part, shard, lambda: False, spared, unused_since):
+                return False
+            self._fetch(part, shard)
+            return True
+
+    def contains(self, shard: Shard) -> bool:
+        """Whether a shard's file is there."""
+        return self.path(shard).exists()
+
+    def mark_used(self, shard: Shard) -> None:
+        """Let a shard's file count as used now, if it is there."""
+        with contextlib.suppress(OSError):
+            os.utime(self.path(shard))
+
     def path(self, shard: Shard, ending: str = "tar") -> Path:
         """Where its file is, or will be."""
         key = f"{shard.url}\n{shard.bytes}\n{shard.etag or ''}"
@@ -131,8 +157,11 @@ class ShardCache:
         finally:
             os.close(part)
 
-    def _reserve(self, part: int, shard: Shard, let_go: Callable[[], bool]) -> bool:
-        """Whether there is room for a shard; it is the part's from then on. Deletes what others have left, and files that nobody holds."""
+    def _reserve(
+        self, part: int, shard: Shard, let_go: Callable[[], bool], spared: Collection[str] = (), unused_since: int | None = None
+    ) -> bool:
+        """Whether there is room for a shard, which then belongs to the part. Deletes leftovers of killed processes, and files without a
+        reference, the least recently used first; see `fetch_ahead` for those that are spared."""
         with self._folder_lock(shard):
             own, files = self.path(shard, "part").name, self._list_files()
             for name in [name for name in files if name.endswith(".part") and name != own]:
@@ -140,6 +169,8 @@ class ShardCache:
                     del files[name]
             used = sum(facts.st_size for name, facts in files.items() if name != own)
             unused = sorted((name for name in files if name.endswith(".tar")), key=lambda name: files[name].st_mtime_ns)
+            if unused_since is not None:
+                unused = [name for name in unused if name not in spared and files[name].st_mtime_ns < unused_since]
             while used + shard.bytes > self.limit:
                 name = next((name for name in unused if self._delete(name)), None)
                 if name is not None:

@@ -16,11 +16,11 @@ from collections.abc import Generator
 from typing import IO, NamedTuple
 
 from src.data.streaming.manifest import ShardChanged, ShardUnavailable
-from src.data.streaming.remote import s3
-from src.data.streaming.remote.s3 import Interruption
+from src.data.streaming.remote import objects
+from src.data.streaming.remote.objects import Interruption
 
 PIPE = "pipe:"
-REMOTE = (s3.SCHEME, PIPE)
+REMOTE = (*objects.SCHEMES, PIPE)
 PATIENCE = 25.0
 """Seconds without a new byte after which a shard is given up."""
 LEAST_PATIENCE = 0.5
@@ -81,9 +81,9 @@ def source_of(url: str, patience: float = PATIENCE) -> Source:
         ShardUnavailable: there is no such object, or the server does not answer.
     """
     tries = _Tries(url, patience)
-    while url.startswith(s3.SCHEME):
+    while url.startswith(objects.SCHEMES):
         try:
-            found = Source(url, *s3.head(url, tries.longest_request))
+            found = Source(url, *objects.head(url, tries.longest_request))
             _Tries.silent = None
             return found
         except Interruption as error:
@@ -107,7 +107,7 @@ def transfer(source: Source, file: IO[bytes], patience: float = PATIENCE, begin:
             if is_command:
                 chunks = _run(source, patience)
             else:
-                found = s3.read_range(source.url, source.etag, begin + written, end or 0, tries.longest_request)
+                found = objects.read_range(source.url, source.etag, begin + written, end or 0, tries.longest_request)
                 source = source._replace(etag=source.etag or found.etag)  # what is read later is of the same object
                 chunks = _check(source, found, (end or 0) - begin - written)
             with contextlib.closing(chunks):
@@ -125,7 +125,7 @@ def transfer(source: Source, file: IO[bytes], patience: float = PATIENCE, begin:
     return digest.hexdigest()
 
 
-def _check(source: Source, found: s3.Range, size: int) -> Generator[bytes]:
+def _check(source: Source, found: objects.Range, size: int) -> Generator[bytes]:
     """The bytes that were found of an object of S3; raises Interruption where they are not `size`."""
     with contextlib.closing(found.chunks):
         if found.total != source.size:
