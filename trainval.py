@@ -37,14 +37,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return end_with_reader(act)(args)
     except UserError as error:
-        # What keeps a process from starting is told by each: the first to leave has the launcher end the others before they can.
+        # Each process reports a failed start: the launcher ends the remaining ones as soon as the first exits.
         if distributed.is_main() or isinstance(error, LaunchError):
             complain(str(error))
         return 1
     except KeyboardInterrupt:
         return 130
     except distributed.TrainingStopped as stopped:
-        log.info("%s: stopped. The same command goes on from here.", stopped.reason.by)
+        log.info("%s: stopped. The same command resumes from here.", stopped.reason.by)
         return stopped.exit_code
 
 
@@ -55,7 +55,7 @@ def complain(mistakes: str) -> None:
 
 
 def prefix_lines(error: Exception, where: str) -> str:
-    """The lines of `error`, each beginning with the place of the experiment."""
+    """The lines of `error`, each starting with the place of the experiment."""
     return "\n".join(line if line.startswith(where) else f"{where}: {line}" for line in str(error).splitlines())
 
 
@@ -167,7 +167,7 @@ def show(planned: Sequence[Any], lacks: dict[str, list[str]], places: Any, known
 
 
 def show_memory(args: argparse.Namespace, planned: Sequence[Any], places: Any) -> int:
-    """Print what a GPU would hold of each training, and how long it would take; returns exit code 1 if one has no plan."""
+    """Print the GPU memory and the hours of each training; returns exit code 1 if one has no plan."""
     from src.launch import memory_table
     from src.runs.plan import merge_mistakes, replace_micro_batch
 
@@ -182,7 +182,7 @@ def show_memory(args: argparse.Namespace, planned: Sequence[Any], places: Any) -
 
 
 def submit(given: Any, args: argparse.Namespace, planned: Sequence[Any], chosen: set[str], places: Any) -> int:
-    """Hand one job per experiment to the launcher. -r resets the `chosen` ids alone."""
+    """Hand one job per experiment to the launcher. -r resets only the `chosen` ids."""
     from src.launch import actions
 
     by_id = {item.exp_id: item for item in planned}
@@ -242,7 +242,7 @@ def train(args: argparse.Namespace, planned: Sequence[Any], chosen: set[str], pl
             try:
                 run_one(item, args.reset if item.exp_id in chosen else 0, places, options, args.micro_batch)
             except UserError as error:
-                # The next experiment can start where all processes are here. Else this one cannot know how far the others are.
+                # The next experiment can start only if all processes are here; this one cannot know how far the rest is.
                 if distributed.world_size() > 1 and not error.everywhere:
                     if not distributed.is_main():
                         complain(f"rank {distributed.rank()}: {error}")
@@ -274,7 +274,7 @@ def run_one(item: Any, reset: int, places: Any, options: Any, micro_batch: int |
         opened.append(RunDir.open(places.runs, item.exp, resolved, recipe=item.recipe, reset=reset, facts=facts))
         return opened[0].status()["state"]
 
-    distributed.defer_stop()  # until `carry_out` keeps the status true
+    distributed.defer_stop()  # until `carry_out` handles the status
     state = distributed.broadcast_from_rank0(begin)
     run_dir = opened[0] if opened else RunDir.attach(places.runs / item.exp_id)
     torch_settings.place_flight_recorder(run_dir.logs)
@@ -301,7 +301,7 @@ def carry_out(item: Any, run: Any) -> None:
             distributed.allow_stop()
             item.recipe.run(run)
         finally:
-            distributed.defer_stop()  # no signal keeps the status from being written
+            distributed.defer_stop()  # no signal prevents writing the status
     except KeyboardInterrupt:
         mark("stopped", reason="interrupted by the user", stopped_by="person")
         raise

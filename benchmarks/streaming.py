@@ -1,17 +1,19 @@
-"""Streaming: reading documents beside other libraries, indexes, resuming, packing beside first-fit, and how long a training waits.
+"""Streaming: reading compared to other libraries, indexing, resuming, packing compared to first-fit, and waits for remote tars.
 
-    python -m benchmarks.streaming [--documents 20000] [--large 2000] [--peers FOLDER ...] [--run RUN]
+    python -m benchmarks.streaming [--only PART ...] [--documents 20000] [--large 2000] [--peers FOLDER ...] [--run RUN]
 
-Reading: all parts of documents of 1 KB and of 60 KB as bytes, in their order, one process without workers: by the index; by webdataset
-from the same tars; and by mosaicml-streaming and litdata from the same documents in formats of their own. In turns, best of three, each
-where it can be imported, from the environment or a folder of --peers (`pip install --no-deps --target FOLDER webdataset braceexpand`).
-Indexing: `data_prep.tar_shards.index`, best of three, with one process and with two. Resuming: the first row of a lane at 1 % and at
-99 % of an epoch of 10 million documents of which only sizes are known, and the memory of that. Packing: how full rows of 1,024 tokens
-are, with 16 open rows of a lane, beside m4's way: first-fit into the open rows of a map over 256 documents. --run: a training on
-streamed pages, whose share of time in waiting for data is printed, as its perf.jsonl has it.
+reading: all parts of documents of 1 KB and 60 KB as bytes, in order, in one process without workers: with the index, with webdataset
+from the same tars, and with mosaicml-streaming and litdata from the same documents in their formats. In turns, best of three, for each
+library that can be imported, from the environment or a folder of --peers (`pip install --no-deps --target FOLDER webdataset braceexpand`).
+indexing: `data_prep.tar_shards.index`, best of three, with one process and with two. resuming: the first row of a lane at 1 % and at
+99 % of an epoch of 10 million documents with known sizes, and its memory. packing: the fill of rows of 1,024 tokens with 16 open rows per
+lane, compared to m4's first-fit into the open rows of a map over 256 documents; and the fill with 8 open rows of 16 frames, with and
+without one document in 1,000 that takes all frames of a row. waits: reads that wait for a download, in 160 steps of 50 ms over 8 tars that
+take a second each, with and without prefetching. --run: the share of time that a training on streamed pages waits for data.
 """
 
 import argparse
+import hashlib
 import importlib
 import json
 import random
@@ -25,12 +27,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from data_prep.tar_shards.write import Document, Part, Writing, write
 from src.data.packing.lanes import Lane, Packing
 from src.data.streaming import manifest, tar_index
 from src.data.streaming.arrangement import Joined, Source
 from src.data.streaming.shard_files import ShardFiles
+from src.data.streaming.shard_lists import Listed
+from src.data.streaming.texts import TextTokens
+from src.training.config import LoopConfig
 
 Readers = Iterator[tuple[str, Callable[[], int]]]
 ROOM, OPEN, DOCUMENTS, LANES = 1024, 16, 10_000_000, 64
@@ -186,13 +192,63 @@ def fill_of_first_fit(sizes: np.ndarray, rows: int) -> float:
     return used / (made * ROOM)
 
 
+def fill_with_images(heavy: bool, images: int, rows: int = 20_000) -> float:
+    """Share of real tokens in the rows of a lane: documents of 20 to 899 tokens with 1 to `images` images, 16 of which fill a row.
+
+    heavy: with one document in 1,000 of 30 tokens and 16 images.
+    """
+    draw = random.Random(0)
+    sizes = [(draw.randint(20, 899), draw.randint(1, images)) for _ in range(100_000)]
+    if heavy:
+        sizes[500::1000] = [(30, 16)] * len(sizes[500::1000])
+    lane = Lane(Packing(Joined([Source([len(sizes)], "none", 2, "s")]), lambda _, i: [sizes[i]], (ROOM, 16), 8, "data"), 0, 1)
+    emitted = [lane.next_row() for _ in range(rows)]
+    return sum(sizes[document][0] for row in emitted for document in row[1::3]) / (rows * ROOM)
+
+
+def write_slow_tars(folder: Path, steps: int, tars: int, seconds: float) -> None:
+    """Indexed tars of documents that fill a row each; each tar takes `seconds` to download. And a tokenizer."""
+    from data_prep.tar_shards import index
+    from tests.data.streaming import pages
+
+    pages.tokenizer().save_pretrained(folder / "tokenizer")
+    documents = [Document(f"{i:06}", [Part("text", bytes([97 + i % 26]) * 79)]) for i in range(steps)]
+    made = write(folder / "made", documents, {}, Writing(steps // tars, "x"))
+    urls = [f"pipe:sleep {seconds}; cat {made.folder / shard.url}" for shard in made.shards]
+    index.index_into(folder / "slow" / "train", [Listed(url) for url in urls], texts=TextTokens(pages.tokenizer()))
+
+
+def count_waits(folder: Path, prefetch: int, steps: int, step_seconds: float) -> tuple[int, float, str]:
+    """Reads that waited for a download, seconds in all, and a digest of the rows, of a training with a cold cache of four tars."""
+    from src.config import Places
+    from src.registry import DATASETS, bind
+    from src.training.loader import StepLoader
+    from src.training.state import State
+    from tests.data.streaming import pages
+
+    config = bind(DATASETS, pages.config({"x": {"path": "slow"}}, shuffle="none", open_rows=1, prefetch_shards=prefetch))
+    data = config.build(Places(folder, folder), pages.tokenizer(), "train", 0)
+    files, rows = data.documents[0].files, hashlib.sha256()
+    assert files.cache
+    files.cache.folder = folder / f"cache-{prefetch}"
+    values = {"steps": steps, "sequences_per_step": 1, "micro_batch": 1, "learning_rate": 1e-3, "eval_every": steps}
+    loop = LoopConfig.model_validate({**values, "best_metric": "val_loss", "best_mode": "min"})
+    loader = StepLoader(data, data.order(0, 1, steps, []), loop, torch.device("cpu"), num_workers=0)
+    stream, begin = loader.steps(State()), time.perf_counter()
+    for _ in range(steps):
+        rows.update(next(stream).batches[0]["input_ids"].numpy().tobytes())
+        time.sleep(step_seconds)
+    stream.close()
+    return files.counters["misses"], time.perf_counter() - begin, rows.hexdigest()
+
+
 def resume(share: float) -> tuple[float, int]:
     """Seconds to the first row of each lane after `share` of an epoch of 10 million documents, and bytes of a lane's state."""
     begin = time.perf_counter()
     sizes = [DOCUMENTS // 2000] * 2000
     streams = Joined([Source(sizes, "window", 10_000, "s")])
     packing = Packing(streams, lambda _, i: [(i % 700 + 1,)], (ROOM,), OPEN, "data")
-    lanes = [Lane(packing, v, LANES, (int(share * DOCUMENTS / LANES), 0, 0, (), ())) for v in range(LANES)]
+    lanes = [Lane(packing, v, LANES, (int(share * DOCUMENTS / LANES), 0, 0, (), (), ())) for v in range(LANES)]
     for lane in lanes:
         lane.next_row()
     seconds = time.perf_counter() - begin
@@ -218,29 +274,59 @@ def _resume_apart(share: float) -> tuple[float, int, float]:
     return float(seconds), int(state), float(memory)
 
 
+PARTS = ("reading", "indexing", "resuming", "packing", "waits")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--documents", type=int, default=20_000, help="of 1 KB (default: %(default)s)")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to run (default: all)")
+    parser.add_argument("--documents", type=int, default=20_000, help="documents of 1 KB (default: %(default)s)")
     parser.add_argument("--large", type=int, default=2_000, help="documents of 60 KB (default: %(default)s)")
-    parser.add_argument("--rows", type=int, default=20_000, help="rows that are packed (default: %(default)s)")
+    parser.add_argument("--rows", type=int, default=20_000, help="rows to pack (default: %(default)s)")
     parser.add_argument("--peers", type=Path, nargs="+", default=[], metavar="FOLDER", help="where other libraries are installed")
     parser.add_argument("--run", type=Path, help="a training on streamed pages")
     args = parser.parse_args()
     sys.path.extend(map(str, args.peers))
-    with tempfile.TemporaryDirectory() as made:
-        folder = Path(made)
-        compare_reading(folder / "small", args.documents, 1_000)
-        compare_reading(folder / "large", args.large, 60_000)
-        for processes in (1, 2):
-            print(f"indexing, processes {processes}: {time_indexing(folder / 'small', args.documents, processes):,.0f} documents/s")
+    for part in args.only:
+        with tempfile.TemporaryDirectory() as made:
+            globals()[f"print_{part}"](args, Path(made))
+    if args.run:
+        print(f"waiting for data: {np.median([*waits(args.run)]):.4f} of the time, the median of logged intervals")
+
+
+def print_reading(args: argparse.Namespace, folder: Path) -> None:
+    compare_reading(folder / "small", args.documents, 1_000)
+    compare_reading(folder / "large", args.large, 60_000)
+
+
+def print_indexing(args: argparse.Namespace, folder: Path) -> None:
+    write_documents(folder, args.documents, 1_000)
+    for processes in (1, 2):
+        print(f"indexing, processes {processes}: {time_indexing(folder, args.documents, processes):,.0f} documents/s")
+
+
+def print_resuming(args: argparse.Namespace, folder: Path) -> None:
     early, late = (min(tries) for tries in zip(*((_resume_apart(0.01), _resume_apart(0.99)) for _ in range(7)), strict=True))
     print(f"first rows of {LANES} lanes at 1 % {early[0]:.3f} s, at 99 % {late[0]:.3f} s: {late[0] / early[0]:.2f} times; {late[2]:.0f} MB")
     print(f"state of a lane: at most {max(early[1], late[1])} bytes")
+
+
+def print_packing(args: argparse.Namespace, folder: Path) -> None:
     for kind in ("uniform", "log-normal"):
         sizes = lengths(kind)
         print(f"fill, {kind}: {fill_of_lanes(sizes, args.rows):.4f}, first-fit over 256 {fill_of_first_fit(sizes, args.rows):.4f}")
-    if args.run:
-        print(f"waiting for data: {np.median([*waits(args.run)]):.4f} of the time, the median of logged intervals")
+    for images in (1, 3):
+        plain, heavy = (fill_with_images(flag, images, args.rows) for flag in (False, True))
+        print(f"fill, 1 to {images} images: {plain:.4f}, with one document in 1,000 of 16 images {heavy:.4f}")
+
+
+def print_waits(args: argparse.Namespace, folder: Path) -> None:
+    steps, tars, seconds, step_seconds = 160, 8, 1.0, 0.05
+    write_slow_tars(folder, steps, tars, seconds)
+    measured = [count_waits(folder, prefetch, steps, step_seconds) for prefetch in (0, 2)]
+    for prefetch, (count, total, _) in zip((0, 2), measured, strict=True):
+        print(f"waits, prefetch_shards {prefetch}: {count} of {tars} tars, {total:.1f} s for {steps} steps of {step_seconds} s")
+    print(f"  the same rows: {measured[0][2] == measured[1][2]}")
 
 
 if __name__ == "__main__":

@@ -17,9 +17,9 @@ from src.errors import ConfigError
 
 
 def added_field(absence: Any, **constraints: Any) -> Any:
-    """A field added after runs were made without it: `absence` is its default, and what runs without it did.
+    """Declare a field that was added later: `absence` is its default, and the behavior of runs made without it.
 
-    `constraints` are those of pydantic's Field. Runs whose config.json lacks the field can then still be opened.
+    Runs without the field in config.json can then still be opened. `constraints`: see pydantic's Field.
     """
     return Field(default=absence, json_schema_extra={"absence": absence}, **constraints)
 
@@ -45,7 +45,7 @@ def is_added(info: FieldInfo) -> bool:
 
 
 def _absence(info: FieldInfo) -> list[Any]:
-    """[what the absence of the field meant], or [] if it was there from the start."""
+    """[the value used for an absent field], or [] for a field that is not `added_field`."""
     extra = info.json_schema_extra
     return [extra["absence"]] if isinstance(extra, dict) and "absence" in extra else []
 
@@ -59,7 +59,7 @@ class Config(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        """Refuse an added field whose default is not what its absence meant."""
+        """Refuse an added field with another default than the value for its absence."""
         for name, info in cls.model_fields.items():
             default, absence = info.default, _absence(info)[0] if is_added(info) else info.default
             if (type(default), default) != (type(absence), absence):
@@ -70,7 +70,7 @@ class Config(BaseModel):
 
 
 def fill_absences(saved: Any, config: Any) -> Any:
-    """`saved`, an older dict of `config`, with each added field that it lacks at what its absence meant."""
+    """Fill the fields missing from `saved`, an older dict of `config`."""
     if isinstance(saved, dict) and isinstance(config, Config):
         filled = {key: fill_absences(value, getattr(config, key, None)) for key, value in saved.items()}
         return filled | config.model_dump(mode="json", include=_absent_fields(config) - saved.keys())
@@ -82,7 +82,7 @@ def fill_absences(saved: Any, config: Any) -> Any:
 
 
 def drop_absences(dumped: Any, config: Any) -> Any:
-    """`dumped`, the JSON of `config`, without added fields at what their absence meant: a digest of it is what it was before them."""
+    """Remove added fields at their value for absence from `dumped`, the JSON of `config`. A digest of it then stays the same."""
     if isinstance(dumped, dict) and isinstance(config, Config):
         absent = _absent_fields(config)
         return {key: drop_absences(value, getattr(config, key, None)) for key, value in dumped.items() if key not in absent}
@@ -94,13 +94,13 @@ def drop_absences(dumped: Any, config: Any) -> Any:
 
 
 def _absent_fields(config: Config) -> set[str]:
-    """Names of the added fields that are at what their absence meant."""
+    """Names of the added fields at their value for absence."""
     return {name for name, info in type(config).model_fields.items() if is_added(info) and getattr(config, name) == info.default}
 
 
 @dataclass(frozen=True)
 class Places:
-    """Folders on this machine. They may change no result, so they are not part of an experiment."""
+    """Folders on this machine. They must not change a result, so they are not part of an experiment."""
 
     data: Path
     """Prepared data sets, one folder each (`--data_path`)."""
@@ -128,7 +128,7 @@ def load(cls: type[C], raw: Any, where: str) -> C:
     """Check `raw` against `cls`.
 
     Raises:
-        ConfigError: one line for each mistake, each beginning with `where` and the dotted path.
+        ConfigError: one line for each mistake, starting with `where` and the dotted path.
     """
     try:
         return cls.model_validate(raw)
@@ -178,7 +178,7 @@ def dotted_path(loc: Iterable[int | str]) -> str:
 
 
 def join(head: str, tail: str) -> str:
-    """Dotted path of `tail` below `head`; either may be empty."""
+    """Dotted path of `tail` below `head`; either can be empty."""
     return f"{head}{'' if tail.startswith('[') else '.'}{tail}" if head and tail else head or tail
 
 
@@ -235,7 +235,7 @@ def describe_value(value: Any) -> str:
 
 
 def shorten(value: Any) -> str:
-    """`repr` of a value, cut to 60 characters: a message must not drown in what it complains of."""
+    """`repr` of a value, cut to 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 

@@ -1,7 +1,7 @@
-"""An order says which samples make each optimizer step of a training. Samples themselves are pure functions of their keys.
+"""An order maps the optimizer steps of a training to sample keys. Samples are pure functions of their keys.
 
-Where the samples of a step follow from its number alone (a permutation of an index), an order has no state. Otherwise (packed rows,
-filtered streams, rollouts) its state is a cursor: JSON values that travel with each micro-batch and are saved in every checkpoint.
+An order has no state if the samples of a step depend only on its number, as in a permutation of an index. Packed rows, filtered streams
+and rollouts have a state, the cursor: JSON values that travel with each micro-batch and are saved in every checkpoint.
 """
 
 import random
@@ -28,14 +28,14 @@ Cursor = dict[str, Any]
 Shuffle = Literal["numpy", "feistel"]
 _ROUNDS = 4
 _WINDOW = 50
-"""Steps whose samples are sorted by length together."""
+"""Steps per window in which samples are sorted by length."""
 
 
 @dataclass(frozen=True)
 class RankShare:
     """How the sequences of one optimizer step are cut into micro-batches, and which of them this process reads.
 
-    Micro-batch number g of a step goes to process g % world_size, so processes may get one more or one less than others.
+    Micro-batch number g of a step goes to process g % world_size, so the numbers of micro-batches per process can differ by one.
     """
 
     per_step: int
@@ -56,13 +56,13 @@ class RankShare:
 
 
 class MicroBatch(NamedTuple):
-    """What one process reads in one pass."""
+    """The samples of one process for one pass."""
 
     keys: list[Key]
     cursor: Cursor
     """The entries of the cursor that it changes."""
     counters: Mapping[str, tuple[float, float]] = {}
-    """Sum and count of what a score row reports as the mean "data/NAME" since the last row; the same names in a whole step."""
+    """Sum and count of each mean "data/NAME" in the next score row; the same names in all micro-batches of a step."""
 
 
 class Order(Protocol):
@@ -71,12 +71,12 @@ class Order(Protocol):
     def micro_batches(self, first_step: int, share: RankShare, cursor: Cursor) -> Iterator[MicroBatch]:
         """Yield each micro-batch of `share`, from the step after `first_step` finished ones on, endlessly.
 
-        cursor: all entries behind `first_step`; {} at the start of a training.
+        cursor: all entries after `first_step`; {} at the start of a training.
         """
         ...
 
     def describe(self, step: int, cursor: Cursor) -> Mapping[str, Any]:
-        """Where the step after `step` finished ones begins to read, as JSON values for people."""
+        """Where the step after `step` finished ones starts to read, as JSON values for people."""
         ...
 
 
@@ -89,13 +89,13 @@ class WholeSkips(Order, Protocol):
         ...
 
     def begin_before(self, step: int) -> int:
-        """Finished steps where the iteration begins before that of step number `step`; 0 in the first."""
+        """Finished steps at the start of the previous iteration, seen from step number `step`; 0 in the first."""
         ...
 
 
 @runtime_checkable
 class OrderedDataset(Dataset, Protocol):
-    """A data set with an order of its own: what a step reads does not follow from the step's number."""
+    """A data set with its own order: the samples of a step do not depend only on the step's number."""
 
     def order(self, seed: int, per_step: int, steps: int, branches: Sequence[Branch]) -> Order:
         """The order of a training of `steps` steps of `per_step` sequences; `branches` are the rewinds that it went through, oldest first.
@@ -107,7 +107,7 @@ class OrderedDataset(Dataset, Protocol):
 
 
 class ReadAhead(Protocol):
-    """Fetches what a training reads next."""
+    """Fetches files before a training reads them."""
 
     def advance(self, cursor: Cursor) -> None:
         """Take note that everything before this cursor was read."""
@@ -120,7 +120,7 @@ class ReadAhead(Protocol):
 
 @runtime_checkable
 class ReadAheadDataset(Dataset, Protocol):
-    """A data set whose files can be fetched before they are read."""
+    """A data set with files that can be fetched before they are read."""
 
     def read_ahead(self, order: Order, share: RankShare) -> ReadAhead | None:
         """The fetcher for this process's share; None if all files are local."""
@@ -128,11 +128,11 @@ class ReadAheadDataset(Dataset, Protocol):
 
 
 class ShuffledConfig(DatasetConfig):
-    """Data whose training epochs are permutations of an index."""
+    """Data with permutations of an index as training epochs."""
 
     shuffle: Shuffle = added_field("numpy")
-    """How an epoch is permuted. numpy: each process holds the whole permutation, 8 bytes a sample. feistel: each place is computed when it
-    is read, in microseconds and no memory."""
+    """How an epoch is permuted. numpy: each process holds the complete permutation, 8 bytes per sample. feistel: each place is computed on
+    access, in microseconds and without memory."""
 
 
 @runtime_checkable
@@ -165,9 +165,9 @@ def order_of(dataset: Dataset, seed: int, per_step: int, steps: int, branches: S
 
 @dataclass(frozen=True)
 class IndexedOrder:
-    """Each epoch is a permutation of all indices. What a step reads follows from its number, so cursors are empty.
+    """Each epoch is a permutation of all indices. The samples of a step depend only on its number, so cursors are empty.
 
-    "skip:K" of a branch passes over the samples of K steps; "reshuffle" permutes what is left of the epoch again.
+    "skip:K" of a branch skips the samples of K steps; "reshuffle" permutes the rest of the epoch again.
     """
 
     seed: int
@@ -194,7 +194,7 @@ class IndexedOrder:
         return map(self._key_reader(), count(first))
 
     def position(self, step: int) -> int:
-        """Position in `keys` where the step after `step` finished ones begins to read."""
+        """Position in `keys` where the step after `step` finished ones starts to read."""
         return (step + sum(branch.skipped_steps for branch in self.branches if branch.from_step <= step)) * self.per_step
 
     def _key_reader(self) -> Callable[[int], Key]:
@@ -229,18 +229,18 @@ class IndexedOrder:
         return order
 
     def _reshuffles(self, epoch: int) -> list[tuple[int, int]]:
-        """(place from which the epoch is permuted again, number of the branch); what was read before keeps its place."""
+        """(place from which the epoch is permuted again, number of the branch); earlier places do not change."""
         begins = [(divmod(self.position(branch.from_step), self.num_samples), branch) for branch in self.branches]
-        return [(place, branch.number) for (own, place), branch in begins if own == epoch and branch.data == "reshuffle"]
+        return [(place, branch.number) for (start, place), branch in begins if start == epoch and branch.data == "reshuffle"]
 
 
 @dataclass(frozen=True)
 class GroupedOrder:
-    """An order whose samples, within windows of `_WINDOW` steps, are sorted by length and cut into groups that stay together.
+    """An order that sorts samples by length within windows of `_WINDOW` steps and cuts them into groups that stay together.
 
-    The groups of a window are dealt to its steps at random, so a step reads short and long ones; in a step they go by length, so that
-    processes pass over like ones at a time. The first step reads the longest of its window: what does not fit in memory is seen at once.
-    Near the end of an epoch a window has samples of the next one.
+    The groups of a window are dealt to its steps at random, so a step reads short and long samples. Within a step they are sorted by
+    length, so that processes have samples of similar length at a time. The first step reads the longest samples of its window, so that
+    samples that do not fit in memory fail at once. Near the end of an epoch a window has samples of the next one.
     """
 
     order: IndexedOrder
@@ -278,12 +278,12 @@ class GroupedOrder:
             longest = groups.index(range(self.group))
             groups[0], groups[longest] = groups[longest], groups[0]
         each = self.order.per_step // self.group
-        steps = [sorted(groups[first : first + each], key=lambda own: own.start) for first in range(0, len(groups), each)]
-        return [[keys[place] for own in step for place in own] for step in steps]
+        steps = [sorted(groups[first : first + each], key=lambda places: places.start) for first in range(0, len(groups), each)]
+        return [[keys[place] for places in step for place in places] for step in steps]
 
 
 def feistel_permute(position: int, size: int, key: str) -> int:
-    """Image of `position` under a permutation of 0..size-1 that depends on `key`, computed without the others.
+    """Image of `position` under a permutation of 0..size-1 that depends on `key`, computed in constant memory.
 
     A Feistel network over the next power of 4, walked until it is back below `size` (Black and Rogaway 2002, "Ciphers with arbitrary
     finite domains").
@@ -291,10 +291,10 @@ def feistel_permute(position: int, size: int, key: str) -> int:
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
     while True:
-        left, right = position >> half, position & mask
+        high, low = position >> half, position & mask
         for number in range(_ROUNDS):
-            digest = blake2b(f"{key}/{number}/{right}".encode(), digest_size=8).digest()
-            left, right = right, left ^ (int.from_bytes(digest, "little") & mask)
-        position = left << half | right
+            digest = blake2b(f"{key}/{number}/{low}".encode(), digest_size=8).digest()
+            high, low = low, high ^ (int.from_bytes(digest, "little") & mask)
+        position = high << half | low
         if position < size:
             return position

@@ -12,7 +12,7 @@ from src.config import Config, Problems, describe_value, is_operational, join, p
 
 @dataclass(frozen=True, eq=False)
 class ComponentTable:
-    """Names of one kind, each with the module whose `Config` implements the interface of that kind (src/interfaces.py)."""
+    """Names of one kind, each with the module that implements the interface of that kind (src/interfaces.py) as `Config`."""
 
     kind: str
     modules: Mapping[str, str]
@@ -184,7 +184,7 @@ def _canonical(raw: Any, loaded: Any) -> Any:
 
 
 def operational_values(raw: Any, loaded: Any, path: str = "") -> dict[str, Any]:
-    """The operational values in `raw` by their dotted path: those that `canonical_dict` leaves out. Lists have none."""
+    """The operational values in `raw` by their dotted path: those that `canonical_dict` drops. Lists are not searched."""
     if not isinstance(raw, dict):
         return {}
     inner = vars(loaded) if isinstance(loaded, Config) else loaded if isinstance(loaded, dict) else {}

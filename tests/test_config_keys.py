@@ -88,7 +88,7 @@ def test_every_new_setting_says_what_its_absence_meant():
     assert not gone, f"tests/golden/config_keys.json: take out {sorted(gone)}, which no registered Config uses."
 
 
-def test_each_difference_is_told_with_its_remedy():
+def test_each_difference_is_reported_with_its_remedy():
     known = {"m.C": {"original": ["old"], "added": {"later": 1}}}
     assert mistakes(known, known) == []
 

@@ -243,7 +243,7 @@ def test_a_stopped_process_exits_with_the_code_to_requeue_on_and_starts_nothing_
     assert wait_until(lambda: steps_written(folder) >= 4, process)
     os.kill(process.pid, signal.SIGTERM)
     assert process.wait(timeout=300) == 75
-    assert "SIGTERM: stopped. The same command goes on from here." in (folder / "log").read_text()
+    assert "SIGTERM: stopped. The same command resumes from here." in (folder / "log").read_text()
     assert status(folder)["state"] == "stopped"
     assert not (folder / "runs" / exp_id(second)).exists()
 

@@ -23,7 +23,7 @@ _deferring = False
 
 
 class BrokenGroup(list[Experiment]):
-    """What a refused call gave inside `deferred_errors`. Whoever reads it gets the refusal, `error`."""
+    """The result of a refused call inside `deferred_errors`. Whoever reads it gets the refusal, `error`."""
 
     def __init__(self, error: str) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def _deferrable(make: Callable[P, list[T]]) -> Callable[P, list[T]]:
 def grid(base: Experiment, axes: Axes, where: Callable[[Experiment], bool] | None = None) -> list[Experiment]:
     """Every combination of the values of `axes` (dotted path -> values), the last axis changing fastest.
 
-    `where` keeps the experiments for which it is true. A value that is a list stays a list. The dicts share nothing.
+    `where` selects the experiments for which it is true. A value that is a list stays a list. The dicts share nothing.
 
     Raises:
         ConfigError: a `base` that is no dict, a path that is neither in it nor a field of its config, or an axis without values.
@@ -127,7 +127,7 @@ def set_path(exp: Experiment, path: str, value: Any, must_exist: bool) -> Experi
 
 
 def override(exp: Experiment, values: Mapping[str, Any]) -> Experiment:
-    """A copy of `exp` with other values: dotted path -> value. A last key may be new: whether it is allowed is checked later.
+    """A copy of `exp` with other values: dotted path -> value. A last key can be new: it is checked later.
 
     Raises:
         ConfigError: names a key that is not there, or that leads to no dict.
@@ -136,7 +136,7 @@ def override(exp: Experiment, values: Mapping[str, Any]) -> Experiment:
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:
-    """Split "loop.steps=20" into ("loop.steps", 20). The value is read as JSON where it is JSON, else taken as it stands.
+    """Split "loop.steps=20" into ("loop.steps", 20). A value that is not JSON is a string.
 
     Raises:
         ConfigError: no "=" or nothing before it, or a value that is nested too deeply or a number of thousands of digits.

@@ -259,7 +259,7 @@ def training_options(args: argparse.Namespace, processes: int) -> "Options":
 
 
 def child_arguments(args: argparse.Namespace, exp_id: str) -> list[str]:
-    """The command line of one launched experiment, without the operational values of `plan.Planned`."""
+    """The command line of one launched experiment."""
     child = ["--exp_id", exp_id, "-sb", str(args.savedir_base.resolve()), "--data_path", str(args.data_path.resolve())]
     for name in (*PASSED_ON, "wandb_entity_name", "wandb_project_name", "wandb_run_name"):
         if getattr(args, name) is not None:

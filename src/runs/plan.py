@@ -30,7 +30,7 @@ class Planned:
 
     exp_id: str
     exp: Experiment
-    """Canonical: the content of exp_dict.json, whose hash is the id."""
+    """Canonical: the content of exp_dict.json. Its hash is the id."""
     recipe: RecipeConfig
     groups: tuple[str, ...]
     """The groups that hold it, in order."""
@@ -57,10 +57,10 @@ class Planned:
 
 
 def read_groups() -> Any:
-    """EXP_GROUPS of exp_configs.py. A group whose grid is refused is a `BrokenGroup`; the others are as they should be.
+    """EXP_GROUPS of exp_configs.py. A group with a refused grid is a `BrokenGroup`; it does not affect other groups.
 
     Raises:
-        ConfigError: the file does not run otherwise.
+        ConfigError: the file raises any other error.
     """
     with deferred_errors():
         return top_level("exp_configs", "EXP_GROUPS")
@@ -79,7 +79,7 @@ def load(exp: Experiment, group: str, where: str) -> Planned:
 
 
 def describe_group(experiments: Any, known: Mapping[str, Planned]) -> str:
-    """What a group is and needs, in a few words, from the dict of its first experiment: "crossattn: bigcode/starcoder on nq".
+    """Recipe, model and data of a group, from the dict of its first experiment: "crossattn: bigcode/starcoder on nq".
 
     known: for the name of the experiment that it starts from.
     """
@@ -120,8 +120,8 @@ def load_groups(groups: Groups, names: Sequence[str], assignments: Sequence[tupl
     """
     planned: list[Planned] = []
     mistakes: list[str] = []
-    for asked in dict.fromkeys(names):
-        name, places = _select(groups, asked)
+    for text in dict.fromkeys(names):
+        name, places = _select(groups, text)
         for i in places:
             where = f"{name}[{i}]"
             try:
@@ -147,10 +147,10 @@ def load_combinations(groups: Groups, names: Sequence[str], combinations: Sequen
     return list(found.values())
 
 
-def _select(groups: Groups, asked: str) -> tuple[str, Sequence[int]]:
-    """The group that `asked` names, and the indices in it: "lm" all, "lm[3]" one."""
-    one = None if asked in groups else _ONE.fullmatch(asked)
-    name = one[1] if one else asked
+def _select(groups: Groups, text: str) -> tuple[str, Sequence[int]]:
+    """The group that `text` names, and the indices in it: "lm" all, "lm[3]" one."""
+    one = None if text in groups else _ONE.fullmatch(text)
+    name = one[1] if one else text
     if name not in groups:
         raise unknown("group", name, groups, "-e")
     group = groups[name]
@@ -163,7 +163,7 @@ def _select(groups: Groups, asked: str) -> tuple[str, Sequence[int]]:
     if one is None:
         return name, range(len(group))
     if int(one[2]) >= len(group):
-        raise ConfigError(f"-e {asked}: the group has the experiments {name}[0] to {name}[{len(group) - 1}].")
+        raise ConfigError(f"-e {text}: the group has the experiments {name}[0] to {name}[{len(group) - 1}].")
     return name, [int(one[2])]
 
 
@@ -191,7 +191,7 @@ def load_all(groups: Groups) -> dict[str, Planned]:
 
 
 def _join_groups(planned: list[Planned], made_equal: bool) -> list[Planned]:
-    """Each id once, with all groups that hold it. made_equal: it may stand twice in a group."""
+    """Each id once, with all groups that hold it. made_equal: a group can contain it twice."""
     places: dict[str, list[Planned]] = {}
     for item in planned:
         others = places.setdefault(item.exp_id, [])
@@ -205,7 +205,7 @@ def _join_groups(planned: list[Planned], made_equal: bool) -> list[Planned]:
 
 
 def find(wanted: str, known: Mapping[str, Planned], runs: Path) -> Planned:
-    """The experiment whose id begins with `wanted`, from exp_configs.py or its save directory, with the groups recorded there.
+    """The experiment with an id that starts with `wanted`, from exp_configs.py or its save directory, with the groups recorded there.
 
     Raises:
         ConfigError: neither has it, or there are several.
@@ -214,7 +214,7 @@ def find(wanted: str, known: Mapping[str, Planned], runs: Path) -> Planned:
     ids = {name for name in known if name.startswith(wanted)}
     ids |= {path.parent.name for path in runs.glob(f"{wanted}*/{metadata.EXP_DICT}")} if wanted.isalnum() else set()
     if wanted not in ids and len(ids) > 1:
-        raise ConfigError(f"--exp_id {wanted}: {len(ids)} experiments begin like that: {', '.join(sorted(ids))}. Write more of the id.")
+        raise ConfigError(f"--exp_id {wanted}: {len(ids)} experiments start with it: {', '.join(sorted(ids))}. Write more of the id.")
     wanted = wanted if wanted in ids or not ids else ids.pop()
     run = runs / wanted
     file = run / metadata.EXP_DICT
@@ -246,10 +246,10 @@ def find_problems(
     micro_batch: int | None = None,
     here: bool = False,
 ) -> dict[str, list[str]]:
-    """What is missing for each experiment, by id. Loads no model.
+    """Problems of each experiment, by id. Loads no model.
 
     reset: ids that start over. Other experiments that are done are not checked.
-    ahead: ids whose jobs will have ended before: as parents they are not missing. So are those that come earlier in `planned`.
+    ahead: ids of jobs that end before: as parents they are not missing. So are those that come earlier in `planned`.
     micro_batch: see `replace_micro_batch`.
     here: whether they are to run on this machine, so that its devices are looked at too.
     """

@@ -75,9 +75,9 @@ class RunDir:
         Its status is then "running", unless it is "done": of a finished run only the groups change.
 
         exp: canonical (`registry.canonical_dict`). resolved: with every default (`registry.resolved_dict`).
-        recipe: the typed experiment. config.json may lack its fields that were added (`added_field`) after the run began.
+        recipe: the typed experiment. Fields that were added (`added_field`) after the run started can be missing in config.json.
         reset: 1 first moves an older directory to <runs>/deleted/<id>, or <id>.1, <id>.2, … if that exists.
-            The recorded groups and the submitted job are kept.
+            The recorded groups and the submitted job remain.
         facts: for env.json; "groups" lists the groups of this start, and "diff", if any, goes to diff.patch.
 
         An unreadable exp_dict.json is rewritten, as the directory's name is the hash of its content.
@@ -112,7 +112,7 @@ class RunDir:
 
     @classmethod
     def attach(cls, path: Path) -> "RunDir":
-        """Read a directory that another process may hold: no lock, and every writing method raises RunError.
+        """Read a directory that another process can hold: no lock, and every writing method raises RunError.
 
         Raises:
             RunError: there is no experiment in `path`, or its exp_dict.json is damaged.
@@ -131,7 +131,7 @@ class RunDir:
         return Scores(self.path / SCORES, read_only=self.lease is None)
 
     def confirm(self) -> None:
-        """Check that this process may still write here; call it before writing checkpoints and scores.
+        """Check that this process still holds the lock; call it before writing checkpoints and scores.
 
         Raises:
             RunError: attached only, or the lease was lost.
@@ -143,7 +143,7 @@ class RunDir:
     def set_status(self, state: State, **facts: Any) -> None:
         """Replace status.json: the state, this attempt's number, the time, and `facts` such as step and reason.
 
-        Earlier facts of this attempt are kept, except for a reason. Adds the last value of each score: see `summary`.
+        Earlier facts of this attempt remain, except for a reason. Adds the last value of each score: see `summary`.
 
         Raises:
             RunError: attached only, the lease was lost, or the disk refuses.
@@ -153,12 +153,12 @@ class RunDir:
         time = now()
         before = self.status()
         if before.get("attempt") == self.attempt:
-            kept = {key: value for key, value in before.items() if key not in ("reason", SUMMARY)}
+            earlier = {key: value for key, value in before.items() if key not in ("reason", SUMMARY)}
         else:
-            kept = {"started": time} | {key: value for key, value in before.items() if key == "step"}
-        with contextlib.suppress(UserError):  # readers of the scores report what is damaged
+            earlier = {"started": time} | {key: value for key, value in before.items() if key == "step"}
+        with contextlib.suppress(UserError):  # readers of the scores report damage
             facts[SUMMARY] = summarize(self.path / SCORES, parse_summary(before.get(SUMMARY))).to_json()
-        write_json(self.path / STATUS, {**kept, **facts, "state": state, "attempt": self.attempt, "updated": time})
+        write_json(self.path / STATUS, {**earlier, **facts, "state": state, "attempt": self.attempt, "updated": time})
 
     def status(self) -> dict[str, Any]:
         """The content of status.json: at least "state", which is "new" before the first start.
@@ -185,13 +185,13 @@ class RunDir:
             try:
                 found = read_json(file, RunError)
             except RunError as error:
-                log.warning("%s It is written anew: the id vouches for its content.", error)
+                log.warning("%s Writing it again: the id proves its content.", error)
             else:
                 changes = differences(found, self.exp)
                 if changes:
                     raise RunError(
                         f"{file}: another experiment has the id {self.exp_id}: {_describe(changes)}. "
-                        "Haven's hash cannot tell them apart; change a string in one of them."
+                        "Both have the same hash in haven; change a string in one of them."
                     )
                 return
         write_json(file, self.exp)
@@ -203,7 +203,7 @@ class RunDir:
             try:
                 found = read_json(file, RunError)
             except RunError as error:
-                raise RunError(f"{error} Delete it if no default has changed since the run began, or start over with -r 1.") from None
+                raise RunError(f"{error} Delete it if no default has changed since the run started, or start over with -r 1.") from None
             paths = tuple(operational_values(resolved, recipe))
             changes = differences(fill_absences(found, recipe), resolved)
             policy = [change for change in changes if f"{change[0]}.".startswith(tuple(f"{path}." for path in paths))]
@@ -238,7 +238,7 @@ class RunDir:
 def start_over(path: Path) -> None:
     """Move the content of the save directory `path` to <runs>/deleted, as `RunDir.open` with reset does, and forget its submitted job.
 
-    For a job that will be submitted, and may be started several times. The recorded groups are kept.
+    For a job that will be submitted, and can start several times. The recorded groups remain.
 
     Raises:
         RunError: a process holds it, or the disk refuses.
@@ -286,7 +286,7 @@ def _sweep(path: Path) -> None:
 
 
 def _restore_notes(backup: Path, path: Path) -> None:
-    """Copy the groups and the submitted job from `backup`: a reset keeps them."""
+    """Copy the groups and the submitted job from `backup`: they survive a reset."""
     join_groups(path, read_groups(backup))
     if (backup / JOB).exists() and not (path / JOB).exists():
         write_atomic(path / JOB, (backup / JOB).read_bytes())

@@ -1,4 +1,4 @@
-"""Runs a sweep file of Weights & Biases without a server. Any number of these commands may work on one sweep at once.
+"""Runs a sweep file of Weights & Biases without a server. Any number of these commands can work on one sweep at once.
 
 python -m src.sweeps resources/sweeps/base_tiny_bayes.yaml --trials 20 --workers 2
 python -m src.sweeps resources/sweeps/base_tiny_bayes.yaml --dry-run
@@ -33,7 +33,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = make_parser("src.sweeps", __doc__)
     parser.add_argument("file", type=Path, metavar="FILE", help="sweep in the schema of Weights & Biases")
     parser.add_argument(
-        "--trials", type=int, metavar="N", help="trials of the whole sweep, including earlier calls (default: run_cap or the grid)"
+        "--trials", type=int, metavar="N", help="trials of the sweep, including earlier calls (default: run_cap or the grid)"
     )
     parser.add_argument("-sb", "--savedir_base", type=Path, default=Path("results/runs"), metavar="DIR", help="save directories")
     parser.add_argument("--data_path", type=Path, default=Path("results/data"), metavar="DIR", help="prepared data sets")
@@ -128,7 +128,7 @@ def _short(value: Any) -> str:
 
 
 def _trial_count(trials: int | None, sweep: Sweep) -> int:
-    """Trials of the whole sweep."""
+    """Trials of the sweep."""
     size = len(combinations(sweep)) if sweep.file.method == "grid" else None
     bounds = [bound for bound in (trials, sweep.file.run_cap, size) if bound is not None]
     if not bounds:
@@ -139,7 +139,7 @@ def _trial_count(trials: int | None, sweep: Sweep) -> int:
 
 
 def _run_workers(args: argparse.Namespace, total: int) -> None:
-    """Run `args.workers` processes of this command, and wait for them. The others take over the trials of one that dies."""
+    """Run `args.workers` processes of this command, and wait for them. If one dies, the remaining ones take over its trials."""
     command = [sys.executable, "-m", "src.sweeps", str(args.file), "--trials", str(total)]
     command += ["-sb", str(args.savedir_base), "--data_path", str(args.data_path)]
     devices = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]

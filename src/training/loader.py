@@ -28,34 +28,33 @@ _SOURCES = "sources of the samples"
 
 @dataclass(frozen=True)
 class Step:
-    """What one process reads in one optimizer step. Counted on the CPU, as counting on a GPU would synchronise."""
+    """One rank's share of an optimizer step. Counts are made on the CPU, as counting on a GPU would synchronise."""
 
     batches: Sequence[Mapping[str, Tensor]]
     """On the CPU."""
     sources: Sequence[Tensor | None]
-    """Of each micro-batch, (B,) int64: the number in `sources` of the data set of each sequence. None where it names one source or none.
-    On the CPU."""
+    """Per micro-batch (B,) int64 on the CPU: the index of each sequence's source in `sources`. None for less than two sources."""
     count: float
-    """What the summed losses are divided by, of this process."""
+    """This rank's part of the divisor of the summed losses."""
     loss_tokens: int
     """True entries of the loss masks."""
     read_tokens: int
     """Real tokens that the model reads, contexts too."""
     sequences: int
     keys: Sequence[Sequence[Key]]
-    """Of each micro-batch, the keys of its samples."""
+    """Per micro-batch, the keys of its samples."""
     cursor: Cursor
-    """What this process has changed of the order's cursor, up to the end of this step."""
+    """Entries of the order's cursor that this rank has changed, up to the end of this step."""
     counters: Mapping[str, Sequence[float]]
-    """Of the order: sum and count by name, of this process."""
+    """Counters of the order on this rank: sum and count by name."""
     passes: int
-    """Micro-batches of the process that has most. A process with fewer makes up for them with passes that count nothing."""
+    """Passes on the busiest rank; other ranks pad with zero-weight passes."""
     copies: "Copies"
     """To the device."""
 
     def on_device(self) -> Iterator[tuple[Mapping[str, Tensor], Tensor | None, bool]]:
-        """Of each of the passes the micro-batch, its sources, and whether it counts: else it is one that keeps this process in step with
-        those that have one more, and reads the first. The next micro-batch is copied while a pass computes."""
+        """Yield the micro-batch of each pass, its sources, and whether it counts. Zero-weight passes repeat the first micro-batch. The next
+        micro-batch is copied while a pass computes."""
         count = len(self.batches)
         parts = [*zip(self.batches, self.sources, strict=True)] + [(self.batches[0], self.sources[0])] * (self.passes - count)
         ahead = self.copies.start(*parts[0])
@@ -65,7 +64,7 @@ class Step:
 
 
 class Copies:
-    """Copies micro-batches to a device; to a GPU on a stream of their own, beside what it computes."""
+    """Copies micro-batches to a device; to a GPU on a separate stream, in parallel to its computation."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -73,17 +72,17 @@ class Copies:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def start(self, batch: Mapping[str, Tensor], sources_B: Tensor | None) -> tuple[dict[str, Tensor], Any]:
-        """Begin to copy. The result is for `wait` alone."""
+        """Start to copy. Pass the result to `wait`."""
         both = {**batch, **({} if sources_B is None else {_SOURCES: sources_B})}
-        with torch.cuda.stream(self.stream):  # does nothing where there is none
+        with torch.cuda.stream(self.stream):  # does nothing without a stream
             return to_device(both, self.device), self.stream and self.stream.record_event()
 
     def wait(self, started: tuple[dict[str, Tensor], Any]) -> tuple[Mapping[str, Tensor], Tensor | None]:
-        """Micro-batch and sources, which whatever the device computes from here on may read. The CPU does not wait."""
+        """Micro-batch and sources, ready for the computation that follows. The CPU does not wait."""
         copies, event = started
         if event is not None:
             computing = torch.cuda.current_stream(self.device)
-            computing.wait_event(event)  # not for the copies that were begun since
+            computing.wait_event(event)  # not for later copies
             for tensor in copies.values():
                 tensor.record_stream(computing)  # else its memory could be given to a later copy while it is read
         return {name: tensor for name, tensor in copies.items() if name != _SOURCES}, copies.get(_SOURCES)
@@ -108,7 +107,7 @@ class _Samples(TorchDataset):
             return error
 
     def collate(self, samples: Sequence[Any]) -> tuple[Mapping[str, Tensor], Tensor | None] | UserError:
-        """A micro-batch, and the numbers of its sources; or what is wrong with its first bad sample."""
+        """A micro-batch and the indices of its sources, or the error of its first bad sample."""
         errors = [sample for sample in samples if isinstance(sample, UserError)]
         if errors:
             return errors[0]
@@ -119,12 +118,12 @@ class _Samples(TorchDataset):
 
 
 def sources(dataset: Dataset) -> Sequence[str]:
-    """Names of the sources of `dataset`; empty if it does not tell its samples' sources."""
+    """Names of the sources of `dataset`; empty if its samples have no source."""
     return dataset.sources if isinstance(dataset, SourcedDataset) else ()
 
 
 class _BatchSampler(Sampler):
-    """Passes the keys of micro-batches to a DataLoader, which may ask ahead, and holds what is beside them until the batches come out."""
+    """Passes the keys of micro-batches to a DataLoader, which reads ahead, and holds their cursors and counters meanwhile."""
 
     def __init__(self, micro_batches: Iterator[MicroBatch]) -> None:
         self.micro_batches = micro_batches
@@ -145,15 +144,15 @@ class StepLoader:
     config: LoopConfig
     device: torch.device
     count: Callable[[Mapping[str, Tensor]], float] = count_loss_tokens
-    """What the summed loss of a batch, on the CPU, is divided by; see `TrainSpec`."""
+    """Divisor of the summed loss of a batch on the CPU; see `TrainSpec`."""
     num_workers: int | None = None
-    """Processes that read beside this one, which changes no number; None: 2 beside a GPU, else none, as they would take the cores that
-    train; but one for data that are decoded (`DecodedDataset`), where a core is left."""
+    """Worker processes; they change no number. None: 2 for training on a GPU, else 0, as workers would take the cores that train, or 1 for
+    decoded data (`DecodedDataset`) if a core is free."""
 
     def steps(self, start: State) -> Generator[Step]:
-        """Yield what each optimizer step after those that `start` has finished reads. Endless.
+        """Yield the data of each optimizer step after the last finished step of `start`, endlessly.
 
-        `close` ends the processes that read beside this one.
+        `close` ends the worker processes.
         """
         share = RankShare(self.config.sequences_per_step, self.config.micro_batch, distributed.data_rank(), distributed.data_size())
         gpu = self.device.type == "cuda"
@@ -165,7 +164,7 @@ class StepLoader:
             batch_sampler=sampler,
             collate_fn=samples.collate,
             num_workers=workers,
-            prefetch_factor=max(2, -(-len(share.numbers) // workers)) if workers else None,  # the whole next step, while this one trains
+            prefetch_factor=max(2, -(-len(share.numbers) // workers)) if workers else None,  # the complete next step, while this one trains
             worker_init_fn=distributed.ignore_stops,
             pin_memory=gpu,
             generator=torch.Generator(),  # else it draws from the global one

@@ -242,7 +242,7 @@ def test_the_order_describes_where_it_is():
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_counters_tell_of_documents_left_out_and_of_padding(world_size: int):
+def test_counters_report_dropped_documents_and_padding(world_size: int):
     packed = packing(lengths(), "drop")
     order = LaneOrder(packed, LANES)
     steps, cursor = read_steps(order, 60)
@@ -284,7 +284,7 @@ class Counting:
         raise NotImplementedError
 
 
-def test_a_row_joins_its_pieces_and_positions_begin_anew():
+def test_a_row_joins_its_pieces_and_positions_restart():
     config = bind(DATASETS, {"name": "packed", "documents": {"name": "documents", "corpus": "any"}, "sequence_tokens": 4})
     data = PackedDataset(config, Counting())
     assert [data.sizes(0, i) for i in range(6)] == [[(1,)], [(2,)], [(3,)], [(4,)], [(4,), (1,)], [(4,), (2,)]]
@@ -338,7 +338,7 @@ class Measured(Counting):
         raise NotImplementedError
 
 
-def test_sizes_are_lengths_where_they_are_known_and_no_document_is_asked_for_a_protocol():
+def test_sizes_use_known_lengths_and_check_no_protocol_per_document():
     """Such a check takes longer than all the rest."""
     config = bind(DATASETS, {"name": "packed", "documents": DOCUMENTS, "sequence_tokens": 4})
     data = PackedDataset(config, MixtureDataset({"a": Measured(), "b": Counting()}, [6, 6], None, 0))
@@ -362,7 +362,7 @@ QUESTIONS = {"name": "prompted_qa", "corpus": "any", "contexts": "all", "context
         ({"name": "mixture", "parts": {"a": DOCUMENTS, "b": {"name": "mixture", "parts": {"c": QUESTIONS}}}}, "documents.parts.b.parts.c"),
     ],
 )
-def test_questions_that_may_be_longer_than_a_row_are_not_cut(documents: Any, path: str):
+def test_questions_that_can_be_longer_than_a_row_are_not_cut(documents: Any, path: str):
     raw = {"name": "packed", "documents": documents}
     with pytest.raises(Problems, match=re.escape(f"too_long: samples of {path} ('prompted_qa') may have more than 29 tokens, and the end")):
         bind(DATASETS, {**raw, "sequence_tokens": 29})
@@ -408,7 +408,7 @@ def split(ids: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, ...]]:
     return [tuple(ids[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
 
 
-def test_mistakes_in_what_is_packed_have_their_whole_path(places: Any, corpora: None):
+def test_mistakes_in_packed_data_have_their_full_path(places: Any, corpora: None):
     wrong = {**MIXED, "parts": {**MIXED["parts"], "long": {"name": "documents", "corpus": "nowhere"}}}
     config = bind(DATASETS, {"name": "packed", "documents": wrong, "sequence_tokens": 12})
     with pytest.raises(UserError, match=r"^data\.documents\.parts\.long: .*nowhere: no such data set"):
@@ -416,7 +416,7 @@ def test_mistakes_in_what_is_packed_have_their_whole_path(places: Any, corpora: 
     config.check_compiled()
 
 
-def test_a_part_whose_samples_are_more_than_token_ids_is_not_packed(places: Any, tokenizer: Any):
+def test_a_part_with_samples_other_than_token_ids_is_refused(places: Any, tokenizer: Any):
     class Richer(Counting):
         def sample(self, epoch: int, index: int) -> Any:
             return {**super().sample(epoch, index), "weight": 1.0}

@@ -20,7 +20,7 @@ def test_grid_is_the_product_with_the_last_axis_fastest():
     assert all(e["recipe"] == "r" and e["model"]["sizes"] == [1, 2] for e in experiments)
 
 
-def test_grid_keeps_what_where_is_true_for():
+def test_grid_selects_experiments_by_where():
     assert [e["seed"] for e in grid(BASE, {"seed": [0, 1, 2, 3]}, where=lambda e: e["seed"] % 2 == 1)] == [1, 3]
     assert grid(BASE, {}) == [BASE]
 
@@ -70,7 +70,7 @@ def test_seeds_by_number_or_by_list():
             seeds([BASE], none)
 
 
-def test_set_path_adds_a_last_key_only_where_it_may():
+def test_set_path_adds_a_last_key_only_if_allowed():
     assert set_path(BASE, "model.depth", 3, must_exist=False)["model"] == {"stride": 1, "sizes": [1, 2], "depth": 3}
     assert "depth" not in BASE["model"]
     with pytest.raises(ConfigError, match="unknown key 'depth'"):
@@ -131,7 +131,7 @@ def test_ref_of_an_invalid_parent_names_the_mistake(toy_recipe: None):
         ref({"recipe": "toy", "seed": 0, "rate": (1,)})
 
 
-def test_an_axis_may_be_a_field_that_the_base_leaves_to_its_default():
+def test_an_axis_can_be_a_field_that_the_base_leaves_at_its_default():
     experiments = grid(toy.BASE, {"loop.weight_decay": [0.0, 0.5], "loop.early_stopping.patience": [3]})
     assert [exp["loop"]["weight_decay"] for exp in experiments] == [0.0, 0.5]
     assert [exp["loop"]["early_stopping"] for exp in experiments] == [{"patience": 3}] * 2
@@ -152,7 +152,7 @@ def test_such_an_axis_is_checked_by_the_config(axes: dict, message: str):
         grid(toy.BASE, axes)
 
 
-def test_a_refused_grid_breaks_its_own_group_alone():
+def test_a_refused_grid_breaks_only_its_own_group():
     with deferred_errors():
         broken = grid(BASE, {"sed": [1]})
         whole = grid(BASE, {"seed": [1, 2]})

@@ -90,7 +90,7 @@ def test_a_launched_run_gets_the_error_policy_of_its_experiment(tmp_path: Path):
     assert (again.exp_id, again.recipe) == (item.exp_id, item.recipe)
 
 
-def test_scores_tell_the_sources_and_the_control(folder: Path):
+def test_scores_include_the_sources_and_the_control(folder: Path):
     *_, last = toy.evaluations(folder, exp_id(PAGES))
     for kind in ("documents", "images", "image_tokens", "text_tokens", "unreadable", "loss"):
         assert {f"{kind}/more", f"{kind}/pages"} <= last.keys()
@@ -119,7 +119,7 @@ def audited(folder: Path, run: Path, step: int | None = None) -> audit.Delivered
     return audit.replay(run, folder / "data", step)
 
 
-def test_an_audit_tells_what_was_read(folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path):
+def test_an_audit_reports_the_documents_read(folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path):
     run = folder / "runs" / exp_id(PAGES)
     found = audited(folder, run)
     assert found.step == 24
@@ -147,7 +147,7 @@ def test_an_audit_refuses_another_history(folder: Path, tmp_path: Path):
         audit.replay(run, folder / "data", 24)
 
 
-def test_what_is_denied_is_trained_on_no_more(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_denied_documents_are_not_read_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """From the newest checkpoint on; undone to the byte; and kept by a rewind to before it."""
     write_data(tmp_path / "data")
     whole, run = {"pages": [PAGES]}, tmp_path / "runs" / exp_id(PAGES)
@@ -256,7 +256,7 @@ def test_frames_must_be_those_of_the_model(folder: Path):
         found.check(Places(folder / "data", folder / "runs"))
 
 
-def test_bad_documents_are_told_and_left_in_the_run(tmp_path: Path):
+def test_bad_documents_are_counted_and_recorded_in_the_run(tmp_path: Path):
     write_data(tmp_path / "data")
     (tmp_path / "data" / "pages").symlink_to("toy_pages")
     for chosen in (3, 20):
@@ -318,7 +318,7 @@ def test_ten_trainings_are_killed_and_end_with_the_same_bits(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_trainings_go_on_with_other_numbers_of_processes(tmp_path: Path):
+def test_trainings_resume_with_other_numbers_of_processes(tmp_path: Path):
     """One, three and two: the same rows; the weights differ in their last digits."""
     write_data(tmp_path / "data")
     ends: list[Counter[Any]] = []

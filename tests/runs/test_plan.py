@@ -36,7 +36,7 @@ def test_a_group_named_twice_is_one_group():
     assert [item.groups for item in plan.load_groups({"a": [ONE]}, ["a", "a"], [])] == [("a",)]
 
 
-def test_an_experiment_that_stands_twice_in_a_later_group_is_refused():
+def test_a_duplicate_experiment_in_a_later_group_is_refused():
     with pytest.raises(ConfigError, match=r"^b\[1\] is the same experiment as b\[0\]\. Remove one of them"):
         plan.load_groups({"a": [ONE], "b": [ONE, dict(ONE)]}, ["a", "b"], [])
 
@@ -57,7 +57,7 @@ def test_one_experiment_of_a_group_is_named_by_its_place():
         plan.load_groups(groups, ["b[0]"], [])
 
 
-def test_what_is_found_by_its_id_is_of_the_groups_noted_in_its_directory(tmp_path: Path):
+def test_an_experiment_looked_up_by_id_has_the_groups_in_its_directory(tmp_path: Path):
     known = plan.load_all({"a": [ONE], "b": [ONE]})
     assert plan.find(exp_id(ONE), known, tmp_path).groups == ("a",)
     run = saved(tmp_path, ONE, exp_id(ONE))
@@ -69,14 +69,14 @@ def test_what_is_found_by_its_id_is_of_the_groups_noted_in_its_directory(tmp_pat
         plan.find("0" * 32, known, tmp_path)
 
 
-def test_the_beginning_of_an_id_is_enough_where_it_is_of_one_experiment(tmp_path: Path):
+def test_a_unique_prefix_of_an_id_is_enough(tmp_path: Path):
     known = {item.exp_id: item for item in (plan.load({**ONE, "seed": seed}, "a", f"a[{seed}]") for seed in range(40))}
     for wanted in known:
         length = next(n for n in range(1, 33) if sum(other.startswith(wanted[:n]) for other in known) == 1)
         assert plan.find(wanted[:length], known, tmp_path).exp_id == wanted
     run = saved(tmp_path, ONE, exp_id(ONE))
     assert plan.find(exp_id(ONE)[:6], {}, tmp_path).exp_id == run.name
-    with pytest.raises(ConfigError, match=r"^--exp_id : 40 experiments begin like that: .+\. Write more of the id\.$"):
+    with pytest.raises(ConfigError, match=r"^--exp_id : 40 experiments start with it: .+\. Write more of the id\.$"):
         plan.find("", known, tmp_path / "none")
 
 
@@ -113,7 +113,7 @@ def test_a_dict_that_was_edited_is_not_trained_under_its_old_id(tmp_path: Path):
         plan.find(exp_id(ONE), {}, tmp_path)
 
 
-def test_a_dict_that_is_spelled_otherwise_now_is_not_trained_under_another_id(tmp_path: Path):
+def test_a_dict_with_another_canonical_form_is_not_trained_under_another_id(tmp_path: Path):
     old = {**ONE, "rate": 1}  # a directory from before the field was a float
     run = saved(tmp_path, old, exp_id(old))
     new = exp_id({**ONE, "rate": 1.0})
@@ -133,7 +133,7 @@ def test_an_unknown_group_among_names_of_several_types():
         plan.load_groups({"a": [ONE], 1: [ONE]}, ["b"], [])  # type: ignore[dict-item]
 
 
-def test_an_assignment_that_fits_nowhere_is_told_once_for_each_group():
+def test_an_assignment_that_fits_nowhere_is_reported_once_per_group():
     with pytest.raises(ConfigError) as caught:
         plan.load_groups({"a": [ONE, TWO], "b": [ONE]}, ["a", "b"], [("lop.steps", 3)])
     assert str(caught.value).splitlines() == [f"{g}: lop.steps: unknown key 'lop'. Known: rate, seed." for g in "ab"]
@@ -147,7 +147,7 @@ def item(exp: dict) -> plan.Planned:
     return plan.Planned(exp_id(exp), exp, plan.load(ONE, "", "x").recipe, ("g",), f"g[{exp['seed']}]")
 
 
-def test_a_damaged_status_is_told_of_its_experiment_and_the_others_are_checked(tmp_path: Path):
+def test_a_damaged_status_is_reported_and_the_remaining_experiments_are_checked(tmp_path: Path):
     run = saved(tmp_path, ONE, exp_id(ONE))
     (run / "status.json").write_text("{")
     places = Places(data=tmp_path, runs=tmp_path)
@@ -160,7 +160,7 @@ def test_a_damaged_status_is_told_of_its_experiment_and_the_others_are_checked(t
     assert plan.find_problems([item(ONE)], places, {exp_id(ONE)}) == {}
 
 
-def test_what_is_done_lacks_nothing_unless_it_starts_over(tmp_path: Path):
+def test_a_finished_experiment_has_no_problems_unless_it_starts_over(tmp_path: Path):
     orphan = child_of("c" * 32)
     (saved(tmp_path, orphan, exp_id(orphan)) / "status.json").write_text('{"state": "done"}')
     places = Places(data=tmp_path, runs=tmp_path)
@@ -182,7 +182,7 @@ def test_several_values_of_an_assignment_make_several_experiments():
     assert [item.where for item in plan.load_combinations({"a": [ONE]}, ["a"], [[("seed", 2)]])] == ["a[0]"]
 
 
-def test_a_group_whose_grid_is_refused_is_named_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_group_with_a_refused_grid_is_named_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     text = f"""from src.experiments.grid import grid
 EXP_GROUPS = {{}}
 EXP_GROUPS["broken"] = grid({ONE!r}, {{"sed": [1]}})
@@ -202,7 +202,7 @@ EXP_GROUPS["whole"] = grid({ONE!r}, {{"seed": [1, 2]}})
     assert re.match(f"broken: {place}", plan.describe_group(groups["broken"], {}))
 
 
-def test_a_run_is_found_by_the_beginning_of_its_id(tmp_path: Path):
+def test_a_run_is_found_by_a_prefix_of_its_id(tmp_path: Path):
     first, second = saved(tmp_path, ONE, "abc1" + "0" * 28), saved(tmp_path, TWO, "abd2" + "0" * 28)
     assert expand_run(tmp_path / "abc") == expand_run(Path("abc"), tmp_path) == expand_run(first) == first
     assert expand_run(tmp_path / "xyz") == tmp_path / "xyz"

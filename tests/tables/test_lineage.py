@@ -65,7 +65,7 @@ def test_ancestry_of_three_generations(tmp_path: Path):
     assert (node.state, node.group, node.recipe, node.step, node.scores, node.reason) == ("done", "second", "lm", 1, {"val_loss": 0.5}, "")
 
 
-def test_the_checkpoint_that_was_taken_is_told(tmp_path: Path):
+def test_the_checkpoint_of_the_parent_is_shown(tmp_path: Path):
     old = make(tmp_path, OLD)
     child = make(tmp_path, child_of(OLD, which="best"))
     found = lineage.build(tmp_path)
@@ -99,7 +99,7 @@ def test_a_damaged_directory_is_named_and_skipped(tmp_path: Path, file: str):
     assert [f"{old}, which cannot be used" in problem for problem in found.problems] == ([True] if file == "status.json" else [])
 
 
-def test_what_is_planned_is_new_and_not_missing(tmp_path: Path):
+def test_planned_experiments_are_new_and_not_missing(tmp_path: Path):
     part = NoRecipe()
     planned = {exp_id(e): Planned(exp_id(e), e, part, ("g",), f"g[{i}]") for i, e in enumerate((OLD, MIDDLE, YOUNG))}
     make(tmp_path, MIDDLE, state="failed")
@@ -112,7 +112,7 @@ def test_what_is_planned_is_new_and_not_missing(tmp_path: Path):
     assert set(states(lineage.build(tmp_path / "nowhere", planned)).values()) == {"new"}
 
 
-def test_a_family_is_what_it_comes_from_and_what_came_from_it(tmp_path: Path):
+def test_a_family_has_ancestors_and_descendants(tmp_path: Path):
     names = [make(tmp_path, exp) for exp in (OLD, MIDDLE, YOUNG, OTHER, child_of(OLD, seed=3))]
     old, middle, young, other, sister = names
     make(tmp_path, child_of({"recipe": "lm", "seed": 99}))
@@ -133,7 +133,7 @@ def test_a_group_brings_its_ancestors(tmp_path: Path):
         lineage.group_family(tmp_path, found, "secnd")
 
 
-def test_an_id_may_be_cut_as_long_as_it_is_one(tmp_path: Path):
+def test_a_unique_prefix_of_an_id_is_enough(tmp_path: Path):
     ids = [make(tmp_path, {"recipe": "lm", "seed": seed}) for seed in range(17)]  # two of 17 begin with the same of 16 characters
     found = lineage.build(tmp_path)
     assert found.find(ids[0][:12]) == ids[0]

@@ -67,5 +67,5 @@ class Interleaving:
         return sum(self._before(slot))
 
     def _before(self, slot: int) -> list[int]:
-        """Of each part, samples k with (2k + 1) / (2 count) < slot / slots."""
+        """For each part, the number of samples k with (2k + 1) / (2 count) < slot / slots."""
         return [-((self._slots - 2 * count * slot) // (2 * self._slots)) for count in self.counts]

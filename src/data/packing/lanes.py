@@ -1,8 +1,8 @@
-"""Rows of whole documents in lanes: row v of every step is the next row of lane v, at any number of processes and after any restart.
+"""Pack complete documents into rows, in lanes: row v of each step is the next row of lane v, at any world size and after any restart.
 
 A lane takes every V-th document of an endless sequence of epochs, V being the sequences of a step. It puts each document into its first
 open row with room. If no row has room, it emits the row that is closest to one of its limits (tokens or frames). No row stays open while
-more than `MAX_AGE * open_rows` others are emitted. The state of a lane is the number of documents taken and the contents of its open rows.
+more than `MAX_AGE * open_rows` rows are emitted. The state of a lane is the number of documents taken and the contents of its open rows.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ from src.orders import Cursor, Key, MicroBatch, RankShare, feistel_permute
 from src.runs.history.branches import Branch
 
 HEADER = "of"
-"""The entry of a cursor that says what it is of; it belongs to the process of lane 0."""
+"""The entry of a cursor with the number of lanes and the digest of the documents; written by the process of lane 0."""
 MAX_AGE = 8
 """Without it a row can wait for ever: one of 600 of 1,000 tokens, when every document has 650 and so makes a fuller row."""
 Size = tuple[int, ...]
@@ -33,9 +33,9 @@ class Arrangement(Protocol):
         ...
 
     def document(self, lane: int, lanes: int, number: int, reshuffles: Sequence[Sequence[int]] = ()) -> tuple[int, int]:
-        """(epoch, document) of the document that a lane takes after `number` others.
+        """(epoch, document) of document `number` of a lane.
 
-        reshuffles: (number, branch): from this one on, what is left of its epoch comes in another order, which depends on the branch.
+        reshuffles: (number, branch): from this number on, the rest of the epoch has another order, which depends on the branch.
         """
         ...
 
@@ -73,15 +73,15 @@ class Packing:
     arrangement: Arrangement
     sizes: Sizes
     room: Size
-    """Of a row."""
+    """Limits of a row."""
     open_rows: int
     """Rows of a lane that are filled at the same time. 0: each piece is a row."""
     name: str
-    """Of the documents, in messages."""
+    """Name of the documents in messages."""
     digest: str = ""
-    """Of the documents and of how their pieces are made."""
+    """Digest of the documents and of the settings that split them."""
     groups: Sequence[str] = ()
-    """Names of which those are told apart that are left out."""
+    """Names of groups, such as sources, with counts of their own."""
     group_of: Callable[[int], int] | None = None
     """The number of the group of a document."""
     find: Callable[[str], Collection[int]] | None = None
@@ -109,13 +109,13 @@ class Lane:
         self.padding = 0
         """Tokens of padding in the rows that this object has given."""
         self.by_group = [[0, 0] for _ in packing.groups]
-        """Of each group, documents that this object has left out, and all that it has taken."""
+        """For each group, dropped documents and all documents so far."""
         self.denied: frozenset[int] = frozenset()
         """Documents that are left out, and taken out of open rows when these are given."""
         self._room = [self._room_left(row) for row in self.rows]
 
     def state(self) -> list[Any]:
-        """What the lane goes on from, as JSON values; a copy."""
+        """The state to resume from, as JSON values; a copy."""
         return [self.taken, self.piece, self.left_out, list(self.reshuffles), [list(row) for row in self.rows], list(self.ages)]
 
     def epoch(self, number: int) -> int:
@@ -127,7 +127,7 @@ class Lane:
         return self.packing.arrangement.document(self.number, self.lanes, number, self.reshuffles)
 
     def reshuffle(self, branch: int) -> None:
-        """Take what is left of the epoch in another order. Documents in open rows stay there."""
+        """Permute the rest of the epoch. Documents in open rows stay there."""
         self.reshuffles.append([self.taken + (self.piece > 0), branch])
 
     def next_row(self) -> list[int]:
@@ -149,9 +149,9 @@ class Lane:
             misses = 0 if sizes else misses + 1
             self.left_out += not sizes
             if packing.group_of and not self.piece:
-                own = self.by_group[packing.group_of(self.document(self.taken)[1])]
-                own[0] += not sizes
-                own[1] += 1
+                counts = self.by_group[packing.group_of(self.document(self.taken)[1])]
+                counts[0] += not sizes
+                counts[1] += 1
             if misses == packing.arrangement.count:  # those that fit, if any, were taken by other lanes
                 epoch, misses = self.epoch(self.taken), 0
                 every = range(packing.arrangement.count)
@@ -162,7 +162,7 @@ class Lane:
                     )
             row = None
             while row is None and self.piece < len(sizes):
-                row = self._place_piece(sizes[self.piece]) or None  # nothing is left of a row whose documents were all denied
+                row = self._place_piece(sizes[self.piece]) or None  # a row of denied documents is empty
             if self.piece == len(sizes):
                 self.taken, self.piece = self.taken + 1, 0
             if row is not None:
@@ -216,8 +216,8 @@ class Lane:
 class LaneOrder:
     """An `orders.Order` of packed rows, one lane for each sequence of a step. The cursor has the state of each lane by its number.
 
-    "skip:K" drops K rows of each lane; "reshuffle" permutes what is left of each lane's epoch. Both are applied on leaving
-    `Branch.from_step`, whose checkpoint does not have them yet; later checkpoints do.
+    "skip:K" drops K rows of each lane; "reshuffle" permutes the rest of each lane's epoch. Both apply after `Branch.from_step`: its
+    checkpoint does not include them, later checkpoints do.
     """
 
     packing: Packing
@@ -269,7 +269,7 @@ class LaneOrder:
         }
 
     def _deny(self, lanes: Sequence[Lane], branches: Sequence[Branch]) -> None:
-        """Have lanes leave out what the branches deny from now on."""
+        """Drop the documents that the branches deny from now on."""
         entries = [entry for branch in branches for entry in branch.denied or ()]
         if entries and self.packing.find is None:
             raise RunError(f"{self.packing.name}: a deny list is for data that are streamed from tars, and these are not. Undo it.")
@@ -281,14 +281,14 @@ class LaneOrder:
         return [self.lanes, self.packing.digest]
 
     def _require_own(self, step: int, cursor: Cursor) -> None:
-        found = cursor.get(HEADER)
-        if step and found is None:
+        header = cursor.get(HEADER)
+        if step and header is None:
             raise RunError(f"the checkpoint of step {step} has no cursor of packed rows: it is of a training on other data.")
-        if found is None:
+        if header is None:
             return
-        if found[0] != self.lanes:
-            raise RunError(f"the cursor of step {step} is of {found[0]} lanes, but loop.sequences_per_step is {self.lanes}.")
-        if found != self._header():
+        if header[0] != self.lanes:
+            raise RunError(f"the cursor of step {step} is of {header[0]} lanes, but loop.sequences_per_step is {self.lanes}.")
+        if header != self._header():
             raise RunError(f"the cursor of step {step} is of other documents, or of the same packed in another way.")
 
 
@@ -306,7 +306,7 @@ def _apply(branch: Branch, lane: Lane) -> None:
 
 
 def pack_epoch(packing: Packing) -> list[list[int]]:
-    """Rows with every piece of one epoch once, as `Lane.next_row` gives them; the last may have much room left."""
+    """All pieces of one epoch in rows, as `Lane.next_row` returns them; the last row can be nearly empty."""
     lane = Lane(packing, 0, 1)
     rows = list(iter(lambda: lane.fill(packing.arrangement.count), None))
     return [*rows, *lane.flush()]

@@ -30,7 +30,7 @@ class Source:
     """Documents among which `window` mixes."""
     seed: str
     _ends: dict[int, tuple[list[int], list[int]]] = field(default_factory=dict, repr=False)
-    """Of the last epochs that were asked for: the shards in their order, and the places at which they end. Lanes are in two at a time."""
+    """By epoch, for the last epochs used: the shards in order, and the places where they end. Lanes can be in two epochs at a time."""
 
     def __post_init__(self) -> None:
         self.count = sum(self.sizes)
@@ -142,13 +142,13 @@ def arrange(sources: Sequence[Source], rates: Sequence[float]) -> "Joined | Stre
 
 
 def _block(source: Source, lanes: int) -> int:
-    """Documents of a lane in a window, or in a shard: what a reshuffle moves together, so that it opens no more shards than before."""
+    """Documents of a lane in a window, or in a shard. A reshuffle moves such blocks, so that it opens no more shards than before."""
     together = source.window if source.shuffle == "window" else source.count // len(source.sizes)
     return max(1, together // lanes)
 
 
 def _permute_blocks(position: int, size: int, block: int, key: str) -> int:
-    """Image of a position under a permutation of 0..size-1 that moves whole blocks, and mixes each; a shorter last one stays last."""
+    """Image of a position under a permutation of 0..size-1 that moves complete blocks and mixes each; a shorter last block stays last."""
     number, place = divmod(position, block)
     whole = size // block
     if number < whole:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from src.data.streaming.validation import ValidationRows
 
 COUNTED = ("documents", "images", "image_tokens", "text_tokens", "left_out_parts", "unreadable")
-"""What is counted of each source. Documents count where they end, and so do those of their parts that are larger than a row."""
+"""Counts of each source. A document, and its parts that are larger than a row, count in the row where the document ends."""
 SPLITS = ("train", "val")
 
 
@@ -65,7 +65,7 @@ class Config(DatasetConfig):
     max_frames: int = Field(gt=0)
     """Frames of a row."""
     open_rows: int = Field(default=16, gt=0)
-    """Rows that each sequence of a step keeps open for documents that fit: with more, less padding."""
+    """Rows of each lane to fill at a time: more rows, less padding."""
     shuffle: Literal["none", "shards", "window"] = "window"
     """The order of an epoch of a source. shards: in each epoch another order of the tars. window: and the documents of `window` mixed."""
     window: int = Field(default=10_000, gt=1)
@@ -154,7 +154,7 @@ class Sample:
     """Tokens of each document."""
     source_ids: list[int] = field(default_factory=list)
     frames: "list[np.ndarray]" = field(default_factory=list)
-    """Of each image, (frames, 3, E, E) float32."""
+    """Per image, (frames, 3, E, E) float32."""
     counted: list[list[int]] = field(default_factory=list)
     """(sources, COUNTED)."""
     cached: tuple[int, int] = (0, 0)
@@ -174,9 +174,9 @@ class StreamedDataset:
         self.source_names = list(sources)
         self._starts = [sum(map(len, self.documents[:i])) for i in range(len(self.documents))]
         options = config.model_dump(mode="json", exclude={"errors", "prefetch_shards", "val_documents", "sources"})
-        given = [config.sources[name].model_dump(mode="json", exclude={"path"}) for name in sources]
-        told = [[documents.fingerprint for documents in self.documents], options, given]
-        self.fingerprint = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+        rates = [config.sources[name].model_dump(mode="json", exclude={"path"}) for name in sources]
+        facts = [[documents.fingerprint for documents in self.documents], options, rates]
+        self.fingerprint = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
         self.weights = [config.sources[name].loss_weight for name in sources]
         shards = sum(len(documents.manifest.shards) for documents in self.documents)
         self.quarantine = Quarantine(config.errors, len(self), shards)
@@ -222,7 +222,7 @@ class StreamedDataset:
         """The documents that an entry of a deny list names, as `branches.parse_denied` describes it.
 
         Raises:
-            ConfigError: there are none.
+            ConfigError: it names no document.
         """
         kind, _, rest = entry.partition(" ")
         number, _, rest = rest.partition(" ") if kind == "document" else ("", "", rest)
@@ -244,7 +244,7 @@ class StreamedDataset:
         """The order of the documents of all sources.
 
         Raises:
-            DataError: the share of a source is less than a document in so many as the schedule is made for.
+            DataError: the share of a source is less than one document per period of the schedule.
         """
         config = self.config
         made = [
@@ -284,7 +284,7 @@ class StreamedDataset:
     def sample(self, epoch: int, index: int, *more: int, swaps: Swaps | None = None) -> Sample:
         """The row of a key. swaps: other images that are read, by document of their own source.
 
-        What cannot be read is padding, from which nothing is learned, and stands in the quarantine.
+        Unreadable pieces become padding without loss and are recorded in the quarantine.
 
         Raises:
             DataError: too much cannot be read, or the policy refuses it.
@@ -338,7 +338,7 @@ class StreamedDataset:
         try:
             content = documents.read(own, piece, swaps)
         except DataError as error:
-            if not swaps:  # else it may be another document's image
+            if not swaps:  # a swapped image can belong to another document
                 self.quarantine.add(error, name, url, number, place, documents.offset(own))
             return None
         self.quarantine.note_success()

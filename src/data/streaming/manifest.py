@@ -1,6 +1,6 @@
-"""The list of the tars of a data set: shards.json in a prepared folder, with an index of each tar beside it.
+"""The list of the tars of a data set: shards.json in a prepared folder, next to an index of each tar.
 
-The tars may be in the folder or anywhere else; plans and orders read the folder alone.
+The tars can be in the folder or anywhere else; plans and orders read only the folder.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ class ShardError(DataError):
 
 
 class ShardUnavailable(ShardError):
-    """It may be there another time: the network, a server or a disk failed."""
+    """It can be available later: the network, a server or a disk failed."""
 
 
 class ShardChanged(ShardError):
@@ -41,12 +41,12 @@ class Shard:
     documents: int
     bytes: int
     source: str = ""
-    """What it is counted as, such as "captions"."""
+    """The source under which it is counted, such as "captions"."""
     sha256: str | None = None
     etag: str | None = None
-    """Of an object of S3 when it was indexed."""
+    """ETag of a remote object when it was indexed."""
     index_digest: str | None = None
-    """Of its index, by which rows are planned."""
+    """Digest of its index."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def load(folder: Path) -> Manifest:
     """The list in a folder.
 
     Raises:
-        DataError: there is none, or it is malformed.
+        DataError: it is missing or malformed.
     """
     path = folder / NAME
     again = "Make it with python -m data_prep.tar_shards.index, or write the tars with this project."
@@ -74,7 +74,7 @@ def load(folder: Path) -> Manifest:
         shards = [_check(Shard(**shard)) for shard in raw["shards"]]
         facts = dict(raw["facts"])
         if len({shard.url for shard in shards}) < len(shards):
-            raise ValueError("a shard stands there twice")
+            raise ValueError("duplicate shard")
     except (TypeError, KeyError, ValueError) as error:
         raise DataError(f"{path}: no list of shards ({error}). {again}") from None
     if not any(shard.documents for shard in shards):

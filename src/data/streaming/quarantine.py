@@ -1,7 +1,7 @@
-"""What cannot be read, once it was planned to be: when that stops a training, and the record of it in the run's folder.
+"""Unreadable documents: when they stop a training, and the record of them in the run's folder.
 
-A document that turns out bad leaves padding without loss in its row, so that no row moves, and stands in quarantine.jsonl. A restart
-passes over what stands there without trying it again, so that it reads the same. Mistakes in a program are never passed over.
+An unreadable document becomes padding without loss, so that no row moves, and is recorded in quarantine.jsonl. A restart skips the
+recorded documents without another attempt, so that it reads the same rows. Errors of the program itself are never skipped.
 """
 
 import json
@@ -21,7 +21,7 @@ FILE = "quarantine.jsonl"
 
 
 class ErrorPolicy(StrictConfig):
-    """What is done about each kind of error, and how many are too many."""
+    """The action for each kind of error, and the limits that stop a training. Not part of an experiment's id."""
 
     bad_document: Literal["skip_document", "raise"] = "skip_document"
     """An image or a text cannot be decoded."""
@@ -30,18 +30,18 @@ class ErrorPolicy(StrictConfig):
     unavailable_shard: Literal["raise", "skip_shard"] = "raise"
     """A tar cannot be read, after as many tries as its source makes."""
     most_documents: float = Field(default=0.001, ge=0, le=1)
-    """Share of the documents of the data set that may be bad; one always may."""
+    """Share of the documents of the data set that can be unreadable; one is always allowed."""
     most_shards: float = Field(default=0.01, ge=0, le=1)
-    """Share of the shards that may be passed over; one always may."""
+    """Share of the shards that can be skipped; one is always allowed."""
     most_in_a_row: int = Field(default=100, gt=0)
-    """Bad documents that a process may read one after another."""
+    """Unreadable documents in a row of one process that stop it."""
 
 
 class Quarantine:
-    """The documents and shards that are passed over."""
+    """The documents and shards to skip."""
 
     def __init__(self, policy: ErrorPolicy, documents: int, shards: int) -> None:
-        """documents, shards: of the whole data set."""
+        """documents, shards: totals of the data set."""
         self.policy = policy
         self.path: Path | None = None
         self._max = {"document": max(1, int(policy.most_documents * documents)), "shard": max(1, int(policy.most_shards * shards))}
@@ -50,22 +50,22 @@ class Quarantine:
         self._in_a_row = 0
 
     def open(self, run: Path) -> None:
-        """Keep the record in the folder of a run, and skip what it lists.
+        """Record in the folder of a run, and skip the documents recorded there.
 
         Raises:
-            DataError: it lists more than the policy allows.
+            DataError: more are recorded than the policy allows.
         """
         self.attach(run)
         for kind in self._max:
             self._require_few(kind, str(self.path))
 
     def attach(self, run: Path) -> None:
-        """Skip what the record in the folder of a run lists, however much."""
+        """Skip the documents recorded in the folder of a run, without a limit."""
         self.path = run / FILE
         self._read()
 
     def holds(self, source: str, shard: str, document: int, piece: int) -> bool:
-        """Whether a piece of a document, by its number in its shard, is passed over."""
+        """Whether a piece of a document, by its number in its shard, is skipped."""
         return (source, shard, document, piece) in self._known or (source, shard, None, 0) in self._known
 
     def note_success(self) -> None:
@@ -73,10 +73,10 @@ class Quarantine:
         self._in_a_row = 0
 
     def add(self, error: DataError, source: str, shard: str, document: int, piece: int, offset: int) -> None:
-        """Pass over a piece of a document, or its shard, because of an error, if the policy says so and there are not too many.
+        """Skip a piece of a document, or its shard, after an error, if the policy and its limits allow it.
 
         Raises:
-            DataError: the policy refuses; says which document of which shard.
+            DataError: the policy refuses; names the document and its shard.
         """
         of_shard, policy = isinstance(error, ShardError), self.policy
         kind = ("changed_shard" if isinstance(error, ShardChanged) else "unavailable_shard") if of_shard else "bad_document"
@@ -86,7 +86,7 @@ class Quarantine:
             text = str(error).rstrip(".")
             raise DataError(f"{where}: {text}. Repair it, or resume the same run with --set data.errors.{kind}={skip}") from None
         number, piece = (None, 0) if of_shard else (document, piece)
-        self._read()  # what other processes have found
+        self._read()  # entries of other processes
         if (source, shard, number, piece) not in self._known:
             record = {"source": source, "shard": shard, "document": number, "piece": piece, "offset": offset, "reason": str(error)}
             self._append(record)
@@ -130,7 +130,7 @@ class Quarantine:
                 record = json.loads(line)
                 self._known.add((record["source"], record["shard"], record["document"], record["piece"]))
             except (ValueError, KeyError, TypeError):
-                continue  # cut by a kill, or by a full disk: what it was of turns out bad once more
+                continue  # cut by a kill or a full disk: that document is recorded again
 
 
 def _share_above(count: int, total: int) -> float:

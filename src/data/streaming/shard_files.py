@@ -1,4 +1,4 @@
-"""Bytes of shards by offset, wherever the shards are: files, objects of S3, or what a command writes."""
+"""Read bytes of shards by offset: local files, objects of a store, or the output of a command."""
 
 import io
 import os
@@ -17,15 +17,15 @@ _OPEN = 64
 
 
 class ShardFiles:
-    """Reads from shards, of which the last used are held open. Local files are read where they are, and never deleted.
+    """Reads from shards, the last used of which stay open. Local files are read in place and never deleted.
 
-    Shards that are elsewhere are fetched whole into the folder `cache`, which has at most `cache_bytes` and may be shared by processes.
-    Where other processes hold all of it, what is asked of an object of S3 is read from the server each time; a command waits for room.
-    An object may be pickled and forked, and opens its files anew in the other process. It is for one thread; another one has its own.
+    Remote shards are downloaded completely into the folder `cache`, which has at most `cache_bytes` and can be shared by processes. If
+    other processes use all of it, ranges of an object are read from the server, and a command waits for room. An object can be pickled
+    and forked; the other process opens the files again. It is for one thread.
     """
 
     counters: Counter[str]
-    """Reads of shards that are elsewhere: "hits" were in the cache, "misses" had to be fetched, or waited for."""
+    """Reads of remote shards: "hits" were in the cache, "misses" waited for a download."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class ShardFiles:
 
         Raises:
             ShardChanged: it is not the one that was indexed, or has no such bytes.
-            ShardUnavailable: it cannot be read, or not be kept in the cache.
+            ShardUnavailable: it cannot be read, or not be stored in the cache.
             ConfigError: it needs a cache, or a larger one.
         """
         descriptor = self._open.get(shard.url)
@@ -136,9 +136,7 @@ class ShardFiles:
 
     def _cache_of(self, shard: Shard) -> ShardCache:
         if self.cache is None:
-            raise ConfigError(
-                f"{shard.url}: a shard that is not a file needs a folder to be kept in, and its size: a cache, and cache_bytes."
-            )
+            raise ConfigError(f"{shard.url}: a remote shard needs a cache and cache_bytes.")
         return self.cache
 
     def _let_go(self) -> bool:
@@ -182,7 +180,7 @@ _all: "weakref.WeakSet[ShardFiles]" = weakref.WeakSet()
 
 
 def _begin_anew() -> None:
-    """In a forked process: the references are the parent's, and so is what it counted."""
+    """Forget, in a forked process, the references and counts of the parent."""
     for files in list(_all):
         files.close()
         files.counters.clear()

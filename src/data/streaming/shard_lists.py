@@ -1,4 +1,4 @@
-"""What a user may give as shards, as a list of their places: files, patterns, ranges such as s-{000..123}.tar, lists, prepared folders."""
+"""List shards from the words of a user: files, URLs, patterns, ranges such as s-{000..123}.tar, text files, prepared folders."""
 
 import glob
 import re
@@ -26,7 +26,7 @@ class Listed(NamedTuple):
     url: str
     """An absolute path, "s3://BUCKET/KEY" or "pipe:COMMAND"."""
     source: str = ""
-    """What it is counted as, by the prepared folder that lists it."""
+    """The source under which a prepared folder counts it."""
 
 
 def list_shards(given: Sequence[str]) -> list[Listed]:
@@ -80,7 +80,7 @@ def _expand(text: str, folder: Path, place: str) -> list[Listed]:
 
 
 def _expand_ranges(text: str, place: str) -> list[str]:
-    """A text with each number of its ranges, the last of which changes fastest; zeros before a number are kept, as a shell does."""
+    """Expand the ranges of a text, the last one fastest, with leading zeros, as a shell does."""
     found = _RANGE.search(text)
     if not found:
         return [text]
@@ -127,7 +127,7 @@ def _list_keys(pattern: str) -> list[str]:
     try:
         urls = objects.list_urls(pattern, PATIENCE)
     except Interruption as error:
-        raise DataError(f"{pattern}: the server cannot be asked for its keys: {error}.") from None
+        raise DataError(f"{pattern}: the server does not list its keys: {error}.") from None
     if not urls:
         raise DataError(f"{pattern}: no key matches.")
     return urls

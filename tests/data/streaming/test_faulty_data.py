@@ -153,7 +153,7 @@ def test_lists_must_be_of_texts_and_numbers(tmp_path: Path, changes: dict[str, A
 
 def test_a_list_names_each_tar_once(tmp_path: Path):
     listing = pages.write_pages(tmp_path, 60)
-    with pytest.raises(DataError, match="a shard stands there twice"):
+    with pytest.raises(DataError, match="duplicate shard"):
         listed(listing.folder, url=listing.shards[1].url)
 
 

@@ -386,14 +386,12 @@ def test_a_damaged_file_is_fetched_again(piped: Callable[..., Shard], tmp_path: 
 
 
 def test_a_cache_that_is_missing_or_too_small(piped: Callable[..., Shard], tmp_path: Path):
-    with pytest.raises(
-        ConfigError, match=r"a shard that is not a file needs a folder to be kept in, and its size: a cache, and cache_bytes"
-    ):
+    with pytest.raises(ConfigError, match=r"a remote shard needs a cache and cache_bytes"):
         ShardFiles(tmp_path).read(piped("a"), 0, 1)
     with pytest.raises(ConfigError, match=r"a cache of 999 bytes is too small for pipe:.*, which has 1000"):
         ShardFiles(tmp_path, cache=tmp_path / "cache", cache_bytes=SIZE - 1).read(piped("a"), 0, 1)
     (tmp_path / "file").touch()
-    with pytest.raises(ShardUnavailable, match=r"cannot be kept in .*file: "):
+    with pytest.raises(ShardUnavailable, match=r"cannot be stored in .*file: "):
         ShardFiles(tmp_path, cache=tmp_path / "file", cache_bytes=SIZE).read(piped("a"), 0, 1)
 
 
@@ -405,7 +403,9 @@ def test_a_full_disk(piped: Callable[..., Shard], tmp_path: Path):
     try:
         files = ShardFiles(tmp_path, cache=disk / "cache", cache_bytes=100 * SIZE)
         big = Shard(f"pipe:yes | head -c {5 * 4096}", "", 1, 5 * 4096)
-        with pytest.raises(ShardUnavailable, match=r"its 20480 bytes cannot be kept in .*cache: No space left on device\. Make room there"):
+        with pytest.raises(
+            ShardUnavailable, match=r"its 20480 bytes cannot be stored in .*cache: No space left on device\. Make room there"
+        ):
             files.read(big, 0, 1)
         assert [path.name for path in (disk / "cache").iterdir()] == [".lock"]
         assert files.read(piped("a"), 0, SIZE) == content_of("a")
@@ -419,7 +419,7 @@ def test_a_limit_of_file_sizes(piped: Callable[..., Shard], tmp_path: Path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (SIZE - 1, limits[1]))
     try:
-        with pytest.raises(ShardUnavailable, match=r"cannot be kept in .*: File too large"):
+        with pytest.raises(ShardUnavailable, match=r"cannot be stored in .*: File too large"):
             reader(tmp_path).read(shard, 0, 1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -1,8 +1,8 @@
-"""A folder of this machine with the last used of the shards that are elsewhere, which several processes share.
+"""A folder of this machine with recently used remote shards, shared by processes.
 
-A file is KEY.tar, once it is whole, and KEY.part while it is fetched; the key is a digest of URL, size and ETag. Who reads a file holds a
-shared lock on it, its reference, which ends with the process at the latest; who fetches one holds an exclusive lock on its part. Only a
-file that nobody holds is deleted, the one that was used longest ago first. The locks are flock's: the folder must be on a local disk.
+KEY.part is a file during its download and KEY.tar a complete one; the key is a digest of URL, size and ETag. A reader holds a shared lock
+on its file, the reference, which ends with the process at the latest. A downloader holds an exclusive lock on the part. Only files without
+a reference are deleted, the least recently used first. The locks are flock's: the folder must be on a local disk.
 """
 
 import contextlib
@@ -60,9 +60,9 @@ class ShardCache:
                 return None  # damaged: it is replaced
 
     def open(self, shard: Shard, let_go: Callable[[], bool]) -> Cached | None:
-        """A shard's file, fetched if it is not there; None where others hold all the room, and its bytes can be had without a file.
+        """Open a shard's file, after a download if it is missing. None if there is no room, and ranges can be read from the server instead.
 
-        let_go: ends a reference of this process that it can do without, if there is one.
+        let_go: ends a reference of this process to make room, if it has one.
 
         Raises:
             ConfigError: the limit is below the size of the shard, or the folder cannot be used.
@@ -95,8 +95,8 @@ class ShardCache:
     def fetch_ahead(self, shard: Shard, spared: Collection[str], unused_since: int) -> bool:
         """Fetch a shard that will be needed; returns whether it is there, which it is not where there is no room.
 
-        spared: names of files that are not deleted for it. unused_since: nanoseconds; nor are files that were used after this time, which
-        another process may have fetched ahead.
+        spared: names of files that are not deleted for it. unused_since: nanoseconds; files used after this time are spared
+        too, as another process can have fetched them ahead.
 
         Raises:
             ConfigError, ShardUnavailable, ShardChanged: as `open`.
@@ -134,7 +134,7 @@ class ShardCache:
     def _claim(self, shard: Shard) -> Iterator[int | None]:
         """A descriptor of the shard's part, which no other process has; None where another has fetched it meanwhile, or given it up.
 
-        What is left of the part at the end of the block is deleted.
+        The part is deleted at the end of the block, unless it has become the shard's file.
         """
         path = self.path(shard, "part")
         with self._refusals(shard):
@@ -163,11 +163,11 @@ class ShardCache:
         """Whether there is room for a shard, which then belongs to the part. Deletes leftovers of killed processes, and files without a
         reference, the least recently used first; see `fetch_ahead` for those that are spared."""
         with self._folder_lock(shard):
-            own, files = self.path(shard, "part").name, self._list_files()
-            for name in [name for name in files if name.endswith(".part") and name != own]:
+            part_name, files = self.path(shard, "part").name, self._list_files()
+            for name in [name for name in files if name.endswith(".part") and name != part_name]:
                 if self._delete(name):
                     del files[name]
-            used = sum(facts.st_size for name, facts in files.items() if name != own)
+            used = sum(facts.st_size for name, facts in files.items() if name != part_name)
             unused = sorted((name for name in files if name.endswith(".tar")), key=lambda name: files[name].st_mtime_ns)
             if unused_since is not None:
                 unused = [name for name in unused if name not in spared and files[name].st_mtime_ns < unused_since]
@@ -213,13 +213,13 @@ class ShardCache:
             os.close(folder)
 
     def _list_files(self) -> dict[str, os.stat_result]:
-        """Files of the cache, and no others that may be in its folder."""
-        found = dict[str, os.stat_result]()
+        """Files of the cache; unrelated files in its folder are ignored."""
+        files = dict[str, os.stat_result]()
         for entry in os.scandir(self.folder):
             with contextlib.suppress(FileNotFoundError):  # given up meanwhile
                 if _OURS.fullmatch(entry.name):
-                    found[entry.name] = entry.stat(follow_symlinks=False)
-        return found
+                    files[entry.name] = entry.stat(follow_symlinks=False)
+        return files
 
     def _delete(self, name: str) -> bool:
         """Whether a file was there that nobody holds; it is deleted."""
@@ -239,7 +239,7 @@ class ShardCache:
         return False
 
     def _lock(self, descriptor: int, kind: int, what: str, path: Path | None = None) -> None:
-        """Wait for a lock, or until the file is no more at `path`: who reads it from then on does not give it back.
+        """Wait for a lock, or until the file at `path` is a different one.
 
         Raises:
             ShardUnavailable: its holder leaves the file unchanged for long.
@@ -267,7 +267,7 @@ class ShardCache:
             yield
         except OSError as error:
             raise ShardUnavailable(
-                f"{shard.url}: its {shard.bytes} bytes cannot be kept in {self.folder}: {error.strerror}. "
+                f"{shard.url}: its {shard.bytes} bytes cannot be stored in {self.folder}: {error.strerror}. "
                 "Make room there, or choose another folder or a smaller limit."
             ) from None
 

@@ -1,4 +1,4 @@
-"""A subprocess that downloads tars into the cache while a training reads others."""
+"""A subprocess that downloads tars into the cache while a training reads earlier ones."""
 
 import contextlib
 import json
@@ -61,7 +61,7 @@ class _Worker:
         self.failed = set[str]()
         """Requested tars that could not be downloaded."""
         self.rounds = [0, 0]
-        """Starts of the last two rounds, in nanoseconds. Each marks what is requested here as used."""
+        """Starts of the last two rounds, in nanoseconds. Each round marks the requested tars as used."""
 
     def follow(self, lines: Sequence[str]) -> None:
         for line in lines:
@@ -96,7 +96,7 @@ class _Worker:
 
 
 def main() -> None:
-    """Download what each line of stdin requests, until it is closed."""
+    """Download the tars that each line of stdin requests, until stdin is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     folder, limit, patience = json.loads(sys.stdin.readline())
     worker = _Worker(ShardCache(Path(folder), limit, patience))

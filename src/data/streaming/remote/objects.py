@@ -48,7 +48,7 @@ class Range(NamedTuple):
 
 
 def read_range(url: str, etag: str | None, begin: int, end: int, seconds: float) -> Range:
-    """Read the bytes of an object from `begin` up to `end`.
+    """Read a range of bytes of an object, `end` excluded.
 
     etag: of the expected object; None: any. seconds: timeout of the request.
 
@@ -138,11 +138,11 @@ def _open(kind: str, bucket: str, timeout: str, settings: tuple[tuple[str, str],
     """A bucket. With other settings, such as renewed keys, it is opened again."""
     import obstore.store
 
-    known: dict[str, Any] = dict(settings)
-    plain = str(known.get("endpoint") or "").startswith("http:") or "AZURE_ALLOW_HTTP" in os.environ or "GOOGLE_ALLOW_HTTP" in os.environ
+    options: dict[str, Any] = dict(settings)
+    plain = str(options.get("endpoint") or "").startswith("http:") or "AZURE_ALLOW_HTTP" in os.environ or "GOOGLE_ALLOW_HTTP" in os.environ
     client: Any = {"timeout": timeout, "connect_timeout": f"{_CONNECT_SECONDS}s", "allow_http": plain}
     try:
-        return getattr(obstore.store, kind)(bucket, client_options=client, retry_config={"max_retries": 0}, **known)
+        return getattr(obstore.store, kind)(bucket, client_options=client, retry_config={"max_retries": 0}, **options)
     except (obstore.store.BaseError, ValueError) as error:
         raise ConfigError(f"{bucket}: {_first_line(error)}. Check the credentials in the environment.") from None
 

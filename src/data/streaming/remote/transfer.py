@@ -1,6 +1,6 @@
-"""All bytes of a shard that is elsewhere, into a file: what is cut off goes on at the last good byte; a command begins again.
+"""Download a remote shard into a file. An interrupted object resumes at the last good byte; a command restarts.
 
-A transfer is given up when no new byte has come for a time, however often it was cut before.
+A transfer fails when no new byte arrives for a time, however often it was interrupted before.
 """
 
 import contextlib
@@ -30,11 +30,11 @@ _AT_ONCE = 1 << 20
 
 
 class Source(NamedTuple):
-    """What is read."""
+    """A remote shard."""
 
     url: str
     size: int | None
-    """Bytes of the whole; None: as many as a command gives."""
+    """Size in bytes; None: not known, the output of a command."""
     etag: str | None = None
 
 
@@ -75,7 +75,7 @@ class _Tries:
 
 
 def source_of(url: str, patience: float = PATIENCE) -> Source:
-    """What is at a place now. Not in a forked process.
+    """Look up the size and the ETag of a URL. Not in a forked process.
 
     Raises:
         ShardUnavailable: there is no such object, or the server does not answer.
@@ -92,7 +92,7 @@ def source_of(url: str, patience: float = PATIENCE) -> Source:
 
 
 def transfer(source: Source, file: IO[bytes], patience: float = PATIENCE, begin: int = 0, end: int | None = None) -> str:
-    """Write bytes of a shard from `begin` to `end`, by default all, into an empty file; returns their sha256. A command gives all alone.
+    """Write a range of bytes of a shard, by default all, into an empty file; returns their sha256. Commands have no ranges.
 
     Raises:
         ShardChanged: it has another size or ETag.
@@ -108,7 +108,7 @@ def transfer(source: Source, file: IO[bytes], patience: float = PATIENCE, begin:
                 chunks = _run(source, patience)
             else:
                 found = objects.read_range(source.url, source.etag, begin + written, end or 0, tries.longest_request)
-                source = source._replace(etag=source.etag or found.etag)  # what is read later is of the same object
+                source = source._replace(etag=source.etag or found.etag)  # later ranges must be of the same object
                 chunks = _check(source, found, (end or 0) - begin - written)
             with contextlib.closing(chunks):
                 for chunk in chunks:
@@ -125,12 +125,12 @@ def transfer(source: Source, file: IO[bytes], patience: float = PATIENCE, begin:
     return digest.hexdigest()
 
 
-def _check(source: Source, found: objects.Range, size: int) -> Generator[bytes]:
-    """The bytes that were found of an object of S3; raises Interruption where they are not `size`."""
-    with contextlib.closing(found.chunks):
-        if found.total != source.size:
-            raise ShardChanged(f"{source.url}: has {found.total} bytes, and had {source.size} when it was indexed. Index it again.")
-        for chunk in found.chunks:
+def _check(source: Source, response: objects.Range, size: int) -> Generator[bytes]:
+    """The bytes of a response; raises Interruption if they are not `size`."""
+    with contextlib.closing(response.chunks):
+        if response.total != source.size:
+            raise ShardChanged(f"{source.url}: has {response.total} bytes, and had {source.size} when it was indexed. Index it again.")
+        for chunk in response.chunks:
             yield chunk
             size -= len(chunk)
     if size:
@@ -138,11 +138,11 @@ def _check(source: Source, found: objects.Range, size: int) -> Generator[bytes]:
 
 
 def _run(source: Source, patience: float) -> Generator[bytes]:
-    """What a command writes; raises Interruption where it fails, says nothing for long, or writes too little."""
+    """The output of a command; raises Interruption if it fails, stays silent for long, or writes too little."""
     command, count = ["bash", "-o", "pipefail", "-c", source.url.removeprefix(PIPE)], 0
     with (
-        tempfile.TemporaryFile() as said,
-        subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=said, start_new_session=True) as process,
+        tempfile.TemporaryFile() as errors,
+        subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, start_new_session=True) as process,
     ):
         assert process.stdout
         try:
@@ -161,8 +161,8 @@ def _run(source: Source, patience: float) -> Generator[bytes]:
         finally:
             if process.returncode is None:
                 os.killpg(process.pid, signal.SIGKILL)
-        said.seek(0)
-        lines = said.read().decode(errors="replace").strip().splitlines()
+        errors.seek(0)
+        lines = errors.read().decode(errors="replace").strip().splitlines()
         last = f": {lines[-1][:200].rstrip('.')}" if lines else ""
         if status:
             raise Interruption(f"the command ended with exit status {status}{last}")
