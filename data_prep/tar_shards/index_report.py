@@ -9,7 +9,7 @@ from src.data.streaming import tar_index
 from src.data.streaming.tar_index import TarIndex
 from src.errors import DataError
 
-_MOST_LINES = 40
+_MOST_LINES = 100
 """Lines of members that are not read. The rest are summed in one more line."""
 PassedOver = dict[str, dict[str, list[int]]]
 """{reason: {suffix: [members, bytes]}}"""
@@ -74,8 +74,8 @@ def require_documents(results: Sequence[Indexed]) -> None:
         return
     documents, bad = sum(one.documents for one in results), sum((one.bad for one in results), Counter[str]())
     where = f"{results[0].tar}{f' and {len(results) - 1} more' if len(results) > 1 else ''}"
-    suffixes = sorted({suffix for of_reason in passed_over(results).values() for suffix in of_reason if suffix})
-    unread = f"Not read: {', '.join(suffixes[:20]) or 'nothing'}."
+    counts = [f"{count} {suffix or 'members'} ({reason})" for count, _, reason, suffix in _unread(results)]
+    unread = f"Not read: {', '.join(counts[:_MOST_LINES]) or 'nothing'}."
     mapped = sum((Counter(one.facts.get("mapped")) for one in results), Counter[str]())
     for entries in results[0].facts.get("fields", {}).values():
         for entry in entries:
@@ -100,13 +100,16 @@ def lines(results: Sequence[Indexed]) -> list[str]:
     report.append(f"{len(results)} tars, {documents:,} documents, {sum(one.images for one in results):,} images")
     mapped = sum((Counter(one.facts.get("mapped")) for one in results), Counter[str]())
     report += [f"field {entry}: in {count:,} of {documents:,} documents" for entry, count in mapped.items()]
-    unread = sorted(
-        ((count[0], count[1], reason, suffix) for reason, suffixes in passed_over(results).items() for suffix, count in suffixes.items()),
-        key=lambda row: (-row[0], row[2], row[3]),
-    )
+    unread = _unread(results)
     for count, size, reason, suffix in unread[:_MOST_LINES]:
         report.append(f"not read: {count:,} {suffix or 'members'}, {size:,} bytes: {reason}")
     if rest := unread[_MOST_LINES:]:
         report.append(f"not read: {sum(row[0] for row in rest):,} more of {len(rest)} suffixes: see passed_over in the index")
     report.append(f"{members:,} members: {sum(one.facts['read'][0] for one in results):,} read")
     return report
+
+
+def _unread(results: Sequence[Indexed]) -> list[tuple[int, int, str, str]]:
+    """(Members, bytes, reason, suffix) of members that are not read, the most frequent first."""
+    rows = [(count[0], count[1], reason, suffix) for reason, suffixes in passed_over(results).items() for suffix, count in suffixes.items()]
+    return sorted(rows, key=lambda row: (-row[0], row[2], row[3]))

@@ -1,7 +1,6 @@
-"""What to expect of a training on streamed documents: how rows fill, what is left out, which tars are open, how far documents move.
+"""Forecast of a training on streamed documents: how full rows are, drops, open tars, how far documents move.
 
-Rows are made by the lanes that training makes them by, over a sample of documents, from the indexes of their tars alone where those have
-counts of tokens.
+The lanes of the training make rows from a sample of documents. They read only the indexes of the tars if these have counts of tokens.
 """
 
 import math
@@ -31,20 +30,20 @@ _NO_LIMIT = 1 << 40
 
 
 class OfSource(NamedTuple):
-    """What the sample says of one source."""
+    """Numbers of one source in the sample."""
 
     name: str
     documents: int
-    """In the sample."""
+    """Documents in the sample."""
     left_out: int
-    """By the rules, or bad."""
+    """Bad documents, and those that the rules drop."""
     too_long: int
     """Documents that lose a part, or all, as they are longer than a row."""
     images: int
     text_tokens: int
     image_tokens: int
     tokens_left_out: int
-    """Of those that are too long."""
+    """Tokens of documents that are too long."""
 
 
 @dataclass(frozen=True)
@@ -53,22 +52,22 @@ class Rows:
 
     keys: Sequence[Key]
     tokens: Sequence[int]
-    """Of each row, without padding."""
+    """Tokens of each row, without padding."""
     frames: Sequence[int]
-    """Of each row."""
+    """Frames of each row."""
     fill: float
     """Share of the tokens of rows that is no padding."""
 
 
 class Simulation:
-    """What some lanes of a step make of a sample of documents."""
+    """Rows that some lanes of a step make from a sample of documents."""
 
     def __init__(self, data: StreamedDataset, seed: int, lanes: int, sample: int) -> None:
         """lanes: rows of a step. sample: documents, over all simulated lanes."""
         self.data, self.lanes, self.sample = data, lanes, sample
         self.room = (data.config.sequence_tokens, data.config.max_frames)
         self._cache: dict[int, dict[int, list[Piece]]] = {}
-        """Pieces of documents, by the frames that a row may have."""
+        """Pieces of documents, by the limit of frames in a row."""
         self.packing = replace(data.packing(data.arrangement(seed)), groups=(), group_of=None)
 
     @cached_property
@@ -78,7 +77,7 @@ class Simulation:
 
     @cached_property
     def fills(self) -> dict[int, float]:
-        """The fill with so many open rows."""
+        """Fill by number of open rows."""
         return {count: self.pack(count, self.room[1]).fill for count in OPEN_ROWS}
 
     @cached_property
@@ -93,13 +92,13 @@ class Simulation:
             ConfigError: the sample is too small for a row.
             DataError: no document fits into a row.
         """
-        room, own = (self.room[0], max_frames), self._cache.setdefault(max_frames, {})
+        room, pieces_of = (self.room[0], max_frames), self._cache.setdefault(max_frames, {})
 
         def pieces(document: int) -> list[Piece]:
-            if document not in own:
+            if document not in pieces_of:
                 source, number = self.data.locate(document)
-                own[document] = self.data.documents[source].pieces(number, room)
-            return own[document]
+                pieces_of[document] = self.data.documents[source].pieces(number, room)
+            return pieces_of[document]
 
         packing = replace(
             self.packing,
@@ -117,9 +116,9 @@ class Simulation:
             padding += lane.padding - before
         if not keys:
             raise ConfigError(f"--sample {self.sample}: too few documents to fill a row. Write a larger number.")
-        found = [[pieces(document)[number] for _, document, number in _triples(key)] for key in keys]
-        tokens = [sum(piece.tokens for piece in row) for row in found]
-        return Rows(keys, tokens, [sum(piece.frames for piece in row) for row in found], 1 - padding / (len(keys) * room[0]))
+        results = [[pieces(document)[number] for _, document, number in _triples(key)] for key in keys]
+        tokens = [sum(piece.tokens for piece in row) for row in results]
+        return Rows(keys, tokens, [sum(piece.frames for piece in row) for row in results], 1 - padding / (len(keys) * room[0]))
 
     @property
     def _per_lane(self) -> int:
@@ -137,33 +136,33 @@ class Simulation:
     @cached_property
     def lengths(self) -> list[int]:
         """Tokens of each document of the sample that is not left out, as if a row had room for it."""
-        found = list[int]()
+        results = list[int]()
         for document in self.documents:
-            source, own = self.data.locate(document)
-            if elements := self.data.documents[source].elements(own):
-                found.append(sum(element.tokens for element in elements) + len(self.data.documents[source].texts.end))
-        return found
+            source, number = self.data.locate(document)
+            if elements := self.data.documents[source].elements(number):
+                results.append(sum(element.tokens for element in elements) + len(self.data.documents[source].texts.end))
+        return results
 
     def by_source(self) -> list[OfSource]:
         """The sample by source."""
         counts = [[0] * 7 for _ in self.data.source_names]
         for document in self.documents:
-            source, own = self.data.locate(document)
-            elements = self.data.documents[source].elements(own)
-            pieces = self.data.documents[source].pieces(own, self.room) if elements else []
+            source, number = self.data.locate(document)
+            elements = self.data.documents[source].elements(number)
+            pieces = self.data.documents[source].pieces(number, self.room) if elements else []
             read = sum(element.tokens for piece in pieces for element in piece.elements)
             images = [element.tokens for element in elements if element.grid]
             every = sum(element.tokens for element in elements)
             more = (1, not elements, read < every, len(images), every - sum(images), sum(images), every - read)
             counts[source] = [before + new for before, new in zip(counts[source], more, strict=True)]
-        return [OfSource(name, *own) for name, own in zip(self.data.source_names, counts, strict=True)]
+        return [OfSource(name, *numbers) for name, numbers in zip(self.data.source_names, counts, strict=True)]
 
     @property
     def documents_a_step(self) -> float:
         """Documents of the rows of a step, with those that are left out."""
-        taken = sum(len(key) // 3 for key in self.rows.keys) / len(self.rows.keys)
-        out = sum(own.left_out for own in self.by_source()) / max(1, len(self.documents))
-        return self.lanes * taken / max(1 - out, 1e-9)
+        per_row = sum(len(key) // 3 for key in self.rows.keys) / len(self.rows.keys)
+        out = sum(one.left_out for one in self.by_source()) / max(1, len(self.documents))
+        return self.lanes * per_row / max(1 - out, 1e-9)
 
     def enough_open_rows(self) -> int:
         """The fewest that fill rows as well as the most do."""
@@ -171,15 +170,15 @@ class Simulation:
         return next(count for count, fill in self.fills.items() if fill >= best - ENOUGH)
 
     def enough_frames(self) -> int:
-        """Of a row: 99 of 100 rows have no more."""
+        """Frames that 99 of 100 rows do not exceed."""
         return quantile(self.without_limit.frames, 0.99)
 
     def enough_tokens(self) -> int:
-        """Of a row: 99 of 100 documents have no more."""
+        """Tokens that 99 of 100 documents do not exceed."""
         return quantile(self.lengths, 0.99) if self.lengths else 0
 
     def read(self, seconds: float) -> tuple[int, float]:
-        """Read and decode rows in this process for so long: how many were read, and the seconds that it took.
+        """Read and decode rows in this process for `seconds`; returns the number of rows and the seconds it took.
 
         Raises:
             DataError: too much cannot be read.
@@ -204,7 +203,7 @@ def shard_order(source: Source) -> list[int]:
 def shards_together(source: Source, documents: int) -> int:
     """How many tars hold documents that are read at about the same time, at most.
 
-    Those are two neighbouring windows, as lanes are not equally far; without windows so many `documents`.
+    That is two neighbouring windows, because lanes progress at different speeds; without windows, it is this number of `documents`.
     """
     ends = list(accumulate(source.sizes[shard] for shard in shard_order(source)))
     windows = source.shuffle == "window"
@@ -217,13 +216,13 @@ def moves(source: Source, sample: int) -> list[int]:
     """How many places documents are from where the order of the tars has them, for places of an epoch at even distances."""
     order = shard_order(source)
     begins = dict(zip(order, accumulate((source.sizes[shard] for shard in order), initial=0), strict=False))
-    found, count = list[int](), min(sample, source.count)
+    results, count = list[int](), min(sample, source.count)
     for number in range(count):
         place = number * source.count // count
         document = source.document(0, place)
         shard = bisect_right(source.starts, document) - 1
-        found.append(abs(begins[shard] + document - source.starts[shard] - place))
-    return found
+        results.append(abs(begins[shard] + document - source.starts[shard] - place))
+    return results
 
 
 def sources_of(simulation: Simulation) -> Sequence[Source]:
@@ -238,5 +237,5 @@ def _triples(key: Key) -> Iterable[tuple[int, int, int]]:
 
 
 def quantile(values: Sequence[int], share: float) -> int:
-    """The least of the values that so large a share of them does not exceed."""
+    """The smallest value that this share of the values does not exceed."""
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]

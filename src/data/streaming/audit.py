@@ -1,9 +1,9 @@
-"""Which documents a training on streamed data has read: python -m src.data.streaming.audit RUN [--step N] [--documents FILE].
+"""Report which documents a training on streamed data has read: python -m src.data.streaming.audit RUN [--step N] [--documents FILE].
 
 The cursor of a checkpoint says how far each lane of rows has come. From that, the branches of the run and the indexes of the tars the rows
 of every step are made again, without reading a document; at the end the lanes must be where the checkpoint says.
 
-RUN is a save directory, or the beginning of an id in --runs. By shard it prints how many documents were read once, more often, or not
+RUN is a save directory, or the start of an id in --runs. By shard it prints how many documents were read once, more often, or not
 yet. --documents writes a line for each document: source, shard, its number there, and how often it was read.
 """
 
@@ -31,7 +31,7 @@ from src.runs.metadata import expand_run, read_exp_dict
 
 @dataclass(frozen=True)
 class Delivered:
-    """What was read up to a step."""
+    """Pieces of documents in the rows up to a step."""
 
     data: StreamedDataset
     step: int
@@ -43,19 +43,19 @@ class Delivered:
     """Those of `pieces` that are in the quarantine, and were padding."""
 
     def documents(self) -> Counter[int]:
-        """How often each document was begun, but for what could not be read."""
+        """How often the first piece of each document was read, without pieces that could not be read."""
         return Counter({document: count for (document, piece), count in self._by_piece().items() if piece == 0})
 
     def _by_piece(self) -> Counter[tuple[int, int]]:
-        found: Counter[tuple[int, int]] = Counter()
+        counts: Counter[tuple[int, int]] = Counter()
         for (epoch, document, piece), count in self.pieces.items():
             if (epoch, document, piece) not in self.unreadable:
-                found[document, piece] += count
-        return found
+                counts[document, piece] += count
+        return counts
 
 
 def replay(run: Path, data_path: Path, step: int | None = None) -> Delivered:
-    """What the training in `run` has read up to the checkpoint of a step; None: the newest.
+    """Recompute the rows that the training in `run` has read up to the checkpoint of a step, by default the newest.
 
     Raises:
         ConfigError: its data are not streamed.
@@ -64,7 +64,7 @@ def replay(run: Path, data_path: Path, step: int | None = None) -> Delivered:
     """
     experiment: Any = load_experiment(read_exp_dict(run), str(run))
     if not isinstance(getattr(experiment, "data", None), Config) or not experiment.loop:
-        raise ConfigError(f"{run}: it does not train on the data set 'streamed', whose rows alone can be made again.")
+        raise ConfigError(f"{run}: its data set is not 'streamed'. Name a run that trains on streamed data.")
     folder = checkpoints.newest_whole(run) if step is None else checkpoints.folder(run, step)
     if folder is None or not folder.is_dir():
         raise CheckpointError(f"{run}: has no checkpoint{'' if step is None else f' of step {step}'}.")
@@ -89,23 +89,23 @@ def replay(run: Path, data_path: Path, step: int | None = None) -> Delivered:
     return Delivered(data, step, pieces, int(left_out), unreadable)
 
 
-def report(found: Delivered) -> list[str]:
+def report(delivered: Delivered) -> list[str]:
     """A line for each shard, and one for all."""
-    data, times = found.data, found.documents()
+    data, times = delivered.data, delivered.documents()
     lines = [f"{'source':16} {'shard':32} {'documents':>10} {'once':>8} {'more':>8} {'not read':>9}"]
     total: Counter[str] = Counter()
     for source, documents in enumerate(data.documents):
         first = data.first(source)
         for shard in documents.manifest.shards:
-            own = [times[document] for document in range(first, first + shard.documents)]
-            counts = {"documents": len(own), "once": own.count(1), "more": sum(n > 1 for n in own), "none": own.count(0)}
+            reads = [times[document] for document in range(first, first + shard.documents)]
+            counts = {"documents": len(reads), "once": reads.count(1), "more": sum(n > 1 for n in reads), "none": reads.count(0)}
             total.update(counts)
             lines.append(_line(data.source_names[source], shard.url, counts))
             first += shard.documents
-    lines.append(_line("all", f"up to step {found.step}", total))
-    lines.append(f"{found.left_out} times a document was left out: it does not fit into a row, is bad, or is denied.")
-    if found.unreadable:
-        lines.append(f"{len(found.unreadable)} times a part of a row could not be read, and was padding: {FILE}.")
+    lines.append(_line("all", f"up to step {delivered.step}", total))
+    lines.append(f"{delivered.left_out} times a document was left out: it does not fit into a row, is bad, or is denied.")
+    if delivered.unreadable:
+        lines.append(f"{len(delivered.unreadable)} times a part of a row could not be read, and was padding: {FILE}.")
     return lines
 
 
@@ -114,18 +114,18 @@ def _line(source: str, shard: str, counts: "Counter[str] | dict[str, int]") -> s
     return f"{source:16} {shard[-32:]:32} {numbers}"
 
 
-def write_documents(found: Delivered, path: Path) -> None:
+def write_documents(delivered: Delivered, path: Path) -> None:
     """Write a line for each document: source, shard, number in the shard, and how often it was read.
 
     Raises:
         RunError: the disk refuses.
     """
-    times, lines = found.documents(), list[str]()
-    for source, documents in enumerate(found.data.documents):
-        for own in range(len(documents)):
-            shard, number = documents.locate(own)
-            count = times[found.data.first(source) + own]
-            lines.append(f"{found.data.source_names[source]}\t{documents.manifest.shards[shard].url}\t{number}\t{count}\n")
+    times, lines = delivered.documents(), list[str]()
+    for source, documents in enumerate(delivered.data.documents):
+        for document in range(len(documents)):
+            shard, number = documents.locate(document)
+            count = times[delivered.data.first(source) + document]
+            lines.append(f"{delivered.data.source_names[source]}\t{documents.manifest.shards[shard].url}\t{number}\t{count}\n")
     with writing(path):
         write_atomic(path, "".join(lines))
 
@@ -135,10 +135,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
 
     def act() -> int:
-        found = replay(expand_run(Path(options.run), options.runs), options.data_path, options.step)
-        sys.stdout.write("".join(f"{line}\n" for line in report(found)))
+        delivered = replay(expand_run(Path(options.run), options.runs), options.data_path, options.step)
+        sys.stdout.write("".join(f"{line}\n" for line in report(delivered)))
         if options.documents:
-            write_documents(found, options.documents)
+            write_documents(delivered, options.documents)
         return 0
 
     return run_command(act)
@@ -146,7 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser("src.data.streaming.audit", __doc__)
-    parser.add_argument("run", metavar="RUN", help="save directory, or the beginning of an id")
+    parser.add_argument("run", metavar="RUN", help="save directory, or the start of an id")
     parser.add_argument(
         "--runs", type=Path, default=Path("results/runs"), metavar="DIR", help="folder of save directories (default: %(default)s)"
     )

@@ -101,7 +101,7 @@ def test_tars_that_are_open_and_how_far_documents_move(shuffle: Any):
         assert (max(moves(source, 5)) == 0) or shuffle == "window"
 
 
-def test_it_is_printed_from_the_indexes_alone(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_report_reads_only_indexes(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     pages.write_pages(tmp_path / "pages", 200)
     pages.tokenizer().save_pretrained(tmp_path / "tokenizer")
     for path in (tmp_path / "pages").glob("*.tar"):
