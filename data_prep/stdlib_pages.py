@@ -53,7 +53,7 @@ def prepare(data_path: Path) -> bool:
     made_from = {
         "python": platform.python_version(),
         "modules": modules(),
-        "scripts_sha256": command.digest_files((__file__, html.__file__)),
+        "scripts_sha256": command.digest_files((__file__, html.__file__, html.RULES_FILE)),
         "chars": list(CHARS),
         "val_percent": VAL_PERCENT,
     }
@@ -98,8 +98,9 @@ def split_rows(pages: Mapping[str, str]) -> dict[str, list[dict[str, Any]]]:
     """Rows of both splits, in the order of the pages; of equal texts the first."""
     rows: dict[str, list[dict[str, Any]]] = {split: [] for split in SPLITS}
     seen = set[str]()
+    unlimited = [rule for rule in html.read_rules() if rule.max_chars is None]
     for name, source in pages.items():
-        page = html.extract(source, shortest=-1)  # a line of a signature is short
+        page = html.extract(source, rules=unlimited)  # a line with a signature is short
         for text, tags in pieces(page):
             if text in seen:
                 continue

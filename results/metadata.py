@@ -64,7 +64,7 @@ def table(name: str, row: Mapping[str, Any], kinds: Sequence[str]) -> list[list[
     """A line for each column, and one for each part of the text."""
     lines = []
     for column in columns(row):
-        perplexities = (f"{row[f'val_perplexity_{kind}/{column}']:.2f}" for kind in ("without", "with"))
+        perplexities = (f"{row[f'val_text_perplexity_{kind}/{column}']:.2f}" for kind in ("without", "with"))
         lines.append([name, str(row["step"]), column, *perplexities, *(_interval(row, kind, column) for kind in kinds)])
         for part in (found for found in row if found.startswith(f"{GAIN}/{column}/")):
             tokens = part.rpartition("/")[2]

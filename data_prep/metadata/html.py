@@ -128,10 +128,10 @@ def _parse(source: str) -> Any:
             parser.feed(data[begin : begin + PARSED_AT_ONCE])
         root = parser.close()
     except (etree.LxmlError, ValueError) as error:
-        raise DataError(f"not readable as HTML ({error}).") from None
+        raise DataError(f"no HTML can be read ({error}).") from None
     if root is None:
-        raise DataError("not readable as HTML (no element).")
-    if any(entry.type_name == "ERR_RESOURCE_LIMIT" for entry in parser.error_log):
+        raise DataError("no HTML can be read (there is no element).")
+    if any(entry.type_name == "ERR_RESOURCE_LIMIT" for entry in parser.feed_error_log):
         raise DataError("tags are nested too deep for the parser (2,048 levels).")
     return root
 

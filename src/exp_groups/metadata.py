@@ -57,6 +57,7 @@ WEIGHTS = {
     "title": 1.0657717366883845,
     "generation_datasource": 1.0,
     "entity_paragraph": 1.028817740667444,
+    "generation_length_text": 1.0,
 }
 GPT2_XL_V2: dict[str, Any] = {
     "recipe": "metadata_lm",

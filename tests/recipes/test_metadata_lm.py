@@ -94,7 +94,7 @@ def test_what_metadata_are_worth_in_the_loop_and_afterwards(folder: Path, capsys
     found = scores(folder, TOLD)
     assert found["val_gain_low/title"] > 0.05 > found["val_gain_control_high/title"]
     assert found["val_gain/title"] == pytest.approx(found["val_gain_chunked/title"], rel=0.3)
-    assert found["val_perplexity_without/title"] > found["val_perplexity_with/title"]
+    assert found["val_text_perplexity_without/title"] > found["val_text_perplexity_with/title"]
     again = {
         **TOLD,
         "model": {"name": "experiment", "exp_id": exp_id(TOLD)},

@@ -212,10 +212,10 @@ class ExampleMaker:
             return []
 
         def process(item: Item) -> tuple[str, str] | None:
-            found = local_markers(item, writing.html, writing.entity_position)
-            if found is None or self._special is None:
-                return found
-            return self._special.sub("", found[0]), self._special.sub("", found[1])
+            texts = local_markers(item, writing.html, writing.entity_position, escape=self._nested)
+            if texts is None or self._special is None:
+                return texts
+            return self._special.sub("", texts[0]), self._special.sub("", texts[1])
 
         return markers(document, writing.keys, process, self._around, writing.linearisation)
 

@@ -59,7 +59,7 @@ class Gains(Config):
         styles = ["val_gain", *(["val_gain_prompt"] if self.prompt else []), *(["val_gain_chunked"] if self.chunked else [])]
         found = []
         for column in [*self.columns, *([TOGETHER] if len(self.columns) > 1 else [])]:
-            found += [f"val_perplexity_with/{column}", f"val_perplexity_without/{column}"]
+            found += [f"val_text_perplexity_with/{column}", f"val_text_perplexity_without/{column}"]
             found += [f"{name}{end}/{column}" for name in [*styles, "val_gain_control"] for end in ("", "_low", "_high")]
             found += [f"val_gain/{column}{span}" for span in spans]
         return found
@@ -230,7 +230,7 @@ def _scores(config: Gains, name: str, column: str, pairs: Sequence[Pair]) -> dic
     if name != "val_gain":
         return scores
     for kind, lists in (("with", [pair.with_metadata for pair in pairs]), ("without", [pair.without for pair in pairs])):
-        scores[f"val_perplexity_{kind}/{column}"] = float(np.exp(sum(map(sum, lists)) / sums[:, 1].sum()))
+        scores[f"val_text_perplexity_{kind}/{column}"] = float(np.exp(sum(map(sum, lists)) / sums[:, 1].sum()))
     bounds = [0, *config.positions]
     for begin, end in zip(bounds, [*bounds[1:], None], strict=True) if config.positions else ():
         without = [value for pair in pairs for value in pair.without[begin:end]]

@@ -127,7 +127,7 @@ def test_what_looks_like_a_marker_is_escaped():
 
 
 def test_filters():
-    keeps = HtmlFilter(longest=0, exceptions=["td"], leave_out=[TagRule(tag="body", shortest=0)]).keeps
+    keeps = HtmlFilter(longest=0, exceptions=["td"], leave_out=[TagRule(tag="body", shortest=0)]).accepts
     assert [keeps("p", 0), keeps("td", 0), keeps("p", 1), keeps("body", 30)] == [False, True, True, False]
     text = "abc"
     found = document(text, item("html", "a", 0, 3, (0, 0), **{"class": "x y", "id": "4", "href": "http://q"}))

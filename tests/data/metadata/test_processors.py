@@ -53,4 +53,4 @@ def test_tags_that_are_left_out():
     """M6, and M29: without the body alone, what it holds stays."""
     published = HtmlFilter(longest=0, exceptions=["td"], leave_out=[TagRule(tag="body", shortest=0)])
     lengths = {("p", 0): False, ("td", 0): True, ("p", 1): True, ("body", 30): False, ("h1", 15): True}
-    assert {(tag, length): published.keeps(tag, length) for tag, length in lengths} == lengths
+    assert {(tag, length): published.accepts(tag, length) for tag, length in lengths} == lengths

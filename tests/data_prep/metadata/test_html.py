@@ -1,20 +1,25 @@
 """Text and tags of pages."""
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from data_prep.metadata.html import extract
+from data_prep.metadata.html import RemovalRule, extract, read_rules
 from src.data.metadata.annotations import read_row
 from src.data.metadata.linearise import insert, markers
 from src.data.metadata.processors import HtmlFilter, local_markers
 from src.errors import DataError
 
 
-def tags(source: str, shortest: int = -1) -> tuple[str, dict[str, list[str]]]:
-    """The text, and for each tag what it holds."""
-    page = extract(source, shortest)
+UNLIMITED = [rule for rule in read_rules() if rule.max_chars is None]
+"""Without the rules for short blocks."""
+
+
+def tags(source: str, rules: Sequence[RemovalRule] = UNLIMITED) -> tuple[str, dict[str, list[str]]]:
+    """Return the text, and the texts in each tag."""
+    page = extract(source, rules)
     found: dict[str, list[str]] = {}
     for tag in page.tags:
         found.setdefault(tag["value"], []).append(page.text[tag["char_start_idx"] : tag["char_end_idx"]])
@@ -41,14 +46,14 @@ def test_chains_of_divisions_are_one():
     )
     assert text == "this is a title that we keep\nblablabla\ntidi\ntidi2\n"
     assert {name: len(each) for name, each in found.items()} == {"h1": 1, "div": 1, "body": 1}
-    page = extract("<body>aaa <div class=a id=1>b<div class=c href=http>d <div id=3>e</div></div></div></body>", -1)
+    page = extract("<body>aaa <div class=a id=1>b<div class=c href=http>d <div id=3>e</div></div></div></body>", UNLIMITED)
     assert page.tags[0]["html_attrs"] == {"attrs": ["class", "id", "href"], "values": ["a c", "1 3", "http"]}
 
 
 def test_short_blocks_go_and_what_is_hidden_does_not_make_them_long():
     words = "tidi tadada " * 8
     source = f"<body><h1>This is a title</h1><p>short</p><p>{words}</p><div>a<script>{'x' * 99}</script></div></body>"
-    assert tags(source, 64)[0] == f"This is a title\n{words.strip()}\n"
+    assert tags(source, read_rules())[0] == f"This is a title\n{words.strip()}\n"
     assert extract("<body>short</body>").text == ""
 
 
@@ -65,7 +70,7 @@ def test_positions_of_tags():
 def test_tags_that_go_with_all_that_they_hold():
     """M30."""
     inside, outside = "<div><p>This is a paragraph in a div</p></div>", "<p>This is a paragraph not in div</p>"
-    page = extract(f"<html><body><h1>This is a title</h1>{inside}{outside}</body></html>", -1, {"div"})
+    page = extract(f"<html><body><h1>This is a title</h1>{inside}{outside}</body></html>", [RemovalRule(tag="div")])
     assert page.text == "This is a title\nThis is a paragraph not in div\n"
     assert len(page.tags) == 3
 
@@ -97,7 +102,7 @@ def test_whitespace_breaks_and_preformatted_text():
 
 
 def test_head_footer_and_title_are_kept_as_they_are():
-    page = extract('<html><head><meta charset="utf-8"><title>T</title></head><body><footer>one</footer>text</body></html>', -1)
+    page = extract('<html><head><meta charset="utf-8"><title>T</title></head><body><footer>one</footer>text</body></html>', UNLIMITED)
     assert page.head == ['<head><meta charset="utf-8"/><title>T</title></head>'], "M40: serialised anew"
     assert page.title == ["<title>T</title>"]
     assert page.footer == ["<footer>one</footer>"]
@@ -112,10 +117,10 @@ def test_no_page(source: str):
 
 
 def test_a_page_that_is_ten_thousand_deep():
-    page = extract("<body>" + "<b>" * 1000 + "deep" + "</b>" * 1000 + "</body>", -1)
+    page = extract("<body>" + "<b>" * 1000 + "deep" + "</b>" * 1000 + "</body>", UNLIMITED)
     assert (page.text, len(page.tags)) == ("deep\n", 1001)
     with pytest.raises(DataError, match="nested too deep"):
-        extract("<body>" + "<b>" * 10_000 + "deep" + "</b>" * 10_000 + "</body>", -1)
+        extract("<body>" + "<b>" * 10_000 + "deep" + "</b>" * 10_000 + "</body>", UNLIMITED)
 
 
 def random_page(seed: int) -> str:
@@ -133,7 +138,7 @@ def random_page(seed: int) -> str:
 
 def test_spans_of_any_page_can_be_written_and_taken_out_again():
     for seed in range(300):
-        page = extract(random_page(seed), -1)
+        page = extract(random_page(seed), UNLIMITED)
         found = read_row({"text": page.text, "metadata_html": page.tags}, "row")
 
         def process(item: Any) -> Any:
