@@ -198,17 +198,19 @@ def _decode_as(page: bytes, encoding: str) -> str:
         return _EUC_JP.sub(lambda match: table.get(match[0], REPLACEMENT), page.decode("latin-1"))
     codec = webencodings.lookup("gb18030" if encoding == "gbk" else encoding)
     assert codec is not None
-    return codec.codec_info.decode(page, "controls" if encoding.startswith("windows-") else "replace")[0]
+    return codec.codec_info.decode(page, "web" if encoding.startswith(("windows-", "gb")) else "replace")[0]
 
 
-def _controls(error: UnicodeError) -> tuple[str, int]:
-    """Decode an undefined byte of a Windows code page: 80 to 9F are control characters."""
+def _decode_undefined(error: UnicodeError) -> tuple[str, int]:
+    """Decode a byte that Python leaves undefined: in Windows code pages, 80 to 9F are control characters; in GB 18030, 80 is the euro."""
     assert isinstance(error, UnicodeDecodeError)
     byte = error.object[error.start]
+    if error.encoding.startswith("gb"):
+        return "€" if byte == 0x80 else REPLACEMENT, error.start + 1
     return chr(byte) if byte < 0xA0 else REPLACEMENT, error.start + 1
 
 
-codecs.register_error("controls", _controls)
+codecs.register_error("web", _decode_undefined)
 _EUC_JP = re.compile("[\xa1-\xfe]{2}|\x8e[\xa1-\xdf]|\x8f[\xa1-\xfe]{2}|[\x80-\xff]")
 
 

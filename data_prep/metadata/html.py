@@ -141,7 +141,7 @@ def _check_attributes(source: str) -> None:
         return
     for match in _TAG.finditer(source):
         tag = match["tag"] or ""
-        if len(tag) > 2 * MOST_ATTRIBUTES and (count := len(re.findall(_ATTRIBUTE, tag))) > MOST_ATTRIBUTES:
+        if len(tag) > 2 * MOST_ATTRIBUTES and (count := len(re.findall(_ATTRIBUTE, tag)) - 1) > MOST_ATTRIBUTES:
             raise DataError(f"a tag with {count} attributes; the limit is {MOST_ATTRIBUTES}.")
 
 

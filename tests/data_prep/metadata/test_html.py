@@ -1,16 +1,19 @@
 """Text and tags of pages."""
 
 import random
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from data_prep.metadata import html
 from data_prep.metadata.html import RemovalRule, extract, read_rules
 from src.data.metadata.annotations import read_row
 from src.data.metadata.linearise import insert, markers
 from src.data.metadata.processors import HtmlFilter, local_markers
-from src.errors import DataError
+from src.errors import ConfigError, DataError
 
 
 UNLIMITED = [rule for rule in read_rules() if rule.max_chars is None]
@@ -39,7 +42,7 @@ def test_nested_divisions():
     assert found["div"] == ["first", "x\nThis is a\nfirst\nsub-div in div"]
 
 
-def test_chains_of_divisions_are_one():
+def test_chain_of_divisions_becomes_one():
     text, found = tags(
         '<body><h1>this is a title that we keep</h1><div class="div-level-1" id=1>blablabla<div class="div-level-2" href="http">tidi '
         "<div id=3>tidi2</div></div></div></body>"
@@ -50,7 +53,7 @@ def test_chains_of_divisions_are_one():
     assert page.tags[0]["html_attrs"] == {"attrs": ["class", "id", "href"], "values": ["a c", "1 3", "http"]}
 
 
-def test_short_blocks_go_and_what_is_hidden_does_not_make_them_long():
+def test_short_blocks_are_removed_and_scripts_do_not_count():
     words = "tidi tadada " * 8
     source = f"<body><h1>This is a title</h1><p>short</p><p>{words}</p><div>a<script>{'x' * 99}</script></div></body>"
     assert tags(source, read_rules())[0] == f"This is a title\n{words.strip()}\n"
@@ -67,7 +70,7 @@ def test_positions_of_tags():
     assert [by_name["body"][name] for name in place] == [0, 101, 0, 0]
 
 
-def test_tags_that_go_with_all_that_they_hold():
+def test_rules_remove_elements_with_their_content():
     """M30."""
     inside, outside = "<div><p>This is a paragraph in a div</p></div>", "<p>This is a paragraph not in div</p>"
     page = extract(f"<html><body><h1>This is a title</h1>{inside}{outside}</body></html>", [RemovalRule(tag="div")])
@@ -75,7 +78,7 @@ def test_tags_that_go_with_all_that_they_hold():
     assert len(page.tags) == 3
 
 
-def test_a_chain_of_divisions_around_all_that_is_read():
+def test_chain_of_divisions_around_the_text():
     """M40, page 4: the chain is one division with the attributes of both, inside the body, of the same 80 characters."""
     words = "tidi tadada tidi tadada tidi tadada tidi tadada tidi tadada tidi tadada tidi ta"
     page = extract(f'<html><body><div class="div-level-1"><div class="div-level-2">{words}</div></div></body></html>')
@@ -89,7 +92,7 @@ def test_a_chain_of_divisions_around_all_that_is_read():
     assert len(page.tags) == 2
 
 
-def test_footers_outside_the_body_are_all_kept():
+def test_footers_outside_the_body_are_stored():
     """M40: they are strings of their own, and no text."""
     page = extract(f"<html><body><p>{'words ' * 20}</p></body><footer>one</footer><footer>two</footer></html>")
     assert page.footer == ["<footer>one</footer>", "<footer>two</footer>"]
@@ -101,7 +104,7 @@ def test_whitespace_breaks_and_preformatted_text():
     assert tags(source)[0] == "a b c\nd\n e\n  f\ng h i j\n"
 
 
-def test_head_footer_and_title_are_kept_as_they_are():
+def test_head_footer_and_title_are_stored():
     page = extract('<html><head><meta charset="utf-8"><title>T</title></head><body><footer>one</footer>text</body></html>', UNLIMITED)
     assert page.head == ['<head><meta charset="utf-8"/><title>T</title></head>'], "M40: serialised anew"
     assert page.title == ["<title>T</title>"]
@@ -116,7 +119,7 @@ def test_no_page(source: str):
         extract(source)
 
 
-def test_a_page_that_is_ten_thousand_deep():
+def test_tags_nested_ten_thousand_deep():
     page = extract("<body>" + "<b>" * 1000 + "deep" + "</b>" * 1000 + "</body>", UNLIMITED)
     assert (page.text, len(page.tags)) == ("deep\n", 1001)
     with pytest.raises(DataError, match="nested too deep"):
@@ -136,7 +139,7 @@ def random_page(seed: int) -> str:
     return f"<body>{''.join(element(0) for _ in range(4))}</body>"
 
 
-def test_spans_of_any_page_can_be_written_and_taken_out_again():
+def test_markers_of_any_page_can_be_removed():
     for seed in range(300):
         page = extract(random_page(seed), UNLIMITED)
         found = read_row({"text": page.text, "metadata_html": page.tags}, "row")
@@ -148,3 +151,72 @@ def test_spans_of_any_page_can_be_written_and_taken_out_again():
         for seen in both:
             assert "".join(c for c, m in zip(*seen, strict=True) if not m) == page.text
         assert both[0].text.replace("\\", "") == both[1].text.replace("\\", ""), "tags of a page nest"
+
+
+def test_short_is_measured_after_white_space_is_collapsed():
+    navigation = "<ul>" + "".join(f"<li>\n{' ' * 40}item {number}\n</li>" for number in range(3)) + "</ul>"
+    words = "words of a paragraph " * 4
+    assert tags(f"<body><p>{words}</p>{navigation}</body>", read_rules())[0] == f"{words.strip()}\n"
+    verbatim = f"<div><pre>{' ' * 70}x</pre></div>"
+    assert tags(f"<body><p>{words}</p>{verbatim}</body>", read_rules())[0] == f"{words.strip()}\n{' ' * 70}x\n"
+
+
+def test_rules_have_limits_and_directions():
+    source = f"<body>{'<p>' + 'word ' * 30 + '</p>'}<div><p>short</p><form>{'a form ' * 10}</form>tail</div><b>bold</b></body>"
+    rule = RemovalRule(tag="div", max_chars=10)
+    form = RemovalRule(tag="form")
+    assert "tail" in extract(source, [rule, form]).text, "top-down: measured with the form"
+    assert "short" not in extract(source, [rule.model_copy(update={"direction": "bottom-up"}), form]).text
+    assert "short" in extract(source, [RemovalRule(tag="div", max_chars=8, direction="bottom-up"), form]).text
+    assert "bold" not in extract(source, [RemovalRule(tag="b", min_chars=4, max_chars=4)]).text
+    assert "bold" in extract(source, [RemovalRule(tag="b", min_chars=5)]).text
+    assert extract(source, [RemovalRule(tag="body", min_chars=1, direction="bottom-up")]).text == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        ("rules: [{tag: p, max_chars: -1}]", "rules[0].max_chars"),
+        ("rules: [{tag: p}, {tag: div, min_chars: 9, max_chars: 3}]", "rules[1]"),
+        ("rules: [{tag: p, direction: sideways}]", "rules[0].direction"),
+        ("rules: [{max: 3}]", "rules[0]"),
+        ("tags: []", ""),
+        ("rules: [", ""),
+    ],
+)
+def test_malformed_rules_are_refused(text: str, path: str, tmp_path: Path):
+    (tmp_path / "rules.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(f"{tmp_path / 'rules.yaml'}")) as caught:
+        read_rules(tmp_path / "rules.yaml")
+    assert path in str(caught.value)
+
+
+def test_text_after_removed_elements_is_joined():
+    forms = "".join(f"<form>f</form>tail{number}" for number in range(5))
+    assert tags(f"<body><p>a</p>{forms}<b>b</b>c<form>f</form> d <form>f</form> e</body>")[0] == "a\ntail0 tail1 tail2 tail3 tail4bc d e\n"
+
+
+@pytest.mark.parametrize("attributes", [9_000, 11_000])
+def test_tags_with_very_many_attributes(attributes: int):
+    names = " ".join(f"a{number}=v" for number in range(attributes))
+    hidden = f"<script>if (a<b) {{ {'x ' * 11_000} }}</script><!-- <p {'x ' * 11_000}> -->"
+    source = f"<body>{hidden}<div {names}><div {names}>text</div></div></body>"
+    if attributes > 10_000:
+        with pytest.raises(DataError, match=str(attributes)):
+            extract(source, UNLIMITED)
+    else:
+        (tag, _) = extract(source, UNLIMITED).tags
+        assert len(tag["html_attrs"]["attrs"]) == attributes
+        assert tag["html_attrs"]["values"][0] == "v v"
+
+
+def test_nested_footers_are_stored_once():
+    page = extract(f"<body>{'words ' * 20}<footer>a<footer>b</footer></footer><footer>c</footer></body>")
+    assert page.footer == ["<footer>a<footer>b</footer></footer>", "<footer>c</footer>"]
+
+
+def test_pages_of_any_size_of_chunks_are_parsed_alike(monkeypatch: pytest.MonkeyPatch):
+    sources = [random_page(seed).replace("tail", "tail<!-- c > <b> -->é&amp;&eacute;") for seed in range(100)]
+    pages = [extract(source, UNLIMITED) for source in sources]
+    monkeypatch.setattr(html, "PARSED_AT_ONCE", 7)
+    assert [extract(source, UNLIMITED) for source in sources] == pages
