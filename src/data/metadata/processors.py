@@ -122,8 +122,8 @@ def _escaped(match: re.Match[str]) -> str:
 def _attribute(name: str, value: str, escape: bool) -> str:
     """Write `name:value`. A value ends at `>`, or at a blank before the next `name:`."""
     if escape:
-        name = re.sub(r"[\\:> ]", _escaped, name)
-        value = re.sub(r"[\\>]|(?<= )(?=[^ :]*:)", _escaped, value)
+        name = re.sub(r"[\\:>]", _escaped, name)
+        value = re.sub(r"[\\>]| (?=[^ :]*:)", _escaped, value)
     return f"{name}:{value}"
 
 

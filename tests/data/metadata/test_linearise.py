@@ -1,4 +1,4 @@
-"""Markers in texts: the worked examples of the specification, and what holds for any spans."""
+"""Markers in texts: worked examples of the specification, and properties of random spans."""
 
 import random
 import re
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from src.data.metadata.annotations import Annotated, read_row
+from src.data.metadata.annotations import Annotated, Item, read_row
 from src.data.metadata.linearise import insert, markers
 from src.data.metadata.processors import HtmlFilter, TagRule, local_markers
 
@@ -97,7 +97,7 @@ EMPTY = [
 
 @pytest.mark.parametrize("linearisation", ["compatible", "nested"])
 @pytest.mark.parametrize("seed", range(5))
-def test_empty_tags_keep_their_places_whatever_the_order_of_the_list(linearisation: str, seed: int):
+def test_empty_tags_do_not_depend_on_the_order_of_the_list(linearisation: str, seed: int):
     items = random.Random(seed).sample(EMPTY, len(EMPTY))
     text = marked(document(APPLE, *items), "html", real, linearisation).text
     assert "by an <a></a><b class:level1><b class:level2><i class:level3><a></a>apple</i> tree</b></b> (Malus" in text
@@ -111,13 +111,13 @@ def test_runs_of_markers_are_wrapped():
     assert marked(found, "html", real, "nested", html=("<HTML>", "</HTML>")).text == text
 
 
-def test_what_is_nested_is_closed_first():
+def test_inner_spans_end_first():
     found = document("aabbcc", item("entity", "E", 0, 4), item("html", "b", 2, 4, (0, 0)))
     assert marked(found, "html entity", generic, "nested").text == "[entity: E]aa[html: b]bb[/html: b][/entity: E]cc"
     assert marked(found, "html entity", generic).text == "[entity: E]aa[html: b]bb[/entity: E][/html: b]cc", "the original's"
 
 
-def test_what_looks_like_a_marker_is_escaped():
+def test_text_that_looks_like_a_marker_is_escaped():
     text = r"if a <b and [[1, 2]] or c\d"
     found = document(text, item("html", "p", 0, len(text), (0, 0)), item("entity", "E", 0, 2))
     seen = marked(found, "html entity", real, "nested")
@@ -167,7 +167,7 @@ def random_document(seed: int) -> Annotated:
 
 
 @pytest.mark.parametrize("linearisation", ["compatible", "nested"])
-def test_without_what_is_marked_it_is_the_text(linearisation: str):
+def test_text_without_markers_is_unchanged(linearisation: str):
     for seed in range(500):
         found = random_document(seed)
         seen = marked(found, "html entity paragraph", real, linearisation)
@@ -190,3 +190,64 @@ def test_nested_tags_are_a_tree_and_can_be_read_back():
                 text += token.removeprefix("\\") if len(token) == 2 else token
         if only.items:  # else nothing is escaped
             assert (text, open_tags) == (found.text, []), seen
+
+
+CHAIN = [item("entity_paragraph", name, 0, 5, (place, place)) for place, name in enumerate(["A", "B", "C"])]
+
+
+@pytest.mark.parametrize("linearisation", ["compatible", "nested"])
+def test_chains_at_the_end_of_a_paragraph_are_in_order(linearisation: str):
+    at_end = partial(local_markers, html=HtmlFilter(), entity_position="end")
+    found = document("hello", *CHAIN)
+    around = {"entity_paragraph": ("<CHAIN>", " </CHAIN> ")}
+    assert marked(found, "entity_paragraph", at_end, linearisation, **around).text == "hello<CHAIN> |A| |B| |C| </CHAIN> "
+    assert marked(found, "entity_paragraph", real, linearisation, **around).text == "<CHAIN> |A| |B| |C| </CHAIN> hello"
+
+
+def test_nested_spans_of_one_key_follow_their_relative_positions():
+    """Both ends of overlapping spans, with another key around them."""
+    spans = [item("entity_paragraph", "A", 0, 4, (0, 0)), item("entity_paragraph", "B", 2, 4, (0, 1)), item("html", "b", 1, 4, (0, 0))]
+    at_end = partial(local_markers, html=HtmlFilter(), entity_position="end")
+    assert marked(document("abcdef", *spans), "html entity_paragraph", at_end, "nested").text == "a<b>bcd |A|</b> |B|ef"
+
+
+@pytest.mark.parametrize("linearisation", ["compatible", "nested"])
+def test_empty_sides_are_not_wrapped(linearisation: str):
+    found = document("hello", *CHAIN[:1])
+    assert marked(found, "entity_paragraph", real, linearisation, entity_paragraph=("<CHAIN>", " </CHAIN> ")).text == "<CHAIN> |A| </CHAIN> hello"
+
+
+def read_tag(marker: str) -> tuple[str, list[tuple[str, str]]]:
+    """Read a start tag back. An attribute starts at a blank before `name:`; a backslash makes the next character part of a name or value."""
+    body = re.fullmatch(r"<((?:\\.|[^\\>])*)>", marker, re.DOTALL)
+    assert body, marker
+    tag, *rest = re.split(r"(?<!\\) (?=(?:\\[^ ]|[^\\ :])+:)", re.sub(r"\\\\", END + "b", body[1]))
+
+    def plain(text: str) -> str:
+        return re.sub(r"\\(.)", r"\1", text, flags=re.DOTALL).replace(END + "b", "\\")
+
+    pairs = (re.fullmatch(r"((?:\\.|[^\\:])*):(.*)", each, re.DOTALL) for each in rest)
+    return plain(tag), [(plain(pair[1]), plain(pair[2])) for pair in pairs if pair]
+
+
+END = "\0"
+VALUES = ["", "x", "x y", "x id:4", " id:4", "a>b", "</p>", "\\", "x \\", "http://a.org/?q=1 2", "style: red; b: c", " ", "a  b:c", "\n d:e", "é"]
+
+
+def test_attribute_values_can_be_read_back():
+    draw = random.Random(0)
+    for _ in range(2000):
+        names = draw.sample(["class", "id", "xlink:href", "data-x", "@click", "a>b"], draw.randrange(4))
+        attributes = tuple((name, "".join(draw.choices(VALUES, k=draw.randrange(3)))) for name in names)
+        tag = draw.choice(["a", "svg:p", "a>b", "/x", "two words"])
+        start, end = local_markers(Item("html", tag, 0, 3, attributes=attributes), HtmlFilter(), "end", escape=True) or ("", "")
+        assert read_tag(start) == (tag, list(attributes)), start
+        assert end.endswith(">")
+
+
+def test_names_of_entities_can_be_read_back():
+    for key, pattern in (("entity", r" \[\[((?:\\.|[^\\\]])*)\]\]"), ("entity_paragraph", r" \|((?:\\.|[^\\|])*)\|"), ("x", r"\[x: ((?:\\.|[^\\\]])*)\]")):
+        for name in ("a", "a]] b", "a|b", "\\", "a] [[b", "|"):
+            texts = local_markers(Item(key, name, 0, 3), HtmlFilter(), "beginning", escape=True)
+            match = re.fullmatch(pattern, "".join(texts or ()).split("[/")[0])
+            assert match and re.sub(r"\\(.)", r"\1", match[1]) == name  # noqa: PT018

@@ -36,7 +36,7 @@ def test_b13_a_title(html: str, title: str | None, original: str | None):
 
 
 def test_paragraphs_end_with_tags_and_empty_lines():
-    page = extract("<body><p>one</p><div>two<pre>a\n\nb</pre></div>rest</body>", -1)
+    page = extract("<body><p>one</p><div>two<pre>a\n\nb</pre></div>rest</body>", [])
     found = list(of_text.split_paragraphs(page.text, page.tags))
     assert [(item["value"], item["marker"]) for item in found] == [
         ("one\n", "p"),
@@ -49,12 +49,12 @@ def test_paragraphs_end_with_tags_and_empty_lines():
 
 def test_paragraphs_together_are_the_text():
     for seed in range(200):
-        page = extract(random_page(seed), -1)
+        page = extract(random_page(seed), [])
         assert "".join(item["value"] for item in of_text.split_paragraphs(page.text, page.tags)) == page.text
 
 
 def test_entities_are_named_once_a_paragraph_in_their_order():
-    page = extract("<body><p>Ann met Bo and Ann</p><p>Ann left</p></body>", -1)
+    page = extract("<body><p>Ann met Bo and Ann</p><p>Ann left</p></body>", [])
     places = [(0, 3, "Ann"), (8, 10, "Bo"), (15, 18, "Ann"), (19, 22, "Ann")]
     entities = [{"key": "entity", "type": "local", "char_start_idx": s, "char_end_idx": e, "value": v} for s, e, v in places]
     row = {"text": page.text, "metadata_html": page.tags, "metadata_entity": entities, "html_title": page.title}
@@ -67,7 +67,7 @@ def test_entities_are_named_once_a_paragraph_in_their_order():
 
 def test_rows_of_any_page_are_read():
     for seed in range(100):
-        page = extract(random_page(seed), -1)
+        page = extract(random_page(seed), [])
         words = [i for i in range(len(page.text)) if page.text[i].isalpha()]
         draw = random.Random(seed)
         starts = draw.sample(words, min(3, len(words)))
