@@ -105,7 +105,7 @@ def plain_extraction(source: str) -> str:
             element.drop_tree()
     for name in ("div", "p", "section", "table", "ul", "ol", "dl"):
         for element in list(root.iter(name)):
-            if len("".join(element.itertext())) <= pages.SHORT and element.getparent() is not None:
+            if len("".join(element.itertext())) <= 64 and element.getparent() is not None:
                 element.drop_tree()
     root = html.fromstring(minified(etree.tostring(root, method="html", encoding="unicode")))
     text, tags = "", []

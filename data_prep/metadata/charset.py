@@ -142,9 +142,10 @@ def _attributes(start: bytes, at: int) -> tuple[dict[bytes, bytes], int]:
 def _meta_label(attributes: dict[bytes, bytes]) -> Iterator[str]:
     if b"charset" in attributes:
         yield attributes[b"charset"].decode("latin-1")
-    elif attributes.get(b"http-equiv", b"").lower() == b"content-type":
-        if match := _CONTENT_CHARSET.search(attributes.get(b"content", b"")):
-            yield b"".join(match.groups(b"")).decode("latin-1")
+        return
+    match = _CONTENT_CHARSET.search(attributes.get(b"content", b""))
+    if match and attributes.get(b"http-equiv", b"").lower() == b"content-type":
+        yield b"".join(match.groups(b"")).decode("latin-1")
 
 
 def _detect(page: bytes) -> str:

@@ -94,7 +94,10 @@ def _warc_pages(path: Path, counts: Counter[str], kinds: Collection[str]) -> Ite
                 if page is None:
                     counts[reason] += 1
                 else:
-                    yield f"{path}: record {number}", {"url": record.rec_headers.get_header("WARC-Target-URI"), HTML: RawPage(page, _type(record))}
+                    yield (
+                        f"{path}: record {number}",
+                        {"url": record.rec_headers.get_header("WARC-Target-URI"), HTML: RawPage(page, _type(record))},
+                    )
                 while record.raw_stream.read(1 << 20):
                     pass
                 if getattr(record.raw_stream, "limit", 0):

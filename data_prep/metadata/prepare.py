@@ -51,9 +51,21 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     kinds = page_sources.RECORDS
     add("--records", nargs="+", default=kinds[:1], choices=kinds, help="kinds of WARC records to read as pages (default: 2xx)")
     add("--compatible", action="store_true", help="reproduce the reference's faults and layout, for its published strings")
-    add("--most_errors", type=float, default=0.01, metavar="R", help="maximum share of rows on which an extractor fails (default: %(default)s)")
+    add(
+        "--most_errors",
+        type=float,
+        default=0.01,
+        metavar="R",
+        help="maximum share of rows on which an extractor fails (default: %(default)s)",
+    )
     add("--most_replaced", type=float, default=0.01, metavar="R", help="maximum share of pages with U+FFFD (default: %(default)s)")
-    add("--page_seconds", type=float, default=10.0, metavar="S", help="processor time per page; slower ones are skipped (default: %(default)s)")
+    add(
+        "--page_seconds",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="processor time per page; slower ones are skipped (default: %(default)s)",
+    )
     add("--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="sources processed at once (default: the cores)")
     add("--slurm", nargs="+", default=[], metavar="KEY=VALUE", help="run as a Slurm array: partition=cpu time=02:00:00 mem_per_cpu_gb=4 ..")
 

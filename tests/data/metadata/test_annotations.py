@@ -144,5 +144,8 @@ def test_items_without_derivable_fields():
     html = {**tag(0, 3, (0, 0)), "html_attrs": {"attrs": [], "values": []}}
     assert compact_item("html", html, text).keys() == html.keys() - {"key", "type", "html_attrs"}
     full = {"text": text, "metadata_paragraph": [raw], "metadata_generation_length_sentence": [length], "metadata_html": [html]}
-    both = [full, {name: [compact_item(name.removeprefix("metadata_"), value[0], text)] if name != "text" else text for name, value in full.items()}]
+    both = [
+        full,
+        {name: [compact_item(name.removeprefix("metadata_"), value[0], text)] if name != "text" else text for name, value in full.items()},
+    ]
     assert read_row(both[0], "here") == read_row(both[1], "here")

@@ -214,11 +214,14 @@ def test_nested_spans_of_one_key_follow_their_relative_positions():
 @pytest.mark.parametrize("linearisation", ["compatible", "nested"])
 def test_empty_sides_are_not_wrapped(linearisation: str):
     found = document("hello", *CHAIN[:1])
-    assert marked(found, "entity_paragraph", real, linearisation, entity_paragraph=("<CHAIN>", " </CHAIN> ")).text == "<CHAIN> |A| </CHAIN> hello"
+    assert (
+        marked(found, "entity_paragraph", real, linearisation, entity_paragraph=("<CHAIN>", " </CHAIN> ")).text
+        == "<CHAIN> |A| </CHAIN> hello"
+    )
 
 
 def read_tag(marker: str) -> tuple[str, list[tuple[str, str]]]:
-    """Read a start tag back. An attribute starts at a blank before `name:`; a backslash makes the next character part of a name or value."""
+    """Read a start tag back. An attribute starts at a blank before `name:`; a backslash makes the next character part of the text."""
     body = re.fullmatch(r"<((?:\\.|[^\\>])*)>", marker, re.DOTALL)
     assert body, marker
     tag, *rest = re.split(r"(?<!\\) (?=(?:\\[^ ]|[^\\ :])+:)", re.sub(r"\\\\", END + "b", body[1]))
@@ -231,7 +234,23 @@ def read_tag(marker: str) -> tuple[str, list[tuple[str, str]]]:
 
 
 END = "\0"
-VALUES = ["", "x", "x y", "x id:4", " id:4", "a>b", "</p>", "\\", "x \\", "http://a.org/?q=1 2", "style: red; b: c", " ", "a  b:c", "\n d:e", "é"]
+VALUES = [
+    "",
+    "x",
+    "x y",
+    "x id:4",
+    " id:4",
+    "a>b",
+    "</p>",
+    "\\",
+    "x \\",
+    "http://a.org/?q=1 2",
+    "style: red; b: c",
+    " ",
+    "a  b:c",
+    "\n d:e",
+    "é",
+]
 
 
 def test_attribute_values_can_be_read_back():
@@ -246,7 +265,11 @@ def test_attribute_values_can_be_read_back():
 
 
 def test_names_of_entities_can_be_read_back():
-    for key, pattern in (("entity", r" \[\[((?:\\.|[^\\\]])*)\]\]"), ("entity_paragraph", r" \|((?:\\.|[^\\|])*)\|"), ("x", r"\[x: ((?:\\.|[^\\\]])*)\]")):
+    for key, pattern in (
+        ("entity", r" \[\[((?:\\.|[^\\\]])*)\]\]"),
+        ("entity_paragraph", r" \|((?:\\.|[^\\|])*)\|"),
+        ("x", r"\[x: ((?:\\.|[^\\\]])*)\]"),
+    ):
         for name in ("a", "a]] b", "a|b", "\\", "a] [[b", "|"):
             texts = local_markers(Item(key, name, 0, 3), HtmlFilter(), "beginning", escape=True)
             match = re.fullmatch(pattern, "".join(texts or ()).split("[/")[0])

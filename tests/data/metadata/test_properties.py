@@ -110,7 +110,9 @@ def pages(draw: st.DrawFn, depth: int = 0) -> str:
 @many
 @given(pages(), st.sampled_from([None, 8, 64]))
 def test_tags_of_any_page_nest_and_can_be_removed(page: str, limit: int | None):
-    rules = [rule.model_copy(update={"max_chars": rule.max_chars and limit}) for rule in html.read_rules() if limit or rule.max_chars is None]
+    rules = [
+        rule.model_copy(update={"max_chars": rule.max_chars and limit}) for rule in html.read_rules() if limit or rule.max_chars is None
+    ]
     found = html.extract(f"<html><head><title>t</title></head><body>{page}</body></html>", rules)
     document = read_row({"text": found.text, "metadata_html": found.tags}, "here")
     for linearisation in ("nested", "compatible"):

@@ -17,12 +17,12 @@ from src.data.text.tokenizers import SafeTokenizer
 from src.exp_groups.metadata import GPT2_XL_V2
 
 MODULES = (
-    "abc aifc argparse ast base64 bdb bisect bz2 calendar cmd code codecs collections colorsys concurrent configparser contextlib copy csv "
-    "dataclasses datetime decimal difflib dis email enum fileinput fnmatch fractions functools gc glob graphlib gzip hashlib heapq hmac html "
-    "inspect io ipaddress itertools json keyword linecache locale logging lzma mailbox math numbers operator optparse os pathlib pickle "
-    "pprint queue random re reprlib sched secrets shelve shlex shutil statistics string struct textwrap threading timeit token traceback "
-    "types typing urllib uuid warnings wave weakref zipfile zlib"
-).split()
+    "abc aifc argparse ast base64 bdb bisect bz2 calendar cmd code codecs collections colorsys concurrent configparser contextlib copy "
+    "csv dataclasses datetime decimal difflib dis email enum fileinput fnmatch fractions functools gc glob graphlib gzip hashlib heapq "
+    "hmac html inspect io ipaddress itertools json keyword linecache locale logging lzma mailbox math numbers operator optparse os "
+    "pathlib pickle pprint queue random re reprlib sched secrets shelve shlex shutil statistics string struct textwrap threading timeit "
+    "token traceback types typing urllib uuid warnings wave weakref zipfile zlib "
+)
 DOCUMENTS = 60
 ROOM = 1024
 TITLES = {
@@ -44,7 +44,7 @@ WRITING: dict[str, Any] = GPT2_XL_V2["data"]["writing"]
 @cache
 def pages() -> dict[str, str]:
     """HTML that pydoc renders for modules of the standard library."""
-    rendered = stdlib_pages.render(MODULES)
+    rendered = stdlib_pages.render(MODULES.split())
     by_size = sorted((page for page in rendered.items() if len(html.extract(page[1]).text) > 500), key=lambda page: len(page[1]))
     assert len(by_size) >= DOCUMENTS
     return dict(by_size[:DOCUMENTS])
@@ -107,7 +107,10 @@ def process(item: dict[str, Any], entity_setting: str) -> tuple[str, str] | None
     if item["value"] == "body" or (item["value"] not in rules["exceptions"] and length <= rules["longest"]):
         return None
     attributes = zip(item["html_attrs"]["attrs"], item["html_attrs"]["values"], strict=True)
-    return f"<{item['value']}{''.join(f' {name}:{value}' for name, value in attributes if name in rules['attributes'])}>", f"</{item['value']}>"
+    return (
+        f"<{item['value']}{''.join(f' {name}:{value}' for name, value in attributes if name in rules['attributes'])}>",
+        f"</{item['value']}>",
+    )
 
 
 def collate(items: list[dict[str, Any]], key: str, entity_setting: str) -> list[tuple[int, int, int, tuple[str, str]]]:
@@ -157,7 +160,9 @@ def marked_text(row: dict[str, Any], keys: list[str], entity_setting: str) -> tu
 def first_row(row: dict[str, Any], keys: list[str], entity_setting: str, encode: Any) -> tuple[list[int], list[int], list[int]]:
     """Return ids, attention mask and metadata mask of the reference's first row."""
     local = {key for key in ("html", "entity", "entity_paragraph") if row.get(f"metadata_{key}")}
-    title, length, source, date = (row[f"metadata_{name}"] for name in ("title", "generation_length_text", "generation_datasource", "timestamp"))
+    title, length, source, date = (
+        row[f"metadata_{name}"] for name in ("title", "generation_length_text", "generation_datasource", "timestamp")
+    )
     said = {
         "html": "html",
         "entity": "entity",

@@ -88,7 +88,11 @@ def test_order_and_labels_of_the_html_standard(raw: bytes, header: str, text: st
 
 def test_declarations_after_1024_bytes_are_not_read():
     comment = b"<!--" + b"x" * 1100 + b"-->"
-    assert decode(comment + b"<meta charset=koi8-r>" + "größer".encode()) == ("<!--" + "x" * 1100 + "--><meta charset=koi8-r>größer", "utf-8", True)
+    assert decode(comment + b"<meta charset=koi8-r>" + "größer".encode()) == (
+        "<!--" + "x" * 1100 + "--><meta charset=koi8-r>größer",
+        "utf-8",
+        True,
+    )
     cut = b"<!--" + b"x" * 1000 + b"-->" + b"<meta charset=koi8-r>" + "größer".encode()
     assert decode(cut).encoding == "utf-8", "a tag that the 1,024 bytes cut off does not count"
 

@@ -15,7 +15,6 @@ from src.data.metadata.linearise import insert, markers
 from src.data.metadata.processors import HtmlFilter, local_markers
 from src.errors import ConfigError, DataError
 
-
 UNLIMITED = [rule for rule in read_rules() if rule.max_chars is None]
 """Without the rules for short blocks."""
 

@@ -50,7 +50,11 @@ def write_warc(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def warc_record(kind: str, body: bytes, **headers: str) -> bytes:
-    head = {"WARC-Type": kind, "WARC-Target-URI": "https://www.example.org/page", **{name.replace("_", "-"): headers[name] for name in headers}}
+    head = {
+        "WARC-Type": kind,
+        "WARC-Target-URI": "https://www.example.org/page",
+        **{name.replace("_", "-"): headers[name] for name in headers},
+    }
     lines = [b"WARC/1.0", *(f"{name}: {value}".encode() for name, value in head.items()), f"Content-Length: {len(body)}".encode()]
     return b"\r\n".join([*lines, b"", body, b"", b""])
 
@@ -346,7 +350,9 @@ def test_charsets_of_pages_are_read_and_counted(tmp_path: Path, capsys: pytest.C
 
 
 def test_bytes_of_parquet_files_are_decoded_like_pages(tmp_path: Path):
-    write_parquet(tmp_path / "train.parquet", [{"url": "https://a.org", "doc_html": html_page("möse ", "latin-1", "<meta charset=latin1>")}])
+    write_parquet(
+        tmp_path / "train.parquet", [{"url": "https://a.org", "doc_html": html_page("möse ", "latin-1", "<meta charset=latin1>")}]
+    )
     write_json(tmp_path / "val.jsonl", [page("val")])
     assert run(tmp_path, "--train", str(tmp_path / "train.parquet"), "--val", str(tmp_path / "val.jsonl"), *EXTRACT) == 0
     assert rows(tmp_path, "train")[0]["text"].startswith("möse möse")
