@@ -58,9 +58,9 @@ def alternate(sides: Sequence[tuple[str, Callable[[], object]]], items: int, uni
             begin = time.perf_counter()
             run()
             seconds[name].append(time.perf_counter() - begin)
-    middle = {name: sorted(found)[len(found) // 2] for name, found in seconds.items()}
+    middle = {name: sorted(times)[len(times) // 2] for name, times in seconds.items()}
     (first, _), (second, _) = sides
-    rates = ", ".join(f"{name} {items / found:,.1f} {unit}/s" for name, found in middle.items())
+    rates = ", ".join(f"{name} {items / times:,.1f} {unit}/s" for name, times in middle.items())
     print(f"{rates}: {middle[second] / middle[first]:.1f} times as fast")
 
 
@@ -142,15 +142,15 @@ class PlainWriting:
     def blocks(self, document: Annotated) -> list[Any]:
         """Ids and masks of each block, padded."""
         writing = self._config
-        said = {item.key: global_text(item, writing.separators) for item in document.items if item.start is None}
-        prefix = " | ".join(said[key] for key in writing.keys if key in said)
+        phrases = {item.key: global_text(item, writing.separators) for item in document.items if item.start is None}
+        prefix = " | ".join(phrases[key] for key in writing.keys if key in phrases)
         prefix_ids = self._tokenizer(prefix + " |||")["input_ids"] if prefix else []
         before, behind = defaultdict(list), defaultdict(list)
         for item in document.items:
-            found = local_markers(item, writing.html, "beginning") if item.start is not None else None
-            if found:
-                before[item.span[0]].insert(0, found[0])
-                behind[item.span[1]].append(found[1])
+            texts = local_markers(item, writing.html, "beginning") if item.start is not None else None
+            if texts:
+                before[item.span[0]].insert(0, texts[0])
+                behind[item.span[1]].append(texts[1])
         text, mask = "", []
         for index, character in enumerate([*document.text, ""]):
             for marker in [*behind[index], *before[index]]:
@@ -166,9 +166,9 @@ class PlainWriting:
             marked.append(any(mask[span.start : span.end]))
         blocks, size = [], self._room - len(prefix_ids)
         for begin in range(0, len(marked), size):
-            ids, own = prefix_ids + encoded["input_ids"][begin : begin + size], marked[begin : begin + size]
+            ids, is_metadata = prefix_ids + encoded["input_ids"][begin : begin + size], marked[begin : begin + size]
             pad = self._room - len(ids)
-            blocks.append((ids + [0] * pad, [1] * len(ids) + [0] * pad, [1] * len(prefix_ids) + own + [0] * pad))
+            blocks.append((ids + [0] * pad, [1] * len(ids) + [0] * pad, [1] * len(prefix_ids) + is_metadata + [0] * pad))
         return blocks
 
 
@@ -177,19 +177,19 @@ def measure_evaluation(recipe: Any, places: Places, tokenizer: Any, documents: i
     torch.manual_seed(0)
     model = recipe.model.build(places).eval()
     val = recipe.data.build(places, tokenizer, "val", 0).documents
-    asked = gains.Gains(columns=["html"], documents=documents)
-    found: dict[int, dict[str, float]] = {}
+    config = gains.Gains(columns=["html"], documents=documents)
+    scores: dict[int, dict[str, float]] = {}
 
     def run(batch: int) -> None:
         with torch.no_grad():
-            found[batch] = gains.measure(
-                asked,
+            scores[batch] = gains.measure(
+                config,
                 val,
                 lambda data: token_losses(model, data, causal_lm_loss, batch, torch.device("cpu"), tokenizers.control_ids(tokenizer)),
             )
 
     alternate([("evaluation by 16:", lambda: run(16)), ("one by one:", lambda: run(1))], 4 * documents, "rows", rounds)
-    worst = max(abs(found[16][name] - found[1][name]) for name in found[1] if "perplexity" not in name)
+    worst = max(abs(scores[16][name] - scores[1][name]) for name in scores[1] if "perplexity" not in name)
     print(f"their scores differ by at most {worst:.1e} nats a token")
 
 
@@ -254,10 +254,10 @@ def main() -> None:
         ]
         alternate(sides, len(documents), "documents", args.rounds)
     measure_evaluation(load_experiment(METADATA_TINY, "metadata_tiny"), places, tokenizer, 100, args.rounds)
-    with tempfile.TemporaryDirectory() as kept:
-        (Path(kept) / "data").symlink_to(args.data_path.resolve())
-        measure_waiting(Path(kept))
-        measure_memory(sources[0][:10_000], args.gigabytes, Path(kept))
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "data").symlink_to(args.data_path.resolve())
+        measure_waiting(Path(folder))
+        measure_memory(sources[0][:10_000], args.gigabytes, Path(folder))
 
 
 if __name__ == "__main__":

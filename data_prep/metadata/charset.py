@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 PRESCAN_BYTES = 1024
 DETECTION_BYTES = 1 << 13
-"""Of words that are not ASCII, as many as detection reads."""
+"""Limit of the non-ASCII words that detection reads."""
 FALLBACK = "windows-1252"
 REPLACEMENT = "\ufffd"
 _BYTE_ORDER_MARKS = ((codecs.BOM_UTF8, "utf-8"), (codecs.BOM_UTF16_BE, "utf-16be"), (codecs.BOM_UTF16_LE, "utf-16le"))
@@ -34,7 +34,7 @@ _LATIN = {
     "cp1257": "windows-1257",
     "cp1258": "windows-1258",
 }
-"""Encodings that detection chooses from where few bytes of a word are not ASCII, by their codecs in Python."""
+"""Candidates for words with few non-ASCII bytes, by their codecs in Python."""
 _NOT_LATIN = {
     "gb18030": "gb18030",
     "big5hkscs": "big5",
@@ -54,7 +54,9 @@ _NOT_LATIN = {
     "cp874": "windows-874",
     "cp932": "shift_jis",
 }
+"""Candidates for all other words."""
 LATIN_SHARE = 0.4
+"""Share of non-ASCII bytes in words up to which a page is Latin."""
 
 
 class Decoded(NamedTuple):
@@ -64,7 +66,7 @@ class Decoded(NamedTuple):
     encoding: str
     """Its name in the Encoding standard, in lower case."""
     is_guess: bool
-    """Whether detection or the fallback chose the encoding; never for ASCII, which all candidates decode alike."""
+    """Whether detection or the fallback chose the encoding. False for ASCII, which is the same in all candidates."""
 
 
 def decode(page: bytes, content_type: str = "") -> Decoded:
@@ -129,7 +131,10 @@ def _meta_labels(start: bytes) -> Iterator[str]:
 
 
 def _attributes(start: bytes, at: int) -> tuple[dict[bytes, bytes], int]:
-    """Attributes of the tag whose name ends at `at`, and the end of the tag; the length of `start` if the tag is cut off."""
+    """Read the attributes of a tag after its name, which ends at `at`.
+
+    Returns the attributes and the end of the tag; the length of `start` if the tag is cut off.
+    """
     attributes = dict[bytes, bytes]()
     while match := _ATTRIBUTE.match(start, at):
         value = match["double"] or match["single"] or match["bare"] or b""
@@ -181,7 +186,7 @@ def _detect(page: bytes) -> str:
 
 
 def _is_japanese(words: bytes, encoding: str) -> bool:
-    """Whether it has Hiragana in this encoding. charset-normalizer misses common characters that Python's codecs refuse."""
+    """Whether the words contain Hiragana in this encoding. charset-normalizer rejects pages with characters that Python's codecs miss."""
     text = _decode_as(words, encoding)
     return sum("\u3041" <= character <= "\u3093" for character in text) > max(text.count(REPLACEMENT) * 10, len(text) / 10)
 
@@ -217,7 +222,7 @@ _EUC_JP = re.compile("[\xa1-\xfe]{2}|\x8e[\xa1-\xdf]|\x8f[\xa1-\xfe]{2}|[\x80-\x
 
 @lru_cache(1)
 def _euc_jp_table() -> dict[str, str]:
-    """Characters of EUC-JP by their bytes, with those that Microsoft added, as on the web; Python's own codec lacks them."""
+    """Map the bytes of EUC-JP to characters, including the extensions of Microsoft, which Python's codec does not have."""
     table = {f"\x8e{chr(byte)}": chr(0xFF61 - 0xA1 + byte) for byte in range(0xA1, 0xE0)}
     for row in range(94):
         for cell in range(94):

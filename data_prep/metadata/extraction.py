@@ -51,7 +51,7 @@ class Options:
     """Processor time per page."""
 
 
-class PageTimeout(BaseException):  # no handler of exceptions in a library may swallow it
+class PageTimeout(BaseException):  # a library that catches Exception must not swallow it
     """A page took too much processor time."""
 
 
@@ -176,9 +176,9 @@ def _write_part(part: Part, options: Options) -> None:
         for number, (where, row) in enumerate(page_sources.read_rows(part.source, skipped, options.records), 1):
             try:
                 with processor_limit(options.page_seconds):
-                    made = _annotate(_decode_page(row, pages), where, options, errors)
-                    if made.get("text", "html" not in options.extract):  # without an extractor of text, a missing text is an error
-                        read_row(made, where)
+                    annotated = _annotate(_decode_page(row, pages), where, options, errors)
+                    if annotated.get("text", "html" not in options.extract):  # without an extractor of text, a missing text is an error
+                        read_row(annotated, where)
                     else:
                         report["empty"] += 1
                         continue
@@ -188,12 +188,12 @@ def _write_part(part: Part, options: Options) -> None:
             except DataError as error:
                 _count_error(errors[ROWS], str(error))
                 continue
-            columns |= dict.fromkeys(name for name in made if name.startswith(PREFIX))
+            columns |= dict.fromkeys(name for name in annotated if name.startswith(PREFIX))
             try:
-                rows.write(orjson.dumps(made if options.compatible else _compact(made, options)) + b"\n")
+                rows.write(orjson.dumps(annotated if options.compatible else _compact(annotated, options)) + b"\n")
             except orjson.JSONEncodeError as error:
                 raise DataError(f"{where}: cannot be written as JSON ({error}).") from None
-            digests.write(DIGEST.pack(hashlib.sha256(made["text"].encode()).digest()[:16], number))
+            digests.write(DIGEST.pack(hashlib.sha256(annotated["text"].encode()).digest()[:16], number))
             report["rows"] += 1
         for file in (rows, digests):
             file.flush()
@@ -222,7 +222,7 @@ def _decode_page(row: Row, pages: Counter[str]) -> Row:
 
 
 def _compact(row: Row, options: Options) -> Row:
-    """Return the row without the fields that a reader derives, in the columns that extractors made."""
+    """Return the row without the fields that a reader derives, in the columns of the extractors."""
     names = {name for key in options.extract for name in EXTRACTORS[key].columns if name.startswith(PREFIX)}
     return {
         name: [compact_item(name.removeprefix(PREFIX), item, row["text"]) for item in value] if name in names and value else value

@@ -294,7 +294,7 @@ def _set_text(parent: Any, before: Any, pieces: Sequence[str]) -> None:
 
 
 class _Text:
-    """Text as it grows."""
+    """The extracted text, in pieces."""
 
     def __init__(self) -> None:
         self.pieces, self.length, self.last = list[str](), 0, ""
@@ -305,7 +305,7 @@ class _Text:
             self.length, self.last = self.length + len(text), text[-1]
 
     def part(self, tag: str) -> None:
-        """Begin a new line, or leave a blank, where a tag asks for it."""
+        """Start a new line or add a blank before or after the content of a tag."""
         if tag in BLOCKS or tag == _FOLDED:
             if self.last == " ":
                 self.pieces[-1] = self.pieces[-1][:-1] + "\n"
@@ -316,7 +316,7 @@ class _Text:
             self.add(" ")
 
     def add_collapsed(self, text: str) -> None:
-        """With runs of whitespace as one blank, and none after whitespace."""
+        """Append text with each run of white space as one blank, and no blank after white space."""
         text = _SPACES.sub(" ", text)  # no-break spaces, too
         self.add(text[1:] if text[:1] == " " and (not self.length or self.last.isspace()) else text)
 
@@ -362,7 +362,7 @@ def _text_and_tags(body: Any, folded: Mapping[Any, Mapping[str, Sequence[str]]])
 
 
 def _renumber(tags: list[Row]) -> None:
-    """Count the markers at each character from 0 again, after some were left out."""
+    """Number the markers at each character from 0, after some were dropped."""
     at = defaultdict[int, list[tuple[int, Row, str]]](list)
     for tag in tags:
         for side in ("start", "end"):

@@ -35,16 +35,16 @@ def list_files(names: Sequence[str]) -> list[Path]:
     """List the files named directly, as folders or as patterns, sorted within each.
 
     Raises:
-        DataError: a name matches no file, or no file of a known kind.
+        DataError: a name matches no file, or no file of a readable kind.
     """
     files = list[Path]()
     for name in names:
         path = Path(name)
         paths = sorted(path.iterdir()) if path.is_dir() else [path] if path.is_file() else [Path(each) for each in sorted(glob.glob(name))]
-        known = [each for each in paths if each.name.endswith(KINDS)]
-        if not known:
+        readable = [each for each in paths if each.name.endswith(KINDS)]
+        if not readable:
             raise DataError(f"{name}: {'no file here ends' if paths else 'no such file. Expected names that end'} with {', '.join(KINDS)}.")
-        files += known
+        files += readable
     return files
 
 

@@ -110,13 +110,15 @@ def prepare(data_path: Path, request: Request) -> None:
     splits = {"train": [path for path in page_sources.list_files(request.train) if path.resolve() not in held], "val": held_out}
     assert not held & {path.resolve() for path in splits["train"]}, "the validation files were subtracted"
     facts = {
-        path: {"name": path.name, "bytes": path.stat().st_size, "sample": sample_digest(path)} for own in splits.values() for path in own
+        path: {"name": path.name, "bytes": path.stat().st_size, "sample": sample_digest(path)}
+        for split_files in splits.values()
+        for path in split_files
     }
-    sources.require_distinct((f"--{split} {path}", facts[path]) for split, own in splits.items() for path in own)
+    sources.require_distinct((f"--{split} {path}", facts[path]) for split, split_files in splits.items() for path in split_files)
     if not splits["train"]:
-        raise DataError("--train: nothing is left of it without the sources of --val.")
+        raise DataError("--train: all of its sources are in --val. Add sources for training.")
     made_from = {
-        "sources": {split: [facts[path] for path in own] for split, own in splits.items()},
+        "sources": {split: [facts[path] for path in split_files] for split, split_files in splits.items()},
         "extract": list(options.extract),
         "compatible": options.compatible,
         "removal": [rule.model_dump() for rule in options.removal],
@@ -130,19 +132,20 @@ def prepare(data_path: Path, request: Request) -> None:
     beside = data_path / f"{request.name}.parts"
     with command.exclusive_lock(beside, f"{folder}: another process prepares it."):
         if command.is_made([folder], made_from):
-            shutil.rmtree(beside)  # perhaps of a command that was killed at its end
+            shutil.rmtree(beside)  # in case a command was killed at its end
             return
         key = hashlib.sha256(orjson.dumps([needed, *(made_from[name] for name in ("last_year", "packages", "scripts_sha256"))])).hexdigest()
         parts = {
-            split: [extraction.part_of(path, {**facts[path], "by": key}, options, beside) for path in own] for split, own in splits.items()
+            split: [extraction.part_of(path, {**facts[path], "by": key}, options, beside) for path in split_files]
+            for split, split_files in splits.items()
         }
-        _run([part for own in parts.values() for part in own], options, request.workers, settings, beside / "datatrove")
+        _run([part for split_files in parts.values() for part in split_files], options, request.workers, settings, beside / "datatrove")
         command.make_folder(folder, COMMAND, made_from, lambda new: _join(parts, request, new))
     shutil.rmtree(beside)
 
 
 def _options(request: Request) -> tuple[Options, dict[str, str]]:
-    """What is extracted; and digests of the files that it needs, by option."""
+    """Build the extraction options, and digests of the files they need by option."""
     if request.removal_rules and "html" not in request.extract:
         raise ConfigError("--removal_rules: needs --extract html. Add it, or leave out --removal_rules.")
     options = Options(
@@ -155,7 +158,7 @@ def _options(request: Request) -> tuple[Options, dict[str, str]]:
     needed = dict[str, str]()
     for extractor, field, path in (("description", "wiki_index", request.wiki_index), ("entities", "mentions", request.mentions)):
         if (extractor in options.extract) != (path is not None):
-            raise ConfigError(f"--{field}: it belongs to --extract {extractor}. Give both, or none.")
+            raise ConfigError(f"--{field}: belongs to --extract {extractor}. Set both or neither.")
         if path:
             with reading(path, DataError):
                 needed[field] = sample_digest(path)
@@ -169,53 +172,53 @@ def _options(request: Request) -> tuple[Options, dict[str, str]]:
 
 def _settings(slurm: Sequence[str]) -> dict[str, Any]:
     """Arguments of datatrove's executor."""
-    found: dict[str, Any] = {}
-    for given in slurm:
-        key, sign, value = given.partition("=")
+    settings: dict[str, Any] = {}
+    for setting in slurm:
+        key, sign, value = setting.partition("=")
         if not sign:
-            raise ConfigError(f"--slurm {given}: expected KEY=VALUE, such as partition=cpu.")
-        found[key] = int(value) if value.isdigit() else value
-    if found and not {"partition", "time"} <= found.keys():
-        raise ConfigError("--slurm: it needs partition=NAME and time=HH:MM:SS.")
-    return found
+            raise ConfigError(f"--slurm {setting}: expected KEY=VALUE, such as partition=cpu.")
+        settings[key] = int(value) if value.isdigit() else value
+    if settings and not {"partition", "time"} <= settings.keys():
+        raise ConfigError("--slurm: needs partition=NAME and time=HH:MM:SS.")
+    return settings
 
 
 def _run(parts: Sequence[Part], options: Options, workers: int, settings: dict[str, Any], logs: Path) -> None:
-    """Make the parts that are not there.
+    """Make the missing parts.
 
     Raises:
-        DataError: a source cannot be read; one line for each, after all others were made.
+        DataError: one line per source that cannot be read, after all readable ones are done.
     """
     missing = [part for part in parts if not part.report.exists()]
     if missing:
-        log.info("%d of %d sources are worked on ...", len(missing), len(parts))
+        log.info("processing %d of %d sources ...", len(missing), len(parts))
         if settings:
             _run_array(missing, options, workers, settings, logs)
         else:
             _run_here(missing, options, workers)
     failed = [part for part in missing if not part.report.exists()]
     if failed:
-        unknown = "its process was killed, as for lack of memory. Start again, with fewer --workers"
+        unknown = "its process was killed, for example by the out-of-memory killer. Start again with fewer --workers"
         raise DataError("\n".join(part.failure.read_text() if part.failure.exists() else f"{part.source}: {unknown}." for part in failed))
 
 
 def _run_here(parts: Sequence[Part], options: Options, workers: int) -> None:
-    """Make the parts in processes of this machine. Where one is killed, what was begun is tried again, each by itself, and then given up.
+    """Make the parts in processes on this machine. After a kill, retry each unfinished part separately, once.
 
-    datatrove's own executor for this waits for ever for the task of a process that was killed (0.10.1).
+    datatrove's local executor waits forever for the task of a killed process (0.10.1).
     """
-    left = list(parts) if workers > 1 else []
+    remaining = list(parts) if workers > 1 else []
     for part in parts if workers == 1 else ():
         extraction.make_part(part, options)
-    while left and not _make_all(left, options, workers):
-        begun = [part for part in left if not part.is_settled() and part.leftovers()]
-        for part in begun:  # which of them had its process killed nobody tells
+    while remaining and not _make_all(remaining, options, workers):
+        started = [part for part in remaining if not part.is_settled() and part.leftovers()]
+        for part in started:  # the killed process can have been working on any of them
             _make_all([part], options, 1)
-        left = [part for part in left if begun and not part.is_settled() and part not in begun]
+        remaining = [part for part in remaining if started and not part.is_settled() and part not in started]
 
 
 def _make_all(parts: Sequence[Part], options: Options, workers: int) -> bool:
-    """Whether no process was killed meanwhile."""
+    """Make the parts; False if a process was killed."""
     for leftover in (path for part in parts for path in part.leftovers()):
         leftover.unlink()
     with concurrent.futures.ProcessPoolExecutor(min(workers, len(parts)), multiprocessing.get_context("forkserver")) as pool:
@@ -229,19 +232,19 @@ def _make_all(parts: Sequence[Part], options: Options, workers: int) -> bool:
 
 
 class Step:
-    """A step of a pipeline of datatrove, of which task `rank` makes one part."""
+    """A step of a datatrove pipeline: task `rank` makes one part."""
 
     def __init__(self, parts: Sequence[Part], options: Options) -> None:
         from loguru import logger
 
         self.parts, self.options = parts, options
-        logger.disable("datatrove")  # in each process: it tells every task in a dozen lines
+        logger.disable("datatrove")  # in each process: it logs a dozen lines per task
 
     def __reduce__(self) -> Any:
         return Step, (self.parts, self.options)
 
     def __call__(self, data: object, rank: int, world_size: int) -> None:
-        """Make it."""
+        """Make part `rank`."""
         extraction.make_part(self.parts[rank], self.options)
 
     def __repr__(self) -> str:
@@ -249,15 +252,15 @@ class Step:
 
 
 def _run_array(parts: Sequence[Part], options: Options, workers: int, settings: dict[str, Any], logs: Path) -> None:
-    """Make the parts as an array of Slurm, and wait for the end of all of its jobs."""
+    """Make the parts as a Slurm array, and wait for all of its jobs."""
     try:
         from datatrove.executor import SlurmPipelineExecutor
     except ModuleNotFoundError:
         needs = f"pip install -r {page_sources.PACKAGES}"
-        raise ConfigError(f"--slurm: a package that submits the preparation is not installed: {needs}") from None
-    shutil.rmtree(logs, ignore_errors=True)  # it takes for done what it did before, whole or not
+        raise ConfigError(f"--slurm: needs a package that is not installed: {needs}") from None
+    shutil.rmtree(logs, ignore_errors=True)  # datatrove skips tasks that are logged here, even if they failed
     environment = f"export PYTHONPATH={ROOT} PATH={Path(sys.executable).parent}:$PATH"
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "pipeline": [Step(parts, options)],
         "tasks": len(parts),
         "logging_dir": str(logs),
@@ -269,14 +272,14 @@ def _run_array(parts: Sequence[Part], options: Options, workers: int, settings: 
         "workers": workers,
     }
     try:
-        executor = SlurmPipelineExecutor(**{**given, **settings})
+        executor = SlurmPipelineExecutor(**{**arguments, **settings})
     except TypeError as error:
         raise ConfigError(f"--slurm: datatrove's executor refuses it ({sources.first_line(error)})") from None
-    executor.launch_merge_stats = lambda: None  # another job, for figures that nobody reads
+    executor.launch_merge_stats = lambda: None  # another job, for unused statistics
     try:
         executor.run()
     except (OSError, subprocess.CalledProcessError) as error:
-        if not getattr(error, "output", None):  # of jobs that were submitted and failed, the parts are missing
+        if not getattr(error, "output", None):  # submitted jobs that failed leave missing parts
             raise ConfigError(f"--slurm: the scheduler refuses ({sources.first_line(error)})") from None
 
 
@@ -330,20 +333,20 @@ def _check_errors(reports: dict[Part, dict[str, Any]], most: float) -> None:
 
 
 def _require_disjoint(parts: dict[str, list[Part]]) -> None:
-    """Raises DataError where a document is in both splits. In memory are digests of the validation split."""
-    held = {digest: (part, number) for part in parts["val"] for digest, number in extraction.digests_of(part)}
+    """Raise DataError if a document is in both splits. Only digests of the validation split are in memory."""
+    validation = {digest: (part, number) for part in parts["val"] for digest, number in extraction.digests_of(part)}
     for part in parts["train"]:
         for digest, number in extraction.digests_of(part):
-            if digest in held:
-                other, place = held[digest]
+            if digest in validation:
+                other, place = validation[digest]
                 raise DataError(
                     f"{part.source}: row {number}: the same text as row {place} of {other.source}, which is for validation. "
-                    "Leave one of them out: a model must not be measured on what it has read."
+                    "Remove one of them: validation must not contain training documents."
                 )
 
 
 def _copy_rows(part: Part, missing: Sequence[str], file: BinaryIO) -> None:
-    """Append the rows, with empty lists for columns that other sources have."""
+    """Append the rows, with empty lists for the columns of other sources."""
     with open(part.rows, "rb") as rows:
         if not missing:
             shutil.copyfileobj(rows, file, 1 << 20)
@@ -353,7 +356,7 @@ def _copy_rows(part: Part, missing: Sequence[str], file: BinaryIO) -> None:
             file.write(line if "metadata" in row else orjson.dumps({**row, **{column: [] for column in missing}}) + b"\n")
 
 
-main = command.main_of(COMMAND, __doc__, _add_options, lambda data_path, **given: prepare(data_path, Request(**given)))
+main = command.main_of(COMMAND, __doc__, _add_options, lambda data_path, **options: prepare(data_path, Request(**options)))
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -63,7 +63,7 @@ class Item(NamedTuple):
     attributes: tuple[tuple[str, str], ...] = ()
     """Names and values of the attributes of an HTML tag."""
     column: str = ""
-    """Column of version 2, also for a row of version 1, where sampling draws types; a key without a column stands for itself."""
+    """Type for sampling: the column of version 2, also in a row of version 1; the key itself if it has no column."""
 
     @property
     def span(self) -> tuple[int, int]:
@@ -127,18 +127,18 @@ def _items(value: Any, where: str, field: str) -> list[Any]:
 def _read_item(column: str | None, raw: Any, text: str) -> Item:
     if not isinstance(raw, dict):
         raise DataError(f": expected an item, got {raw!r}.")
-    known = COLUMNS.get(column or "")
-    key = raw.get("key", known.key if known else column)
-    kind = raw.get("type", known.kind if known else None)
+    type_of_column = COLUMNS.get(column or "")
+    key = raw.get("key", type_of_column.key if type_of_column else column)
+    kind = raw.get("type", type_of_column.kind if type_of_column else None)
     value = raw["value"] if "value" in raw else _implied_value(column, raw, text)
     if not isinstance(key, str) or not key:
         raise DataError(f".key: expected text, got {key!r}.")
     if kind not in ("global", "local"):
         raise DataError(f".type: expected 'global' or 'local', got {kind!r}.")
-    if known and key != known.key:
-        raise DataError(f".key: items of this column are {known.key!r}, got {key!r}.")
+    if type_of_column and key != type_of_column.key:
+        raise DataError(f".key: items of this column are {type_of_column.key!r}, got {key!r}.")
     column = column or _COLUMN_OF.get((key, kind), key)
-    if key in KEYS and (kind != known.kind if known else (key, kind) not in _COLUMN_OF):
+    if key in KEYS and (kind != type_of_column.kind if type_of_column else (key, kind) not in _COLUMN_OF):
         raise DataError(f".type: items of the key {key!r} are {'local' if kind == 'global' else 'global'} here, got {kind!r}.")
     if not isinstance(value, str):
         raise DataError(f".value: expected text, got {value!r}.")
@@ -169,10 +169,10 @@ def _implied_value(column: str | None, raw: Mapping[str, Any], text: str) -> str
 
 def compact_item(column: str, raw: Mapping[str, Any], text: str) -> dict[str, Any]:
     """Drop the fields of an item that `read_row` derives from its column and the text."""
-    known = COLUMNS.get(column)
+    type_of_column = COLUMNS.get(column)
     derived = {
-        "key": known.key if known else column,
-        "type": known.kind if known else None,
+        "key": type_of_column.key if type_of_column else column,
+        "type": type_of_column.kind if type_of_column else None,
         "value": _implied_value(column, raw, text),
         "html_attrs": _EMPTY_ATTRIBUTES,
     }
@@ -233,7 +233,7 @@ class _Side(NamedTuple):
 def _rank_markers(items: Sequence[Item], where: str) -> list[Item]:
     """Rank the markers of each key at each character by the row's relative positions.
 
-    In some corpora starts and ends share one counter, in others each has its own. Two sides with one position show the latter.
+    Starts and ends share one counter, or each side has a counter. Two equal positions at a character show the second layout.
 
     Raises:
         DataError: the order of two markers is ambiguous.
@@ -266,7 +266,7 @@ def _sort_side(sides: Sequence[_Side], items: Sequence[Item], where: str) -> lis
     places = {side.place for side in sides}
     if len(sides) > 1 and None in places:
         raise DataError(
-            f"{where}: {len(sides)} markers of the key {items[sides[0].number].key!r}, some without a relative position. Number all or none."
+            f"{where}: {len(sides)} markers of the key {items[sides[0].number].key!r}, some without a position. Number all or none."
         )
     if sides and len(places) < len(sides) and items[sides[0].number].key == "entity_paragraph":
         return list(sides)

@@ -52,7 +52,7 @@ def insert(text: str, markers: Iterable[Marker]) -> Marked:
 def markers(
     document: Annotated, keys: Sequence[str], process: Process, around: Mapping[str, Markers], linearisation: Linearisation
 ) -> list[Marker]:
-    """Return the markers of the local items whose key is in `keys`, sorted.
+    """Return the sorted markers of the local items with one of `keys`.
 
     around: by key, the texts around each run of markers with relative positions at one character.
     """

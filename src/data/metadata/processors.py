@@ -49,12 +49,12 @@ class HtmlFilter(Config):
     """Names of the attributes to write; None for all."""
     leave_out: list[TagRule] = []
     shortest: float = float("-inf")
-    """Drop all tags whose text has between `shortest` and `longest` characters, except those in `exceptions`."""
+    """Drop all tags with a text of `shortest` to `longest` characters, except those in `exceptions`."""
     longest: float = float("-inf")
     exceptions: list[str] = []
 
     def accepts(self, tag: str, length: int) -> bool:
-        """Whether to write a tag whose text has `length` characters."""
+        """Whether to write a tag with a text of `length` characters."""
         if tag in self._rules and any(rule.shortest <= length <= rule.longest for rule in self._rules[tag]):
             return False
         return tag in self.exceptions or not self.shortest <= length <= self.longest

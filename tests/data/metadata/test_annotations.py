@@ -19,8 +19,8 @@ TITLE = {"key": "title", "type": "global", "value": "t"}
 
 
 def tag(start: int, end: int, places: tuple[int, int] | None = None, **more: Any) -> dict[str, Any]:
-    found = {"key": "html", "type": "local", "value": "b", "char_start_idx": start, "char_end_idx": end, **more}
-    return found if places is None else {**found, "relative_start_pos": places[0], "relative_end_pos": places[1]}
+    item = {"key": "html", "type": "local", "value": "b", "char_start_idx": start, "char_end_idx": end, **more}
+    return item if places is None else {**item, "relative_start_pos": places[0], "relative_end_pos": places[1]}
 
 
 def test_version_2_gets_keys_from_its_columns():
@@ -82,9 +82,9 @@ def test_only_listed_columns_are_read():
 def test_errors_name_file_line_and_item(changes: dict[str, Any], message: str, tmp_path: Path):
     toy.write_data(tmp_path / "data")
     places = Places(tmp_path / "data", tmp_path / "runs")
-    with new_directory(places.data / "bad") as made:
+    with new_directory(places.data / "bad") as folder:
         for split in ("train", "val"):
-            (made / f"{split}.jsonl").write_text('{"text": "abc"}\n' + json.dumps({"text": "abc", **changes}) + "\n")
+            (folder / f"{split}.jsonl").write_text('{"text": "abc"}\n' + json.dumps({"text": "abc", **changes}) + "\n")
     config = Config(corpus="bad", sequence_tokens=16)
     with pytest.raises(DataError) as caught:
         config.build(places, tokenizers.load(places.data / "toy_tokenizer"), "train", 0)

@@ -165,7 +165,7 @@ def test_a_prompt_says_it_in_words():
 def test_no_room_or_no_separator():
     with pytest.raises(ConfigError, match=r"data\.sequence_tokens: 8 tokens leave no room"):
         maker(8)
-    with pytest.raises(ConfigError, match=r"prefix_end: the tokenizer makes nothing of 'é'"):
+    with pytest.raises(ConfigError, match=r"prefix_end: .*'é'"):
         ExampleMaker(load(Writing, {"separators": {"prefix_end": "é"}}, "w"), SafeTokenizer(tokenizer_of_letters()), 64)
     specials = load(Writing, {"keys": ["html"], "special_tokens": True, "run_starts": {"html": "<X>"}, "run_ends": {"html": "<Y>"}}, "w")
     with pytest.raises(ConfigError, match=r"the model's tokenizer has no token '<X>'"):

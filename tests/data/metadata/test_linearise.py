@@ -15,10 +15,10 @@ APPLE = "An apple is an edible fruit produced by an apple tree (Malus domestica)
 
 
 def item(key: str, value: str, start: int, end: int, places: tuple[int, int] | None = None, **attributes: str) -> dict[str, Any]:
-    found: dict[str, Any] = {"key": key, "type": "local", "value": value, "char_start_idx": start, "char_end_idx": end}
+    annotated: dict[str, Any] = {"key": key, "type": "local", "value": value, "char_start_idx": start, "char_end_idx": end}
     if places:
-        found |= {"relative_start_pos": places[0], "relative_end_pos": places[1]}
-    return found | {"html_attrs": {"attrs": list(attributes), "values": list(attributes.values())}}
+        annotated |= {"relative_start_pos": places[0], "relative_end_pos": places[1]}
+    return annotated | {"html_attrs": {"attrs": list(attributes), "values": list(attributes.values())}}
 
 
 def document(text: str, *items: dict[str, Any]) -> Annotated:
@@ -32,18 +32,18 @@ def generic(item):
 real = partial(local_markers, html=HtmlFilter(), entity_position="beginning")
 
 
-def marked(found: Annotated, keys: str, process=real, linearisation: Any = "compatible", **around: tuple[str, str]):
-    return insert(found.text, markers(found, keys.split(), process, around, linearisation))
+def marked(annotated: Annotated, keys: str, process=real, linearisation: Any = "compatible", **around: tuple[str, str]):
+    return insert(annotated.text, markers(annotated, keys.split(), process, around, linearisation))
 
 
 def runs(mask: list[bool]) -> list[tuple[int, int]]:
-    found = list[list[int]]()
+    annotated = list[list[int]]()
     for value in mask:
-        if found and found[-1][1] == value:
-            found[-1][0] += 1
+        if annotated and annotated[-1][1] == value:
+            annotated[-1][0] += 1
         else:
-            found.append([1, int(value)])
-    return [(count, value) for count, value in found]
+            annotated.append([1, int(value)])
+    return [(count, value) for count, value in annotated]
 
 
 @pytest.mark.parametrize("linearisation", ["compatible", "nested"])
@@ -52,11 +52,11 @@ def test_an_entity(linearisation: str):
         "It was a brilliant first round. You have to break down the Cuban's rhythm you can't let them get into rhythm. "
         "The risk with that is Yafai has got to go him."
     )
-    found = document(text, item("entity", "Galal_Yafai", 132, 137))
+    annotated = document(text, item("entity", "Galal_Yafai", 132, 137))
     named = marked(document(text, item("entity", "Galal Yafai", 132, 137)), "entity", generic, linearisation)
     assert "that is [entity: Galal Yafai]Yafai[/entity: Galal Yafai] has" in named.text
     assert runs(named.mask) == [(132, 0), (21, 1), (5, 0), (22, 1), (19, 0)]
-    assert "Yafai [[Galal Yafai]] has got" in marked(found, "entity", real, linearisation).text
+    assert "Yafai [[Galal Yafai]] has got" in marked(annotated, "entity", real, linearisation).text
 
 
 FRUIT = (
@@ -104,25 +104,25 @@ def test_empty_tags_do_not_depend_on_the_order_of_the_list(linearisation: str, s
 
 
 def test_runs_of_markers_are_wrapped():
-    found = document(APPLE, *EMPTY)
-    text = marked(found, "html", real, html=("<HTML>", "</HTML>")).text
+    annotated = document(APPLE, *EMPTY)
+    text = marked(annotated, "html", real, html=("<HTML>", "</HTML>")).text
     tags = "<a></a><b class:level1><b class:level2><i class:level3><a></a>"
     assert f"<HTML>{tags}</HTML>apple<HTML></i></HTML> tree<HTML></b></b></HTML>" in text
-    assert marked(found, "html", real, "nested", html=("<HTML>", "</HTML>")).text == text
+    assert marked(annotated, "html", real, "nested", html=("<HTML>", "</HTML>")).text == text
 
 
 def test_inner_spans_end_first():
-    found = document("aabbcc", item("entity", "E", 0, 4), item("html", "b", 2, 4, (0, 0)))
-    assert marked(found, "html entity", generic, "nested").text == "[entity: E]aa[html: b]bb[/html: b][/entity: E]cc"
-    assert marked(found, "html entity", generic).text == "[entity: E]aa[html: b]bb[/entity: E][/html: b]cc", "the original's"
+    annotated = document("aabbcc", item("entity", "E", 0, 4), item("html", "b", 2, 4, (0, 0)))
+    assert marked(annotated, "html entity", generic, "nested").text == "[entity: E]aa[html: b]bb[/html: b][/entity: E]cc"
+    assert marked(annotated, "html entity", generic).text == "[entity: E]aa[html: b]bb[/entity: E][/html: b]cc", "the original's"
 
 
 def test_text_that_looks_like_a_marker_is_escaped():
     text = r"if a <b and [[1, 2]] or c\d"
-    found = document(text, item("html", "p", 0, len(text), (0, 0)), item("entity", "E", 0, 2))
-    seen = marked(found, "html entity", real, "nested")
-    assert seen.text == r"<p>if [[E]] a \<b and \[[1, 2]] or c\\d</p>"
-    assert "".join(c for c, m in zip(*seen, strict=True) if not m) == text
+    annotated = document(text, item("html", "p", 0, len(text), (0, 0)), item("entity", "E", 0, 2))
+    marked_text = marked(annotated, "html entity", real, "nested")
+    assert marked_text.text == r"<p>if [[E]] a \<b and \[[1, 2]] or c\\d</p>"
+    assert "".join(c for c, m in zip(*marked_text, strict=True) if not m) == text
     assert marked(document(text), "html entity", real, "nested").text == text, "nothing is marked, so nothing can be mistaken"
 
 
@@ -130,10 +130,10 @@ def test_filters():
     keeps = HtmlFilter(longest=0, exceptions=["td"], leave_out=[TagRule(tag="body", shortest=0)]).accepts
     assert [keeps("p", 0), keeps("td", 0), keeps("p", 1), keeps("body", 30)] == [False, True, True, False]
     text = "abc"
-    found = document(text, item("html", "a", 0, 3, (0, 0), **{"class": "x y", "id": "4", "href": "http://q"}))
-    for kept, expected in ((None, "<a class:x y id:4 href:http://q>"), (["class", "id"], "<a class:x y id:4>"), ([], "<a>")):
-        process = partial(local_markers, html=HtmlFilter(attributes=kept), entity_position="end")
-        assert marked(found, "html", process).text == f"{expected}abc</a>"
+    annotated = document(text, item("html", "a", 0, 3, (0, 0), **{"class": "x y", "id": "4", "href": "http://q"}))
+    for names, expected in ((None, "<a class:x y id:4 href:http://q>"), (["class", "id"], "<a class:x y id:4>"), ([], "<a>")):
+        process = partial(local_markers, html=HtmlFilter(attributes=names), entity_position="end")
+        assert marked(annotated, "html", process).text == f"{expected}abc</a>"
 
 
 def random_document(seed: int) -> Annotated:
@@ -169,27 +169,27 @@ def random_document(seed: int) -> Annotated:
 @pytest.mark.parametrize("linearisation", ["compatible", "nested"])
 def test_text_without_markers_is_unchanged(linearisation: str):
     for seed in range(500):
-        found = random_document(seed)
-        seen = marked(found, "html entity paragraph", real, linearisation)
-        assert len(seen.mask) == len(seen.text)
-        assert "".join(c for c, m in zip(*seen, strict=True) if not m) == found.text
+        annotated = random_document(seed)
+        marked_text = marked(annotated, "html entity paragraph", real, linearisation)
+        assert len(marked_text.mask) == len(marked_text.text)
+        assert "".join(c for c, m in zip(*marked_text, strict=True) if not m) == annotated.text
 
 
 def test_nested_tags_are_a_tree_and_can_be_read_back():
     for seed in range(500):
-        found = random_document(seed)
-        only = Annotated(found.text, [item for item in found.items if item.key == "html"])
-        seen = marked(only, "html", real, "nested").text
+        annotated = random_document(seed)
+        only = Annotated(annotated.text, [item for item in annotated.items if item.key == "html"])
+        marked_text = marked(only, "html", real, "nested").text
         text, open_tags = "", list[str]()
-        for token in re.findall(r"\\.|</?[a-z]+>|.", seen, re.DOTALL):
+        for token in re.findall(r"\\.|</?[a-z]+>|.", marked_text, re.DOTALL):
             if token.startswith("</"):
-                assert open_tags.pop() == token[2:-1], seen
+                assert open_tags.pop() == token[2:-1], marked_text
             elif token.startswith("<") and token.endswith(">") and len(token) > 2:
                 open_tags.append(token[1:-1])
             else:
                 text += token.removeprefix("\\") if len(token) == 2 else token
         if only.items:  # else nothing is escaped
-            assert (text, open_tags) == (found.text, []), seen
+            assert (text, open_tags) == (annotated.text, []), marked_text
 
 
 CHAIN = [item("entity_paragraph", name, 0, 5, (place, place)) for place, name in enumerate(["A", "B", "C"])]
@@ -198,10 +198,10 @@ CHAIN = [item("entity_paragraph", name, 0, 5, (place, place)) for place, name in
 @pytest.mark.parametrize("linearisation", ["compatible", "nested"])
 def test_chains_at_the_end_of_a_paragraph_are_in_order(linearisation: str):
     at_end = partial(local_markers, html=HtmlFilter(), entity_position="end")
-    found = document("hello", *CHAIN)
+    annotated = document("hello", *CHAIN)
     around = {"entity_paragraph": ("<CHAIN>", " </CHAIN> ")}
-    assert marked(found, "entity_paragraph", at_end, linearisation, **around).text == "hello<CHAIN> |A| |B| |C| </CHAIN> "
-    assert marked(found, "entity_paragraph", real, linearisation, **around).text == "<CHAIN> |A| |B| |C| </CHAIN> hello"
+    assert marked(annotated, "entity_paragraph", at_end, linearisation, **around).text == "hello<CHAIN> |A| |B| |C| </CHAIN> "
+    assert marked(annotated, "entity_paragraph", real, linearisation, **around).text == "<CHAIN> |A| |B| |C| </CHAIN> hello"
 
 
 def test_nested_spans_of_one_key_follow_their_relative_positions():
@@ -213,9 +213,9 @@ def test_nested_spans_of_one_key_follow_their_relative_positions():
 
 @pytest.mark.parametrize("linearisation", ["compatible", "nested"])
 def test_empty_sides_are_not_wrapped(linearisation: str):
-    found = document("hello", *CHAIN[:1])
+    annotated = document("hello", *CHAIN[:1])
     assert (
-        marked(found, "entity_paragraph", real, linearisation, entity_paragraph=("<CHAIN>", " </CHAIN> ")).text
+        marked(annotated, "entity_paragraph", real, linearisation, entity_paragraph=("<CHAIN>", " </CHAIN> ")).text
         == "<CHAIN> |A| </CHAIN> hello"
     )
 

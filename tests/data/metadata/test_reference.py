@@ -73,15 +73,15 @@ def paragraph_entities(items: list[dict[str, Any]], paragraphs: list[dict[str, A
 @cache
 def rows() -> list[dict[str, Any]]:
     linker = entities.DictionaryLinker(TITLES)
-    made = []
+    annotated = []
     for name, page in pages().items():
         extracted = html.extract(page)
         row = extracted.columns() | url.extract({"url": f"https://docs.python.org/3/2019/04/05/{name}.html"})
         row["metadata_entity"] = linker.link(row["text"])
         row |= text.extract(row)
         row["metadata_entity_paragraph"] = paragraph_entities(row["metadata_entity"], row["metadata_paragraph"])
-        made.append(row)
-    return made
+        annotated.append(row)
+    return annotated
 
 
 @cache
@@ -136,11 +136,11 @@ def marked_text(row: dict[str, Any], keys: list[str], entity_setting: str) -> tu
     for priority, key in enumerate(keys):
         items = row.get(f"metadata_{key}") or []
         if items and items[0].get("relative_start_pos") is not None:
-            found = collate(items, key, entity_setting)
+            sides_by_item = collate(items, key, entity_setting)
         else:
             sided = ((item, process(item, entity_setting)) for item in items)
-            found = [(0, item["char_start_idx"], item["char_end_idx"], sides) for item, sides in sided if sides]
-        prepared += [(priority, *each) for each in found]
+            sides_by_item = [(0, item["char_start_idx"], item["char_end_idx"], sides) for item, sides in sided if sides]
+        prepared += [(priority, *each) for each in sides_by_item]
     prepared.sort(key=lambda each: (each[0], each[1], each[3]))
     ends, empty_starts, empty_ends, starts = (defaultdict[int, list[str]](list) for _ in range(4))
     for *_, start, end, (opening, closing) in prepared:
@@ -163,7 +163,7 @@ def first_row(row: dict[str, Any], keys: list[str], entity_setting: str, encode:
     title, length, source, date = (
         row[f"metadata_{name}"] for name in ("title", "generation_length_text", "generation_datasource", "timestamp")
     )
-    said = {
+    phrases = {
         "html": "html",
         "entity": "entity",
         "entity_paragraph": "entity",
@@ -173,7 +173,9 @@ def first_row(row: dict[str, Any], keys: list[str], entity_setting: str, encode:
         "datasource": f"Datasource: {source[0]['value']}",
         "length": f"Text Length: {length[0]['value']}",
     }
-    prefix = " | ".join(said[key] for key in keys if key in said and (key in local or key not in ("html", "entity", "entity_paragraph")))
+    prefix = " | ".join(
+        phrases[key] for key in keys if key in phrases and (key in local or key not in ("html", "entity", "entity_paragraph"))
+    )
     prefix_ids = encode(f"{prefix} |||")["input_ids"]
     marked, characters = marked_text(row, [key for key in keys if key in local], entity_setting)
     encoded = encode(f" {marked}")

@@ -22,32 +22,32 @@ UNLIMITED = [rule for rule in read_rules() if rule.max_chars is None]
 def tags(source: str, rules: Sequence[RemovalRule] = UNLIMITED) -> tuple[str, dict[str, list[str]]]:
     """Return the text, and the texts in each tag."""
     page = extract(source, rules)
-    found: dict[str, list[str]] = {}
+    by_tag: dict[str, list[str]] = {}
     for tag in page.tags:
-        found.setdefault(tag["value"], []).append(page.text[tag["char_start_idx"] : tag["char_end_idx"]])
-    return page.text, found
+        by_tag.setdefault(tag["value"], []).append(page.text[tag["char_start_idx"] : tag["char_end_idx"]])
+    return page.text, by_tag
 
 
 def test_a_title():
-    text, found = tags("<html>\n<head>\n</head>\n<body>\n<h1>This is a title</h1>\n</body>\n</html>")
+    text, by_tag = tags("<html>\n<head>\n</head>\n<body>\n<h1>This is a title</h1>\n</body>\n</html>")
     assert text == "This is a title\n"
-    assert found == {"h1": ["This is a title"], "body": ["This is a title\n"]}
+    assert by_tag == {"h1": ["This is a title"], "body": ["This is a title\n"]}
 
 
 def test_nested_divisions():
     source = "<body><h1>T</h1><div><p>x</p>This is a <div>first</div> sub-div in div</div></body>"
-    text, found = tags(source)
+    text, by_tag = tags(source)
     assert text == "T\nx\nThis is a\nfirst\nsub-div in div\n"
-    assert found["div"] == ["first", "x\nThis is a\nfirst\nsub-div in div"]
+    assert by_tag["div"] == ["first", "x\nThis is a\nfirst\nsub-div in div"]
 
 
 def test_chain_of_divisions_becomes_one():
-    text, found = tags(
+    text, by_tag = tags(
         '<body><h1>this is a title that we keep</h1><div class="div-level-1" id=1>blablabla<div class="div-level-2" href="http">tidi '
         "<div id=3>tidi2</div></div></div></body>"
     )
     assert text == "this is a title that we keep\nblablabla\ntidi\ntidi2\n"
-    assert {name: len(each) for name, each in found.items()} == {"h1": 1, "div": 1, "body": 1}
+    assert {name: len(each) for name, each in by_tag.items()} == {"h1": 1, "div": 1, "body": 1}
     page = extract("<body>aaa <div class=a id=1>b<div class=c href=http>d <div id=3>e</div></div></div></body>", UNLIMITED)
     assert page.tags[0]["html_attrs"] == {"attrs": ["class", "id", "href"], "values": ["a c", "1 3", "http"]}
 
@@ -83,11 +83,11 @@ def test_chain_of_divisions_around_the_text():
     page = extract(f'<html><body><div class="div-level-1"><div class="div-level-2">{words}</div></div></body></html>')
     assert page.text == f"{words}\n"
     assert len(page.text) == 80
-    found = {tag["value"]: tag for tag in page.tags}
+    by_tag = {tag["value"]: tag for tag in page.tags}
     place = ("char_start_idx", "char_end_idx", "relative_start_pos", "relative_end_pos")
-    assert [found["div"][name] for name in place] == [0, 80, 1, 0]
-    assert [found["body"][name] for name in place] == [0, 80, 0, 1]
-    assert found["div"]["html_attrs"] == {"attrs": ["class"], "values": ["div-level-1 div-level-2"]}
+    assert [by_tag["div"][name] for name in place] == [0, 80, 1, 0]
+    assert [by_tag["body"][name] for name in place] == [0, 80, 0, 1]
+    assert by_tag["div"]["html_attrs"] == {"attrs": ["class"], "values": ["div-level-1 div-level-2"]}
     assert len(page.tags) == 2
 
 
@@ -141,14 +141,14 @@ def random_page(seed: int) -> str:
 def test_markers_of_any_page_can_be_removed():
     for seed in range(300):
         page = extract(random_page(seed), UNLIMITED)
-        found = read_row({"text": page.text, "metadata_html": page.tags}, "row")
+        by_tag = read_row({"text": page.text, "metadata_html": page.tags}, "row")
 
         def process(item: Any) -> Any:
             return local_markers(item, HtmlFilter(), "end")
 
-        both = [insert(found.text, markers(found, ["html"], process, {}, how)) for how in ("nested", "compatible")]
-        for seen in both:
-            assert "".join(c for c, m in zip(*seen, strict=True) if not m) == page.text
+        both = [insert(by_tag.text, markers(by_tag, ["html"], process, {}, how)) for how in ("nested", "compatible")]
+        for marked in both:
+            assert "".join(c for c, m in zip(*marked, strict=True) if not m) == page.text
         assert both[0].text.replace("\\", "") == both[1].text.replace("\\", ""), "tags of a page nest"
 
 
@@ -214,7 +214,7 @@ def test_nested_footers_are_stored_once():
     assert page.footer == ["<footer>a<footer>b</footer></footer>", "<footer>c</footer>"]
 
 
-def test_pages_of_any_size_of_chunks_are_parsed_alike(monkeypatch: pytest.MonkeyPatch):
+def test_size_of_chunks_does_not_change_a_page(monkeypatch: pytest.MonkeyPatch):
     sources = [random_page(seed).replace("tail", "tail<!-- c > <b> -->é&amp;&eacute;") for seed in range(100)]
     pages = [extract(source, UNLIMITED) for source in sources]
     monkeypatch.setattr(html, "PARSED_AT_ONCE", 7)

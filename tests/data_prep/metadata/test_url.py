@@ -23,7 +23,7 @@ def test_where_a_page_is_from(address: str, source: str):
     assert url.datasource(address) == source
 
 
-def test_b8_the_original_loses_what_stands_behind_a_number():
+def test_b8_reference_loses_words_after_a_number():
     assert url.datasource("http://www.example.de/2015/forum/article/21-new-project", compatible=True) == "www.example.de > forum > article"
     assert url.datasource("http://host.org/", compatible=True) == "host.org > "
 
@@ -48,17 +48,17 @@ def test_b8_the_original_loses_what_stands_behind_a_number():
     ],
 )
 def test_a_date_in_an_address(path: str, date: str | None):
-    found = url.extract({"url": f"https://www.nytimes.com{path}"})
-    assert [item["value"] for item in found["metadata_timestamp"]] == ([date] if date else [])
-    assert read_row({"text": "", **found}, "row").columns[:2] == ["url", "generation_datasource"]
+    columns = url.extract({"url": f"https://www.nytimes.com{path}"})
+    assert [item["value"] for item in columns["metadata_timestamp"]] == ([date] if date else [])
+    assert read_row({"text": "", **columns}, "row").columns[:2] == ["url", "generation_datasource"]
 
 
 @pytest.mark.parametrize(
     ("text", "date"), [("2021/jan/23/random text and num 123", "2021-01-23 00:00:00"), ("12", None), ("2021", None), ("2021 jan", None)]
 )
 def test_a_day_needs_all_its_parts(text: str, date: str | None):
-    found = url.parse_date(text)
-    assert (str(found) if found else None) == date
+    columns = url.parse_date(text)
+    assert (str(columns) if columns else None) == date
 
 
 def test_no_address():
