@@ -104,9 +104,9 @@ def local_markers(item: Item, html: HtmlFilter, entity_position: Literal["beginn
         if not html.accepts(item.value, end - start):
             return None
         attributes = [pair for pair in item.attributes if html.attributes is None or pair[0] in html.attributes]
-        tag = re.sub(r"[\\> ]|\A/", _escaped, item.value) if escape else item.value
+        tag = re.sub(r"[\\> ]|\A/", _add_escape, item.value) if escape else item.value
         return f"<{tag}{''.join(f' {_attribute(name, value, escape)}' for name, value in attributes)}>", f"</{tag}>"
-    value = re.sub(r"[\\|]" if item.key == "entity_paragraph" else r"[\\\]]", _escaped, item.value) if escape else item.value
+    value = re.sub(r"[\\|]" if item.key == "entity_paragraph" else r"[\\\]]", _add_escape, item.value) if escape else item.value
     name = value.replace("_", " ")
     if item.key == "entity":
         return "", f" [[{name}]]"
@@ -115,15 +115,15 @@ def local_markers(item: Item, html: HtmlFilter, entity_position: Literal["beginn
     return f"[{item.key}: {value}]", f"[/{item.key}: {value}]"
 
 
-def _escaped(match: re.Match[str]) -> str:
+def _add_escape(match: re.Match[str]) -> str:
     return ESCAPE + match[0]
 
 
 def _attribute(name: str, value: str, escape: bool) -> str:
     """Write `name:value`. A value ends at `>`, or at a blank before the next `name:`."""
     if escape:
-        name = re.sub(r"[\\:>]", _escaped, name)
-        value = re.sub(r"[\\>]| (?=[^ :]*:)", _escaped, value)
+        name = re.sub(r"[\\:>]", _add_escape, name)
+        value = re.sub(r"[\\>]| (?=[^ :]*:)", _add_escape, value)
     return f"{name}:{value}"
 
 
