@@ -119,7 +119,8 @@ def _reason_to_skip(record: Any, kinds: Collection[str]) -> str:
         kind = name = "resource"
     elif record.rec_type == "response" and record.http_headers:
         status = record.http_headers.get_statuscode()
-        kind, name = f"{status[:1]}xx", f"response {status if status.isdigit() else 'without status'}"
+        is_status = len(status) == 3 and status.isdigit()
+        kind, name = f"{status[:1]}xx" if is_status else "", f"response {status if is_status else 'without status'}"
     else:
         return f"{record.rec_type} without HTTP" if record.rec_type == "response" else record.rec_type
     if kind not in kinds:
