@@ -16,7 +16,7 @@ DETECTION_BYTES = 1 << 13
 FALLBACK = "windows-1252"
 REPLACEMENT = "\ufffd"
 _BYTE_ORDER_MARKS = ((codecs.BOM_UTF8, "utf-8"), (codecs.BOM_UTF16_BE, "utf-16be"), (codecs.BOM_UTF16_LE, "utf-16le"))
-_HEADER_CHARSET = re.compile(r"""(?i);\s*charset\s*=\s*(?:"([^"]*)"|'([^']*)'|([^\s"';,]+))""")
+_HEADER_CHARSET = re.compile(r"""(?i);\s*charset\s*=\s*(?:"([^"]*)"|'([^']*)'|["']?([^\s"';,]+))""")
 _CONTENT_CHARSET = re.compile(rb"""(?i)charset[\t\n\f\r ]*=[\t\n\f\r ]*(?:"([^"]*)"|'([^']*)'|([^"'\t\n\f\r ;][^\t\n\f\r ;]*))""")
 _XML_ENCODING = re.compile(rb"""\A<\?xml[^>]*?encoding[\x00-\x20]*=[\x00-\x20]*(["'])([^>"']*?)\1[^>]*>""")
 _UTF_16_XML = ((b"<\0?\0x\0", "utf-16le"), (b"\0<\0?\0x", "utf-16be"))

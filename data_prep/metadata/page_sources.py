@@ -79,6 +79,7 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Row]]:
 def _warc_pages(path: Path, counts: Counter[str], kinds: Collection[str]) -> Iterator[tuple[str, Row]]:
     """Yield the HTML pages of a WARC file with their addresses."""
     try:
+        import webencodings  # noqa: F401  for the charset of the pages
         from warcio.archiveiterator import ArchiveIterator
         from warcio.exceptions import ArchiveLoadFailed
     except ModuleNotFoundError:

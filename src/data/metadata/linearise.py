@@ -6,6 +6,7 @@ escapes everything in the text that looks like a marker with a backslash, which 
 """
 
 import re
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
@@ -111,9 +112,9 @@ class _Side(NamedTuple):
 
 def _nest(items: Sequence[Item], keys: Sequence[str], process: Process, around: Mapping[str, Markers]) -> list[Marker]:
     order = {key: number for number, key in enumerate(keys)}
-    # Longer spans first; of equal spans by relative position, then by the order of keys.
+    # Longer spans first; equal spans by the order of keys, then by relative position.
     spans = sorted(
-        (start, -end, item.start_place or 0, order[item.key], number, item, texts)
+        (start, -end, order[item.key], item.start_place or 0, number, item, texts)
         for number, item in enumerate(items)
         if (texts := process(item))
         for start, end in (item.span,)
@@ -154,26 +155,20 @@ def _order_places(sides: list[_Side]) -> list[_Side]:
     return [next(ordered[side.key]) for side in sides]
 
 
-def _insert_empty(sides: list[_Side], default: int, empty: list[_Side]) -> list[_Side]:
+def _insert_empty(sides: Sequence[_Side], default: int, empty: Sequence[_Side]) -> list[_Side]:
     """Insert the sides of empty spans by the places of their key; without any, between the ends and the starts: at `default`."""
-    if all(side.place is not None and side.key == empty[0].key for side in (*sides, *empty)):
-        places = [side.place or 0 for side in sides]
-        if places == sorted(places):  # as in a page, which can have thousands of empty tags at one character
-            return sorted([*sides, *empty], key=lambda side: side.place or 0)
-    for side in sorted(empty, key=lambda side: side.place if side.place is not None else -1):
-        place = _position(sides, side, default)
-        sides.insert(place, side)
-        default = max(default, place + 1) if side.place is None or place == default else default
-    return sides
-
-
-def _position(sides: Sequence[_Side], side: _Side, default: int) -> int:
-    """Index among `sides` for a marker of an empty span: by the places of its key if it has any there."""
-    same_key = [i for i, other in enumerate(sides) if other.key == side.key and other.place is not None]
-    if side.place is None or not same_key:
-        return default
-    smaller = [i for i in same_key if (sides[i].place or 0) < side.place]
-    return smaller[-1] + 1 if smaller else same_key[0]
+    places = defaultdict[str, list[tuple[int, int]]](list)
+    for index, side in enumerate(sides):
+        if side.place is not None:
+            places[side.key].append((side.place, index))
+    inserted = defaultdict[int, list[_Side]](list)
+    for side in sorted(empty, key=lambda side: -1 if side.place is None else side.place):
+        index = default
+        if side.place is not None and (same_key := places.get(side.key)):
+            smaller = bisect_left(same_key, (side.place, 0))
+            index = same_key[smaller - 1][1] + 1 if smaller else same_key[0][1]
+        inserted[index].append(side)
+    return [side for index in range(len(sides) + 1) for side in (*inserted.get(index, ()), *sides[index : index + 1])]
 
 
 def _escape(text: str, markers: Sequence[Marker], keys: Iterable[str]) -> list[Marker]:

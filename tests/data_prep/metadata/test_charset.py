@@ -74,6 +74,8 @@ def test_utf_16_with_and_without_byte_order_mark(encoding: str, mark: bool):
         (b'<?xml version="1.0" encoding="koi8-r"?><html>\xf6', "", "Ж", "koi8-r"),
         (b"<meta charset=gb2312>\x81\x30\x81\x30\x80", "", "\x80€", "gbk"),
         (b"m\xf6se", 'text/html;charset="iso-8859-1"', "möse", "windows-1252"),
+        (b"m\xf6se", "text/html ; x=y ; CHARSET = 'latin1", "möse", "windows-1252"),
+        (b"a\xf6", "text/html; charset=x-user-defined", "a\uf7f6", "x-user-defined"),
         (b"\x81", "text/html; charset=windows-1252", "\x81", "windows-1252"),
         (b"\xaa", "text/html; charset=windows-1253", "\ufffd", "windows-1253"),
         (b"\x1b$B$3\x1b(B x", "text/html; charset=iso-2022-jp", "こ x", "iso-2022-jp"),
