@@ -223,13 +223,13 @@ class ExampleMaker:
         """Insert markers between the tokens of the text: starts before the token of their character, ends after it."""
         ids, spans = self._encoder.encode_spans(document.text)
         starts, ends = zip(*spans, strict=True) if spans else ((), ())
-        at, place = dict[int, str](), 0
+        at, place = dict[int, list[str]](), 0
         for index, text, closes in self._markers(document):
             place = max(place, bisect_left(starts, index) if closes else bisect_right(ends, index))
-            at[place] = at.get(place, "") + text
+            at.setdefault(place, []).append(text)
         marked_ids, marked_spans, read = list[int](), list[Span | None](), 0
-        for place, text in at.items():
-            marker = self._encode_marker(text)
+        for place, texts in at.items():
+            marker = self._encode_marker("".join(texts))
             marked_ids += [*ids[read:place], *marker]
             marked_spans += [*spans[read:place], *[None] * len(marker)]
             read = place
