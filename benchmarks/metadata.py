@@ -1,11 +1,10 @@
-"""What documents with metadata cost: extraction, writing and cutting, evaluation, waiting for data, and the memory of a preparation.
+"""Cost of documents with metadata: extraction, pieces, evaluation, waiting for data, and memory of a preparation.
 
     python -m benchmarks.metadata --data_path results/data [--rounds 5] [--gigabytes 1]
 
-It needs what `data_prep.stdlib_qa` and `data_prep.stdlib_pages` make. The first two are beside plain implementations of the algorithms of
-BigScience's metadata project, written here after its description: pages are parsed, serialised, minified and parsed again, and their text
-grows by a character; markers are put into a text by a character, each with an entry of its mask, and each document is tokenised by a call
-of transformers. Both sides alternate in this process and do the same documents.
+Run `data_prep.stdlib_qa` and `data_prep.stdlib_pages` first. Extraction and pieces are compared with plain implementations of the
+algorithms of BigScience's metadata project. These parse, serialise, minify and parse a page again; they build texts and masks by single
+characters, and tokenise each document with a call of transformers. Both sides alternate in this process, on the same documents.
 """
 
 import argparse
@@ -65,7 +64,7 @@ def alternate(sides: Sequence[tuple[str, Callable[[], object]]], items: int, uni
 
 
 class Minifier(HTMLParser):
-    """A page written again with runs of blanks as one, outside of `pre`: what the original has htmlmin do, twice."""
+    """Rewrites a page with each run of blanks as one, except in `pre`, like htmlmin in the reference."""
 
     def __init__(self) -> None:
         super().__init__(convert_charrefs=False)
@@ -90,14 +89,14 @@ class Minifier(HTMLParser):
 
 
 def minified(source: str) -> str:
-    """The page after a `Minifier`."""
+    """Minify a page."""
     parser = Minifier()
     parser.feed(source)
     return "".join(parser.out)
 
 
 def plain_extraction(source: str) -> str:
-    """The text of a page as the original makes it, and its tags with their places."""
+    """Extract the text of a page like the reference, and its tags with their spans."""
     body = html.fromstring(source).find(".//body")
     root = html.fromstring(minified(f"<html>{etree.tostring(body, method='html', encoding='unicode')}</html>"))
     for name in ("script", "style", "header", "iframe", "footer", "form"):
@@ -134,13 +133,13 @@ def plain_extraction(source: str) -> str:
 
 
 class PlainWriting:
-    """Prefix, markers and blocks as the original makes them."""
+    """Prefix, markers and blocks of the reference."""
 
     def __init__(self, tokenizer: Any, config: Any) -> None:
         self._tokenizer, self._config, self._room = tokenizer, config.writing, config.sequence_tokens
 
     def blocks(self, document: Annotated) -> list[Any]:
-        """Ids and masks of each block, padded."""
+        """Make the padded ids and masks of each block."""
         writing = self._config
         phrases = {item.key: global_text(item, writing.separators) for item in document.items if item.start is None}
         prefix = " | ".join(phrases[key] for key in writing.keys if key in phrases)
@@ -173,7 +172,7 @@ class PlainWriting:
 
 
 def measure_evaluation(recipe: Any, places: Places, tokenizer: Any, documents: int, rounds: int) -> None:
-    """Gains of HTML in batches and one document at a time, on one model; the scores must agree."""
+    """Measure gains of HTML in batches and one document at a time, on one model; the scores must agree."""
     torch.manual_seed(0)
     model = recipe.model.build(places).eval()
     val = recipe.data.build(places, tokenizer, "val", 0).documents
@@ -194,7 +193,7 @@ def measure_evaluation(recipe: Any, places: Places, tokenizer: Any, documents: i
 
 
 def measure_waiting(folder: Path) -> None:
-    """The share of `metadata_tiny`'s training time in which it waited for data, whose lengths nobody knows ahead."""
+    """Print the share of the training time of `metadata_tiny` spent waiting for data of unknown lengths."""
     short = override(METADATA_TINY, {"loop.steps": 200, "loop.eval_every": 200, "gains": None, "data.val_documents": 10})
     assert toy.main(["-e", "short"], {"short": [short]}, folder) == 0
     rows = [json.loads(line) for line in (folder / "runs" / exp_id(short) / "perf.jsonl").read_text().splitlines()]
@@ -203,7 +202,7 @@ def measure_waiting(folder: Path) -> None:
 
 
 def measure_memory(source: str, gigabytes: float, folder: Path) -> None:
-    """Peak memory of preparing a small file of pages, and one of so many gigabytes."""
+    """Print the peak memory of preparing a small file of pages, and one of `gigabytes`."""
     for name, size in (("small", 0.02), ("large", gigabytes)):
         lines, count = [(json.dumps({"url": "https://example.org/page", "doc_html": source}) + "\n").encode() * 10], 0
         with gzip.open(folder / f"{name}.jsonl.gz", "wb", compresslevel=1) as file:

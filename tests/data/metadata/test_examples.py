@@ -67,7 +67,7 @@ def test_no_metadata_no_space():
     assert (tokenizer.decode(piece.ids), metadata_mask(piece), piece.learned) == ("hello", "00000", [False, True, True, True, True])
 
 
-def test_local_metadata_and_what_is_announced():
+def test_local_metadata_and_announced_keys():
     make, tokenizer = maker(16, keys=["html"], linearisation="compatible")
     (piece,) = make.pieces(document("ab", BOLD))
     assert (tokenizer.decode(piece.ids), metadata_mask(piece)) == ("<b>a</b>b", "111011110")
@@ -85,7 +85,7 @@ def test_every_block_has_the_prefix_and_the_space():
 
 
 @pytest.mark.parametrize("linearisation", ["compatible", "nested"])
-def test_a_long_prefix_keeps_its_separator_whatever_the_tokenizer(linearisation: str):
+def test_truncated_prefix_ends_with_its_separator(linearisation: str):
     """BigScience's code takes the last two tokens for the separator."""
     for merges in ((), (("|", "|"),), (("Ġ", "|"), ("|", "|"), ("Ġ|", "||"))):
         make, tokenizer = maker(40, merges, keys=["url"], linearisation=linearisation)
@@ -143,7 +143,7 @@ def test_nested_text_has_the_tokens_of_the_plain_text():
         assert ids == encoder.encode(example.text) or len(encoder.encode(example.text)) < 2
 
 
-def test_markers_are_learned_if_asked_for_and_prefixes_never():
+def test_markers_in_the_loss_are_optional():
     config = load(Writing, {"keys": ["url", "html"]}, "data.writing")
     make = ExampleMaker(config, SafeTokenizer(byte_tokenizer()), 64, metadata_loss=True, end_token=False)
     (piece,) = make.pieces(document("ab", URL, BOLD))

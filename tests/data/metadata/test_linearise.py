@@ -280,6 +280,6 @@ def test_many_empty_tags_at_one_character_with_another_key():
     """The empty tags of a page that starts with an entity, in time that is not quadratic."""
     count = 20_000
     tags = [item("html", "b", 0, 0, (2 * number, 2 * number + 1)) for number in range(count)]
-    found = document("hello", *tags, item("html", "p", 0, 5, (2 * count, 0)), item("entity", "E", 0, 5), item("paragraph", "x", 0, 0))
-    text = marked(found, "html entity paragraph", real, "nested").text
+    annotated = document("hello", *tags, item("html", "p", 0, 5, (2 * count, 0)), item("entity", "E", 0, 5), item("paragraph", "x", 0, 0))
+    text = marked(annotated, "html entity paragraph", real, "nested").text
     assert text == "[paragraph: x][/paragraph: x]" + "<b></b>" * count + "<p>hello [[E]]</p>"
