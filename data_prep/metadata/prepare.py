@@ -124,7 +124,7 @@ def prepare(data_path: Path, request: Request) -> None:
         "removal": [rule.model_dump() for rule in options.removal],
         "records": list(options.records),
         "page_seconds": options.page_seconds,
-        "last_year": url.last_year(options.compatible),
+        "last_year": url.last_year(options.compatible) if "url" in options.extract else None,
         **needed,
         "packages": {name: importlib.metadata.version(name) for name in ("lxml", "charset-normalizer")},
         "scripts_sha256": command.digest_files(_SCRIPTS),
