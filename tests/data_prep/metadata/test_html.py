@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import lxml.html
 import pytest
 
 from data_prep.metadata import html
@@ -219,3 +220,68 @@ def test_size_of_chunks_does_not_change_a_page(monkeypatch: pytest.MonkeyPatch):
     pages = [extract(source, UNLIMITED) for source in sources]
     monkeypatch.setattr(html, "PARSED_AT_ONCE", 7)
     assert [extract(source, UNLIMITED) for source in sources] == pages
+
+
+SHORT_TAGS = {"body", "div", "p", "section", "table", "ul", "ol", "dl"}
+
+
+def reference_text(source: str) -> str:
+    """Text of a page by the reference's steps: collapse white space, clean the tree from the top, add text by single characters."""
+    body = lxml.html.fromstring(source).find("body")
+    assert body is not None
+    for element in body.iter():
+        element.text = re.sub("[ \t\n\f\r]+", " ", element.text or "")
+        element.tail = re.sub("[ \t\n\f\r]+", " ", element.tail or "")
+
+    def drop(element: Any) -> None:
+        before, tail = element.getprevious(), element.tail or ""
+        old = (element.getparent().text if before is None else before.tail) or ""
+        if old and tail and old[-1] != " " and tail[0] != " ":
+            tail = f" {tail}"
+        element.tail = tail.removeprefix(" ") if old.endswith(" ") else tail
+        element.drop_tree()
+
+    def clean(element: Any) -> None:
+        if element.tag in ("div", "folded") and len(element) == 1 and element[0].tag == "div":
+            element[0].tag = "folded"
+        length = len("".join(element.itertext()))
+        if element.tag in ("header", "footer", "form") or (element.tag in SHORT_TAGS and length <= 64):
+            drop(element)
+            return
+        for child in list(element):
+            clean(child)
+
+    clean(body)
+    text = ""
+
+    def add(tag: str, new: str) -> None:
+        nonlocal text
+        if tag in (*html.BLOCKS, "folded") and text and text[-1] != "\n":
+            text = text[:-1] + "\n" if text[-1] == " " else text + "\n"
+        for character in new.replace("\u00a0", " "):
+            if (text and not (text[-1].isspace() and character.isspace())) or (not text and not character.isspace()):
+                text += character
+
+    def visit(element: Any) -> None:
+        add(element.tag, element.text or "")
+        for child in element:
+            visit(child)
+        add(element.tag, element.tail or "")
+
+    visit(body)
+    return text
+
+
+def test_random_pages_with_layout_white_space_equal_the_reference():
+    for seed in range(200):
+        draw = random.Random(seed)
+
+        def element(depth: int, draw: random.Random = draw) -> str:
+            name = draw.choice(["div", "div", "div", "b", "section", "span", "footer", "em"])
+            pieces = draw.choices([" word ", "\n      ", "&lt;b&gt;", "é", "a text of words ", "\t", "&nbsp; "], k=draw.randrange(4))
+            inner = "".join(element(depth + 1) for _ in range(draw.randrange(4) if depth < 5 else 0))
+            return f"<{name}>{''.join(pieces)}{inner}</{name}>" + draw.choice(["", " tail ", "tail", "\n    "])
+
+        content = "".join(element(0) for _ in range(6))
+        source = f"<html><head></head><body>{'a sentence that makes the body long ' * 2}{content}</body></html>"
+        assert extract(source).text == reference_text(source), source
