@@ -162,7 +162,7 @@ def _detect(page: bytes) -> str:
     if re.search(rb"\x1b\$[@B]", page):
         return "iso-2022-jp"
     text = page.decode("utf-8", "replace")
-    if text.count(REPLACEMENT) * 20 <= sum(not character.isascii() for character in text):  # a page cut within a character is UTF-8, too
+    if text.count(REPLACEMENT) * 20 <= len(text) - len(text.encode("ascii", "ignore")):  # a page cut within a character is UTF-8, too
         return "utf-8"
     words = b" ".join([word for word in _MARKUP.split(page) if not word.isascii()])
     # A character of two or four bytes can be cut off at the end, which no codec would accept.
@@ -170,16 +170,16 @@ def _detect(page: bytes) -> str:
     for encoding in ("euc-jp", "shift_jis"):
         if _is_japanese(words[: ends[0]], encoding):
             return encoding
-    codecs = _LATIN if sum(byte > 0x7F for byte in words) < LATIN_SHARE * len(words) else _NOT_LATIN
+    codecs = _LATIN if sum(byte > 0x7F for byte in words[: ends[0]]) < LATIN_SHARE * ends[0] else _NOT_LATIN
     options: dict[str, Any] = {"steps": 1, "chunk_size": DETECTION_BYTES, "cp_isolation": list(codecs)}
     matches = [match for end in ends for match in charset_normalizer.from_bytes(words[:end], **options)]
-    if not matches:
+    candidates = [(match, name) for match in matches for name in match.could_be_from_charset if name in codecs]
+    if not candidates:
         return FALLBACK
     # Ties go to the first: short texts in Western languages can be of any Latin code page.
     order = list(codecs)
-    chaos = {name: match.chaos for match in matches for name in match.could_be_from_charset}
-    best = min((round(match.chaos, 2), -match.coherence, order.index(name)) for match in matches for name in match.could_be_from_charset)
-    name = order[best[-1]]
+    chaos = {name: match.chaos for match, name in candidates}
+    name = order[min((round(match.chaos, 2), -match.coherence, order.index(name)) for match, name in candidates)[-1]]
     if name == "cp1250" and chaos.get("iso8859_2", 1) < chaos[name] + 0.02 and not re.search(rb"[\x80-\x9f]", words):
         name = "iso8859_2"  # windows-1250 has its own letters at 80 to 9F
     return codecs[name]
