@@ -1,11 +1,10 @@
-"""What documents with metadata cost: extraction, writing and cutting, evaluation, waiting for data, and the memory of a preparation.
+"""Cost of documents with metadata: extraction, pieces, evaluation, waiting for data, and memory of a preparation.
 
     python -m benchmarks.metadata --data_path results/data [--rounds 5] [--gigabytes 1]
 
-It needs what `data_prep.stdlib_qa` and `data_prep.stdlib_pages` make. The first two are beside plain implementations of the algorithms of
-BigScience's metadata project, written here after its description: pages are parsed, serialised, minified and parsed again, and their text
-grows by a character; markers are put into a text by a character, each with an entry of its mask, and each document is tokenised by a call
-of transformers. Both sides alternate in this process and do the same documents.
+Run `data_prep.stdlib_qa` and `data_prep.stdlib_pages` first. Extraction and pieces are compared with plain implementations of the
+algorithms of BigScience's metadata project. These parse, serialise, minify and parse a page again; they build texts and masks by single
+characters, and tokenise each document with a call of transformers. Both sides alternate in this process, on the same documents.
 """
 
 import argparse
@@ -58,14 +57,14 @@ def alternate(sides: Sequence[tuple[str, Callable[[], object]]], items: int, uni
             begin = time.perf_counter()
             run()
             seconds[name].append(time.perf_counter() - begin)
-    middle = {name: sorted(found)[len(found) // 2] for name, found in seconds.items()}
+    middle = {name: sorted(times)[len(times) // 2] for name, times in seconds.items()}
     (first, _), (second, _) = sides
-    rates = ", ".join(f"{name} {items / found:,.1f} {unit}/s" for name, found in middle.items())
+    rates = ", ".join(f"{name} {items / times:,.1f} {unit}/s" for name, times in middle.items())
     print(f"{rates}: {middle[second] / middle[first]:.1f} times as fast")
 
 
 class Minifier(HTMLParser):
-    """A page written again with runs of blanks as one, outside of `pre`: what the original has htmlmin do, twice."""
+    """Rewrites a page with each run of blanks as one, except in `pre`, like htmlmin in the reference."""
 
     def __init__(self) -> None:
         super().__init__(convert_charrefs=False)
@@ -90,14 +89,14 @@ class Minifier(HTMLParser):
 
 
 def minified(source: str) -> str:
-    """The page after a `Minifier`."""
+    """Minify a page."""
     parser = Minifier()
     parser.feed(source)
     return "".join(parser.out)
 
 
 def plain_extraction(source: str) -> str:
-    """The text of a page as the original makes it, and its tags with their places."""
+    """Extract the text of a page like the reference, and its tags with their spans."""
     body = html.fromstring(source).find(".//body")
     root = html.fromstring(minified(f"<html>{etree.tostring(body, method='html', encoding='unicode')}</html>"))
     for name in ("script", "style", "header", "iframe", "footer", "form"):
@@ -105,7 +104,7 @@ def plain_extraction(source: str) -> str:
             element.drop_tree()
     for name in ("div", "p", "section", "table", "ul", "ol", "dl"):
         for element in list(root.iter(name)):
-            if len("".join(element.itertext())) <= pages.SHORT and element.getparent() is not None:
+            if len("".join(element.itertext())) <= 64 and element.getparent() is not None:
                 element.drop_tree()
     root = html.fromstring(minified(etree.tostring(root, method="html", encoding="unicode")))
     text, tags = "", []
@@ -134,23 +133,23 @@ def plain_extraction(source: str) -> str:
 
 
 class PlainWriting:
-    """Prefix, markers and blocks as the original makes them."""
+    """Prefix, markers and blocks of the reference."""
 
     def __init__(self, tokenizer: Any, config: Any) -> None:
         self._tokenizer, self._config, self._room = tokenizer, config.writing, config.sequence_tokens
 
     def blocks(self, document: Annotated) -> list[Any]:
-        """Ids and masks of each block, padded."""
+        """Make the padded ids and masks of each block."""
         writing = self._config
-        said = {item.key: global_text(item, writing.separators) for item in document.items if item.start is None}
-        prefix = " | ".join(said[key] for key in writing.keys if key in said)
+        phrases = {item.key: global_text(item, writing.separators) for item in document.items if item.start is None}
+        prefix = " | ".join(phrases[key] for key in writing.keys if key in phrases)
         prefix_ids = self._tokenizer(prefix + " |||")["input_ids"] if prefix else []
         before, behind = defaultdict(list), defaultdict(list)
         for item in document.items:
-            found = local_markers(item, writing.html, "beginning") if item.start is not None else None
-            if found:
-                before[item.span[0]].insert(0, found[0])
-                behind[item.span[1]].append(found[1])
+            texts = local_markers(item, writing.html, "beginning") if item.start is not None else None
+            if texts:
+                before[item.span[0]].insert(0, texts[0])
+                behind[item.span[1]].append(texts[1])
         text, mask = "", []
         for index, character in enumerate([*document.text, ""]):
             for marker in [*behind[index], *before[index]]:
@@ -166,35 +165,35 @@ class PlainWriting:
             marked.append(any(mask[span.start : span.end]))
         blocks, size = [], self._room - len(prefix_ids)
         for begin in range(0, len(marked), size):
-            ids, own = prefix_ids + encoded["input_ids"][begin : begin + size], marked[begin : begin + size]
+            ids, is_metadata = prefix_ids + encoded["input_ids"][begin : begin + size], marked[begin : begin + size]
             pad = self._room - len(ids)
-            blocks.append((ids + [0] * pad, [1] * len(ids) + [0] * pad, [1] * len(prefix_ids) + own + [0] * pad))
+            blocks.append((ids + [0] * pad, [1] * len(ids) + [0] * pad, [1] * len(prefix_ids) + is_metadata + [0] * pad))
         return blocks
 
 
 def measure_evaluation(recipe: Any, places: Places, tokenizer: Any, documents: int, rounds: int) -> None:
-    """Gains of HTML in batches and one document at a time, on one model; the scores must agree."""
+    """Measure gains of HTML in batches and one document at a time, on one model; the scores must agree."""
     torch.manual_seed(0)
     model = recipe.model.build(places).eval()
     val = recipe.data.build(places, tokenizer, "val", 0).documents
-    asked = gains.Gains(columns=["html"], documents=documents)
-    found: dict[int, dict[str, float]] = {}
+    config = gains.Gains(columns=["html"], documents=documents)
+    scores: dict[int, dict[str, float]] = {}
 
     def run(batch: int) -> None:
         with torch.no_grad():
-            found[batch] = gains.measure(
-                asked,
+            scores[batch] = gains.measure(
+                config,
                 val,
                 lambda data: token_losses(model, data, causal_lm_loss, batch, torch.device("cpu"), tokenizers.control_ids(tokenizer)),
             )
 
     alternate([("evaluation by 16:", lambda: run(16)), ("one by one:", lambda: run(1))], 4 * documents, "rows", rounds)
-    worst = max(abs(found[16][name] - found[1][name]) for name in found[1] if "perplexity" not in name)
+    worst = max(abs(scores[16][name] - scores[1][name]) for name in scores[1] if "perplexity" not in name)
     print(f"their scores differ by at most {worst:.1e} nats a token")
 
 
 def measure_waiting(folder: Path) -> None:
-    """The share of `metadata_tiny`'s training time in which it waited for data, whose lengths nobody knows ahead."""
+    """Print the share of the training time of `metadata_tiny` spent waiting for data of unknown lengths."""
     short = override(METADATA_TINY, {"loop.steps": 200, "loop.eval_every": 200, "gains": None, "data.val_documents": 10})
     assert toy.main(["-e", "short"], {"short": [short]}, folder) == 0
     rows = [json.loads(line) for line in (folder / "runs" / exp_id(short) / "perf.jsonl").read_text().splitlines()]
@@ -203,7 +202,7 @@ def measure_waiting(folder: Path) -> None:
 
 
 def measure_memory(source: str, gigabytes: float, folder: Path) -> None:
-    """Peak memory of preparing a small file of pages, and one of so many gigabytes."""
+    """Print the peak memory of preparing a small file of pages, and one of `gigabytes`."""
     for name, size in (("small", 0.02), ("large", gigabytes)):
         lines, count = [(json.dumps({"url": "https://example.org/page", "doc_html": source}) + "\n").encode() * 10], 0
         with gzip.open(folder / f"{name}.jsonl.gz", "wb", compresslevel=1) as file:
@@ -254,10 +253,10 @@ def main() -> None:
         ]
         alternate(sides, len(documents), "documents", args.rounds)
     measure_evaluation(load_experiment(METADATA_TINY, "metadata_tiny"), places, tokenizer, 100, args.rounds)
-    with tempfile.TemporaryDirectory() as kept:
-        (Path(kept) / "data").symlink_to(args.data_path.resolve())
-        measure_waiting(Path(kept))
-        measure_memory(sources[0][:10_000], args.gigabytes, Path(kept))
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "data").symlink_to(args.data_path.resolve())
+        measure_waiting(Path(folder))
+        measure_memory(sources[0][:10_000], args.gigabytes, Path(folder))
 
 
 if __name__ == "__main__":

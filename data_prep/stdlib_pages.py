@@ -1,8 +1,8 @@
-"""Build documents with metadata from the standard library's own documentation: `python -m data_prep.stdlib_pages`.
+"""Build documents with metadata from the standard library's documentation: `python -m data_prep.stdlib_pages`.
 
-pydoc renders each module of this Python as a page of HTML, in a process of its own. Pieces of 200 to 400 characters are the documents of
-stdlib_pages, below --data_path, with the page's address on docs.python.org, its title and its tags. Equal texts are there once, and are in
-one split by their text. Two runs on the same Python give the same bytes.
+pydoc renders each module of this Python as an HTML page, in a separate process. The documents of stdlib_pages, below --data_path, are
+pieces of 200 to 400 characters with the page's address on docs.python.org, its title and its tags. Duplicate texts are dropped, and a hash
+of the text selects the split. Two runs on the same Python give the same bytes.
 """
 
 import argparse
@@ -29,13 +29,13 @@ SPLITS = ("train", "val")
 CHARS = (200, 400)
 VAL_PERCENT = 10
 SECONDS = 60
-"""Of the rendering of one module."""
+"""Timeout per module."""
 _SKIPPED = {"antigravity", "idlelib", "lib2to3", "this", "tkinter", "turtle", "turtledemo"}
-"""They open windows, say something when imported, or are not everywhere."""
+"""Modules that open windows or print when imported, or that some systems do not have."""
 _RENDER = "import sys, importlib, pydoc; m = importlib.import_module(sys.argv[1]); sys.stdout.buffer.write("
 _RENDER += "pydoc.html.page(pydoc.describe(m), pydoc.html.document(m)).encode('utf-8', 'replace'))"
 _ENVIRONMENT = {"PYTHONHASHSEED": "0", "PATH": "/bin:/usr/bin", "HOME": "/"}
-"""Nothing of the user's: the page of `os` shows it."""
+"""Without the user's variables, which the page of `os` would show."""
 _ADDRESS = re.compile(r"\b0x[0-9a-f]{7,}")
 
 
@@ -44,7 +44,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(data_path: Path) -> bool:
-    """Make stdlib_pages below `data_path`; False if it is whole and has the same provenance, so that nothing was done.
+    """Make stdlib_pages below `data_path`; False if it is already complete with the same provenance.
 
     Raises:
         DataError: no module can be rendered.
@@ -53,7 +53,7 @@ def prepare(data_path: Path) -> bool:
     made_from = {
         "python": platform.python_version(),
         "modules": modules(),
-        "scripts_sha256": command.digest_files((__file__, html.__file__)),
+        "scripts_sha256": command.digest_files((__file__, html.__file__, html.RULES_FILE)),
         "chars": list(CHARS),
         "val_percent": VAL_PERCENT,
     }
@@ -62,21 +62,21 @@ def prepare(data_path: Path) -> bool:
         rows = split_rows(render(modules()))
         if not all(rows.values()):
             raise DataError("the modules of this Python give too few documents to fill both splits.")
-        for split, own in rows.items():
+        for split, documents in rows.items():
             with open(folder / f"{split}.jsonl", "w", encoding="utf-8", newline="\n") as file:
-                file.writelines(json.dumps(row) + "\n" for row in own)
-        return {"counts": {split: len(own) for split, own in rows.items()}}
+                file.writelines(json.dumps(row) + "\n" for row in documents)
+        return {"counts": {split: len(documents) for split, documents in rows.items()}}
 
     return command.make_folder(data_path / FOLDER, COMMAND, made_from, fill) is not None
 
 
 def modules() -> list[str]:
-    """Public modules of the standard library, but for those that are not to be imported."""
+    """List the public modules of the standard library, except those in `_SKIPPED`."""
     return sorted(name for name in sys.stdlib_module_names if not name.startswith("_") and name not in _SKIPPED)
 
 
 def render(names: Sequence[str]) -> dict[str, str]:
-    """Module -> its page, without paths and addresses of this machine; without modules that cannot be imported here."""
+    """Render the page of each module that can be imported here, without paths and memory addresses of this machine."""
     with ThreadPoolExecutor(2) as pool:
         pages = dict(zip(names, pool.map(_page, names), strict=True))
     return {name: page for name, page in pages.items() if page}
@@ -95,15 +95,16 @@ def _page(name: str) -> str:
 
 
 def split_rows(pages: Mapping[str, str]) -> dict[str, list[dict[str, Any]]]:
-    """Rows of both splits, in the order of the pages; of equal texts the first."""
+    """Make the rows of both splits, in the order of the pages; the first of equal texts."""
     rows: dict[str, list[dict[str, Any]]] = {split: [] for split in SPLITS}
-    seen = set[str]()
+    texts = set[str]()
+    unlimited = [rule for rule in html.read_rules() if rule.max_chars is None]
     for name, source in pages.items():
-        page = html.extract(source, shortest=-1)  # a line of a signature is short
+        page = html.extract(source, rules=unlimited)  # a line with a signature is short
         for text, tags in pieces(page):
-            if text in seen:
+            if text in texts:
                 continue
-            seen.add(text)
+            texts.add(text)
             is_val = hashlib.sha256(f"{FOLDER}/{text}".encode()).digest()[0] * 100 < VAL_PERCENT * 256
             rows["val" if is_val else "train"].append(
                 {
@@ -121,7 +122,7 @@ def _global_item(key: str, value: str) -> dict[str, str]:
 
 
 def pieces(page: html.Page) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """The text cut after lines into pieces of CHARS characters, and the tags in each, cut at its ends. Shorter rests are left out."""
+    """Cut the text after lines into pieces of CHARS characters, each with its tags, clipped to the piece. Drop shorter rests."""
     least, most = CHARS
     begin, text = 0, page.text
     tags = sorted(page.tags, key=lambda tag: (tag["char_start_idx"], tag["relative_start_pos"]))
@@ -134,7 +135,7 @@ def pieces(page: html.Page) -> Iterator[tuple[str, list[dict[str, Any]]]]:
 
 
 def _clip_tags(tags: Sequence[dict[str, Any]], begin: int, end: int) -> list[dict[str, Any]]:
-    """Tags of a part of the text, but those around all of it."""
+    """Select the tags in a part of the text, except those around all of it."""
     inside = [
         tag
         for tag in tags
@@ -143,17 +144,21 @@ def _clip_tags(tags: Sequence[dict[str, Any]], begin: int, end: int) -> list[dic
         and tag["char_start_idx"] < tag["char_end_idx"]
         and not (tag["char_start_idx"] <= begin and tag["char_end_idx"] >= end)
     ]
-    found, at = list[dict[str, Any]](), defaultdict[int, list[tuple[int, int, dict[str, Any], str]]](list)
+    clipped, at = list[dict[str, Any]](), defaultdict[int, list[tuple[int, int, dict[str, Any], str]]](list)
     for tag in inside:
-        own = {**tag, "char_start_idx": max(tag["char_start_idx"], begin) - begin, "char_end_idx": min(tag["char_end_idx"], end) - begin}
+        tag_copy = {
+            **tag,
+            "char_start_idx": max(tag["char_start_idx"], begin) - begin,
+            "char_end_idx": min(tag["char_end_idx"], end) - begin,
+        }
         for side in ("start", "end"):
-            character = own[f"char_{side}_idx"]
-            at[character].append((tag[f"char_{side}_idx"], tag[f"relative_{side}_pos"], own, f"relative_{side}_pos"))
-        found.append(own)
+            character = tag_copy[f"char_{side}_idx"]
+            at[character].append((tag[f"char_{side}_idx"], tag[f"relative_{side}_pos"], tag_copy, f"relative_{side}_pos"))
+        clipped.append(tag_copy)
     for sides in at.values():
-        for place, (*_, own, name) in enumerate(sorted(sides, key=lambda side: side[:2])):
-            own[name] = place
-    return found
+        for place, (*_, tag_copy, name) in enumerate(sorted(sides, key=lambda side: side[:2])):
+            tag_copy[name] = place
+    return clipped
 
 
 main = command.main_of(COMMAND, __doc__, _add_options, prepare)

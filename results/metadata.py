@@ -1,8 +1,8 @@
 # PYTHON_ARGCOMPLETE_OK
-"""What metadata were worth to models: `python -m results.metadata RUN..` prints the gains of each column, and draws them over the steps.
+"""Gains from metadata: `python -m results.metadata RUN..` prints the gain of each column and plots it over the steps.
 
-A RUN is a save directory, or the beginning of its id. Beside each gain stands that of wrong metadata: where this is as large, the gain
-says nothing of the metadata (src/data/metadata/gains.py).
+A RUN is a save directory, or a prefix of its id. The table also has the gain of wrong metadata: if it is as large, the gain is not due to
+the metadata (src/data/metadata/gains.py).
 """
 
 import argparse
@@ -29,34 +29,34 @@ Rows = list[dict[str, Any]]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table and the path of the picture. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m results.metadata", description=__doc__)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a save directory, or the beginning of an id in results/runs")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a save directory, or a prefix of an id in results/runs")
     parser.add_argument("--output", type=Path, help=f"PNG, or another format that matplotlib knows (default: {plot.PLOTS}/metadata-ID.png)")
     options = parser.parse_args(arguments)
-    found = {path.name: read(path) for path in map(expand_run, options.runs)}
-    kinds = [kind for kind in KINDS if any(name.startswith(f"{kind}/") for rows in found.values() for name in rows[-1])]
+    rows_by_run = {path.name: read(path) for path in map(expand_run, options.runs)}
+    kinds = [kind for kind in KINDS if any(name.startswith(f"{kind}/") for rows in rows_by_run.values() for name in rows[-1])]
     headings = ["run", "step", "column", "perplexity without", "with", *(KINDS[kind] for kind in kinds)]
-    lines = [line for name, rows in found.items() for line in table(name[:8], rows[-1], kinds)]
+    lines = [line for name, rows in rows_by_run.items() for line in table(name[:8], rows[-1], kinds)]
     draw_rich(headings, lines, "nats per token of the text, with intervals of 95 % over documents")
-    output = options.output or plot.PLOTS / f"metadata-{next(iter(found))[:8]}.png"
-    plot.save(draw(found), output)
+    output = options.output or plot.PLOTS / f"metadata-{next(iter(rows_by_run))[:8]}.png"
+    plot.save(draw(rows_by_run), output)
     print(output)
     return 0
 
 
 def read(run: Path) -> Rows:
-    """The score rows of a run that tell gains.
+    """Read the score rows of a run that have gains.
 
     Raises:
-        DataError: there are none.
+        DataError: no row has a gain.
     """
     rows = [row for row in Scores(run / SCORES, read_only=True).rows() if columns(row)]
     if not rows:
-        raise DataError(f"{run}: no evaluation there told what metadata are worth. The field `gains` of an experiment asks for it.")
+        raise DataError(f"{run}: no evaluation has gains of metadata. Set the field `gains` of the experiment.")
     return rows
 
 
 def columns(row: Mapping[str, Any]) -> list[str]:
-    """Those whose gain a row tells."""
+    """Columns with a gain in a row."""
     return [name.removeprefix(f"{GAIN}/") for name in row if name.startswith(f"{GAIN}/") and name.count("/") == 1]
 
 
@@ -64,9 +64,9 @@ def table(name: str, row: Mapping[str, Any], kinds: Sequence[str]) -> list[list[
     """A line for each column, and one for each part of the text."""
     lines = []
     for column in columns(row):
-        perplexities = (f"{row[f'val_perplexity_{kind}/{column}']:.2f}" for kind in ("without", "with"))
+        perplexities = (f"{row[f'val_text_perplexity_{kind}/{column}']:.2f}" for kind in ("without", "with"))
         lines.append([name, str(row["step"]), column, *perplexities, *(_interval(row, kind, column) for kind in kinds)])
-        for part in (found for found in row if found.startswith(f"{GAIN}/{column}/")):
+        for part in (score for score in row if score.startswith(f"{GAIN}/{column}/")):
             tokens = part.rpartition("/")[2]
             lines.append(["", "", f"  tokens {tokens}", "", "", f"{row[part]:.4f}", *[""] * (len(kinds) - 1)])
     return lines
@@ -77,23 +77,23 @@ def _interval(row: Mapping[str, Any], kind: str, column: str) -> str:
     return "" if None in numbers else "{:.4f} ({:.4f} to {:.4f})".format(*numbers)
 
 
-def draw(found: Mapping[str, Rows]) -> "Figure":
+def draw(rows_by_run: Mapping[str, Rows]) -> "Figure":
     """A panel for each column: gains over the steps with their intervals, those of wrong metadata dashed."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    wanted = list(dict.fromkeys(column for rows in found.values() for row in rows for column in columns(row)))
-    figure = Figure(figsize=(5.2 * len(wanted), 4.2), layout="constrained", dpi=120)
+    panels = list(dict.fromkeys(column for rows in rows_by_run.values() for row in rows for column in columns(row)))
+    figure = Figure(figsize=(5.2 * len(panels), 4.2), layout="constrained", dpi=120)
     FigureCanvasAgg(figure)
-    for place, column in enumerate(wanted, start=1):
-        axes = figure.add_subplot(1, len(wanted), place, xlabel="step", ylabel="nats per token", title=column)
+    for place, column in enumerate(panels, start=1):
+        axes = figure.add_subplot(1, len(panels), place, xlabel="step", ylabel="nats per token", title=column)
         axes.grid(alpha=0.3)
         axes.axhline(0, color="black", linewidth=0.8)
-        for number, (name, rows) in enumerate(found.items()):
-            told = [row for row in rows if f"{GAIN}/{column}" in row]
+        for number, (name, rows) in enumerate(rows_by_run.items()):
+            measured = [row for row in rows if f"{GAIN}/{column}" in row]
             for kind, style in ((GAIN, "-"), (CONTROL, "--")):
-                steps = [row["step"] for row in told]
-                mean, low, high = ([row[f"{kind}{end}/{column}"] for row in told] for end in ("", "_low", "_high"))
+                steps = [row["step"] for row in measured]
+                mean, low, high = ([row[f"{kind}{end}/{column}"] for row in measured] for end in ("", "_low", "_high"))
                 colour = legend.COLOURS[number % len(legend.COLOURS)]
                 text = f" {name[:8]} {KINDS[kind]}"
                 axes.plot(steps, mean, style, color=colour, marker="o", markersize=3, label=text)

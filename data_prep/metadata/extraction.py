@@ -1,9 +1,12 @@
-"""The work on one file of pages: what extractors find becomes columns of its rows, and a file beside, which is whole or not there."""
+"""Extract metadata from one file of pages: columns of its rows, written next to a digest of each row, all or nothing."""
 
+import contextlib
 import glob
 import hashlib
 import os
+import signal
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,39 +15,72 @@ from typing import Any, NamedTuple
 import orjson
 
 from data_prep import sources
-from data_prep.metadata import description, entities, html, page_sources, text, url
-from src.data.metadata.annotations import PREFIX, read_row
+from data_prep.metadata import charset, description, entities, html, page_sources, text, url
+from src.data.metadata.annotations import PREFIX, compact_item, read_row
 from src.errors import DataError, UserError
 from src.files import read_json, write_atomic, write_json, writing
 
 Row = dict[str, Any]
 DIGEST = struct.Struct("16sQ")
-"""Of a document: a digest of its text, and its place among the rows of the source."""
+"""Digest of a document's text, and the number of its row in the source."""
 ROWS = "rows"
-"""Under this name those are counted that are no rows with metadata, and left out."""
+"""Name under which the rows that are dropped as malformed are counted."""
+TOO_SLOW = "pages over --page_seconds"
 _SHOWN = 3
-"""Errors that are shown of a file."""
+"""Errors shown per file."""
+_GRACE = 1.0
+"""Seconds of processor time until a page that caught the first signal gets another one."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What is extracted of rows."""
+    """Extractors and their settings."""
 
     extract: tuple[str, ...] = ()
     compatible: bool = False
-    """With the faults of the original."""
+    """Whether to reproduce the reference's faults."""
     wiki_index: str = ""
     """Path of the index of Wikipedia, for descriptions."""
     mentions: str = ""
     """Path of a dictionary of entities."""
+    removal: tuple[html.RemovalRule, ...] = ()
+    """Elements removed from pages."""
+    records: tuple[str, ...] = page_sources.RECORDS[:1]
+    """Kinds of WARC records that are read."""
+    page_seconds: float = 10.0
+    """Processor time per page."""
+
+
+class PageTimeout(BaseException):  # a library that catches Exception must not swallow it
+    """A page took too much processor time."""
+
+
+@contextlib.contextmanager
+def processor_limit(seconds: float) -> Iterator[None]:
+    """Limit the processor time of a block; works in the main thread of a process.
+
+    Raises:
+        PageTimeout: the block took longer. Code in C is interrupted when it returns to Python.
+    """
+
+    def stop(*_: object) -> None:
+        raise PageTimeout
+
+    before = signal.signal(signal.SIGPROF, stop)
+    try:
+        signal.setitimer(signal.ITIMER_PROF, seconds, _GRACE)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 def _from_html(row: Row, options: Options) -> Row:
     page = row.get(page_sources.HTML)
     if not isinstance(page, str):
         raise DataError(f"field {page_sources.HTML!r}: expected the HTML of a page, got {page!r}.")
-    columns = html.extract(page).columns()
-    del row[page_sources.HTML]  # what failed keeps what it had
+    columns = html.extract(page, options.removal).columns()
+    del row[page_sources.HTML]  # after a failure the row still has it
     return columns
 
 
@@ -53,12 +89,12 @@ def _describe(row: Row, options: Options) -> Row:
 
 
 class Extractor(NamedTuple):
-    """How columns are made of a row."""
+    """A function that makes columns of a row."""
 
     name: str
-    """In the columns that tell of its errors."""
+    """Prefix of its error columns."""
     columns: tuple[str, ...]
-    """That it makes; of a row that it fails on those of metadata are empty, unless they are there."""
+    """Its columns. Where it fails, metadata columns that the row does not have are empty."""
     extract: Callable[[Row, Options], Mapping[str, Any]]
 
 
@@ -71,7 +107,7 @@ EXTRACTORS: dict[str, Extractor] = {
     ),
     "text": Extractor("TextPreprocessor", text.COLUMNS, lambda row, options: text.extract(row, options.compatible)),
 }
-"""In the order in which they are called: later ones read what earlier ones found."""
+"""In the order of their calls: later ones read the columns of earlier ones."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +119,7 @@ class Part:
 
     @property
     def report(self) -> Path:
-        """What is told of them; its presence says that they are whole."""
+        """Counts and errors; it exists once the part is complete."""
         return self.stem.with_suffix(".json")
 
     @property
@@ -93,31 +129,32 @@ class Part:
 
     @property
     def digests(self) -> Path:
-        """A DIGEST of each row."""
+        """One DIGEST per row."""
         return self.stem.with_suffix(".digests")
 
     def is_settled(self) -> bool:
-        """Whether they are whole, or it was told why they cannot be."""
+        """Whether the part is complete or has failed."""
         return self.report.exists() or self.failure.exists()
 
     def leftovers(self) -> list[Path]:
-        """Files that are being written, or were by a process that was killed."""
+        """Temporary files of this or of a killed process."""
         return [path for name in (self.rows, self.digests) for path in name.parent.glob(f".{glob.escape(name.name)}.*")]
 
     @property
     def failure(self) -> Path:
-        """Why the source could not be read, of the last trial."""
+        """File with the error of the last attempt."""
         return self.stem.with_suffix(".failed")
 
 
 def part_of(source: Path, facts: Mapping[str, Any], options: Options, folder: Path) -> Part:
-    """Its name depends on the source's facts and on the options, so that nothing else is ever taken for it."""
-    key = hashlib.sha256(orjson.dumps([facts, asdict(options)])).hexdigest()[:16]
+    """Name a part after its source's facts and the options, so that a part of other options is not mistaken for it."""
+    settings = {**asdict(options), "removal": [rule.model_dump() for rule in options.removal]}
+    key = hashlib.sha256(orjson.dumps([facts, settings])).hexdigest()[:16]
     return Part(source, folder / f"{source.name.partition('.')[0][:40]}-{key}")
 
 
 def make_part(part: Part, options: Options) -> None:
-    """Make the part, if it is not there. What is wrong with the source is kept in `part.failure`, so that other parts are made."""
+    """Make the part if it does not exist. An error is saved in `part.failure`, so that the other parts are made."""
     if part.report.exists():
         return
     part.failure.unlink(missing_ok=True)
@@ -125,40 +162,72 @@ def make_part(part: Part, options: Options) -> None:
         _write_part(part, options)
     except UserError as error:
         write_atomic(part.failure, str(error))
-    except Exception as error:  # noqa: BLE001  datatrove would start no other task
+    except Exception as error:  # noqa: BLE001  datatrove would stop the remaining tasks
         write_atomic(part.failure, f"{part.source}: {type(error).__name__}: {sources.first_line(error)}")
 
 
 def _write_part(part: Part, options: Options) -> None:
-    report: dict[str, Any] = {"rows": 0, "empty": 0, "columns": [], "errors": {name: [0, []] for name in (*options.extract, ROWS)}}
-    columns = dict[str, None]()
+    errors: dict[str, list[Any]] = {name: [0, []] for name in (*options.extract, ROWS)}
+    report: dict[str, Any] = {"rows": 0, "empty": 0, "columns": [], "errors": errors}
+    skipped, pages, columns = Counter[str](), Counter[str](), dict[str, None]()
     names = part.rows, part.digests
-    beside = [path.with_name(f".{path.name}.{os.getpid()}") for path in names]  # another process may do the same
-    with writing(part.stem), open(beside[0], "wb") as rows, open(beside[1], "wb") as digests:
-        for number, (where, row) in enumerate(page_sources.read_rows(part.source), 1):
-            made = _annotate(row, where, options, report["errors"])
-            if not made.get("text", "html" not in options.extract):  # where nothing makes it, a row without the field is an error
-                report["empty"] += 1
-                continue
+    temporary = [path.with_name(f".{path.name}.{os.getpid()}") for path in names]  # another process can do the same part
+    with writing(part.stem), open(temporary[0], "wb") as rows, open(temporary[1], "wb") as digests:
+        for number, (where, row) in enumerate(page_sources.read_rows(part.source, skipped, options.records), 1):
             try:
-                read_row(made, where)
+                with processor_limit(options.page_seconds):
+                    annotated = _annotate(_decode_page(row, pages), where, options, errors)
+                    if annotated.get("text", "html" not in options.extract):  # without an extractor of text, a missing text is an error
+                        read_row(annotated, where)
+                    else:
+                        report["empty"] += 1
+                        continue
+            except PageTimeout:
+                skipped[TOO_SLOW] += 1
+                continue
             except DataError as error:
-                _count_error(report["errors"][ROWS], str(error))
+                _count_error(errors[ROWS], str(error))
                 continue
-            columns |= dict.fromkeys(name for name in made if name.startswith(PREFIX))
+            columns |= dict.fromkeys(name for name in annotated if name.startswith(PREFIX))
             try:
-                rows.write(orjson.dumps(made) + b"\n")
+                rows.write(orjson.dumps(annotated if options.compatible else _compact(annotated, options)) + b"\n")
             except orjson.JSONEncodeError as error:
                 raise DataError(f"{where}: cannot be written as JSON ({error}).") from None
-            digests.write(DIGEST.pack(hashlib.sha256(made["text"].encode()).digest()[:16], number))
+            digests.write(DIGEST.pack(hashlib.sha256(annotated["text"].encode()).digest()[:16], number))
             report["rows"] += 1
         for file in (rows, digests):
             file.flush()
             os.fsync(file.fileno())
-    report["columns"] = list(columns)
-    for path, name in zip(beside, names, strict=True):
+    report |= {"columns": list(columns), "skipped": dict(skipped), "pages": dict(pages)}
+    for path, name in zip(temporary, names, strict=True):
         path.replace(name)
     write_json(part.report, report)
+
+
+def _decode_page(row: Row, pages: Counter[str]) -> Row:
+    """Return the row with its page as text. pages: counts all pages, those with a guessed charset, with replacement characters."""
+    page = row.get(page_sources.HTML)
+    if isinstance(page, page_sources.RawPage | bytes):
+        raw = page if isinstance(page, page_sources.RawPage) else page_sources.RawPage(page, "")
+        if len(raw.data) > html.LONGEST_PAGE:  # too long for the extractor in any charset: one character per byte
+            decoded = charset.Decoded(raw.data.decode("latin-1"), charset.FALLBACK, False)
+        else:
+            decoded = charset.decode(*raw)
+        page, row = decoded.text, {**row, page_sources.HTML: decoded.text}
+        pages["guessed"] += decoded.is_guess
+    if isinstance(page, str):
+        pages["all"] += 1
+        pages["replaced"] += charset.REPLACEMENT in page
+    return row
+
+
+def _compact(row: Row, options: Options) -> Row:
+    """Return the row without the fields that a reader derives, in the columns of the extractors."""
+    names = {name for key in options.extract for name in EXTRACTORS[key].columns if name.startswith(PREFIX)}
+    return {
+        name: [compact_item(name.removeprefix(PREFIX), item, row["text"]) for item in value] if name in names and value else value
+        for name, value in row.items()
+    }
 
 
 def _annotate(row: Row, where: str, options: Options, errors: dict[str, list[Any]]) -> Row:
@@ -167,7 +236,7 @@ def _annotate(row: Row, where: str, options: Options, errors: dict[str, list[Any
         comment = ""
         try:
             row |= extractor.extract(row, options)
-        except Exception as error:  # noqa: BLE001  as BigScience's: one page must not end all; they are counted, shown and limited
+        except Exception as error:  # noqa: BLE001  like the reference: one page must not stop the run; errors are counted and limited
             comment = " ".join(f"{'' if isinstance(error, DataError) else f'{type(error).__name__}: '}{error}".split())
             _count_error(errors[name], f"{where}: {comment}")
             row = {**{column: [] for column in extractor.columns if column.startswith(PREFIX)}, **row}
@@ -175,18 +244,18 @@ def _annotate(row: Row, where: str, options: Options, errors: dict[str, list[Any
     return row
 
 
-def _count_error(found: list[Any], text: str) -> None:
-    found[0] += 1
-    found[1] = [*found[1], text][:_SHOWN]
+def _count_error(counted: list[Any], text: str) -> None:
+    counted[0] += 1
+    counted[1] = [*counted[1], text][:_SHOWN]
 
 
 def read_report(part: Part) -> dict[str, Any]:
-    """What `make_part` told of a part that is whole."""
+    """Read the report of a complete part."""
     return read_json(part.report, DataError)
 
 
 def digests_of(part: Part) -> Iterator[tuple[bytes, int]]:
-    """(Digest of its text, number in the source) of each row."""
+    """Yield (digest of its text, number in the source) of each row."""
     with open(part.digests, "rb") as file:
         while block := file.read(DIGEST.size * 4096):
             yield from DIGEST.iter_unpack(block)

@@ -1,19 +1,28 @@
-"""A page of HTML as text, with its tags as metadata: BigScience's rules (bsmetadata/preprocessing_tools/html_parser).
+"""Extract the text of an HTML page and its tags, by BigScience's rules (bsmetadata/preprocessing_tools/html_parser).
 
-Of the page only the body is read. Scripts, headers, footers, forms and short blocks go with all that they hold; chains of nested divisions
-become one; what is left of the tags is kept as spans of the text.
+Only the body is read. Removal rules drop elements with their content, chains of nested `div` elements become one, and the remaining tags
+become spans of the text. Time and memory are linear in the size of the page.
 """
 
+import contextlib
+import gc
 import re
 from collections import defaultdict
-from collections.abc import Collection
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 from lxml import etree  # pyright: ignore[reportAttributeAccessIssue]  a compiled module
+from pydantic import Field, model_validator
 
+from src.config import Config, load
 from src.errors import DataError
+from src.files import read_yaml
 
 Row = dict[str, Any]
+RULES_FILE = Path(__file__).resolve().parents[2] / "resources" / "html_removal.yaml"
+"""The default removal rules."""
 
 
 def _words(text: str) -> frozenset[str]:
@@ -23,118 +32,269 @@ def _words(text: str) -> frozenset[str]:
 COLUMNS = ("text", "metadata_html", "html_head", "html_footer", "html_title")
 LONGEST_PAGE = 50_000_000
 """Characters."""
-SHORT = 64
-"""A block of at most so many characters is left out."""
+PARSED_AT_ONCE = 1 << 16
+"""Bytes per call of the parser: a time limit takes effect between two calls."""
+MOST_ATTRIBUTES = 10_000
+"""In one tag. The parser's time grows with their square, and it cannot be interrupted within a tag."""
 BLOCKS = _words(
     "address article aside blockquote body button canvas caption col colgroup dd div dl dt embed fieldset figcaption figure footer form "
     "h1 h2 h3 h4 h5 h6 header hgroup hr li map noscript object ol output p pre progress section table tbody textarea tfoot th thead tr "
     "ul video"
 )
-"""Elements that stand on lines of their own."""
+"""Elements on lines of their own."""
 SPACED = _words("cite details datalist iframe img input label legend optgroup q select summary td time")
-"""Elements that are parted by a blank."""
+"""Elements with a blank on each side."""
 HIDDEN = ("script", "style")
-LEFT_OUT = _words("script style header iframe footer form")
-LEFT_OUT_IF_SHORT = _words("body div p section table ul ol dl")
 _FOLDED = "folded-block"
+_ATTRIBUTE = r"""[\s/]*+[^\s/>][^\s/>=]*+(?:\s*+=\s*+(?:"[^"]*+"|'[^']*+'|[^\s>"']++))?+"""
+_TAG = re.compile(
+    rf"(?is)<!--.*?(?:-->|\Z)|(?P<tag><(?=[a-z])(?:(?P<raw>script|style)(?=[\s/>]))?(?:{_ATTRIBUTE})*+)(?(raw).*?(?:</(?P=raw)|\Z))"
+)
+"""A comment, or a tag; for `script` and `style` with their content, which can look like tags."""
+_HTML_SPACES = re.compile("[ \t\n\f\r]+")
 _SPACES = re.compile(r"\s+")
 
 
+class RemovalRule(Config):
+    """Removal of the elements of one tag, with their content."""
+
+    tag: str = Field(min_length=1)
+    min_chars: int = Field(default=0, ge=0)
+    max_chars: int | None = Field(default=None, ge=0)
+    """Both limits are inclusive and count the text in the element; None: no limit."""
+    direction: Literal["top-down", "bottom-up"] = "top-down"
+    """Whether the text is measured before or after removals inside the element."""
+
+    @model_validator(mode="after")
+    def _is_not_empty(self) -> "RemovalRule":
+        if self.max_chars is not None and self.max_chars < self.min_chars:
+            raise ValueError(f"max_chars: {self.max_chars} is below min_chars {self.min_chars}. Swap them.")
+        return self
+
+
+class _RemovalRules(Config):
+    rules: list[RemovalRule]
+
+
 class Page(NamedTuple):
-    """What is kept of a page."""
+    """The extracted parts of a page."""
 
     text: str
     tags: list[Row]
-    """Local items of the key "html", by where they end."""
+    """Local items of the key "html", ordered by the end of their span."""
     head: list[str]
     footer: list[str]
     title: list[str]
-    """HTML of all elements of these names."""
+    """HTML of the elements with these names; nested ones only within the outer one."""
 
     def columns(self) -> Row:
-        """The page as columns of a row."""
+        """Return the page as columns of a row."""
         return dict(zip(COLUMNS, self, strict=True))
 
 
-def extract(source: str, shortest: int = SHORT, left_out: Collection[str] = LEFT_OUT) -> Page:
-    """The text and tags of a page.
-
-    shortest: blocks of at most so many characters are left out; -1: none are. left_out: tags that go with all that they hold.
+@lru_cache(8)
+def read_rules(path: Path = RULES_FILE) -> tuple[RemovalRule, ...]:
+    """Read removal rules from a YAML file.
 
     Raises:
-        DataError: the page is too long, or no HTML.
+        ConfigError: one line per mistake, with the file and the dotted path.
+    """
+    return tuple(load(_RemovalRules, read_yaml(path, "a list of rules under the key `rules`"), str(path)).rules)
+
+
+def extract(source: str, rules: Sequence[RemovalRule] | None = None) -> Page:
+    """Extract the text and the tags of a page. rules: removals; default: those of `RULES_FILE`.
+
+    Raises:
+        DataError: the page is too long, or is not HTML.
     """
     if len(source) > LONGEST_PAGE:
-        raise DataError(f"a page of {len(source)} characters; at most {LONGEST_PAGE} are read.")
+        raise DataError(f"a page of {len(source)} characters; the limit is {LONGEST_PAGE}.")
+    with _no_garbage_collection():
+        return _extract(source, read_rules() if rules is None else rules)
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Pause the collection of cycles, which takes half of the time of a large page. Elements form no cycles."""
+    was_enabled = gc.isenabled()
+    gc.disable()
     try:
-        parser = etree.HTMLParser(remove_comments=True, remove_pis=True, huge_tree=True, encoding="utf-8")
-        root = etree.fromstring(source.encode("utf-8", "replace"), parser)
-    except (etree.ParserError, etree.XMLSyntaxError, ValueError) as error:
-        raise DataError(f"no HTML can be read ({error}).") from None
-    if root is None:
-        raise DataError("no HTML can be read (there is no element).")
-    if any(entry.type_name == "ERR_RESOURCE_LIMIT" for entry in parser.error_log):
-        raise DataError("tags are nested too deep for the parser (2,048 levels).")
-    head, footer, title = ([_markup(element) for element in root.iter(name)] for name in ("head", "footer", "title"))
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _extract(source: str, rules: Sequence[RemovalRule]) -> Page:
+    root = _parse(source)
+    head, footer, title = ([_markup(element) for element in _outermost(root, name)] for name in ("head", "footer", "title"))
     body = next(root.iter("body"), None)
     if body is None:
         return Page("", [], head, footer, title)
     body.tail = None
-    text, tags = _text_and_tags(body) if _clean(body, shortest, left_out) else ("", [])
+    cleaner = _Cleaner(rules)
+    text, tags = _text_and_tags(body, cleaner.attributes) if cleaner.clean(body) else ("", [])
     return Page(text, tags, head, footer, title)
 
 
-def _markup(element: Any) -> str:
-    return etree.tostring(element, encoding="unicode", with_tail=False)  # empty elements as <meta/>, as the original has them
+def _parse(source: str) -> Any:
+    data = source.encode("utf-8", "replace")
+    _check_attributes(source)
+    try:
+        parser = etree.HTMLParser(remove_comments=True, remove_pis=True, huge_tree=True, encoding="utf-8")
+        for begin in range(0, len(data), PARSED_AT_ONCE):
+            parser.feed(data[begin : begin + PARSED_AT_ONCE])
+        root = parser.close()
+    except (etree.LxmlError, ValueError) as error:
+        raise DataError(f"no HTML can be read ({error}).") from None
+    if root is None:
+        raise DataError("no HTML can be read (there is no element).")
+    if any(entry.type_name == "ERR_RESOURCE_LIMIT" for entry in parser.feed_error_log):
+        raise DataError("tags are nested too deep for the parser (2,048 levels).")
+    return root
 
 
-def _clean(body: Any, shortest: int, left_out: Collection[str]) -> bool:
-    """Remove what is left out and fold nested divisions; parents before what they hold. Whether the body itself stays."""
-    for hidden in [element for name in HIDDEN for element in body.iter(name)]:
-        _remove(hidden)  # their text must not make a block long
-    waiting: list[tuple[Any, Any]] = [(body, None)]
-    while waiting:
-        element, outer = waiting.pop()
-        # outer: the division that `element` was folded into
-        tag = element.tag
-        kept = outer if tag == _FOLDED else element
-        if kept.tag == "div" and len(element) == 1 and element[0].tag == "div":
-            child = element[0]
-            for name, value in child.attrib.items():
-                kept.set(name, f"{kept.get(name)} {value}" if name in kept.attrib else value)
-            child.tag = _FOLDED
-        if tag in left_out or (tag in LEFT_OUT_IF_SHORT and _length(element) <= shortest):
-            if element is body:
-                return False
-            _remove(element)
-            continue
-        waiting += [(child, kept if child.tag == _FOLDED else None) for child in reversed(element)]
-    return True
-
-
-_length = etree.XPath("string-length()")
-"""Characters of all the text in an element."""
-
-
-def _remove(element: Any) -> None:
-    """Take an element out; what stands behind it stays, parted from what stands before by one blank."""
-    parent, before, tail = element.getparent(), element.getprevious(), element.tail
-    parent.remove(element)
-    if not tail:
+def _check_attributes(source: str) -> None:
+    if len(source) <= 2 * MOST_ATTRIBUTES:
         return
-    old = (parent.text if before is None else before.tail) or ""
-    if old and old[-1:] != " " and tail[:1] != " ":
-        tail = f" {tail}"
-    elif old[-1:] == " " == tail[:1]:
-        tail = tail[1:]
+    for match in _TAG.finditer(source):
+        tag = match["tag"] or ""
+        if len(tag) > 2 * MOST_ATTRIBUTES and (count := len(re.findall(_ATTRIBUTE, tag)) - 1) > MOST_ATTRIBUTES:
+            raise DataError(f"a tag with {count} attributes; the limit is {MOST_ATTRIBUTES}.")
+
+
+def _attributes(element: Any) -> dict[str, list[str]]:
+    if len(element.attrib) < 100:
+        return {name: [value] for name, value in element.items()}
+    return {value.attrname: [str(value)] for value in element.xpath("@*")}  # items() looks each value up in a list
+
+
+def _outermost(root: Any, name: str) -> list[Any]:
+    """Elements of a name that are not inside another one."""
+    elements, depth = [], 0
+    for event, element in etree.iterwalk(root, events=("start", "end"), tag=name):
+        if event == "start" and not depth:
+            elements.append(element)
+        depth += 1 if event == "start" else -1
+    return elements
+
+
+def _markup(element: Any) -> str:
+    return etree.tostring(element, encoding="unicode", with_tail=False)  # empty elements as <meta/>, like the reference
+
+
+class _Cleaner:
+    """Removes elements by rules and folds nested divisions. Each text is joined once, so that the time is linear."""
+
+    def __init__(self, rules: Sequence[RemovalRule]) -> None:
+        self._rules = {direction: defaultdict[str, list[RemovalRule]](list) for direction in ("top-down", "bottom-up")}
+        for rule in rules:
+            self._rules[rule.direction][rule.tag].append(rule)
+        self._lengths: dict[Any, int] = {}
+        """Characters of the text in each element. Elements in a dict stay alive, and so the same objects."""
+        self.attributes: dict[Any, dict[str, list[str]]] = {}
+        """Attributes of the outer element of each folded chain, with one value per element that has it."""
+
+    def clean(self, body: Any) -> bool:
+        """Remove and fold below `body`, parents before their children. False: the body itself is removed."""
+        hidden = {element for name in HIDDEN for element in body.iter(name)}  # their text must not make a block long
+        for parent in {element.getparent() for element in hidden}:
+            _remove(parent, hidden)
+        self._measure(body)
+        removed = set[Any]()
+        stack: list[tuple[Any, Any, bool]] = [(body, None, False)]
+        while stack:
+            element, outer, is_cleaned = stack.pop()
+            # outer: the division that `element` was folded into
+            tag = element.tag
+            if is_cleaned:
+                _remove(element, removed)
+                if self._rules["bottom-up"]:
+                    self._lengths[element] = len(element.text or "") + sum(
+                        self._lengths[child] + len(child.tail or "") for child in element
+                    )
+                    if self._matches("bottom-up", element):
+                        removed.add(element)
+                continue
+            head = outer if tag == _FOLDED else element
+            if head.tag == "div" and len(element) == 1 and element[0].tag == "div":
+                self._fold(head, element[0])
+            if self._matches("top-down", element):
+                removed.add(element)
+                continue
+            stack.append((element, outer, True))
+            stack += [(child, head if child.tag == _FOLDED else None, False) for child in reversed(element)]
+        return body not in removed
+
+    def _fold(self, head: Any, child: Any) -> None:
+        if head not in self.attributes:
+            self.attributes[head] = _attributes(head)
+        attributes = self.attributes[head]
+        for name, values in _attributes(child).items():
+            attributes.setdefault(name, []).extend(values)
+        child.tag = _FOLDED
+
+    def _matches(self, direction: Literal["top-down", "bottom-up"], element: Any) -> bool:
+        length = self._lengths[element]
+        rules = self._rules[direction].get(element.tag, ())
+        return any(rule.min_chars <= length and (rule.max_chars is None or length <= rule.max_chars) for rule in rules)
+
+    def _measure(self, body: Any) -> None:
+        """Collapse white space outside of preformatted text, as the reference's minifier does, and measure each element."""
+        depth_of_pre, length = 0, 0
+        begins = list[int]()
+        for event, element in etree.iterwalk(body, events=("start", "end")):
+            is_pre = element.tag in ("pre", "textarea")
+            if event == "start":
+                begins.append(length)
+                depth_of_pre += is_pre
+                text = element.text
+                if text and not depth_of_pre and (collapsed := _HTML_SPACES.sub(" ", text)) != text:
+                    element.text = text = collapsed
+            else:
+                self._lengths[element] = length - begins.pop()
+                depth_of_pre -= is_pre
+                text = element.tail
+                if text and not depth_of_pre and (collapsed := _HTML_SPACES.sub(" ", text)) != text:
+                    element.tail = text = collapsed
+            length += len(text or "")
+
+
+def _remove(parent: Any, removed: Collection[Any]) -> None:
+    """Remove children; the text after each one stays, with one blank between it and the text before."""
+    children = [child for child in parent if child in removed]
+    if not children:
+        return
+    before, pieces = None, [parent.text or ""]
+    last = pieces[0][-1:]
+    for child in list(parent):
+        tail = child.tail or ""
+        if child not in removed:
+            _set_text(parent, before, pieces)
+            before, pieces, last = child, [tail], tail[-1:]
+            continue
+        if tail:
+            if last and last != " " and tail[0] != " ":
+                pieces.append(" ")
+            pieces.append(tail[1:] if tail[0] == " " == last else tail)
+            last = tail[-1]
+        child.tail = None
+        parent.remove(child)
+    _set_text(parent, before, pieces)
+
+
+def _set_text(parent: Any, before: Any, pieces: Sequence[str]) -> None:
+    if len(pieces) == 1:
+        return
     if before is None:
-        parent.text = old + tail
+        parent.text = "".join(pieces)
     else:
-        before.tail = old + tail
+        before.tail = "".join(pieces)
 
 
 class _Text:
-    """Text as it grows."""
+    """The extracted text, in pieces."""
 
     def __init__(self) -> None:
         self.pieces, self.length, self.last = list[str](), 0, ""
@@ -145,7 +305,7 @@ class _Text:
             self.length, self.last = self.length + len(text), text[-1]
 
     def part(self, tag: str) -> None:
-        """Begin a new line, or leave a blank, where a tag asks for it."""
+        """Start a new line or add a blank before or after the content of a tag."""
         if tag in BLOCKS or tag == _FOLDED:
             if self.last == " ":
                 self.pieces[-1] = self.pieces[-1][:-1] + "\n"
@@ -156,12 +316,12 @@ class _Text:
             self.add(" ")
 
     def add_collapsed(self, text: str) -> None:
-        """With runs of whitespace as one blank, and none after whitespace."""
+        """Append text with each run of white space as one blank, and no blank after white space."""
         text = _SPACES.sub(" ", text)  # no-break spaces, too
         self.add(text[1:] if text[:1] == " " and (not self.length or self.last.isspace()) else text)
 
 
-def _text_and_tags(body: Any) -> tuple[str, list[Row]]:
+def _text_and_tags(body: Any, folded: Mapping[Any, Mapping[str, Sequence[str]]]) -> tuple[str, list[Row]]:
     text, depth_of_pre = _Text(), 0
     counts = defaultdict[int, int](int)
     opened, tags = list[tuple[int, int]](), list[Row]()
@@ -179,7 +339,7 @@ def _text_and_tags(body: Any) -> tuple[str, list[Row]]:
             start, start_place = opened.pop()
             depth_of_pre -= name == "pre"
             if name not in ("br", _FOLDED):
-                attributes = element.items()
+                attributes = folded.get(element) or _attributes(element)
                 tags.append(
                     {
                         "key": "html",
@@ -189,7 +349,7 @@ def _text_and_tags(body: Any) -> tuple[str, list[Row]]:
                         "char_end_idx": at,
                         "relative_end_pos": place,
                         "value": name,
-                        "html_attrs": {"attrs": [key for key, _ in attributes], "values": [value for _, value in attributes]},
+                        "html_attrs": {"attrs": list(attributes), "values": [" ".join(values) for values in attributes.values()]},
                     }
                 )
             content = element.tail
@@ -202,7 +362,7 @@ def _text_and_tags(body: Any) -> tuple[str, list[Row]]:
 
 
 def _renumber(tags: list[Row]) -> None:
-    """Count the markers at each character from 0 again, after some were left out."""
+    """Number the markers at each character from 0, after some were dropped."""
     at = defaultdict[int, list[tuple[int, Row, str]]](list)
     for tag in tags:
         for side in ("start", "end"):

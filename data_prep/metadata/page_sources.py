@@ -1,12 +1,12 @@
-"""Pages and annotated documents as rows, one after another and never a file at once: WARC, parquet, and JSON a line, plain or with gzip."""
+"""Read pages and annotated documents as rows, one at a time: WARC, Parquet and JSON lines, plain or with gzip."""
 
 import glob
 import gzip
-import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from data_prep import sources
 from data_prep.metadata.html import LONGEST_PAGE
@@ -16,37 +16,48 @@ from src.files import reading
 
 Row = dict[str, Any]
 HTML = "doc_html"
-"""The field of a page's HTML."""
+"""The field of a page's HTML: text, bytes or `RawPage`."""
 KINDS = (".warc", ".warc.gz", ".parquet", ".jsonl", ".jsonl.gz")
 PACKAGES = "requirements/metadata.txt"
-_CHARSET = re.compile(rb"""<meta[^>]{0,200}charset=["']?([\w-]{1,40})""", re.IGNORECASE)
+RECORDS = ("2xx", "3xx", "4xx", "5xx", "resource")
+"""Kinds of WARC records that can be pages: responses by their HTTP status, and resources, which have no status."""
+
+
+class RawPage(NamedTuple):
+    """A page as it was sent."""
+
+    data: bytes
+    content_type: str
+    """HTTP header."""
 
 
 def list_files(names: Sequence[str]) -> list[Path]:
-    """The files that are given by name, as folders or as patterns, sorted within each.
+    """List the files named directly, as folders or as patterns, sorted within each.
 
     Raises:
-        DataError: there is none of a name, or its ending is unknown.
+        DataError: a name matches no file, or no file of a readable kind.
     """
-    found = list[Path]()
+    files = list[Path]()
     for name in names:
         path = Path(name)
         paths = sorted(path.iterdir()) if path.is_dir() else [path] if path.is_file() else [Path(each) for each in sorted(glob.glob(name))]
-        own = [each for each in paths if each.name.endswith(KINDS)]
-        if not own:
+        readable = [each for each in paths if each.name.endswith(KINDS)]
+        if not readable:
             raise DataError(f"{name}: {'no file here ends' if paths else 'no such file. Expected names that end'} with {', '.join(KINDS)}.")
-        found += own
-    return found
+        files += readable
+    return files
 
 
-def read_rows(path: Path) -> Iterator[tuple[str, Row]]:
-    """("FILE:LINE" or the like, row) of a file.
+def read_rows(path: Path, counts: Counter[str] | None = None, records: Collection[str] = RECORDS[:1]) -> Iterator[tuple[str, Row]]:
+    """Yield ("FILE:LINE" or similar, row) for each row or page of a file.
+
+    counts: incremented for each WARC record that is skipped, by its kind. records: the kinds of `RECORDS` to read.
 
     Raises:
-        DataError: it is cut or damaged, or a line is no JSON object; names the place.
+        DataError: the file is cut or damaged, or a line is not a JSON object; names the place.
     """
     if path.name.endswith((".warc", ".warc.gz")):
-        return _warc_pages(path)
+        return _warc_pages(path, Counter() if counts is None else counts, records)
     if path.suffix == ".parquet":
         return sources.parquet_rows(path, list)
     return _json_lines(path)
@@ -65,21 +76,29 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Row]]:
         ) from None
 
 
-def _warc_pages(path: Path) -> Iterator[tuple[str, Row]]:
-    """The responses that are HTML, with their addresses."""
+def _warc_pages(path: Path, counts: Counter[str], kinds: Collection[str]) -> Iterator[tuple[str, Row]]:
+    """Yield the HTML pages of a WARC file with their addresses."""
     try:
+        import webencodings  # noqa: F401  for the charset of the pages
         from warcio.archiveiterator import ArchiveIterator
         from warcio.exceptions import ArchiveLoadFailed
     except ModuleNotFoundError:
-        raise DataError(f"{path}: a package that reads WARC is not installed: pip install -r {PACKAGES}") from None
+        raise DataError(f"{path}: reading WARC needs a package that is not installed: pip install -r {PACKAGES}") from None
     number = 0
     try:
         with reading(path, DataError), (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
-            for number, record in enumerate(ArchiveIterator(_Whole(file)), 1):
-                kind = record.http_headers.get_header("Content-Type", "") if record.http_headers else ""
-                if record.rec_type == "response" and "html" in kind:
-                    raw = record.content_stream().read(LONGEST_PAGE + 1)
-                    yield f"{path}: record {number}", {"url": record.rec_headers.get_header("WARC-Target-URI"), HTML: _decode(raw, kind)}
+            for number, record in enumerate(ArchiveIterator(_Gzip(file)), 1):
+                reason = _reason_to_skip(record, kinds)
+                page = None if reason else record.content_stream().read(LONGEST_PAGE + 1)
+                if page is not None and (reason := _undecodable(record, page)):
+                    page = None
+                if page is None:
+                    counts[reason] += 1
+                else:
+                    yield (
+                        f"{path}: record {number}",
+                        {"url": record.rec_headers.get_header("WARC-Target-URI"), HTML: RawPage(page, _type(record))},
+                    )
                 while record.raw_stream.read(1 << 20):
                     pass
                 if getattr(record.raw_stream, "limit", 0):
@@ -89,8 +108,39 @@ def _warc_pages(path: Path) -> Iterator[tuple[str, Row]]:
         raise DataError(f"{path}: record {max(number, 1)} or the next: cut or damaged ({why}). Get it again.") from None
 
 
-class _Whole:
-    """A file whose end within a gzip stream is an error: warcio takes any EOFError for the end of the records."""
+def _type(record: Any) -> str:
+    """Content type of a record: of the HTTP response, the resource itself, or as the crawler identified it."""
+    headers = record.rec_headers if record.rec_type == "resource" else record.http_headers
+    return headers.get_header("Content-Type") or record.rec_headers.get_header("WARC-Identified-Payload-Type") or ""
+
+
+def _reason_to_skip(record: Any, kinds: Collection[str]) -> str:
+    """The kind of a record that is not read; empty for a page."""
+    if record.rec_type == "resource":
+        kind = name = "resource"
+    elif record.rec_type == "response" and record.http_headers:
+        status = record.http_headers.get_statuscode()
+        is_status = len(status) == 3 and status.isdigit()
+        kind, name = f"{status[:1]}xx" if is_status else "", f"response {status if is_status else 'without status'}"
+    else:
+        return f"{record.rec_type} without HTTP" if record.rec_type == "response" else record.rec_type
+    if kind not in kinds:
+        return name
+    return "" if "html" in _type(record).partition(";")[0].lower() else f"{name} that is not HTML"
+
+
+def _undecodable(record: Any, page: bytes) -> str:
+    """Why the body of a response is still encoded; empty for a readable one."""
+    from warcio.bufferedreaders import BufferedReader
+
+    encoding = (record.http_headers.get_header("Content-Encoding") or "" if record.http_headers else "").strip().lower()
+    if encoding in ("", "identity", *BufferedReader.get_supported_decompressors()) or page.lstrip()[:1] == b"<":
+        return ""
+    return f"response with content encoding {encoding}"
+
+
+class _Gzip:
+    """A file that reports its end within a gzip stream as an error: warcio takes any EOFError for the end of the records."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
@@ -100,17 +150,3 @@ class _Whole:
             return self._file.read(size)
         except EOFError as bad:
             raise zlib.error(str(bad)) from None
-
-
-def _decode(page: bytes, content_type: str) -> str:
-    """By the character set of the header, of the page itself, or UTF-8. One that is too long stays so: a character for each byte."""
-    if len(page) > LONGEST_PAGE:
-        return page.decode("latin-1")
-    named = re.search(r"charset=[\"']?([\w-]+)", content_type)
-    inside = _CHARSET.search(page[:4096])
-    for name in (named and named[1], inside and inside[1].decode()):
-        try:
-            return page.decode(name or "utf-8", "replace")
-        except (LookupError, UnicodeError):  # of no character set, or of one that refuses, such as "undefined"
-            continue
-    return page.decode("utf-8", "replace")

@@ -1,9 +1,9 @@
-"""Rows with metadata for training: `python -m data_prep.metadata.prepare --name c4_html --train 'pages/*.warc.gz' --val held_out.warc.gz`.
+"""Prepare rows with metadata: `python -m data_prep.metadata.prepare --name c4_html --train 'pages/*.warc.gz' --val held_out.warc.gz`.
 
-One folder is made below --data_path, with train.jsonl and val.jsonl as data set `metadata` reads them, and manifest.json. A SOURCE is a
-file, a folder or a pattern of WARC, parquet or JSON lines, plain or with gzip. Pages are extracted by --extract html url text; rows of
-BigScience's layout, which have their metadata, are taken as they lie. Each source is worked on once, by datatrove's executors: on the cores
-of this machine, or as an array of Slurm. Started again after it was killed, it goes on with the sources that are left.
+The result is a folder below --data_path with train.jsonl and val.jsonl for the data set `metadata`, and manifest.json. A SOURCE is a
+file, a folder or a pattern of WARC, Parquet or JSON lines, plain or with gzip. `--extract html url text` extracts pages; rows of
+BigScience's layout have their metadata and are copied unchanged. Each source is processed once, on the cores of this machine or as a
+Slurm array. After a kill, start the command again: it resumes with the remaining sources.
 """
 
 import argparse
@@ -16,7 +16,8 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from typing import Any, BinaryIO
 import orjson
 
 from data_prep import command, sources
-from data_prep.metadata import description, entities, extraction, html, page_sources, text, url
+from data_prep.metadata import charset, description, entities, extraction, html, page_sources, text, url
 from data_prep.metadata.extraction import EXTRACTORS, Options, Part
 from src.data import jsonl
 from src.errors import ConfigError, DataError
@@ -34,22 +35,39 @@ from src.files import reading, sample_digest
 log = logging.getLogger(__name__)
 COMMAND = "python -m data_prep.metadata.prepare"
 ROOT = Path(__file__).resolve().parents[2]
-_SCRIPTS = [Path(module.__file__ or "") for module in (description, entities, extraction, html, page_sources, text, url)]
+_SCRIPTS = [Path(module.__file__ or "") for module in (charset, description, entities, extraction, html, page_sources, text, url)]
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     command.add_data_path(parser)
     add = parser.add_argument
-    add("--name", required=True, help="the new folder below it, which an experiment names as data.corpus")
-    add("--train", nargs="+", required=True, metavar="SOURCE", help="sources of the training split; those of --val are left out of them")
+    add("--name", required=True, help="the new folder, which an experiment names as data.corpus")
+    add("--train", nargs="+", required=True, metavar="SOURCE", help="sources of the training split; those of --val are excluded")
     add("--val", nargs="+", required=True, metavar="SOURCE", help="sources of the validation split")
-    add("--extract", nargs="+", default=[], choices=EXTRACTORS, help="what is extracted of each row (default: nothing)")
-    add("--wiki_index", type=Path, metavar="FILE", help="of --extract description: made by data_prep.metadata.wiki_index")
-    add("--mentions", type=Path, metavar="FILE", help="of --extract entities: a mention, a tab and a title of Wikipedia on each line")
-    add("--compatible", action="store_true", help="extract with the faults of the original, for its published strings")
-    add("--most_errors", type=float, default=0.01, metavar="R", help="share of rows that an extractor may fail on (default: %(default)s)")
-    add("--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="sources that are worked on at once (default: the cores)")
-    add("--slurm", nargs="+", default=[], metavar="KEY=VALUE", help="as an array of Slurm: partition=cpu time=02:00:00 mem_per_cpu_gb=4 ..")
+    add("--extract", nargs="+", default=[], choices=EXTRACTORS, help="extractors to run on each row (default: none)")
+    add("--wiki_index", type=Path, metavar="FILE", help="for --extract description: made by data_prep.metadata.wiki_index")
+    add("--mentions", type=Path, metavar="FILE", help="for --extract entities: a mention, a tab and a Wikipedia title per line")
+    add("--removal_rules", type=Path, metavar="FILE", help=f"for --extract html: YAML like {html.RULES_FILE.name} (default: that file)")
+    kinds = page_sources.RECORDS
+    add("--records", nargs="+", default=kinds[:1], choices=kinds, help="kinds of WARC records to read as pages (default: 2xx)")
+    add("--compatible", action="store_true", help="reproduce the reference's faults and layout, for its published strings")
+    add(
+        "--most_errors",
+        type=float,
+        default=0.01,
+        metavar="R",
+        help="maximum share of rows on which an extractor fails (default: %(default)s)",
+    )
+    add("--most_replaced", type=float, default=0.01, metavar="R", help="maximum share of pages with U+FFFD (default: %(default)s)")
+    add(
+        "--page_seconds",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="processor time per page; slower ones are skipped (default: %(default)s)",
+    )
+    add("--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="sources processed at once (default: the cores)")
+    add("--slurm", nargs="+", default=[], metavar="KEY=VALUE", help="run as a Slurm array: partition=cpu time=02:00:00 mem_per_cpu_gb=4 ..")
 
 
 @dataclass(frozen=True)
@@ -62,61 +80,85 @@ class Request:
     extract: Sequence[str] = ()
     wiki_index: Path | None = None
     mentions: Path | None = None
+    removal_rules: Path | None = None
+    records: Sequence[str] = page_sources.RECORDS[:1]
     compatible: bool = False
     most_errors: float = 0.01
+    most_replaced: float = 0.01
+    page_seconds: float = 10.0
     workers: int = 1
     slurm: Sequence[str] = ()
 
 
-def prepare(data_path: Path, asked: Request) -> None:
-    """Make the folder `data_path / asked.name`, unless it is there and of the same sources.
+def prepare(data_path: Path, request: Request) -> None:
+    """Make the folder `data_path / request.name`, unless it exists and is made from the same sources.
 
     Raises:
-        DataError: a source is damaged, an extractor failed too often, or a document is in both splits. Finished sources are kept.
+        DataError: a source is damaged, too many pages failed, or a document is in both splits. Finished sources stay for a restart.
         ConfigError: the options do not go together.
     """
-    if not 0 <= asked.most_errors <= 1 or asked.workers < 1:
-        raise ConfigError("expected --most_errors from 0 to 1, and --workers of at least 1.")
-    settings, folder, (options, needed) = _settings(asked.slurm), data_path / asked.name, _options(asked)
-    held_out = page_sources.list_files(asked.val)
+    for name, share in (("most_errors", request.most_errors), ("most_replaced", request.most_replaced)):
+        if not 0 <= share <= 1:
+            raise ConfigError(f"--{name}: expected a share from 0 to 1, got {share:g}.")
+    if request.workers < 1:
+        raise ConfigError(f"--workers: expected at least 1, got {request.workers}.")
+    if not 0 < request.page_seconds < float("inf"):
+        raise ConfigError(f"--page_seconds: expected a number above 0, got {request.page_seconds:g}.")
+    settings, folder, (options, needed) = _settings(request.slurm), data_path / request.name, _options(request)
+    held_out = page_sources.list_files(request.val)
     held = {path.resolve() for path in held_out}
-    splits = {"train": [path for path in page_sources.list_files(asked.train) if path.resolve() not in held], "val": held_out}
+    splits = {"train": [path for path in page_sources.list_files(request.train) if path.resolve() not in held], "val": held_out}
     assert not held & {path.resolve() for path in splits["train"]}, "the validation files were subtracted"
     facts = {
-        path: {"name": path.name, "bytes": path.stat().st_size, "sample": sample_digest(path)} for own in splits.values() for path in own
+        path: {"name": path.name, "bytes": path.stat().st_size, "sample": sample_digest(path)}
+        for split_files in splits.values()
+        for path in split_files
     }
-    sources.require_distinct((f"--{split} {path}", facts[path]) for split, own in splits.items() for path in own)
+    sources.require_distinct((f"--{split} {path}", facts[path]) for split, split_files in splits.items() for path in split_files)
     if not splits["train"]:
-        raise DataError("--train: nothing is left of it without the sources of --val.")
+        raise DataError("--train: all of its sources are in --val. Add sources for training.")
     made_from = {
-        "sources": {split: [facts[path] for path in own] for split, own in splits.items()},
+        "sources": {split: [facts[path] for path in split_files] for split, split_files in splits.items()},
         "extract": list(options.extract),
         "compatible": options.compatible,
+        "removal": [rule.model_dump() for rule in options.removal],
+        "records": list(options.records),
+        "page_seconds": options.page_seconds,
+        "last_year": url.last_year(options.compatible) if "url" in options.extract else None,
         **needed,
-        "packages": {"lxml": importlib.metadata.version("lxml")},
+        "packages": {name: importlib.metadata.version(name) for name in ("lxml", "charset-normalizer")},
         "scripts_sha256": command.digest_files(_SCRIPTS),
     }
-    beside = data_path / f"{asked.name}.parts"
+    beside = data_path / f"{request.name}.parts"
     with command.exclusive_lock(beside, f"{folder}: another process prepares it."):
         if command.is_made([folder], made_from):
-            shutil.rmtree(beside)  # perhaps of a command that was killed at its end
+            shutil.rmtree(beside)  # in case a command was killed at its end
             return
-        key = hashlib.sha256(orjson.dumps([needed, made_from["packages"], made_from["scripts_sha256"]])).hexdigest()
+        key = hashlib.sha256(orjson.dumps([needed, *(made_from[name] for name in ("last_year", "packages", "scripts_sha256"))])).hexdigest()
         parts = {
-            split: [extraction.part_of(path, {**facts[path], "by": key}, options, beside) for path in own] for split, own in splits.items()
+            split: [extraction.part_of(path, {**facts[path], "by": key}, options, beside) for path in split_files]
+            for split, split_files in splits.items()
         }
-        _run([part for own in parts.values() for part in own], options, asked.workers, settings, beside / "datatrove")
-        command.make_folder(folder, COMMAND, made_from, lambda new: _join(parts, options, asked.most_errors, new))
+        _run([part for split_files in parts.values() for part in split_files], options, request.workers, settings, beside / "datatrove")
+        command.make_folder(folder, COMMAND, made_from, lambda new: _join(parts, request, new))
     shutil.rmtree(beside)
 
 
-def _options(asked: Request) -> tuple[Options, dict[str, str]]:
-    """What is extracted; and digests of the files that it needs, by option."""
-    options = Options(tuple(key for key in EXTRACTORS if key in asked.extract), asked.compatible)
+def _options(request: Request) -> tuple[Options, dict[str, str]]:
+    """Build the extraction options, and digests of the files they need by option."""
+    if request.removal_rules and "html" not in request.extract:
+        raise ConfigError("--removal_rules: needs --extract html. Add it, or leave out --removal_rules.")
+    options = Options(
+        tuple(key for key in EXTRACTORS if key in request.extract),
+        request.compatible,
+        removal=html.read_rules(request.removal_rules or html.RULES_FILE) if "html" in request.extract else (),
+        records=tuple(sorted(set(request.records))),
+        page_seconds=request.page_seconds,
+    )
     needed = dict[str, str]()
-    for extractor, field, path in (("description", "wiki_index", asked.wiki_index), ("entities", "mentions", asked.mentions)):
+    for extractor, field, path in (("description", "wiki_index", request.wiki_index), ("entities", "mentions", request.mentions)):
         if (extractor in options.extract) != (path is not None):
-            raise ConfigError(f"--{field}: it belongs to --extract {extractor}. Give both, or none.")
+            raise ConfigError(f"--{field}: belongs to --extract {extractor}. Set both or neither.")
         if path:
             with reading(path, DataError):
                 needed[field] = sample_digest(path)
@@ -130,53 +172,53 @@ def _options(asked: Request) -> tuple[Options, dict[str, str]]:
 
 def _settings(slurm: Sequence[str]) -> dict[str, Any]:
     """Arguments of datatrove's executor."""
-    found: dict[str, Any] = {}
-    for given in slurm:
-        key, sign, value = given.partition("=")
+    settings: dict[str, Any] = {}
+    for setting in slurm:
+        key, sign, value = setting.partition("=")
         if not sign:
-            raise ConfigError(f"--slurm {given}: expected KEY=VALUE, such as partition=cpu.")
-        found[key] = int(value) if value.isdigit() else value
-    if found and not {"partition", "time"} <= found.keys():
-        raise ConfigError("--slurm: it needs partition=NAME and time=HH:MM:SS.")
-    return found
+            raise ConfigError(f"--slurm {setting}: expected KEY=VALUE, such as partition=cpu.")
+        settings[key] = int(value) if value.isdigit() else value
+    if settings and not {"partition", "time"} <= settings.keys():
+        raise ConfigError("--slurm: needs partition=NAME and time=HH:MM:SS.")
+    return settings
 
 
 def _run(parts: Sequence[Part], options: Options, workers: int, settings: dict[str, Any], logs: Path) -> None:
-    """Make the parts that are not there.
+    """Make the missing parts.
 
     Raises:
-        DataError: a source cannot be read; one line for each, after all others were made.
+        DataError: one line per source that cannot be read, after all readable ones are done.
     """
     missing = [part for part in parts if not part.report.exists()]
     if missing:
-        log.info("%d of %d sources are worked on ...", len(missing), len(parts))
+        log.info("processing %d of %d sources ...", len(missing), len(parts))
         if settings:
             _run_array(missing, options, workers, settings, logs)
         else:
             _run_here(missing, options, workers)
     failed = [part for part in missing if not part.report.exists()]
     if failed:
-        unknown = "its process was killed, as for lack of memory. Start again, with fewer --workers"
+        unknown = "its process was killed, for example by the out-of-memory killer. Start again with fewer --workers"
         raise DataError("\n".join(part.failure.read_text() if part.failure.exists() else f"{part.source}: {unknown}." for part in failed))
 
 
 def _run_here(parts: Sequence[Part], options: Options, workers: int) -> None:
-    """Make the parts in processes of this machine. Where one is killed, what was begun is tried again, each by itself, and then given up.
+    """Make the parts in processes on this machine. After a kill, retry each unfinished part separately, once.
 
-    datatrove's own executor for this waits for ever for the task of a process that was killed (0.10.1).
+    datatrove's local executor waits forever for the task of a killed process (0.10.1).
     """
-    left = list(parts) if workers > 1 else []
+    remaining = list(parts) if workers > 1 else []
     for part in parts if workers == 1 else ():
         extraction.make_part(part, options)
-    while left and not _make_all(left, options, workers):
-        begun = [part for part in left if not part.is_settled() and part.leftovers()]
-        for part in begun:  # which of them had its process killed nobody tells
+    while remaining and not _make_all(remaining, options, workers):
+        started = [part for part in remaining if not part.is_settled() and part.leftovers()]
+        for part in started:  # the killed process can have been working on any of them
             _make_all([part], options, 1)
-        left = [part for part in left if begun and not part.is_settled() and part not in begun]
+        remaining = [part for part in remaining if started and not part.is_settled() and part not in started]
 
 
 def _make_all(parts: Sequence[Part], options: Options, workers: int) -> bool:
-    """Whether no process was killed meanwhile."""
+    """Make the parts; False if a process was killed."""
     for leftover in (path for part in parts for path in part.leftovers()):
         leftover.unlink()
     with concurrent.futures.ProcessPoolExecutor(min(workers, len(parts)), multiprocessing.get_context("forkserver")) as pool:
@@ -190,19 +232,19 @@ def _make_all(parts: Sequence[Part], options: Options, workers: int) -> bool:
 
 
 class Step:
-    """A step of a pipeline of datatrove, of which task `rank` makes one part."""
+    """A step of a datatrove pipeline: task `rank` makes one part."""
 
     def __init__(self, parts: Sequence[Part], options: Options) -> None:
         from loguru import logger
 
         self.parts, self.options = parts, options
-        logger.disable("datatrove")  # in each process: it tells every task in a dozen lines
+        logger.disable("datatrove")  # in each process: it logs a dozen lines per task
 
     def __reduce__(self) -> Any:
         return Step, (self.parts, self.options)
 
     def __call__(self, data: object, rank: int, world_size: int) -> None:
-        """Make it."""
+        """Make part `rank`."""
         extraction.make_part(self.parts[rank], self.options)
 
     def __repr__(self) -> str:
@@ -210,15 +252,15 @@ class Step:
 
 
 def _run_array(parts: Sequence[Part], options: Options, workers: int, settings: dict[str, Any], logs: Path) -> None:
-    """Make the parts as an array of Slurm, and wait for the end of all of its jobs."""
+    """Make the parts as a Slurm array, and wait for all of its jobs."""
     try:
         from datatrove.executor import SlurmPipelineExecutor
     except ModuleNotFoundError:
         needs = f"pip install -r {page_sources.PACKAGES}"
-        raise ConfigError(f"--slurm: a package that submits the preparation is not installed: {needs}") from None
-    shutil.rmtree(logs, ignore_errors=True)  # it takes for done what it did before, whole or not
+        raise ConfigError(f"--slurm: needs a package that is not installed: {needs}") from None
+    shutil.rmtree(logs, ignore_errors=True)  # datatrove skips tasks that are logged here, even if they failed
     environment = f"export PYTHONPATH={ROOT} PATH={Path(sys.executable).parent}:$PATH"
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "pipeline": [Step(parts, options)],
         "tasks": len(parts),
         "logging_dir": str(logs),
@@ -230,63 +272,81 @@ def _run_array(parts: Sequence[Part], options: Options, workers: int, settings: 
         "workers": workers,
     }
     try:
-        executor = SlurmPipelineExecutor(**{**given, **settings})
+        executor = SlurmPipelineExecutor(**{**arguments, **settings})
     except TypeError as error:
         raise ConfigError(f"--slurm: datatrove's executor refuses it ({sources.first_line(error)})") from None
-    executor.launch_merge_stats = lambda: None  # another job, for figures that nobody reads
+    executor.launch_merge_stats = lambda: None  # another job, for unused statistics
     try:
         executor.run()
     except (OSError, subprocess.CalledProcessError) as error:
-        if not getattr(error, "output", None):  # of jobs that were submitted and failed, the parts are missing
+        if not getattr(error, "output", None):  # submitted jobs that failed leave missing parts
             raise ConfigError(f"--slurm: the scheduler refuses ({sources.first_line(error)})") from None
 
 
-def _join(parts: dict[str, list[Part]], options: Options, most_errors: float, new: Path) -> dict[str, Any]:
+def _join(parts: dict[str, list[Part]], request: Request, new: Path) -> dict[str, Any]:
     """Write both splits into the folder; returns their counts."""
-    reports = {part: extraction.read_report(part) for own in parts.values() for part in own}
-    _check_errors(reports, most_errors)
-    _require_apart(parts)
+    reports = {part: extraction.read_report(part) for split in parts.values() for part in split}
+    _check_errors(reports, request.most_errors)
+    pages, skipped = _totals(reports, "pages"), _totals(reports, "skipped")
+    if pages["replaced"] > request.most_replaced * pages["all"]:
+        raise DataError(
+            f"--most_replaced {request.most_replaced:g}: {pages['replaced']} of {pages['all']} pages have replacement characters (U+FFFD), "
+            f"{pages['guessed']} pages have a guessed charset. Check the charsets that the pages declare, or raise the limit."
+        )
+    _require_disjoint(parts)
     columns = list(dict.fromkeys(column for report in reports.values() for column in report["columns"]))
     for split in jsonl.SPLITS:
         with open(new / f"{split}.jsonl", "wb") as file:
             for part in parts[split]:
                 _copy_rows(part, [column for column in columns if column not in reports[part]["columns"]], file)
     counts = {split: sum(reports[part]["rows"] for part in parts[split]) for split in jsonl.SPLITS}
+    totals = {"empty": sum(report["empty"] for report in reports.values()), "skipped": dict(skipped), "pages": dict(pages)}
+    dropped = ", ".join(f"{count} {name}" for name, count in sorted(skipped.items()))
     for split, count in counts.items():
         if not count:
-            raise DataError(f"--{split}: no row has a text.")
+            raise DataError(f"--{split}: no row has a text. Skipped: {dropped or 'nothing'}; {totals['empty']} rows are empty.")
     errors = {name: sum(report["errors"][name][0] for report in reports.values()) for name in next(iter(reports.values()))["errors"]}
-    empty = sum(report["empty"] for report in reports.values())
-    print(f"{counts['train']} and {counts['val']} rows, {empty} without a text left out; errors: {errors}")
-    return {"counts": counts, "empty": empty, "errors": errors}
+    print(f"{counts['train']} and {counts['val']} rows, {totals['empty']} without a text left out; errors: {errors}")
+    if pages:
+        print(f"{pages['all']} pages, {pages['guessed']} with a guessed charset, {pages['replaced']} with replacement characters")
+    if skipped:
+        print(f"skipped: {dropped}")
+    return {"counts": counts, **totals, "errors": errors}
+
+
+def _totals(reports: Mapping[Part, Mapping[str, Any]], name: str) -> Counter[str]:
+    total = Counter[str]()
+    for report in reports.values():
+        total.update(report[name])
+    return total
 
 
 def _check_errors(reports: dict[Part, dict[str, Any]], most: float) -> None:
     rows = sum(report["rows"] + report["empty"] + report["errors"][extraction.ROWS][0] for report in reports.values())
     for name in next(iter(reports.values()))["errors"]:
-        found = [report["errors"][name] for report in reports.values()]
-        count = sum(number for number, _ in found)
+        errors = [report["errors"][name] for report in reports.values()]
+        count = sum(number for number, _ in errors)
         if count > most * rows:
-            shown = "\n".join([line for _, lines in found for line in lines][:3])
-            what = "no rows with metadata are" if name == extraction.ROWS else f"--extract {name}: failed on"
-            raise DataError(f"{what} {count} of {rows} rows, above --most_errors {most:g}:\n{shown}")
+            examples = "\n".join([line for _, lines in errors for line in lines][:3])
+            problem = "no rows with metadata are" if name == extraction.ROWS else f"--extract {name}: failed on"
+            raise DataError(f"{problem} {count} of {rows} rows, above --most_errors {most:g}:\n{examples}")
 
 
-def _require_apart(parts: dict[str, list[Part]]) -> None:
-    """Raises DataError where a document is in both splits. In memory are digests of the validation split."""
-    held = {digest: (part, number) for part in parts["val"] for digest, number in extraction.digests_of(part)}
+def _require_disjoint(parts: dict[str, list[Part]]) -> None:
+    """Raise DataError if a document is in both splits. Only digests of the validation split are in memory."""
+    validation = {digest: (part, number) for part in parts["val"] for digest, number in extraction.digests_of(part)}
     for part in parts["train"]:
         for digest, number in extraction.digests_of(part):
-            if digest in held:
-                other, place = held[digest]
+            if digest in validation:
+                other, place = validation[digest]
                 raise DataError(
                     f"{part.source}: row {number}: the same text as row {place} of {other.source}, which is for validation. "
-                    "Leave one of them out: a model must not be measured on what it has read."
+                    "Remove one of them: validation must not contain training documents."
                 )
 
 
 def _copy_rows(part: Part, missing: Sequence[str], file: BinaryIO) -> None:
-    """Append the rows, with empty lists for columns that other sources have."""
+    """Append the rows, with empty lists for the columns of other sources."""
     with open(part.rows, "rb") as rows:
         if not missing:
             shutil.copyfileobj(rows, file, 1 << 20)
@@ -296,7 +356,7 @@ def _copy_rows(part: Part, missing: Sequence[str], file: BinaryIO) -> None:
             file.write(line if "metadata" in row else orjson.dumps({**row, **{column: [] for column in missing}}) + b"\n")
 
 
-main = command.main_of(COMMAND, __doc__, _add_options, lambda data_path, **given: prepare(data_path, Request(**given)))
+main = command.main_of(COMMAND, __doc__, _add_options, lambda data_path, **options: prepare(data_path, Request(**options)))
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -4,8 +4,8 @@ from typing import Any
 
 from src.experiments.grid import override
 
-# Pieces of the standard library's documentation (python -m data_prep.stdlib_pages), half of them with their HTML and, each half of the
-# time, address and title. Of the tags those of layout are left out, and links, which stand in the middle of sentences.
+# Pieces of the standard library's documentation (python -m data_prep.stdlib_pages). Half of them have their HTML and, with probability 0.5
+# each, address and title. Layout tags are dropped, and links, which split sentences.
 METADATA_TINY: dict[str, Any] = {
     "recipe": "metadata_lm",
     "seed": 0,
@@ -46,8 +46,10 @@ METADATA_TINY: dict[str, Any] = {
     "gains": {"columns": ["html", "url", "title"], "documents": 300},
 }
 
-# BigScience's metadata project (github.com/bigscience-workshop/metadata, hydra_configs/v2.yaml and deepspeed_configs/v2.json) in the order
-# and with the tokens of the original. The corpus is bs-modeling-metadata/c4-en-html-with-metadata, which data_prep.metadata.prepare reads.
+# BigScience's metadata project (github.com/bigscience-workshop/metadata, hydra_configs/v2.yaml and deepspeed_configs/v2.json), with the
+# reference's order and tokens. The corpus is bs-modeling-metadata/c4-en-html-with-metadata, which data_prep.metadata.prepare reads.
+# html_rate 0.25 is the written rate: 13 % of the documents have HTML. The reference inverts it and has HTML in 87 %: without html_rate,
+# the weights give 51 %.
 STARTS = {"html": "<HTML>", "entity_paragraph": "<ENTITY_CHAIN>"}
 ENDS = {"html": "</HTML>", "entity_paragraph": " </ENTITY_CHAIN> "}
 WEIGHTS = {
@@ -57,6 +59,7 @@ WEIGHTS = {
     "title": 1.0657717366883845,
     "generation_datasource": 1.0,
     "entity_paragraph": 1.028817740667444,
+    "generation_length_text": 1.0,
 }
 GPT2_XL_V2: dict[str, Any] = {
     "recipe": "metadata_lm",
@@ -106,8 +109,8 @@ GPT2_XL_V2: dict[str, Any] = {
     "gains": {"columns": list(WEIGHTS), "documents": 1_500, "prompt": True},
 }
 
-# Metadata conditioning then cooldown (Gao et al. 2025, arXiv 2501.01956): nine tenths of the steps with the address before each document,
-# the rest without, beside a training that never had any. Both are evaluated without.
+# Metadata conditioning then cooldown (Gao et al. 2025, arXiv 2501.01956): 90 % of the steps with the address before each document, the
+# rest without. The baseline never has metadata. Both are evaluated without.
 HOST = {"url": "host", "keys": ["url"], "separators": {"prefix_end": "\n\n"}}
 MECO: dict[str, Any] = {
     "recipe": "metadata_lm",
@@ -138,7 +141,7 @@ MECO: dict[str, Any] = {
 
 
 def conditioned_then_cooled(experiment: dict[str, Any]) -> list[dict[str, Any]]:
-    """An experiment with metadata for nine tenths of its steps, and the same never with any."""
+    """Return the experiment with metadata in 90 % of its steps, and a baseline without."""
     plain = {**experiment["data"], "columns": []}
     phases = [{"data": experiment["data"], "until": 0.9}, {"data": plain}]
     return [override(experiment, {"data": {"name": "phases", "phases": phases}}), override(experiment, {"data": plain})]

@@ -46,19 +46,19 @@ def check_documents(pages: dict[str, str], at_least: int):
     assert len({row["text"] for row in both}) == len(both) > at_least
     for row in both:
         assert 200 <= len(row["text"]) <= 400
-        found = read_row(row, "row")
-        assert found.columns == ["html", "url", "title"] or not row["metadata_html"]
+        document = read_row(row, "row")
+        assert document.columns == ["html", "url", "title"] or not row["metadata_html"]
 
         def process(item):
             return local_markers(item, HtmlFilter(), "end")
 
-        nested, compatible = (insert(found.text, markers(found, ["html"], process, {}, how)) for how in ("nested", "compatible"))
-        assert "".join(c for c, m in zip(*nested, strict=True) if not m) == found.text
+        nested, compatible = (insert(document.text, markers(document, ["html"], process, {}, how)) for how in ("nested", "compatible"))
+        assert "".join(c for c, m in zip(*nested, strict=True) if not m) == document.text
         assert nested.text.replace("\\", "") == compatible.text.replace("\\", ""), "the cut tags still nest"
 
 
 def test_pieces_together_are_the_text():
-    page = extract("<body>" + "".join(f"<p>line {i} {'x' * (i % 50)}</p>" for i in range(200)) + "</body>", -1)
+    page = extract("<body>" + "".join(f"<p>line {i} {'x' * (i % 50)}</p>" for i in range(200)) + "</body>", [])
     texts = [text for text, _ in stdlib_pages.pieces(page)]
     assert page.text.startswith("".join(texts))
     assert len(page.text) - len("".join(texts)) < 200

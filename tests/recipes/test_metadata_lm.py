@@ -49,9 +49,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def write_metadata(data: Path) -> None:
     """Write toy_metadata below `data`."""
     facts = [(thing, colour) for i, thing in enumerate(toy.THINGS) for colour in toy.COLOURS[i % 8 :] + toy.COLOURS[: i % 8]]
-    with new_directory(data / "toy_metadata") as made:
+    with new_directory(data / "toy_metadata") as new:
         for split, rows in (("train", facts[::2]), ("val", facts[1::4])):
-            toy._write_rows(made / f"{split}.jsonl", [row(thing, colour) for thing, colour in rows])
+            toy._write_rows(new / f"{split}.jsonl", [row(thing, colour) for thing, colour in rows])
 
 
 def row(thing: str, colour: str) -> dict[str, Any]:
@@ -64,21 +64,21 @@ def rows_of(folder: Path, config: Any, processes: int, steps: int = 20) -> list[
     """The samples of each step, whichever process reads them."""
     tokenizer = tokenizers.load(folder / "data" / "toy_tokenizer")
     data = config.build(Places(folder / "data", folder / "runs"), tokenizer, "train", 3)
-    found: list[list[Any]] = [[None] * 8 for _ in range(steps)]
+    rows: list[list[Any]] = [[None] * 8 for _ in range(steps)]
     for rank in range(processes):
         share = RankShare(8, 2, rank, processes)
         stream: Iterator[Any] = order_of(data, 3, 8, steps).micro_batches(0, share, {})
         for step in range(steps):
             for g in share.numbers:
-                found[step][g * 2 : g * 2 + 2] = [data.sample(*key) for key in next(stream).keys]
-    return found
+                rows[step][g * 2 : g * 2 + 2] = [data.sample(*key) for key in next(stream).keys]
+    return rows
 
 
 @pytest.mark.parametrize("open_rows", [0, 3])
 def test_rows_do_not_depend_on_the_number_of_processes(folder: Path, open_rows: int):
     raw = {**TOLD["data"], "open_rows": open_rows, "sequence_tokens": 40, "sampling": "weighted"}
-    found = load_experiment({**TOLD, "data": raw, "gains": None}, "here")
-    one, two, three, four = (rows_of(folder, found.data, count) for count in (1, 2, 3, 4))
+    recipe = load_experiment({**TOLD, "data": raw, "gains": None}, "here")
+    one, two, three, four = (rows_of(folder, recipe.data, count) for count in (1, 2, 3, 4))
     assert one == two == three == four
     assert len({json.dumps(sample) for step in one for sample in step}) > 60, "documents are read with and without"
     assert all(len(sample["lengths"]) == 1 for step in one for sample in step) == (open_rows == 0)
@@ -91,10 +91,10 @@ def scores(folder: Path, raw: dict[str, Any]) -> dict[str, float]:
 
 def test_what_metadata_are_worth_in_the_loop_and_afterwards(folder: Path, capsys: pytest.CaptureFixture[str]):
     assert toy.main(["-e", "told"], {"told": [TOLD]}, folder) == 0
-    found = scores(folder, TOLD)
-    assert found["val_gain_low/title"] > 0.05 > found["val_gain_control_high/title"]
-    assert found["val_gain/title"] == pytest.approx(found["val_gain_chunked/title"], rel=0.3)
-    assert found["val_perplexity_without/title"] > found["val_perplexity_with/title"]
+    measured = scores(folder, TOLD)
+    assert measured["val_gain_low/title"] > 0.05 > measured["val_gain_control_high/title"]
+    assert measured["val_gain/title"] == pytest.approx(measured["val_gain_chunked/title"], rel=0.3)
+    assert measured["val_text_perplexity_without/title"] > measured["val_text_perplexity_with/title"]
     again = {
         **TOLD,
         "model": {"name": "experiment", "exp_id": exp_id(TOLD)},
@@ -103,7 +103,7 @@ def test_what_metadata_are_worth_in_the_loop_and_afterwards(folder: Path, capsys
     }
     assert toy.main(["-e", "again"], {"again": [again]}, folder) == 0
     offline = scores(folder, again)
-    assert {name: offline[name] for name in found if "gain" in name} == {name: found[name] for name in found if "gain" in name}
+    assert {name: offline[name] for name in measured if "gain" in name} == {name: measured[name] for name in measured if "gain" in name}
     larger = override(again, {"evaluation.micro_batch": 16})
     assert toy.main(["-e", "larger"], {"larger": [larger]}, folder) == 0
     for name, value in scores(folder, larger).items():
@@ -114,16 +114,18 @@ def test_what_metadata_are_worth_in_the_loop_and_afterwards(folder: Path, capsys
     runs = [str(folder / "runs" / exp_id(raw)) for raw in (TOLD, again)]
     assert show.main([*runs, "--output", str(folder / "gains.png")]) == 0
     printed, _ = capsys.readouterr()
-    assert printed.count(f"{found['val_gain/title']:.4f} ({found['val_gain_low/title']:.4f} to ") == 4, "twice as a gain in long documents"
+    assert printed.count(f"{measured['val_gain/title']:.4f} ({measured['val_gain_low/title']:.4f} to ") == 4, (
+        "twice as a gain in long documents"
+    )
     assert "tokens 0-2" in printed
     assert (folder / "gains.png").stat().st_size > 5000
     without = override(TOLD, {"gains": None, "loop.steps": 1, "loop.eval_every": 1})
     assert toy.main(["-e", "without"], {"without": [without]}, folder) == 0
     assert show.main([str(folder / "runs" / exp_id(without))]) == 1
-    assert "no evaluation there told what metadata are worth" in capsys.readouterr().err
+    assert "no evaluation has gains" in capsys.readouterr().err
 
 
-def test_two_processes_find_what_one_finds_and_a_killed_training_goes_on(folder: Path, tmp_path: Path):
+def test_two_processes_and_a_resumed_training_have_equal_scores(folder: Path, tmp_path: Path):
     short = override(TOLD, {"data.open_rows": 2, "loop.steps": 30, "loop.eval_every": 10})
     root = toy.project(tmp_path, f"EXP_GROUPS = {{'short': [{short!r}]}}")
     (tmp_path / "data").symlink_to(folder / "data")
@@ -142,7 +144,7 @@ def test_two_processes_find_what_one_finds_and_a_killed_training_goes_on(folder:
     assert gains(scores(tmp_path, offline)) == pytest.approx(gains(scores(folder, short)), abs=1e-6)
 
 
-def test_deepspeed_cannot_accumulate_otherwise_b4(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_deepspeed_accumulation_must_agree_b4(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """B4: another number there than in the experiment was silent, and the run ended after a sixteenth of its updates."""
     settings = tmp_path / "zero.json"
     settings.write_text(json.dumps({"zero_optimization": {"stage": 1}, "gradient_accumulation_steps": 16}))
@@ -160,17 +162,17 @@ def gains(row: dict[str, float]) -> dict[str, float]:
     ("changes", "message"),
     [
         ({"data.columns": ["titel"]}, r"data: columns: unknown column 'titel'. Did you mean 'title'\?"),
-        ({"data.sampling": "all"}, "weights: they belong to sampling 'weighted' or 'independent'"),
+        ({"data.sampling": "all"}, "weights: needed for sampling"),
         ({"data.weights": {"title": 2.0}}, "for sampling 'independent' probabilities"),
         ({"data.weights": {"title": 0.0}}, "weights: all are 0, so no metadata would ever be drawn"),
         ({"data.weights": {"url": 1.0}}, "weights: 'url' would never be written: 'url' is not among writing.keys"),
         ({"data.columns": ["entity"]}, "weights: 'title' is not among data.columns: entity"),
-        ({"data.writing.keys": ["titel"]}, r"keys: unknown key 'titel'. Did you mean 'title'\? .* One of your own is declared in own_keys"),
+        ({"data.writing.keys": ["titel"]}, r"keys: unknown key 'titel'. Did you mean 'title'\?.* own_keys"),
         ({"data.writing.keys": ["title", "entity", "mood"], "data.writing.own_keys": ["mood"]}, None),
-        ({"data.writing.announced": {"entity": "e"}}, "announced: it says what local keys are called in the prefix, and announce is off"),
+        ({"data.writing.announced": {"entity": "e"}}, "announced: .*announce"),
         ({"gains.columns": ["titel"]}, r"gains\.columns: unknown column 'titel'. Did you mean 'title'\?"),
         ({"gains.columns": ["url"]}, r"gains\.columns: 'url' would never be written"),
-        ({"gains.columns": ["title", "title"]}, "columns: 'title' stands there twice"),
+        ({"gains.columns": ["title", "title"]}, "columns: .*'title'"),
         ({"gains.positions": [32, 8]}, r"positions: expected ascending numbers above 0, got \[32, 8\]"),
         ({"gains.documents": 1}, "expected a number > 1, got 1"),
         ({"data": toy.BASE["data"]}, "gains: they are of the data set 'metadata', and the validation data are 'text'"),
@@ -209,10 +211,10 @@ def test_new_control_tokens_are_learned_saved_and_exported_b18(folder: Path):
     ids = tokenizer("the<E> </E> is")["input_ids"]
     assert len(tokenizer) == len(old) + 2
     assert {len(old), len(old) + 1} <= set(ids)
-    given = torch.tensor([ids])
+    input_ids = torch.tensor([ids])
     loaded = AutoModelForCausalLM.from_pretrained(folder / "exported").eval()
     with torch.no_grad():
-        assert torch.equal(loaded(given).logits, from_checkpoint(checkpoint, "here", places).eval()(given).logits)
+        assert torch.equal(loaded(input_ids).logits, from_checkpoint(checkpoint, "here", places).eval()(input_ids).logits)
     # A pretrained model grows by what its vocabulary lacks, and no more.
     for tokens, more in ((["<E>"], 0), (["<E>", "<F>"], 1)):
         config = {**new, "model": {"name": "hf", "path": str(folder / "exported"), "extra_tokens": tokens}}

@@ -1,13 +1,16 @@
-"""Documents with metadata as their rows have them: a table of the known types, and the checks of a row.
+"""Read documents with metadata from rows: the table of known types, the checks of a row and the order of markers.
 
-A row of version 1 has "metadata", a list of items that name their key. One of version 2 has a column "metadata_COLUMN" for each extractor,
-whose items may leave the key to the column. Both are those of BigScience's metadata project (bigscience-workshop/metadata).
+Rows have the layouts of BigScience's metadata project (bigscience-workshop/metadata). A row of version 1 has "metadata", a list of items
+with their keys. A row of version 2 has a column "metadata_COLUMN" for each extractor, and its items can omit the fields that the column
+or the text implies: `compact_item`.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 from src.config import unknown_text
@@ -20,11 +23,11 @@ PREFIX = "metadata_"
 
 @dataclass(frozen=True)
 class MetadataType:
-    """A column of version 2, and the key of its items."""
+    """The type of a column of version 2."""
 
     key: str
     kind: Kind
-    """global: of the whole text. local: of a span."""
+    """global: describes the document. local: describes a span of its text."""
 
 
 COLUMNS: Mapping[str, MetadataType] = {
@@ -41,6 +44,7 @@ COLUMNS: Mapping[str, MetadataType] = {
     "generation_length_sentence": MetadataType("length", "local"),
 }
 _SIDES = ("start", "end")
+_EMPTY_ATTRIBUTES = {"attrs": [], "values": []}
 _COLUMN_OF: Mapping[tuple[str, str], str] = {(kind.key, kind.kind): column for column, kind in COLUMNS.items()}
 KEYS = list(dict.fromkeys(kind.key for kind in COLUMNS.values()))
 
@@ -51,19 +55,19 @@ class Item(NamedTuple):
     key: str
     value: str
     start: int | None = None
-    """Its span in the text, half open; None for global metadata."""
+    """Span in the text, half open; None for global metadata."""
     end: int | None = None
     start_place: int | None = None
-    """Place of its start marker among all markers, of starts and of ends, at that character."""
+    """Rank of the start marker among all markers of this key at that character, starts and ends; None if the row has no order."""
     end_place: int | None = None
     attributes: tuple[tuple[str, str], ...] = ()
-    """Names and values, of HTML tags."""
+    """Names and values of the attributes of an HTML tag."""
     column: str = ""
-    """By which types are drawn: that of version 2, also in version 1; a key that has none there."""
+    """Type for sampling: the column of version 2, also in a row of version 1; the key itself if it has no column."""
 
     @property
     def span(self) -> tuple[int, int]:
-        """Of a local item."""
+        """Start and end of a local item."""
         return self.start or 0, self.end or 0
 
 
@@ -76,17 +80,17 @@ class Annotated:
 
     @property
     def columns(self) -> list[str]:
-        """Columns that have an item, in the order of the row."""
+        """Columns with an item, in the order of the row."""
         return list(dict.fromkeys(item.column for item in self.items))
 
 
 def read_row(row: Mapping[str, Any], where: str, columns: Sequence[str] | None = None) -> Annotated:
-    """The document of a row of either version.
+    """Read the document of a row of either version.
 
-    columns: those that are read, by their names or their keys; a row of version 2 must have them. None: all that it has.
+    columns: names or keys of the columns to read, which a row of version 2 must have; None: all columns.
 
     Raises:
-        DataError: the text is missing; a column is; an item is malformed, or its span is not in the text. The message begins with `where`.
+        DataError: the text or a column is missing, an item is malformed, or its span is not in the text. The message starts with `where`.
     """
     text = row.get("text")
     if not isinstance(text, str):
@@ -105,12 +109,11 @@ def read_row(row: Mapping[str, Any], where: str, columns: Sequence[str] | None =
         for number, raw in enumerate(_items(row[field], where, field)):
             try:
                 items.append(_read_item(column, raw, text))
-            except DataError as error:  # said there without its place, which most items need not be told
+            except DataError as error:  # raised without the place, which costs time to format for each item
                 raise DataError(f"{where}: {field}[{number}]{error}") from None
     if columns is not None:
         items = [item for item in items if item.column in columns or item.key in columns]
-    _check_places(items, where)
-    return Annotated(text, tuple(items))
+    return Annotated(text, tuple(_rank_markers(items, where)))
 
 
 def _items(value: Any, where: str, field: str) -> list[Any]:
@@ -124,18 +127,18 @@ def _items(value: Any, where: str, field: str) -> list[Any]:
 def _read_item(column: str | None, raw: Any, text: str) -> Item:
     if not isinstance(raw, dict):
         raise DataError(f": expected an item, got {raw!r}.")
-    known = COLUMNS.get(column or "")
-    key = raw.get("key", known.key if known else column)
-    kind = raw.get("type", known.kind if known else None)
-    value = raw.get("value")
+    type_of_column = COLUMNS.get(column or "")
+    key = raw.get("key", type_of_column.key if type_of_column else column)
+    kind = raw.get("type", type_of_column.kind if type_of_column else None)
+    value = raw["value"] if "value" in raw else _implied_value(column, raw, text)
     if not isinstance(key, str) or not key:
         raise DataError(f".key: expected text, got {key!r}.")
     if kind not in ("global", "local"):
         raise DataError(f".type: expected 'global' or 'local', got {kind!r}.")
-    if known and key != known.key:
-        raise DataError(f".key: items of this column are {known.key!r}, got {key!r}.")
-    found = column or _COLUMN_OF.get((key, kind), key)
-    if key in KEYS and (kind != known.kind if known else (key, kind) not in _COLUMN_OF):
+    if type_of_column and key != type_of_column.key:
+        raise DataError(f".key: items of this column are {type_of_column.key!r}, got {key!r}.")
+    column = column or _COLUMN_OF.get((key, kind), key)
+    if key in KEYS and (kind != type_of_column.kind if type_of_column else (key, kind) not in _COLUMN_OF):
         raise DataError(f".type: items of the key {key!r} are {'local' if kind == 'global' else 'global'} here, got {kind!r}.")
     if not isinstance(value, str):
         raise DataError(f".value: expected text, got {value!r}.")
@@ -143,26 +146,49 @@ def _read_item(column: str | None, raw: Any, text: str) -> Item:
     if key == "timestamp":
         read_date(value)
     if kind == "global":
-        return Item(key, value, column=found)
+        return Item(key, value, column=column)
     start, end = _index(raw, "char_start_idx"), _index(raw, "char_end_idx")
     if not start <= end <= len(text):
         raise DataError(f": the span [{start}, {end}) is not in the text of {len(text)} characters.")
     start_place, end_place = (None if raw.get(f"relative_{side}_pos") is None else _index(raw, f"relative_{side}_pos") for side in _SIDES)
     if (start_place is None) != (end_place is None):
-        raise DataError(": of relative_start_pos and relative_end_pos there is only one.")
-    return Item(key, value, start, end, start_place, end_place, _attributes(raw.get("html_attrs")), found)
+        missing = "relative_start_pos" if start_place is None else "relative_end_pos"
+        raise DataError(f".{missing}: missing, and the other side has a position. Write both or neither.")
+    return Item(key, value, start, end, start_place, end_place, _attributes(raw.get("html_attrs")), column)
+
+
+def _implied_value(column: str | None, raw: Mapping[str, Any], text: str) -> str | None:
+    """The value that the text implies for an item; None for other columns and malformed spans."""
+    if column == "generation_length_text":
+        return str(len(text))
+    start, end = raw.get("char_start_idx"), raw.get("char_end_idx")
+    if column not in ("paragraph", "generation_length_sentence") or type(start) is not int or type(end) is not int:
+        return None
+    return text[start:end] if column == "paragraph" else str(end - start)
+
+
+def compact_item(column: str, raw: Mapping[str, Any], text: str) -> dict[str, Any]:
+    """Drop the fields of an item that `read_row` derives from its column and the text."""
+    type_of_column = COLUMNS.get(column)
+    derived = {
+        "key": type_of_column.key if type_of_column else column,
+        "type": type_of_column.kind if type_of_column else None,
+        "value": _implied_value(column, raw, text),
+        "html_attrs": _EMPTY_ATTRIBUTES,
+    }
+    return {name: value for name, value in raw.items() if name not in derived or value != derived[name]}
 
 
 def key_of(column: str) -> str:
-    """The key of a column's items; the column itself where it is not known."""
+    """Key of a column's items; the column itself if it is unknown."""
     return COLUMNS[column].key if column in COLUMNS else column
 
 
 def read_date(value: str) -> datetime:
-    """A date in ISO's notation, with or without a time. A bare number is none: it could be a year, a day or seconds.
+    """Parse a date in ISO notation, with or without a time. A bare number is refused: it could be a year, a day or seconds.
 
     Raises:
-        DataError: it is none.
+        DataError: it is not a date.
     """
     try:
         if re.fullmatch(r"[\d.\s]*", value):
@@ -188,22 +214,80 @@ def _attributes(raw: Any) -> tuple[tuple[str, str], ...]:
     return tuple([(str(name), str(value)) for name, value in zip(names, values, strict=True)])
 
 
-def _check_places(items: Sequence[Item], where: str) -> None:
-    """Of each key all local items have places or none, and no two markers have the same."""
-    placed: dict[str, bool] = {}
-    taken: dict[tuple[str, int, int], Item] = {}
-    for item in items:
-        if item.start is None:
-            continue
-        has = item.start_place is not None
-        if placed.setdefault(item.key, has) != has:
-            raise DataError(f"{where}: some items of the key {item.key!r} have relative positions, and some do not.")
-        if has:
-            start, end = item.span
-            for index, place in ((start, item.start_place), (end, item.end_place)):
-                other = taken.setdefault((item.key, index, place or 0), item)
-                if other is not item or (start == end and item.start_place == item.end_place):
-                    raise DataError(
-                        f"{where}: {item.value!r} and {other.value!r} of the key {item.key!r} have the relative position {place} "
-                        f"at character {index}."
-                    )
+class _Side(NamedTuple):
+    """The start or the end of an item, while markers are ranked."""
+
+    number: int
+    """Index of the item."""
+    closes: bool
+    place: int | None
+    """As in the row."""
+    span: tuple[int, int]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it belongs to an empty span."""
+        return self.span[0] == self.span[1]
+
+
+def _rank_markers(items: Sequence[Item], where: str) -> list[Item]:
+    """Rank the markers of each key at each character by the row's relative positions.
+
+    Starts and ends share one counter, or each side has a counter. Two equal positions at a character show the second layout.
+
+    Raises:
+        DataError: the order of two markers is ambiguous.
+    """
+    ordered = {item.key for item in items if item.start_place is not None}
+    sides = defaultdict[tuple[str, int], list[_Side]](list)
+    for number, item in enumerate(items):
+        if item.key in ordered and item.start is not None and item.end is not None:
+            sides[item.key, item.start].append(_Side(number, False, item.start_place, item.span))
+            sides[item.key, item.end].append(_Side(number, True, item.end_place, item.span))
+    ranked = list(items)
+    for (_, character), group in sides.items():
+        places = {side.place for side in group}
+        if None not in places and len(places) == len(group):
+            order = sorted(group, key=lambda side: side.place or 0)
+        else:
+            starts, ends = ([side for side in group if side.closes == closes] for closes in (False, True))
+            order = _merge(*(_sort_side(side, items, f"{where}: character {character}") for side in (starts, ends)))
+        for rank, side in enumerate(order):
+            item = ranked[side.number]
+            ranked[side.number] = item._replace(end_place=rank) if side.closes else item._replace(start_place=rank)
+    return ranked
+
+
+def _sort_side(sides: Sequence[_Side], items: Sequence[Item], where: str) -> list[_Side]:
+    """Sort all starts or all ends at a character by position; equal positions so that spans nest.
+
+    Entities of a paragraph with equal positions are in the order of the row: BigScience's counter restarts when the paragraph changes.
+    """
+    places = {side.place for side in sides}
+    if len(sides) > 1 and None in places:
+        raise DataError(
+            f"{where}: {len(sides)} markers of the key {items[sides[0].number].key!r}, some without a position. Number all or none."
+        )
+    if sides and len(places) < len(sides) and items[sides[0].number].key == "entity_paragraph":
+        return list(sides)
+    order = sorted(sides, key=lambda side: (side.place or 0, -side.span[0] if side.closes else -side.span[1]))
+    for one, other in pairwise(order):
+        if one.place == other.place and one.span == other.span:
+            first, second = items[one.number], items[other.number]
+            raise DataError(
+                f"{where}: {first.value!r} and {second.value!r} of the key {first.key!r} have the same span and the same relative position "
+                f"{one.place}. Number them."
+            )
+    return order
+
+
+def _merge(starts: Sequence[_Side], ends: Sequence[_Side]) -> Iterator[_Side]:
+    """Merge starts and ends at one character: a span ends as soon as it can, but not before its own start."""
+    started, begin = set[int](), 0
+    for end in ends:
+        while end.is_empty and end.number not in started:
+            started.add(starts[begin].number)
+            yield starts[begin]
+            begin += 1
+        yield end
+    yield from starts[begin:]

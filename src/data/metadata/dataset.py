@@ -1,4 +1,4 @@
-"""Documents with metadata for a language model: with or without them, one block a row or packed, by values of the config."""
+"""Data set of documents with metadata, for language models; rows are single blocks or packed."""
 
 import hashlib
 import json
@@ -26,44 +26,45 @@ if TYPE_CHECKING:
 
 
 class Config(DatasetConfig):
-    """Which documents, what of their metadata is read, and how rows are made."""
+    """Documents, their metadata and the layout of rows."""
 
     has_order: ClassVar[bool] = True
 
     corpus: str = Field(min_length=1)
     """Folder below `--data_path` with train.jsonl and val.jsonl of rows as `annotations.read_row` reads them."""
     sequence_tokens: int = Field(gt=1)
-    """Most tokens of a block: a prefix and a part of the text."""
+    """Maximum number of tokens in a block, prefix included."""
     open_rows: int = Field(default=0, ge=0)
-    """0: each block is a row, padded. Above: blocks are packed into rows, as `packed` does, and do not read each other."""
+    """0: each block is a padded row. Above 0: blocks are packed into rows, like in `packed`, and do not attend to each other."""
     columns: list[str] | None = None
-    """Which are read; every row must have them. None: all that a row has."""
+    """Columns to read, which every row must have. None: all columns."""
     probability: float = Field(default=1.0, ge=0, le=1)
-    """Of a document of the training split to get its metadata."""
+    """Probability that a training document has its metadata."""
     sampling: Literal["all", "weighted", "independent"] = "all"
-    """Which of a document's columns it gets in training. weighted: as many as a draw between 1 and all says, in proportion to `weights`.
-    independent: each with its weight as the probability."""
+    """Columns per training document. weighted: draw a number from 1 to all, then that many columns in proportion to `weights`.
+    independent: draw each column with its weight as the probability."""
     weights: dict[str, float] = {}
-    """By column. Those that are not named are never drawn."""
+    """Weights by column. Columns without a weight are never drawn."""
     html_rate: float = Field(default=1.0, ge=0, le=1)
-    """Probability of a document to keep its HTML, before columns are drawn."""
+    """Probability that a document has its HTML, before columns are drawn. With 0.25 and BigScience's weights, 13 % of the documents have
+    HTML. In the reference it is 87 %: its `html_overall_sample_rate` works the wrong way round."""
     written: bool = True
-    """False: blocks are cut as with metadata, and have none: a baseline with the same text in every block."""
+    """False: a baseline without metadata, with the same text in every block."""
     metadata_loss: bool = False
-    """Whether markers in the text are learned. Prefixes never are."""
+    """Whether markers in the text are in the loss. Prefixes never are."""
     end_token: bool = True
     """Whether documents end with the end token."""
     writing: Writing = Writing()
     val_documents: int | None = Field(default=None, gt=0)
-    """Documents of the validation split that are used, the same ones whatever the seed; None for all."""
+    """Number of validation documents, the same ones for all seeds; None for all."""
 
     @model_validator(mode="after")
     def _columns_are_known(self) -> "Config":
-        for name, given in (("columns", self.columns or []), ("weights", self.weights)):
-            for column in given:
-                self.require_written(name, column)
+        for field, names in (("columns", self.columns or []), ("weights", self.weights)):
+            for column in names:
+                self.require_written(field, column)
         if bool(self.weights) != (self.sampling != "all"):
-            raise ValueError("weights: they belong to sampling 'weighted' or 'independent', and to no other.")
+            raise ValueError("weights: needed for sampling 'weighted' and 'independent', and not allowed for 'all'.")
         if self.weights and not any(self.weights.values()):
             raise ValueError("weights: all are 0, so no metadata would ever be drawn. Give one a weight, or set probability to 0.")
         if any(weight < 0 or (self.sampling == "independent" and weight > 1) for weight in self.weights.values()):
@@ -71,17 +72,17 @@ class Config(DatasetConfig):
         return self
 
     def require_written(self, field: str, column: str) -> None:
-        """Raises ValueError where a column that `field` names is unknown, is not read, or is not written."""
-        known = {*COLUMNS, *KEYS, *self.writing.own_keys}
-        if column not in known:
-            raise ValueError(f"{field}: {unknown_text('column', column, known)}")
+        """Raise ValueError if a column named by `field` is unknown, is not read, or is not written."""
+        known_columns = {*COLUMNS, *KEYS, *self.writing.own_keys}
+        if column not in known_columns:
+            raise ValueError(f"{field}: {unknown_text('column', column, known_columns)}")
         if self.columns is not None and key_of(column) not in map(key_of, self.columns):
             raise ValueError(f"{field}: {column!r} is not among data.columns: {', '.join(self.columns)}.")
         if key_of(column) not in self.writing.keys:
             raise ValueError(f"{field}: {column!r} would never be written: {key_of(column)!r} is not among writing.keys.")
 
     def column_weight(self, column: str) -> float:
-        """Of a column, by its name or its key."""
+        """Weight of a column, by its name or its key."""
         return self.weights.get(column, self.weights.get(key_of(column), 0.0))
 
     def check(self, places: Places) -> None:
@@ -98,15 +99,15 @@ class Config(DatasetConfig):
         return (self.sequence_tokens,) if self.open_rows else None
 
     def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "MetadataDataset | MetadataBlocks":
-        """The documents of one split; of other splits than training every block, with all metadata.
+        """Load the documents of a split. Validation has every block, with all metadata.
 
         Raises:
-            DataError: the data set is missing, incomplete or malformed, or too small for `val_documents`.
+            DataError: the data set is missing, incomplete, malformed, or too small for `val_documents`.
             ConfigError: the rows are too short for a prefix.
         """
         folder = jsonl.corpus_folder(places, self.corpus)
         path = jsonl.require_file(folder, f"{split}.jsonl")
-        rules = f"metadata 1 {json.dumps(self.columns)}"
+        rules = f"metadata 2 {json.dumps(self.columns)}"
         rows = jsonl.read_rows(path, {"text": str}, check=lambda row, where: read_row(row, where, self.columns), rules=rules)
         maker = ExampleMaker(self.writing, SafeTokenizer(tokenizer), self.sequence_tokens, self.metadata_loss, self.end_token)
         documents = Documents(self, rows, jsonl.fingerprint(folder), maker)
@@ -118,7 +119,7 @@ class Config(DatasetConfig):
 
 
 class Documents:
-    """Documents by number, and how they are made into pieces."""
+    """Documents by number, and the maker of their pieces."""
 
     def __init__(self, config: Config, rows: jsonl.Rows, corpus: str, maker: ExampleMaker) -> None:
         """corpus: digest of the rows."""
@@ -134,7 +135,7 @@ class Documents:
 
 
 def draw(document: Annotated, config: Config, draws: Random) -> Annotated:
-    """The document with the metadata that it gets this time."""
+    """Draw the metadata that a document has this time."""
     if draws.random() >= config.probability:
         return Annotated(document.text)
     columns = document.columns
@@ -143,22 +144,22 @@ def draw(document: Annotated, config: Config, draws: Random) -> Annotated:
     if config.sampling == "independent":
         columns = [column for column in columns if draws.random() < config.column_weight(column)]
     elif config.sampling == "weighted":
-        left = {column: config.column_weight(column) for column in columns if config.column_weight(column)}
+        candidates = {column: config.column_weight(column) for column in columns if config.column_weight(column)}
         columns = list[str]()
-        for _ in range(draws.randint(1, len(left)) if left else 0):
-            (column,) = draws.choices(list(left), list(left.values()))
+        for _ in range(draws.randint(1, len(candidates)) if candidates else 0):
+            (column,) = draws.choices(list(candidates), list(candidates.values()))
             columns.append(column)
-            del left[column]
+            del candidates[column]
     return Annotated(document.text, tuple(item for item in document.items if item.column in columns))
 
 
 class Sample(TypedDict):
-    """One row."""
+    """A row."""
 
     input_ids: list[int]
     loss_mask: list[bool]
     lengths: list[int]
-    """Tokens of each block."""
+    """Number of tokens in each block."""
 
 
 class MetadataDataset:
@@ -168,7 +169,7 @@ class MetadataDataset:
         self.documents, self.seed, self.config = documents, seed, documents.config
         self.fingerprint = documents.fingerprint
         self._made = lru_cache(1024)(self._make)
-        """An order asks for the sizes of what is read soon after."""
+        """An order reads the sizes of documents shortly before their content."""
 
     def __getstate__(self) -> tuple[Documents, int]:
         return self.documents, self.seed
@@ -177,7 +178,7 @@ class MetadataDataset:
         self.__init__(*state)
 
     def __len__(self) -> int:
-        """Documents in an epoch."""
+        """Number of documents in an epoch."""
         return len(self.documents)
 
     def _make(self, epoch: int, document: int) -> list[Piece]:
@@ -185,7 +186,7 @@ class MetadataDataset:
         return self.documents.maker.pieces(draw(self.documents[document], self.config, draws), self.config.written)
 
     def sizes(self, epoch: int, document: int) -> list[tuple[int]]:
-        """Tokens of each piece of a document; empty if nothing of it can be learned."""
+        """Number of tokens in each piece of a document; empty if no token is in the loss."""
         return [(len(piece.ids),) for piece in self._made(epoch, document)]
 
     def order(self, seed: int, per_step: int, steps: int, branches: Sequence[Branch]) -> LaneOrder:
@@ -196,54 +197,54 @@ class MetadataDataset:
         return LaneOrder(packing, per_step, branches)
 
     def sample(self, epoch: int, index: int, *more: int) -> Sample:
-        """The row of a key."""
+        """Return the row of a key."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         key = (epoch, index, *(more or (0,)))
         row: Sample = {"input_ids": [], "loss_mask": [], "lengths": []}
         for own_epoch, document, number in zip(key[::3], key[1::3], key[2::3], strict=True):
-            found = self._made(own_epoch, document)
-            if number >= len(found):
-                continue  # a document with nothing to learn, which an order leaves out
-            row["input_ids"] += found[number].ids
-            row["loss_mask"] += found[number].learned
-            row["lengths"].append(len(found[number].ids))
+            pieces = self._made(own_epoch, document)
+            if number >= len(pieces):
+                continue  # a document without a token in the loss, which an order skips
+            row["input_ids"] += pieces[number].ids
+            row["loss_mask"] += pieces[number].learned
+            row["lengths"].append(len(pieces[number].ids))
         return row
 
     def collate(self, samples: Sequence[Sample]) -> TokenBatch:
-        """Padded on the right; padding is masked, so its id does not matter."""
+        """Pad on the right. Padding is masked, so its id does not matter."""
         return collate_rows(samples, self.config)
 
 
 class MetadataBlocks:
-    """Every block of the chosen documents, a sample each."""
+    """Every block of the chosen documents, one per sample."""
 
     def __init__(self, documents: Documents, chosen: Sequence[int]) -> None:
         self.documents, self.chosen, self.config = documents, chosen, documents.config
         self.fingerprint = documents.fingerprint
-        found = ((number, documents.maker.pieces(documents[number], self.config.written)) for number in chosen)
-        self._pieces = [(number, piece) for number, pieces in found for piece in pieces]
+        by_document = ((number, documents.maker.pieces(documents[number], self.config.written)) for number in chosen)
+        self._pieces = [(number, piece) for number, pieces in by_document for piece in pieces]
         if not self._pieces:
             raise DataError(f"data.corpus: no document of {self.config.corpus!r} has a token to learn.")
 
     def __len__(self) -> int:
-        """Blocks."""
+        """Number of blocks."""
         return len(self._pieces)
 
     def sample(self, epoch: int, index: int) -> Sample:
-        """Block `index`, whatever the epoch."""
+        """Return block `index`, which does not depend on the epoch."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         piece = self._pieces[index][1]
         return {"input_ids": piece.ids, "loss_mask": piece.learned, "lengths": [len(piece.ids)]}
 
     def collate(self, samples: Sequence[Sample]) -> TokenBatch:
-        """As in training."""
+        """Collate like in training."""
         return collate_rows(samples, self.config)
 
 
 def collate_rows(samples: Sequence[Sample], config: Config) -> TokenBatch:
-    """(B, T): packed rows all of one length, others as long as the longest."""
+    """Collate rows to (B, T): packed rows have a fixed length, padded rows the length of the longest."""
     from src.data import collate
 
     ids, masks = [sample["input_ids"] for sample in samples], [sample["loss_mask"] for sample in samples]

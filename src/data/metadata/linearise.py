@@ -1,11 +1,12 @@
-"""Local metadata as markers in a text: where each stands, and the text with all of them.
+"""Insert local metadata into a text as markers, in one of two orders.
 
-"compatible" is the order of BigScience's metadata project (bsmetadata/metadata_utils.py): markers of keys with relative positions stand
-between the ends and the starts of the others, and nothing in the text is escaped. "nested" puts shorter spans inside longer ones, and a
-backslash, which counts as a marker, before everything in the text that looks like a marker.
+"compatible" is the order of BigScience's metadata project (bsmetadata/metadata_utils.py): markers of keys with relative positions come
+between the ends and the starts of other keys, and nothing in the text is escaped. "nested" puts shorter spans inside longer ones. It
+escapes everything in the text that looks like a marker with a backslash, which counts as a marker.
 """
 
 import re
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
@@ -13,23 +14,22 @@ from operator import attrgetter
 from typing import Literal, NamedTuple
 
 from src.data.metadata.annotations import Annotated, Item
-from src.data.metadata.processors import Markers, lookalike
+from src.data.metadata.processors import ESCAPE, Markers, lookalike
 
 Linearisation = Literal["nested", "compatible"]
 Process = Callable[[Item], Markers | None]
-"""What is put around the span of an item; None where it is left out."""
-ESCAPE = "\\"
+"""Returns the markers around the span of an item; None to drop it."""
 _MAY_BEGIN = re.compile(r"[<\[|\\]")
-"""What markers and escapes begin with."""
+"""First characters of markers and escapes."""
 
 
 class Marker(NamedTuple):
-    """A text that stands before a character."""
+    """A text inserted before a character."""
 
     character: int
     text: str
     closes: bool
-    """Whether it ends a span: then it belongs to what stands before it."""
+    """Whether it ends a span, and so belongs to the text before it."""
 
 
 class Marked(NamedTuple):
@@ -37,11 +37,11 @@ class Marked(NamedTuple):
 
     text: str
     mask: list[bool]
-    """For each character, whether it is of a marker."""
+    """For each character, whether it belongs to a marker."""
 
 
 def insert(text: str, markers: Iterable[Marker]) -> Marked:
-    """`text` with `markers`, which are in the order in which they are to stand."""
+    """Insert `markers`, which are sorted, into `text`."""
     pieces, mask, read = list[str](), list[bool](), 0
     for index, marker, _ in markers:
         pieces += text[read:index], marker
@@ -53,11 +53,11 @@ def insert(text: str, markers: Iterable[Marker]) -> Marked:
 def markers(
     document: Annotated, keys: Sequence[str], process: Process, around: Mapping[str, Markers], linearisation: Linearisation
 ) -> list[Marker]:
-    """Markers of the local items whose key is in `keys`, in their order.
+    """Return the sorted markers of the local items with one of `keys`.
 
-    around: by key, what is put around each run of markers with relative positions at one character.
+    around: by key, the texts around each run of markers with relative positions at one character.
     """
-    if not document.text:  # as the original: nothing can be marked
+    if not document.text:  # like the reference, which marks nothing here
         return []
     items = [item for item in document.items if item.start is not None and item.key in keys]
     if linearisation == "compatible":
@@ -66,33 +66,42 @@ def markers(
 
 
 def _collate(items: Sequence[Item], keys: Sequence[str], process: Process, around: Mapping[str, Markers]) -> list[Marker]:
+    # Reversed lists: later types come first among `starts` and `runs`.
     ends, runs, empty_ends, starts = (defaultdict[int, list[str]](list) for _ in range(4))
-    placed = {key: [item for item in items if item.key == key and item.start_place is not None] for key in keys}
+    by_key = defaultdict[str, list[Item]](list)
+    for item in items:
+        by_key[item.key].append(item)
     for key in keys:
-        for item in sorted((item for item in items if item.key == key and item.start_place is None), key=lambda item: item.span[1]):
-            if found := process(item):
-                (first, last), (before, behind) = item.span, found
-                (runs if first == last else starts)[first].insert(0, before)
-                (empty_ends if first == last else ends)[last].append(behind)
+        for item in sorted((item for item in by_key[key] if item.start_place is None), key=lambda item: item.span[1]):
+            if texts := process(item):
+                (first, last), (opening, closing) = item.span, texts
+                (runs if first == last else starts)[first].append(opening)
+                (empty_ends if first == last else ends)[last].append(closing)
         at = defaultdict[int, dict[int, str]](dict)
-        for item in placed[key]:
-            if found := process(item):
-                (first, last), (before, behind) = item.span, found
-                at[first][item.start_place or 0], at[last][item.end_place or 0] = before, behind
+        for item in by_key[key]:
+            if item.start_place is not None and (texts := process(item)):
+                for character, place, text in zip(item.span, (item.start_place, item.end_place or 0), texts, strict=True):
+                    if text:  # like the reference, a run of empty texts is not a run
+                        at[character][place] = text
         opening, closing = around.get(key, ("", ""))
-        for index, by_place in sorted(at.items()):
-            runs[index].insert(0, opening + "".join(by_place[place] for place in sorted(by_place)) + closing)
+        for character, by_place in at.items():
+            runs[character].append(opening + "".join(by_place[place] for place in sorted(by_place)) + closing)
     return [
-        Marker(index, text, closes)
-        for index in sorted({*ends, *runs, *empty_ends, *starts})
-        for texts, closes in ((ends, True), (runs, False), (empty_ends, False), (starts, False))
-        for text in texts.get(index, ())
+        Marker(character, text, closes)
+        for character in sorted({*ends, *runs, *empty_ends, *starts})
+        for texts, closes in (
+            (ends.get(character, ()), True),
+            (reversed(runs.get(character, ())), False),
+            (empty_ends.get(character, ()), False),
+            (reversed(starts.get(character, ())), False),
+        )
+        for text in texts
         if text
     ]
 
 
 class _Side(NamedTuple):
-    """One marker of an item, before markers are put in order."""
+    """One marker of an item, while markers are sorted."""
 
     character: int
     text: str
@@ -102,73 +111,79 @@ class _Side(NamedTuple):
 
 
 def _nest(items: Sequence[Item], keys: Sequence[str], process: Process, around: Mapping[str, Markers]) -> list[Marker]:
-    order = {key: place for place, key in enumerate(keys)}
-    # Longer spans first, and of one span those that begin first, then those whose key is named first.
-    opened = [
-        (start, -end, item.start_place or 0, order[item.key], number, item, found)
+    order = {key: number for number, key in enumerate(keys)}
+    # Longer spans first; equal spans by the order of keys, then by relative position.
+    spans = sorted(
+        (start, -end, order[item.key], item.start_place or 0, number, item, texts)
         for number, item in enumerate(items)
-        if (found := process(item))
+        if (texts := process(item))
         for start, end in (item.span,)
-    ]
-    opened.sort()
-    at = defaultdict[int, list[_Side]](list)
-    for start, negative_end, _, _, _, item, found in reversed(opened):  # what was opened last is closed first
+    )
+    ends, starts, empty = (defaultdict[int, list[_Side]](list) for _ in range(3))
+    closing = defaultdict[int, list[_Side]](list)
+    for start, negative_end, *_, item, texts in spans:
+        opens = _Side(start, texts[0], False, item.start_place, item.key)
+        closes = _Side(-negative_end, texts[1], True, item.end_place, item.key)
         if start < -negative_end:
-            at[-negative_end].append(_Side(-negative_end, found[1], True, item.end_place, item.key))
-    ends = {index: len(sides) for index, sides in at.items()}
-    empty = defaultdict[int, list[tuple[Item, Markers]]](list)
-    for start, negative_end, _, _, _, item, found in opened:
-        if start < -negative_end:
-            at[start].append(_Side(start, found[0], False, item.start_place, item.key))
+            starts[start].append(opens)
+            ends[-negative_end].append(closes)
         else:
-            empty[start].append((item, found))
-    for index, here in sorted(empty.items()):
-        sides = [_Side(index, found[0], False, item.start_place, item.key) for item, found in here]
-        sides += [_Side(index, found[1], True, item.end_place, item.key) for item, found in reversed(here)]
-        if all(side.place is not None and side.key == sides[0].key for side in (*at[index], *sides)):
-            places = [side.place or 0 for side in at[index]]
-            if places == sorted(places):  # as those of a page are: thousands of empty tags may stand at one character
-                at[index] = sorted([*at[index], *sides], key=lambda side: side.place or 0)
-                continue
-        default = ends.get(index, 0)
-        for side in sorted(sides, key=lambda side: side.place if side.place is not None else -1):
-            place = _position(at[index], side, default)
-            at[index].insert(place, side)
-            default = max(default, place + 1) if side.place is None or place == default else default
-    found_markers = list[Marker]()
-    for index in sorted(at):
-        for key, run in groupby((side for side in at[index] if side.text), key=attrgetter("key")):
-            sides = list(run)
-            texts = [side.text for side in sides]
-            if key in around and sides[0].place is not None:
+            empty[start].append(opens)
+            closing[start].append(closes)
+    sorted_markers = list[Marker]()
+    for character in sorted({*ends, *starts, *empty}):
+        before = _order_places(ends[character][::-1])  # the last span to start ends first
+        sides = before + _order_places(starts[character])
+        if empty[character]:
+            sides = _insert_empty(sides, len(before), empty[character] + closing[character][::-1])
+        for key, run in groupby((side for side in sides if side.text), key=attrgetter("key")):
+            group = list(run)
+            texts = [side.text for side in group]
+            if key in around and group[0].place is not None:
                 texts[0] = around[key][0] + texts[0]
                 texts[-1] += around[key][1]
-            found_markers += [Marker(index, text, side.closes) for text, side in zip(texts, sides, strict=True)]
-    return found_markers
+            sorted_markers += [Marker(character, text, side.closes) for text, side in zip(texts, group, strict=True)]
+    return sorted_markers
 
 
-def _position(sides: Sequence[_Side], side: _Side, default: int) -> int:
-    """Where a marker of an empty span goes among `sides` of its character: by the places of its key's others, if it has one."""
-    others = [i for i, other in enumerate(sides) if other.key == side.key and other.place is not None]
-    if side.place is None or not others:
-        return default
-    smaller = [i for i in others if (sides[i].place or 0) < side.place]
-    return smaller[-1] + 1 if smaller else others[0]
+def _order_places(sides: list[_Side]) -> list[_Side]:
+    """Sort the sides of each key by place, in the slots of that key."""
+    by_key = defaultdict[str, list[_Side]](list)
+    for side in sides:
+        by_key[side.key].append(side)
+    ordered = {key: iter(sorted(group, key=lambda side: side.place or 0)) for key, group in by_key.items()}
+    return [next(ordered[side.key]) for side in sides]
 
 
-def _escape(text: str, found: Sequence[Marker], keys: Iterable[str]) -> list[Marker]:
-    """With an escape before all of `text` that looks like a marker of one of `keys`, or like an escape of one.
+def _insert_empty(sides: Sequence[_Side], default: int, empty: Sequence[_Side]) -> list[_Side]:
+    """Insert the sides of empty spans by the places of their key; without any, between the ends and the starts: at `default`."""
+    places = defaultdict[str, list[tuple[int, int]]](list)
+    for index, side in enumerate(sides):
+        if side.place is not None:
+            places[side.key].append((side.place, index))
+    inserted = defaultdict[int, list[_Side]](list)
+    for side in sorted(empty, key=lambda side: -1 if side.place is None else side.place):
+        index = default
+        if side.place is not None and (same_key := places.get(side.key)):
+            smaller = bisect_left(same_key, (side.place, 0))
+            index = same_key[smaller - 1][1] + 1 if smaller else same_key[0][1]
+        inserted[index].append(side)
+    return [side for index in range(len(sides) + 1) for side in (*inserted.get(index, ()), *sides[index : index + 1])]
 
-    It is looked for with the markers in their places: "[" of the text before a marker "[html: b]" looks like "[[".
+
+def _escape(text: str, markers: Sequence[Marker], keys: Iterable[str]) -> list[Marker]:
+    """Add an escape before everything in `text` that looks like a marker of one of `keys`, or like an escape.
+
+    The search includes the markers: "[" in the text before a marker "[html: b]" looks like "[[".
     """
     patterns = [lookalike(key).pattern for key in sorted(keys)]
     if not patterns or not _MAY_BEGIN.search(text):
-        return list(found)
+        return list(markers)
     looks = re.compile(rf"(?=(?:{'|'.join(patterns)}|\\))")
-    marked, mask = insert(text, found)
+    marked, mask = insert(text, markers)
     places = [match.start() for match in looks.finditer(marked) if not mask[match.start()]]
     escapes, index, read = list[Marker](), 0, 0
     for place in places:
         index, read = index + mask[read:place].count(False), place
         escapes.append(Marker(index, ESCAPE, False))
-    return sorted([*found, *escapes], key=attrgetter("character"))  # stable: an escape stands behind the other markers of its character
+    return sorted([*markers, *escapes], key=attrgetter("character"))  # stable: an escape comes after the other markers at its character

@@ -1,4 +1,7 @@
-"""What is written for a piece of metadata: the strings of BigScience's metadata project, byte for byte."""
+"""Write items of metadata as strings, byte for byte those of BigScience's metadata project.
+
+Where markers are to be read back, `escape` adds backslashes inside them; without special characters the strings are the same.
+"""
 
 import calendar
 import re
@@ -13,44 +16,45 @@ from src.config import Config
 from src.data.metadata.annotations import Item, read_date
 
 Markers = tuple[str, str]
-"""What is put before a span, and behind it."""
+"""Texts before and after a span."""
 Address = Literal["whole", "host"]
+ESCAPE = "\\"
 
 
 class Separators(Config):
-    """Between the items of a prefix."""
+    """Separators of a prefix."""
 
     item: str = " | "
-    """Between two, and between the parts of one."""
+    """Between two items, and between the parts of one."""
     key_value: str = ": "
     prefix_end: str = " |||"
-    """After the last."""
+    """After the last item."""
     prefix_start: str = ""
-    """Before the first."""
+    """Before the first item."""
 
 
 class TagRule(Config):
-    """A tag that is left out where its text is as long as this."""
+    """Drop a tag, but not its text, if the length of the text is in a range."""
 
     tag: str = Field(min_length=1)
     shortest: float = float("-inf")
     longest: float = float("inf")
-    """Characters of its text, both included."""
+    """Characters; both limits are inclusive."""
 
 
 class HtmlFilter(Config):
-    """Which tags of a page are marked, and with which attributes."""
+    """Choice of tags and attributes."""
 
     attributes: list[str] | None = None
-    """Names of those that are kept; None for all."""
+    """Names of the attributes to write; None for all."""
     leave_out: list[TagRule] = []
     shortest: float = float("-inf")
-    """Tags whose text has between `shortest` and `longest` characters are left out, but for those in `exceptions`."""
+    """Drop all tags with a text of `shortest` to `longest` characters, except those in `exceptions`."""
     longest: float = float("-inf")
     exceptions: list[str] = []
 
-    def keeps(self, tag: str, length: int) -> bool:
-        """Whether a tag with a text of `length` characters is marked."""
+    def accepts(self, tag: str, length: int) -> bool:
+        """Whether to write a tag with a text of `length` characters."""
         if tag in self._rules and any(rule.shortest <= length <= rule.longest for rule in self._rules[tag]):
             return False
         return tag in self.exceptions or not self.shortest <= length <= self.longest
@@ -61,7 +65,7 @@ class HtmlFilter(Config):
 
 
 def global_text(item: Item, separators: Separators, address: Address = "whole") -> str:
-    """What a prefix says of an item. address: how much of a URL."""
+    """Write an item for a prefix. address: the part of a URL to write."""
     if item.key == "timestamp":
         date = read_date(item.value)
         month = f"Month{separators.key_value}{calendar.month_name[date.month]}"
@@ -79,31 +83,48 @@ _TITLES = {
     "length": "Text Length",
 }
 PROMPT_TITLES = {"datasource": "Data source", "length": "Number of characters"}
-"""Where a prompt names a key otherwise than a prefix."""
+"""Names of keys in a prompt, where they differ from a prefix."""
 
 
 def _host(address: str) -> str:
-    """Without user and port; the address itself where no host can be found in it."""
+    """Host without user and port; the address itself if it has no host."""
     try:
         return urlsplit(address if "//" in address else f"//{address}").hostname or address
-    except ValueError:  # such as brackets that hold no address
+    except ValueError:  # such as brackets without an address
         return address
 
 
-def local_markers(item: Item, html: HtmlFilter, entity_position: Literal["beginning", "end"]) -> Markers | None:
-    """What is put around the span of an item; None where a filter leaves it out."""
+def local_markers(item: Item, html: HtmlFilter, entity_position: Literal["beginning", "end"], escape: bool = False) -> Markers | None:
+    """Write the markers around the span of an item; None if a filter drops it.
+
+    escape: put a backslash before characters of a value that would end it, so that a reader gets the same value back.
+    """
     start, end = item.span
-    name = item.value.replace("_", " ")
     if item.key == "html":
-        if not html.keeps(item.value, end - start):
+        if not html.accepts(item.value, end - start):
             return None
-        attributes = [f" {key}:{value}" for key, value in item.attributes if html.attributes is None or key in html.attributes]
-        return f"<{item.value}{''.join(attributes)}>", f"</{item.value}>"
+        attributes = [pair for pair in item.attributes if html.attributes is None or pair[0] in html.attributes]
+        tag = re.sub(r"[\\> ]|\A/", _add_escape, item.value) if escape else item.value
+        return f"<{tag}{''.join(f' {_attribute(name, value, escape)}' for name, value in attributes)}>", f"</{tag}>"
+    value = re.sub(r"[\\|]" if item.key == "entity_paragraph" else r"[\\\]]", _add_escape, item.value) if escape else item.value
+    name = value.replace("_", " ")
     if item.key == "entity":
         return "", f" [[{name}]]"
     if item.key == "entity_paragraph":
         return (f" |{name}|", "") if entity_position == "beginning" else ("", f" |{name}|")
-    return f"[{item.key}: {item.value}]", f"[/{item.key}: {item.value}]"
+    return f"[{item.key}: {value}]", f"[/{item.key}: {value}]"
+
+
+def _add_escape(match: re.Match[str]) -> str:
+    return ESCAPE + match[0]
+
+
+def _attribute(name: str, value: str, escape: bool) -> str:
+    """Write `name:value`. A value ends at `>`, or at a blank before the next `name:`."""
+    if escape:
+        name = re.sub(r"[\\:>]", _add_escape, name)
+        value = re.sub(r"[\\>]| (?=[^ :]*:)", _add_escape, value)
+    return f"{name}:{value}"
 
 
 LOOKALIKES: Mapping[str, Callable[[str], re.Pattern[str]]] = {
@@ -114,5 +135,5 @@ LOOKALIKES: Mapping[str, Callable[[str], re.Pattern[str]]] = {
 
 
 def lookalike(key: str) -> re.Pattern[str]:
-    """What in a text could be taken for a marker of a key."""
+    """Pattern of the text that looks like a marker of a key."""
     return LOOKALIKES.get(key, lambda key: re.compile(rf"\[/?{re.escape(key)}: "))(key)

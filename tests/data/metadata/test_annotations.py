@@ -1,4 +1,4 @@
-"""Rows of both versions, and what is no row: one line that names the file, the line and the item."""
+"""Rows of both versions, and the one-line errors of malformed rows."""
 
 import json
 import re
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from src.config import Places
-from src.data.metadata.annotations import Item, read_row
+from src.data.metadata.annotations import Item, compact_item, read_row
 from src.data.metadata.dataset import Config
 from src.data.text import tokenizers
 from src.errors import DataError
@@ -19,11 +19,11 @@ TITLE = {"key": "title", "type": "global", "value": "t"}
 
 
 def tag(start: int, end: int, places: tuple[int, int] | None = None, **more: Any) -> dict[str, Any]:
-    found = {"key": "html", "type": "local", "value": "b", "char_start_idx": start, "char_end_idx": end, **more}
-    return found if places is None else {**found, "relative_start_pos": places[0], "relative_end_pos": places[1]}
+    item = {"key": "html", "type": "local", "value": "b", "char_start_idx": start, "char_end_idx": end, **more}
+    return item if places is None else {**item, "relative_start_pos": places[0], "relative_end_pos": places[1]}
 
 
-def test_version_2_takes_keys_from_its_columns():
+def test_version_2_gets_keys_from_its_columns():
     """M25 of the worked examples: the key is that of the column where the item has none; a null column has no items."""
     row = {"text": "x", "metadata_url": [{"type": "global", "value": "u"}], "metadata_html": None, "metadata_title": [TITLE]}
     assert read_row(row, "here").items == (Item("url", "u", column="url"), Item("title", "t", column="title"))
@@ -43,7 +43,7 @@ def test_columns_are_named_as_in_version_2_or_by_their_keys():
             assert len(read_row(row, "here", [name]).items) == 1
 
 
-def test_listed_columns_are_read_and_no_others():
+def test_only_listed_columns_are_read():
     row = {"text": "x", "metadata_url": [], "metadata_title": [TITLE], "metadata_entity": None}
     assert read_row(row, "here", ["title", "url"]).columns == ["title"]
     with pytest.raises(DataError, match=re.escape("here: unknown column 'titles'. Did you mean 'title'?")):
@@ -65,13 +65,9 @@ def test_listed_columns_are_read_and_no_others():
         ({"metadata": [tag(2, 1)]}, "metadata[0]: the span [2, 1) is not in the text of 3 characters."),
         ({"metadata": [tag(-1, 1)]}, "metadata[0].char_start_idx: expected a number from 0 on, got -1."),
         ({"metadata": [tag(0, True)]}, "metadata[0].char_end_idx: expected a number from 0 on, got True."),
-        ({"metadata": [tag(0, 1, relative_start_pos=0)]}, "metadata[0]: of relative_start_pos and relative_end_pos there is only one."),
-        ({"metadata": [tag(0, 1, (0, 0)), tag(1, 2)]}, "some items of the key 'html' have relative positions, and some do not."),
-        (
-            {"metadata": [tag(0, 2, (0, 0)), tag(0, 1, (0, 0))]},
-            "'b' and 'b' of the key 'html' have the relative position 0 at character 0.",
-        ),
-        ({"metadata": [tag(1, 1, (2, 2))]}, "'b' and 'b' of the key 'html' have the relative position 2 at character 1."),
+        ({"metadata": [tag(0, 1, relative_start_pos=0)]}, "metadata[0].relative_end_pos: missing"),
+        ({"metadata": [tag(0, 1, (0, 0)), tag(0, 2)]}, "character 0: 2 markers of the key 'html'"),
+        ({"metadata": [tag(0, 2, (0, 0)), tag(0, 2, (0, 1))]}, "character 0: 'b' and 'b' of the key 'html'"),
         (
             {"metadata": [tag(0, 1, html_attrs={"attrs": ["a"], "values": []})]},
             "metadata[0].html_attrs: expected lists 'attrs' and 'values'",
@@ -83,15 +79,73 @@ def test_listed_columns_are_read_and_no_others():
         ({"metadata_html": [tag(0, 9)]}, "metadata_html[0]: the span [0, 9) is not in the text of 3 characters."),
     ],
 )
-def test_what_is_no_row_is_told_with_its_place(changes: dict[str, Any], message: str, tmp_path: Path):
+def test_errors_name_file_line_and_item(changes: dict[str, Any], message: str, tmp_path: Path):
     toy.write_data(tmp_path / "data")
     places = Places(tmp_path / "data", tmp_path / "runs")
-    with new_directory(places.data / "bad") as made:
+    with new_directory(places.data / "bad") as folder:
         for split in ("train", "val"):
-            (made / f"{split}.jsonl").write_text('{"text": "abc"}\n' + json.dumps({"text": "abc", **changes}) + "\n")
+            (folder / f"{split}.jsonl").write_text('{"text": "abc"}\n' + json.dumps({"text": "abc", **changes}) + "\n")
     config = Config(corpus="bad", sequence_tokens=16)
     with pytest.raises(DataError) as caught:
         config.build(places, tokenizers.load(places.data / "toy_tokenizer"), "train", 0)
     assert str(caught.value).startswith(f"{places.data / 'bad' / 'train.jsonl'}:2: ")
     assert message in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
+
+
+def places(items: list[dict[str, Any]], text: str = "abcdef") -> list[tuple[int | None, int | None]]:
+    return [(item.start_place, item.end_place) for item in read_row({"text": text, "metadata": items}, "here").items]
+
+
+def entity(start: int, end: int, place: int) -> dict[str, Any]:
+    return tag(start, end, (place, place), key="entity_paragraph", value=f"E{start}{end}{place}")
+
+
+def test_one_counter_for_starts_and_ends():
+    """The layout of HTML columns: `<b>ab</b><i><br></br>cd</i>` with one counter per character."""
+    items = [tag(0, 2, (0, 0)), tag(2, 4, (1, 0)), tag(2, 2, (2, 3))]
+    assert places(items) == [(0, 0), (1, 0), (2, 3)]
+    assert places([tag(0, 2, (7, 3)), tag(2, 4, (9, 0))]) == [(0, 0), (1, 0)], "ranks, whatever the numbers"
+
+
+def test_counters_that_restart_at_each_paragraph():
+    """The layout of BigScience's entity paragraphs: both sides count from 0, so an end and a start share a position."""
+    items = [entity(0, 3, 0), entity(0, 3, 1), entity(3, 6, 0), entity(3, 6, 1), entity(3, 6, 2)]
+    assert places(items) == [(0, 0), (1, 1), (2, 0), (3, 1), (4, 2)]
+
+
+def test_entities_of_a_paragraph_that_another_span_interrupts():
+    """The counter restarts after the other span, so two starts have position 0: the order of the row counts."""
+    items = [entity(0, 6, 0), entity(0, 6, 1), entity(2, 4, 0), {**entity(0, 6, 0), "value": "last"}]
+    assert places(items) == [(0, 0), (1, 1), (0, 0), (2, 2)]
+
+
+def test_separate_counters_for_starts_and_ends_of_tags():
+    """`<b>ab</b><br></br><i>cd</i>` and `<b>ab<br></br></b><i>cd</i>`: the ends show whether the break is inside."""
+    assert places([tag(0, 2, (0, 0)), tag(2, 2, (0, 1)), tag(2, 4, (1, 0))]) == [(0, 0), (1, 2), (3, 0)]
+    assert places([tag(0, 2, (0, 1)), tag(2, 2, (0, 0)), tag(2, 4, (1, 0))]) == [(0, 2), (0, 1), (3, 0)]
+    assert places([tag(1, 1, (2, 2))]) == [(0, 1)], "an empty span starts before it ends"
+    assert places([tag(0, 2, (0, 0)), tag(0, 4, (0, 0))]) == [(1, 0), (0, 0)], "the longer span is outside"
+
+
+def test_positions_of_only_some_items_where_the_order_is_clear():
+    assert places([tag(0, 2, (0, 0)), tag(2, 4)]) == [(0, 0), (1, 0)]
+    assert places([tag(0, 2), tag(2, 4)]) == [(None, None), (None, None)]
+
+
+def test_items_without_derivable_fields():
+    text = "one two"
+    raw = {"key": "paragraph", "type": "local", "char_start_idx": 0, "char_end_idx": 3, "value": "one", "marker": "p"}
+    short = compact_item("paragraph", raw, text)
+    assert short == {"char_start_idx": 0, "char_end_idx": 3, "marker": "p"}
+    assert compact_item("paragraph", {**raw, "value": "other"}, text)["value"] == "other"
+    length = {"key": "length", "type": "local", "char_start_idx": 0, "char_end_idx": 3, "value": "3"}
+    assert compact_item("generation_length_sentence", length, text) == {"char_start_idx": 0, "char_end_idx": 3}
+    html = {**tag(0, 3, (0, 0)), "html_attrs": {"attrs": [], "values": []}}
+    assert compact_item("html", html, text).keys() == html.keys() - {"key", "type", "html_attrs"}
+    full = {"text": text, "metadata_paragraph": [raw], "metadata_generation_length_sentence": [length], "metadata_html": [html]}
+    both = [
+        full,
+        {name: [compact_item(name.removeprefix("metadata_"), value[0], text)] if name != "text" else text for name, value in full.items()},
+    ]
+    assert read_row(both[0], "here") == read_row(both[1], "here")

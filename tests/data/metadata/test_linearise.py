@@ -1,4 +1,4 @@
-"""Markers in texts: the worked examples of the specification, and what holds for any spans."""
+"""Markers in texts: worked examples of the specification, and properties of random spans."""
 
 import random
 import re
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from src.data.metadata.annotations import Annotated, read_row
+from src.data.metadata.annotations import Annotated, Item, read_row
 from src.data.metadata.linearise import insert, markers
 from src.data.metadata.processors import HtmlFilter, TagRule, local_markers
 
@@ -15,10 +15,10 @@ APPLE = "An apple is an edible fruit produced by an apple tree (Malus domestica)
 
 
 def item(key: str, value: str, start: int, end: int, places: tuple[int, int] | None = None, **attributes: str) -> dict[str, Any]:
-    found: dict[str, Any] = {"key": key, "type": "local", "value": value, "char_start_idx": start, "char_end_idx": end}
+    annotated: dict[str, Any] = {"key": key, "type": "local", "value": value, "char_start_idx": start, "char_end_idx": end}
     if places:
-        found |= {"relative_start_pos": places[0], "relative_end_pos": places[1]}
-    return found | {"html_attrs": {"attrs": list(attributes), "values": list(attributes.values())}}
+        annotated |= {"relative_start_pos": places[0], "relative_end_pos": places[1]}
+    return annotated | {"html_attrs": {"attrs": list(attributes), "values": list(attributes.values())}}
 
 
 def document(text: str, *items: dict[str, Any]) -> Annotated:
@@ -32,18 +32,18 @@ def generic(item):
 real = partial(local_markers, html=HtmlFilter(), entity_position="beginning")
 
 
-def marked(found: Annotated, keys: str, process=real, linearisation: Any = "compatible", **around: tuple[str, str]):
-    return insert(found.text, markers(found, keys.split(), process, around, linearisation))
+def marked(annotated: Annotated, keys: str, process=real, linearisation: Any = "compatible", **around: tuple[str, str]):
+    return insert(annotated.text, markers(annotated, keys.split(), process, around, linearisation))
 
 
 def runs(mask: list[bool]) -> list[tuple[int, int]]:
-    found = list[list[int]]()
+    annotated = list[list[int]]()
     for value in mask:
-        if found and found[-1][1] == value:
-            found[-1][0] += 1
+        if annotated and annotated[-1][1] == value:
+            annotated[-1][0] += 1
         else:
-            found.append([1, int(value)])
-    return [(count, value) for count, value in found]
+            annotated.append([1, int(value)])
+    return [(count, value) for count, value in annotated]
 
 
 @pytest.mark.parametrize("linearisation", ["compatible", "nested"])
@@ -52,11 +52,11 @@ def test_an_entity(linearisation: str):
         "It was a brilliant first round. You have to break down the Cuban's rhythm you can't let them get into rhythm. "
         "The risk with that is Yafai has got to go him."
     )
-    found = document(text, item("entity", "Galal_Yafai", 132, 137))
+    annotated = document(text, item("entity", "Galal_Yafai", 132, 137))
     named = marked(document(text, item("entity", "Galal Yafai", 132, 137)), "entity", generic, linearisation)
     assert "that is [entity: Galal Yafai]Yafai[/entity: Galal Yafai] has" in named.text
     assert runs(named.mask) == [(132, 0), (21, 1), (5, 0), (22, 1), (19, 0)]
-    assert "Yafai [[Galal Yafai]] has got" in marked(found, "entity", real, linearisation).text
+    assert "Yafai [[Galal Yafai]] has got" in marked(annotated, "entity", real, linearisation).text
 
 
 FRUIT = (
@@ -97,43 +97,43 @@ EMPTY = [
 
 @pytest.mark.parametrize("linearisation", ["compatible", "nested"])
 @pytest.mark.parametrize("seed", range(5))
-def test_empty_tags_keep_their_places_whatever_the_order_of_the_list(linearisation: str, seed: int):
+def test_empty_tags_do_not_depend_on_the_order_of_the_list(linearisation: str, seed: int):
     items = random.Random(seed).sample(EMPTY, len(EMPTY))
     text = marked(document(APPLE, *items), "html", real, linearisation).text
     assert "by an <a></a><b class:level1><b class:level2><i class:level3><a></a>apple</i> tree</b></b> (Malus" in text
 
 
 def test_runs_of_markers_are_wrapped():
-    found = document(APPLE, *EMPTY)
-    text = marked(found, "html", real, html=("<HTML>", "</HTML>")).text
+    annotated = document(APPLE, *EMPTY)
+    text = marked(annotated, "html", real, html=("<HTML>", "</HTML>")).text
     tags = "<a></a><b class:level1><b class:level2><i class:level3><a></a>"
     assert f"<HTML>{tags}</HTML>apple<HTML></i></HTML> tree<HTML></b></b></HTML>" in text
-    assert marked(found, "html", real, "nested", html=("<HTML>", "</HTML>")).text == text
+    assert marked(annotated, "html", real, "nested", html=("<HTML>", "</HTML>")).text == text
 
 
-def test_what_is_nested_is_closed_first():
-    found = document("aabbcc", item("entity", "E", 0, 4), item("html", "b", 2, 4, (0, 0)))
-    assert marked(found, "html entity", generic, "nested").text == "[entity: E]aa[html: b]bb[/html: b][/entity: E]cc"
-    assert marked(found, "html entity", generic).text == "[entity: E]aa[html: b]bb[/entity: E][/html: b]cc", "the original's"
+def test_inner_spans_end_first():
+    annotated = document("aabbcc", item("entity", "E", 0, 4), item("html", "b", 2, 4, (0, 0)))
+    assert marked(annotated, "html entity", generic, "nested").text == "[entity: E]aa[html: b]bb[/html: b][/entity: E]cc"
+    assert marked(annotated, "html entity", generic).text == "[entity: E]aa[html: b]bb[/entity: E][/html: b]cc", "the original's"
 
 
-def test_what_looks_like_a_marker_is_escaped():
+def test_text_that_looks_like_a_marker_is_escaped():
     text = r"if a <b and [[1, 2]] or c\d"
-    found = document(text, item("html", "p", 0, len(text), (0, 0)), item("entity", "E", 0, 2))
-    seen = marked(found, "html entity", real, "nested")
-    assert seen.text == r"<p>if [[E]] a \<b and \[[1, 2]] or c\\d</p>"
-    assert "".join(c for c, m in zip(*seen, strict=True) if not m) == text
+    annotated = document(text, item("html", "p", 0, len(text), (0, 0)), item("entity", "E", 0, 2))
+    marked_text = marked(annotated, "html entity", real, "nested")
+    assert marked_text.text == r"<p>if [[E]] a \<b and \[[1, 2]] or c\\d</p>"
+    assert "".join(c for c, m in zip(*marked_text, strict=True) if not m) == text
     assert marked(document(text), "html entity", real, "nested").text == text, "nothing is marked, so nothing can be mistaken"
 
 
 def test_filters():
-    keeps = HtmlFilter(longest=0, exceptions=["td"], leave_out=[TagRule(tag="body", shortest=0)]).keeps
+    keeps = HtmlFilter(longest=0, exceptions=["td"], leave_out=[TagRule(tag="body", shortest=0)]).accepts
     assert [keeps("p", 0), keeps("td", 0), keeps("p", 1), keeps("body", 30)] == [False, True, True, False]
     text = "abc"
-    found = document(text, item("html", "a", 0, 3, (0, 0), **{"class": "x y", "id": "4", "href": "http://q"}))
-    for kept, expected in ((None, "<a class:x y id:4 href:http://q>"), (["class", "id"], "<a class:x y id:4>"), ([], "<a>")):
-        process = partial(local_markers, html=HtmlFilter(attributes=kept), entity_position="end")
-        assert marked(found, "html", process).text == f"{expected}abc</a>"
+    annotated = document(text, item("html", "a", 0, 3, (0, 0), **{"class": "x y", "id": "4", "href": "http://q"}))
+    for names, expected in ((None, "<a class:x y id:4 href:http://q>"), (["class", "id"], "<a class:x y id:4>"), ([], "<a>")):
+        process = partial(local_markers, html=HtmlFilter(attributes=names), entity_position="end")
+        assert marked(annotated, "html", process).text == f"{expected}abc</a>"
 
 
 def random_document(seed: int) -> Annotated:
@@ -167,26 +167,119 @@ def random_document(seed: int) -> Annotated:
 
 
 @pytest.mark.parametrize("linearisation", ["compatible", "nested"])
-def test_without_what_is_marked_it_is_the_text(linearisation: str):
+def test_text_without_markers_is_unchanged(linearisation: str):
     for seed in range(500):
-        found = random_document(seed)
-        seen = marked(found, "html entity paragraph", real, linearisation)
-        assert len(seen.mask) == len(seen.text)
-        assert "".join(c for c, m in zip(*seen, strict=True) if not m) == found.text
+        annotated = random_document(seed)
+        marked_text = marked(annotated, "html entity paragraph", real, linearisation)
+        assert len(marked_text.mask) == len(marked_text.text)
+        assert "".join(c for c, m in zip(*marked_text, strict=True) if not m) == annotated.text
 
 
 def test_nested_tags_are_a_tree_and_can_be_read_back():
     for seed in range(500):
-        found = random_document(seed)
-        only = Annotated(found.text, [item for item in found.items if item.key == "html"])
-        seen = marked(only, "html", real, "nested").text
+        annotated = random_document(seed)
+        only = Annotated(annotated.text, [item for item in annotated.items if item.key == "html"])
+        marked_text = marked(only, "html", real, "nested").text
         text, open_tags = "", list[str]()
-        for token in re.findall(r"\\.|</?[a-z]+>|.", seen, re.DOTALL):
+        for token in re.findall(r"\\.|</?[a-z]+>|.", marked_text, re.DOTALL):
             if token.startswith("</"):
-                assert open_tags.pop() == token[2:-1], seen
+                assert open_tags.pop() == token[2:-1], marked_text
             elif token.startswith("<") and token.endswith(">") and len(token) > 2:
                 open_tags.append(token[1:-1])
             else:
                 text += token.removeprefix("\\") if len(token) == 2 else token
         if only.items:  # else nothing is escaped
-            assert (text, open_tags) == (found.text, []), seen
+            assert (text, open_tags) == (annotated.text, []), marked_text
+
+
+CHAIN = [item("entity_paragraph", name, 0, 5, (place, place)) for place, name in enumerate(["A", "B", "C"])]
+
+
+@pytest.mark.parametrize("linearisation", ["compatible", "nested"])
+def test_chains_at_the_end_of_a_paragraph_are_in_order(linearisation: str):
+    at_end = partial(local_markers, html=HtmlFilter(), entity_position="end")
+    annotated = document("hello", *CHAIN)
+    around = {"entity_paragraph": ("<CHAIN>", " </CHAIN> ")}
+    assert marked(annotated, "entity_paragraph", at_end, linearisation, **around).text == "hello<CHAIN> |A| |B| |C| </CHAIN> "
+    assert marked(annotated, "entity_paragraph", real, linearisation, **around).text == "<CHAIN> |A| |B| |C| </CHAIN> hello"
+
+
+def test_nested_spans_of_one_key_follow_their_relative_positions():
+    """Both ends of overlapping spans, with another key around them."""
+    spans = [item("entity_paragraph", "A", 0, 4, (0, 0)), item("entity_paragraph", "B", 2, 4, (0, 1)), item("html", "b", 1, 4, (0, 0))]
+    at_end = partial(local_markers, html=HtmlFilter(), entity_position="end")
+    assert marked(document("abcdef", *spans), "html entity_paragraph", at_end, "nested").text == "a<b>bcd |A|</b> |B|ef"
+
+
+@pytest.mark.parametrize("linearisation", ["compatible", "nested"])
+def test_empty_sides_are_not_wrapped(linearisation: str):
+    annotated = document("hello", *CHAIN[:1])
+    assert (
+        marked(annotated, "entity_paragraph", real, linearisation, entity_paragraph=("<CHAIN>", " </CHAIN> ")).text
+        == "<CHAIN> |A| </CHAIN> hello"
+    )
+
+
+def read_tag(marker: str) -> tuple[str, list[tuple[str, str]]]:
+    """Read a start tag back. An attribute starts at a blank before `name:`; a backslash makes the next character part of the text."""
+    body = re.fullmatch(r"<((?:\\.|[^\\>])*)>", marker, re.DOTALL)
+    assert body, marker
+    tag, *rest = re.split(r"(?<!\\) (?=(?:\\[^ ]|[^\\ :])+:)", re.sub(r"\\\\", END + "b", body[1]))
+
+    def plain(text: str) -> str:
+        return re.sub(r"\\(.)", r"\1", text, flags=re.DOTALL).replace(END + "b", "\\")
+
+    pairs = (re.fullmatch(r"((?:\\.|[^\\:])*):(.*)", each, re.DOTALL) for each in rest)
+    return plain(tag), [(plain(pair[1]), plain(pair[2])) for pair in pairs if pair]
+
+
+END = "\0"
+VALUES = [
+    "",
+    "x",
+    "x y",
+    "x id:4",
+    " id:4",
+    "a>b",
+    "</p>",
+    "\\",
+    "x \\",
+    "http://a.org/?q=1 2",
+    "style: red; b: c",
+    " ",
+    "a  b:c",
+    "\n d:e",
+    "é",
+]
+
+
+def test_attribute_values_can_be_read_back():
+    draw = random.Random(0)
+    for _ in range(2000):
+        names = draw.sample(["class", "id", "xlink:href", "data-x", "@click", "a>b"], draw.randrange(4))
+        attributes = tuple((name, "".join(draw.choices(VALUES, k=draw.randrange(3)))) for name in names)
+        tag = draw.choice(["a", "svg:p", "a>b", "/x", "two words"])
+        start, end = local_markers(Item("html", tag, 0, 3, attributes=attributes), HtmlFilter(), "end", escape=True) or ("", "")
+        assert read_tag(start) == (tag, list(attributes)), start
+        assert end.endswith(">")
+
+
+def test_names_of_entities_can_be_read_back():
+    for key, pattern in (
+        ("entity", r" \[\[((?:\\.|[^\\\]])*)\]\]"),
+        ("entity_paragraph", r" \|((?:\\.|[^\\|])*)\|"),
+        ("x", r"\[x: ((?:\\.|[^\\\]])*)\]"),
+    ):
+        for name in ("a", "a]] b", "a|b", "\\", "a] [[b", "|"):
+            texts = local_markers(Item(key, name, 0, 3), HtmlFilter(), "beginning", escape=True)
+            match = re.fullmatch(pattern, "".join(texts or ()).split("[/")[0])
+            assert match and re.sub(r"\\(.)", r"\1", match[1]) == name  # noqa: PT018
+
+
+def test_many_empty_tags_at_one_character_with_another_key():
+    """The empty tags of a page that starts with an entity, in time that is not quadratic."""
+    count = 20_000
+    tags = [item("html", "b", 0, 0, (2 * number, 2 * number + 1)) for number in range(count)]
+    annotated = document("hello", *tags, item("html", "p", 0, 5, (2 * count, 0)), item("entity", "E", 0, 5), item("paragraph", "x", 0, 0))
+    text = marked(annotated, "html entity paragraph", real, "nested").text
+    assert text == "[paragraph: x][/paragraph: x]" + "<b></b>" * count + "<p>hello [[E]]</p>"

@@ -21,7 +21,7 @@ LINK = Item("html", "a", 0, 3, attributes=(("class", "x y"), ("id", "4"), ("href
         ("foo", "bar", "foo: bar"),
     ],
 )
-def test_what_a_prefix_says(key: str, value: str, text: str):
+def test_prefix_of_each_key(key: str, value: str, text: str):
     """M1 to M3."""
     assert global_text(Item(key, value), Separators()) == text
 
@@ -35,22 +35,22 @@ def test_what_a_prefix_says(key: str, value: str, text: str):
         (Item("entity_paragraph", "Joe_Biden", 0, 1), "end", ("", " |Joe Biden|")),
     ],
 )
-def test_what_stands_around_a_span(item: Item, position: str, both: tuple[str, str]):
+def test_markers_around_a_span(item: Item, position: str, both: tuple[str, str]):
     """M4."""
     assert local_markers(item, HtmlFilter(), position) == both  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("kept", "opening"),
+    ("selected", "opening"),
     [(None, "<a class:x y id:4 href:http://q>"), (["class", "id"], "<a class:x y id:4>"), ([], "<a>")],
 )
-def test_attributes_that_are_kept(kept: list[str] | None, opening: str):
+def test_selected_attributes(selected: list[str] | None, opening: str):
     """M5."""
-    assert local_markers(LINK, HtmlFilter(attributes=kept), "end") == (opening, "</a>")
+    assert local_markers(LINK, HtmlFilter(attributes=selected), "end") == (opening, "</a>")
 
 
 def test_tags_that_are_left_out():
     """M6, and M29: without the body alone, what it holds stays."""
     published = HtmlFilter(longest=0, exceptions=["td"], leave_out=[TagRule(tag="body", shortest=0)])
     lengths = {("p", 0): False, ("td", 0): True, ("p", 1): True, ("body", 30): False, ("h1", 15): True}
-    assert {(tag, length): published.keeps(tag, length) for tag, length in lengths} == lengths
+    assert {(tag, length): published.accepts(tag, length) for tag, length in lengths} == lengths

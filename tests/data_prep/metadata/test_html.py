@@ -1,54 +1,62 @@
 """Text and tags of pages."""
 
 import random
+import re
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import lxml.html
 import pytest
 
-from data_prep.metadata.html import extract
+from data_prep.metadata import html
+from data_prep.metadata.html import RemovalRule, extract, read_rules
 from src.data.metadata.annotations import read_row
 from src.data.metadata.linearise import insert, markers
 from src.data.metadata.processors import HtmlFilter, local_markers
-from src.errors import DataError
+from src.errors import ConfigError, DataError
+
+UNLIMITED = [rule for rule in read_rules() if rule.max_chars is None]
+"""Without the rules for short blocks."""
 
 
-def tags(source: str, shortest: int = -1) -> tuple[str, dict[str, list[str]]]:
-    """The text, and for each tag what it holds."""
-    page = extract(source, shortest)
-    found: dict[str, list[str]] = {}
+def tags(source: str, rules: Sequence[RemovalRule] = UNLIMITED) -> tuple[str, dict[str, list[str]]]:
+    """Return the text, and the texts in each tag."""
+    page = extract(source, rules)
+    by_tag: dict[str, list[str]] = {}
     for tag in page.tags:
-        found.setdefault(tag["value"], []).append(page.text[tag["char_start_idx"] : tag["char_end_idx"]])
-    return page.text, found
+        by_tag.setdefault(tag["value"], []).append(page.text[tag["char_start_idx"] : tag["char_end_idx"]])
+    return page.text, by_tag
 
 
 def test_a_title():
-    text, found = tags("<html>\n<head>\n</head>\n<body>\n<h1>This is a title</h1>\n</body>\n</html>")
+    text, by_tag = tags("<html>\n<head>\n</head>\n<body>\n<h1>This is a title</h1>\n</body>\n</html>")
     assert text == "This is a title\n"
-    assert found == {"h1": ["This is a title"], "body": ["This is a title\n"]}
+    assert by_tag == {"h1": ["This is a title"], "body": ["This is a title\n"]}
 
 
 def test_nested_divisions():
     source = "<body><h1>T</h1><div><p>x</p>This is a <div>first</div> sub-div in div</div></body>"
-    text, found = tags(source)
+    text, by_tag = tags(source)
     assert text == "T\nx\nThis is a\nfirst\nsub-div in div\n"
-    assert found["div"] == ["first", "x\nThis is a\nfirst\nsub-div in div"]
+    assert by_tag["div"] == ["first", "x\nThis is a\nfirst\nsub-div in div"]
 
 
-def test_chains_of_divisions_are_one():
-    text, found = tags(
+def test_chain_of_divisions_becomes_one():
+    text, by_tag = tags(
         '<body><h1>this is a title that we keep</h1><div class="div-level-1" id=1>blablabla<div class="div-level-2" href="http">tidi '
         "<div id=3>tidi2</div></div></div></body>"
     )
     assert text == "this is a title that we keep\nblablabla\ntidi\ntidi2\n"
-    assert {name: len(each) for name, each in found.items()} == {"h1": 1, "div": 1, "body": 1}
-    page = extract("<body>aaa <div class=a id=1>b<div class=c href=http>d <div id=3>e</div></div></div></body>", -1)
+    assert {name: len(each) for name, each in by_tag.items()} == {"h1": 1, "div": 1, "body": 1}
+    page = extract("<body>aaa <div class=a id=1>b<div class=c href=http>d <div id=3>e</div></div></div></body>", UNLIMITED)
     assert page.tags[0]["html_attrs"] == {"attrs": ["class", "id", "href"], "values": ["a c", "1 3", "http"]}
 
 
-def test_short_blocks_go_and_what_is_hidden_does_not_make_them_long():
+def test_short_blocks_are_removed_and_scripts_do_not_count():
     words = "tidi tadada " * 8
     source = f"<body><h1>This is a title</h1><p>short</p><p>{words}</p><div>a<script>{'x' * 99}</script></div></body>"
-    assert tags(source, 64)[0] == f"This is a title\n{words.strip()}\n"
+    assert tags(source, read_rules())[0] == f"This is a title\n{words.strip()}\n"
     assert extract("<body>short</body>").text == ""
 
 
@@ -62,29 +70,29 @@ def test_positions_of_tags():
     assert [by_name["body"][name] for name in place] == [0, 101, 0, 0]
 
 
-def test_tags_that_go_with_all_that_they_hold():
+def test_rules_remove_elements_with_their_content():
     """M30."""
     inside, outside = "<div><p>This is a paragraph in a div</p></div>", "<p>This is a paragraph not in div</p>"
-    page = extract(f"<html><body><h1>This is a title</h1>{inside}{outside}</body></html>", -1, {"div"})
+    page = extract(f"<html><body><h1>This is a title</h1>{inside}{outside}</body></html>", [RemovalRule(tag="div")])
     assert page.text == "This is a title\nThis is a paragraph not in div\n"
     assert len(page.tags) == 3
 
 
-def test_a_chain_of_divisions_around_all_that_is_read():
+def test_chain_of_divisions_around_the_text():
     """M40, page 4: the chain is one division with the attributes of both, inside the body, of the same 80 characters."""
     words = "tidi tadada tidi tadada tidi tadada tidi tadada tidi tadada tidi tadada tidi ta"
     page = extract(f'<html><body><div class="div-level-1"><div class="div-level-2">{words}</div></div></body></html>')
     assert page.text == f"{words}\n"
     assert len(page.text) == 80
-    found = {tag["value"]: tag for tag in page.tags}
+    by_tag = {tag["value"]: tag for tag in page.tags}
     place = ("char_start_idx", "char_end_idx", "relative_start_pos", "relative_end_pos")
-    assert [found["div"][name] for name in place] == [0, 80, 1, 0]
-    assert [found["body"][name] for name in place] == [0, 80, 0, 1]
-    assert found["div"]["html_attrs"] == {"attrs": ["class"], "values": ["div-level-1 div-level-2"]}
+    assert [by_tag["div"][name] for name in place] == [0, 80, 1, 0]
+    assert [by_tag["body"][name] for name in place] == [0, 80, 0, 1]
+    assert by_tag["div"]["html_attrs"] == {"attrs": ["class"], "values": ["div-level-1 div-level-2"]}
     assert len(page.tags) == 2
 
 
-def test_footers_outside_the_body_are_all_kept():
+def test_footers_outside_the_body_are_stored():
     """M40: they are strings of their own, and no text."""
     page = extract(f"<html><body><p>{'words ' * 20}</p></body><footer>one</footer><footer>two</footer></html>")
     assert page.footer == ["<footer>one</footer>", "<footer>two</footer>"]
@@ -96,8 +104,8 @@ def test_whitespace_breaks_and_preformatted_text():
     assert tags(source)[0] == "a b c\nd\n e\n  f\ng h i j\n"
 
 
-def test_head_footer_and_title_are_kept_as_they_are():
-    page = extract('<html><head><meta charset="utf-8"><title>T</title></head><body><footer>one</footer>text</body></html>', -1)
+def test_head_footer_and_title_are_stored():
+    page = extract('<html><head><meta charset="utf-8"><title>T</title></head><body><footer>one</footer>text</body></html>', UNLIMITED)
     assert page.head == ['<head><meta charset="utf-8"/><title>T</title></head>'], "M40: serialised anew"
     assert page.title == ["<title>T</title>"]
     assert page.footer == ["<footer>one</footer>"]
@@ -111,11 +119,11 @@ def test_no_page(source: str):
         extract(source)
 
 
-def test_a_page_that_is_ten_thousand_deep():
-    page = extract("<body>" + "<b>" * 1000 + "deep" + "</b>" * 1000 + "</body>", -1)
+def test_tags_nested_ten_thousand_deep():
+    page = extract("<body>" + "<b>" * 1000 + "deep" + "</b>" * 1000 + "</body>", UNLIMITED)
     assert (page.text, len(page.tags)) == ("deep\n", 1001)
     with pytest.raises(DataError, match="nested too deep"):
-        extract("<body>" + "<b>" * 10_000 + "deep" + "</b>" * 10_000 + "</body>", -1)
+        extract("<body>" + "<b>" * 10_000 + "deep" + "</b>" * 10_000 + "</body>", UNLIMITED)
 
 
 def random_page(seed: int) -> str:
@@ -131,15 +139,149 @@ def random_page(seed: int) -> str:
     return f"<body>{''.join(element(0) for _ in range(4))}</body>"
 
 
-def test_spans_of_any_page_can_be_written_and_taken_out_again():
+def test_markers_of_any_page_can_be_removed():
     for seed in range(300):
-        page = extract(random_page(seed), -1)
-        found = read_row({"text": page.text, "metadata_html": page.tags}, "row")
+        page = extract(random_page(seed), UNLIMITED)
+        by_tag = read_row({"text": page.text, "metadata_html": page.tags}, "row")
 
         def process(item: Any) -> Any:
             return local_markers(item, HtmlFilter(), "end")
 
-        both = [insert(found.text, markers(found, ["html"], process, {}, how)) for how in ("nested", "compatible")]
-        for seen in both:
-            assert "".join(c for c, m in zip(*seen, strict=True) if not m) == page.text
+        both = [insert(by_tag.text, markers(by_tag, ["html"], process, {}, how)) for how in ("nested", "compatible")]
+        for marked in both:
+            assert "".join(c for c, m in zip(*marked, strict=True) if not m) == page.text
         assert both[0].text.replace("\\", "") == both[1].text.replace("\\", ""), "tags of a page nest"
+
+
+def test_short_is_measured_after_white_space_is_collapsed():
+    navigation = "<ul>" + "".join(f"<li>\n{' ' * 40}item {number}\n</li>" for number in range(3)) + "</ul>"
+    words = "words of a paragraph " * 4
+    assert tags(f"<body><p>{words}</p>{navigation}</body>", read_rules())[0] == f"{words.strip()}\n"
+    verbatim = f"<div><pre>{' ' * 70}x</pre></div>"
+    assert tags(f"<body><p>{words}</p>{verbatim}</body>", read_rules())[0] == f"{words.strip()}\n{' ' * 70}x\n"
+
+
+def test_rules_have_limits_and_directions():
+    source = f"<body>{'<p>' + 'word ' * 30 + '</p>'}<div><p>short</p><form>{'a form ' * 10}</form>tail</div><b>bold</b></body>"
+    rule = RemovalRule(tag="div", max_chars=10)
+    form = RemovalRule(tag="form")
+    assert "tail" in extract(source, [rule, form]).text, "top-down: measured with the form"
+    assert "short" not in extract(source, [rule.model_copy(update={"direction": "bottom-up"}), form]).text
+    assert "short" in extract(source, [RemovalRule(tag="div", max_chars=8, direction="bottom-up"), form]).text
+    assert "bold" not in extract(source, [RemovalRule(tag="b", min_chars=4, max_chars=4)]).text
+    assert "bold" in extract(source, [RemovalRule(tag="b", min_chars=5)]).text
+    assert extract(source, [RemovalRule(tag="body", min_chars=1, direction="bottom-up")]).text == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        ("rules: [{tag: p, max_chars: -1}]", "rules[0].max_chars"),
+        ("rules: [{tag: p}, {tag: div, min_chars: 9, max_chars: 3}]", "rules[1]"),
+        ("rules: [{tag: p, direction: sideways}]", "rules[0].direction"),
+        ("rules: [{max: 3}]", "rules[0]"),
+        ("tags: []", ""),
+        ("rules: [", ""),
+    ],
+)
+def test_malformed_rules_are_refused(text: str, path: str, tmp_path: Path):
+    (tmp_path / "rules.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(f"{tmp_path / 'rules.yaml'}")) as caught:
+        read_rules(tmp_path / "rules.yaml")
+    assert path in str(caught.value)
+
+
+def test_text_after_removed_elements_is_joined():
+    forms = "".join(f"<form>f</form>tail{number}" for number in range(5))
+    assert tags(f"<body><p>a</p>{forms}<b>b</b>c<form>f</form> d <form>f</form> e</body>")[0] == "a\ntail0 tail1 tail2 tail3 tail4bc d e\n"
+
+
+@pytest.mark.parametrize("attributes", [9_000, 11_000])
+def test_tags_with_very_many_attributes(attributes: int):
+    names = " ".join(f"a{number}=v" for number in range(attributes))
+    hidden = f"<script>if (a<b) {{ {'x ' * 11_000} }}</script><!-- <p {'x ' * 11_000}> -->"
+    source = f"<body>{hidden}<div {names}><div {names}>text</div></div></body>"
+    if attributes > 10_000:
+        with pytest.raises(DataError, match=str(attributes)):
+            extract(source, UNLIMITED)
+    else:
+        (tag, _) = extract(source, UNLIMITED).tags
+        assert len(tag["html_attrs"]["attrs"]) == attributes
+        assert tag["html_attrs"]["values"][0] == "v v"
+
+
+def test_nested_footers_are_stored_once():
+    page = extract(f"<body>{'words ' * 20}<footer>a<footer>b</footer></footer><footer>c</footer></body>")
+    assert page.footer == ["<footer>a<footer>b</footer></footer>", "<footer>c</footer>"]
+
+
+def test_size_of_chunks_does_not_change_a_page(monkeypatch: pytest.MonkeyPatch):
+    sources = [random_page(seed).replace("tail", "tail<!-- c > <b> -->é&amp;&eacute;") for seed in range(100)]
+    pages = [extract(source, UNLIMITED) for source in sources]
+    monkeypatch.setattr(html, "PARSED_AT_ONCE", 7)
+    assert [extract(source, UNLIMITED) for source in sources] == pages
+
+
+SHORT_TAGS = {"body", "div", "p", "section", "table", "ul", "ol", "dl"}
+
+
+def reference_text(source: str) -> str:
+    """Text of a page by the reference's steps: collapse white space, clean the tree from the top, add text by single characters."""
+    body = lxml.html.fromstring(source).find("body")
+    assert body is not None
+    for element in body.iter():
+        element.text = re.sub("[ \t\n\f\r]+", " ", element.text or "")
+        element.tail = re.sub("[ \t\n\f\r]+", " ", element.tail or "")
+
+    def drop(element: Any) -> None:
+        before, tail = element.getprevious(), element.tail or ""
+        old = (element.getparent().text if before is None else before.tail) or ""
+        if old and tail and old[-1] != " " and tail[0] != " ":
+            tail = f" {tail}"
+        element.tail = tail.removeprefix(" ") if old.endswith(" ") else tail
+        element.drop_tree()
+
+    def clean(element: Any) -> None:
+        if element.tag in ("div", "folded") and len(element) == 1 and element[0].tag == "div":
+            element[0].tag = "folded"
+        length = len("".join(element.itertext()))
+        if element.tag in ("header", "footer", "form") or (element.tag in SHORT_TAGS and length <= 64):
+            drop(element)
+            return
+        for child in list(element):
+            clean(child)
+
+    clean(body)
+    text = ""
+
+    def add(tag: str, new: str) -> None:
+        nonlocal text
+        if tag in (*html.BLOCKS, "folded") and text and text[-1] != "\n":
+            text = text[:-1] + "\n" if text[-1] == " " else text + "\n"
+        for character in new.replace("\u00a0", " "):
+            if (text and not (text[-1].isspace() and character.isspace())) or (not text and not character.isspace()):
+                text += character
+
+    def visit(element: Any) -> None:
+        add(element.tag, element.text or "")
+        for child in element:
+            visit(child)
+        add(element.tag, element.tail or "")
+
+    visit(body)
+    return text
+
+
+def test_random_pages_with_layout_white_space_equal_the_reference():
+    for seed in range(200):
+        draw = random.Random(seed)
+
+        def element(depth: int, draw: random.Random = draw) -> str:
+            name = draw.choice(["div", "div", "div", "b", "section", "span", "footer", "em"])
+            pieces = draw.choices([" word ", "\n      ", "&lt;b&gt;", "é", "a text of words ", "\t", "&nbsp; "], k=draw.randrange(4))
+            inner = "".join(element(depth + 1) for _ in range(draw.randrange(4) if depth < 5 else 0))
+            return f"<{name}>{''.join(pieces)}{inner}</{name}>" + draw.choice(["", " tail ", "tail", "\n    "])
+
+        content = "".join(element(0) for _ in range(6))
+        source = f"<html><head></head><body>{'a sentence that makes the body long ' * 2}{content}</body></html>"
+        assert extract(source).text == reference_text(source), source

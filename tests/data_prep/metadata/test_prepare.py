@@ -1,4 +1,4 @@
-"""Pages of every kind of file become rows for training, each source once: whatever is killed, cut or broken on the way."""
+"""Preparation of pages from all kinds of files, with damaged sources and killed processes."""
 
 import gzip
 import json
@@ -16,6 +16,7 @@ import pytest
 
 from data_prep.metadata import page_sources, prepare
 from src.config import Places
+from src.data.metadata.annotations import read_row
 from src.data.metadata.dataset import Config
 from src.data.text import tokenizers
 from tests import toy
@@ -46,6 +47,21 @@ def write_warc(path: Path, rows: Sequence[dict[str, Any]]) -> None:
             )
             records.append(f"{head}Content-Length: {len(reply)}\r\n\r\n".encode() + reply + b"\r\n\r\n")
     path.write_bytes(b"".join(gzip.compress(record, mtime=0) if path.suffix == ".gz" else record for record in records))
+
+
+def warc_record(kind: str, body: bytes, **headers: str) -> bytes:
+    head = {
+        "WARC-Type": kind,
+        "WARC-Target-URI": "https://www.example.org/page",
+        **{name.replace("_", "-"): headers[name] for name in headers},
+    }
+    lines = [b"WARC/1.0", *(f"{name}: {value}".encode() for name, value in head.items()), f"Content-Length: {len(body)}".encode()]
+    return b"\r\n".join([*lines, b"", body, b"", b""])
+
+
+def response(body: bytes, *headers: str, status: str = "200 OK") -> bytes:
+    reply = b"\r\n".join([f"HTTP/1.1 {status}".encode(), *map(str.encode, headers), b"", body])
+    return warc_record("response", reply, Content_Type="application/http; msgtype=response")
 
 
 def write_parquet(path: Path, rows: Sequence[dict[str, Any]]) -> None:
@@ -87,7 +103,7 @@ def test_pages_of_each_kind_of_file(kind: str, tmp_path: Path):
     assert len(config.build(places, tokenizers.load(places.data / "toy_tokenizer"), "train", 0)) == 2
 
 
-def test_the_published_layout_is_read_as_it_lies(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_published_layout_is_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Some of its files have columns of entities, others lack them. Rows without a text are left out."""
     item = {"key": "entity", "type": "local", "char_start_idx": 0, "char_end_idx": 3, "value": "One"}
     plain = {"text": "one text", "metadata_url": [], "c4_shard": 7, "html_head": ["<head></head>"]}
@@ -108,7 +124,7 @@ def test_the_published_layout_is_read_as_it_lies(tmp_path: Path, capsys: pytest.
     assert [path.name for path in (tmp_path / "data").iterdir()] == ["made"]
 
 
-def test_a_broken_source_ends_nothing_but_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_damaged_sources_do_not_stop_other_sources(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     pages = [page(f"p{number}", 200) for number in range(40)]
     write_json(tmp_path / "a.jsonl.gz", pages[:20])
     whole = (tmp_path / "a.jsonl.gz").read_bytes()
@@ -119,21 +135,21 @@ def test_a_broken_source_ends_nothing_but_itself(tmp_path: Path, capsys: pytest.
     write_json(tmp_path / "val.jsonl", pages[39:])
     words = ["--train", str(tmp_path), "--val", str(tmp_path / "val.jsonl"), *EXTRACT]
     assert run(tmp_path, *words) == 1
-    said = capsys.readouterr().err.splitlines()
-    assert len(said) == 3
-    assert said[0].startswith(f"error: {tmp_path / 'a.jsonl.gz'}:") and "the file is cut or damaged here" in said[0]  # noqa: PT018
-    assert said[1].startswith(f"error: {tmp_path / 'b.jsonl'}:2: not valid JSON")
-    assert said[2].startswith(f"error: {tmp_path / 'd.parquet'}: no parquet file, or a damaged one")
+    output = capsys.readouterr().err.splitlines()
+    assert len(output) == 3
+    assert output[0].startswith(f"error: {tmp_path / 'a.jsonl.gz'}:") and "the file is cut or damaged here" in output[0]  # noqa: PT018
+    assert output[1].startswith(f"error: {tmp_path / 'b.jsonl'}:2: not valid JSON")
+    assert output[2].startswith(f"error: {tmp_path / 'd.parquet'}: no parquet file, or a damaged one")
     assert not (tmp_path / "data" / "made").exists()
-    made = sorted(path.name.partition("-")[0] for path in (tmp_path / "data" / "made.parts").glob("*.json"))
-    assert made == ["c", "val"], "the others were worked on"
-    (kept,) = (tmp_path / "data" / "made.parts").glob("c-*.jsonl")
-    before = kept.stat().st_ino, kept.read_bytes()
+    finished = sorted(path.name.partition("-")[0] for path in (tmp_path / "data" / "made.parts").glob("*.json"))
+    assert finished == ["c", "val"], "the others were worked on"
+    (part,) = (tmp_path / "data" / "made.parts").glob("c-*.jsonl")
+    before = part.stat().st_ino, part.read_bytes()
 
     (tmp_path / "a.jsonl.gz").write_bytes(whole)
     write_json(tmp_path / "b.jsonl", pages[20:21])
     (tmp_path / "d.parquet").unlink()
-    assert (kept.stat().st_ino, kept.read_bytes()) == before
+    assert (part.stat().st_ino, part.read_bytes()) == before
     assert run(tmp_path, *words) == 0
     assert [row["metadata_title"][0]["value"] for row in rows(tmp_path, "train")] == [f"About p{number}" for number in range(39)]
 
@@ -146,39 +162,39 @@ def test_a_broken_source_ends_nothing_but_itself(tmp_path: Path, capsys: pytest.
         ("<div>" * 10_000, "tags are nested too deep for the parser"),
     ],
 )
-def test_pages_that_cannot_be_read_are_counted_and_limited(html: Any, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_unreadable_pages_are_counted_and_limited(html: Any, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     bad = {**page("bad"), "doc_html": html, "text": "what was known of it"}
     write_json(tmp_path / "train.jsonl", [page("good"), bad])
     write_json(tmp_path / "val.jsonl", [page("val")])
     words = ["--train", str(tmp_path / "train.jsonl"), "--val", str(tmp_path / "val.jsonl"), *EXTRACT]
     assert run(tmp_path, *words) == 1
-    said = capsys.readouterr().err
-    assert "--extract html: failed on 1 of 3 rows, above --most_errors 0.01:" in said
-    assert f"{tmp_path / 'train.jsonl'}:2: " in said
-    assert message in said
+    output = capsys.readouterr().err
+    assert "--extract html: failed on 1 of 3 rows, above --most_errors 0.01:" in output
+    assert f"{tmp_path / 'train.jsonl'}:2: " in output
+    assert message in output
     assert not (tmp_path / "data" / "made").exists()
     assert run(tmp_path, *words, "--most_errors", "0.5") == 0
-    good, kept = rows(tmp_path, "train")
+    good, part = rows(tmp_path, "train")
     assert (good["HtmlPreprocessor_error"], good["HtmlPreprocessor_error_comment"]) == (0, "")
-    assert kept["HtmlPreprocessor_error"] == 1
-    assert message in kept["HtmlPreprocessor_error_comment"]
-    assert (kept["text"], kept["doc_html"]) == ("what was known of it", html), "the row keeps what it had"
-    assert kept["metadata_url"], "other extractors go on"
+    assert part["HtmlPreprocessor_error"] == 1
+    assert message in part["HtmlPreprocessor_error_comment"]
+    assert (part["text"], part["doc_html"]) == ("what was known of it", html), "the row keeps what it had"
+    assert part["metadata_url"], "other extractors go on"
 
 
-def test_a_document_of_both_splits_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_documents_in_both_splits_are_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """B5 and B6: nothing kept the reference from training on its test file."""
     write_json(tmp_path / "train.jsonl", [page("one"), page("same")])
     write_json(tmp_path / "val.jsonl", [page("other"), page("third"), {**page("same"), "url": "https://mirror.org/"}])
     words = ["--train", str(tmp_path / "train.jsonl"), "--val", str(tmp_path / "val.jsonl"), *EXTRACT]
     assert run(tmp_path, *words) == 1
-    said = capsys.readouterr().err
-    assert f"{tmp_path / 'train.jsonl'}: row 2: the same text as row 3 of {tmp_path / 'val.jsonl'}, which is for validation." in said
+    output = capsys.readouterr().err
+    assert f"{tmp_path / 'train.jsonl'}: row 2: the same text as row 3 of {tmp_path / 'val.jsonl'}, which is for validation." in output
     assert not (tmp_path / "data" / "made").exists()
     link = tmp_path / "link.jsonl"
     link.symlink_to(tmp_path / "val.jsonl")
     assert run(tmp_path, "--train", str(link), "--val", str(tmp_path / "val.jsonl")) == 1
-    assert "--train: nothing is left of it without the sources of --val." in capsys.readouterr().err
+    assert "--train: all of its sources are in --val" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -186,13 +202,18 @@ def test_a_document_of_both_splits_is_an_error(tmp_path: Path, capsys: pytest.Ca
     [
         (["--train", "none.jsonl"], "none.jsonl: no such file. Expected names that end with .warc, .warc.gz, .parquet"),
         (["--train", "."], ".: no file here ends with .warc"),
-        (["--workers", "0"], "--workers of at least 1"),
+        (["--workers", "0"], "--workers: expected at least 1, got 0"),
+        (["--most_errors", "1.5"], "--most_errors: expected a share from 0 to 1, got 1.5"),
+        (["--most_replaced", "-1"], "--most_replaced: expected a share from 0 to 1, got -1"),
+        (["--page_seconds", "0"], "--page_seconds: expected a number above 0, got 0"),
+        (["--removal_rules", "rules.yaml"], "--removal_rules"),
+        (["--extract", "html", "--removal_rules", "rules.yaml"], "rules.yaml: no such file"),
         (["--slurm", "partition"], "--slurm partition: expected KEY=VALUE"),
         (["--slurm", "colour=red", "partition=cpu", "time=00:01:00"], "--slurm: datatrove's executor refuses it"),
-        (["--slurm", "partition=cpu"], "--slurm: it needs partition=NAME and time=HH:MM:SS."),
+        (["--slurm", "partition=cpu"], "--slurm: needs partition=NAME and time=HH:MM:SS."),
     ],
 )
-def test_mistakes_are_told(
+def test_mistakes_on_the_command_line(
     words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     write_json(tmp_path / "good.jsonl", [page("one")])
@@ -204,7 +225,7 @@ def test_mistakes_are_told(
     assert message in capsys.readouterr().err
 
 
-def test_a_missing_package_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_missing_package_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     write_json(tmp_path / "good.jsonl", [page("one")])
     write_json(tmp_path / "val.jsonl", [page("two")])
     monkeypatch.setitem(sys.modules, "datatrove.executor", None)
@@ -214,51 +235,51 @@ def test_a_missing_package_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(("kind", "lost"), [("warc.gz", 40), ("warc.gz", 400), ("warc", 40), ("warc", 400)])
-def test_a_warc_that_is_cut_off_is_an_error(kind: str, lost: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_truncated_warc_is_an_error(kind: str, lost: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """warcio takes the end of a file for the end of its records, wherever it is."""
     write_warc(path := tmp_path / f"a.{kind}", [page("one"), page("two")])
     path.write_bytes(path.read_bytes()[:-lost])
     write_json(tmp_path / "val.jsonl", [page("val")])
     assert run(tmp_path, "--train", str(path), "--val", str(tmp_path / "val.jsonl"), *EXTRACT) == 1
-    said = capsys.readouterr().err
-    assert said.startswith(f"error: {path}: record ")
-    assert "cut or damaged" in said
+    output = capsys.readouterr().err
+    assert output.startswith(f"error: {path}: record ")
+    assert "cut or damaged" in output
 
 
-def test_a_page_of_a_warc_that_is_too_long_is_not_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_pages_of_a_warc_are_read_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(page_sources, "LONGEST_PAGE", 20)
     write_warc(tmp_path / "a.warc", [{"url": "http://a.org", "doc_html": "é" * 15}])
     ((_, row),) = page_sources.read_rows(tmp_path / "a.warc")
-    assert len(row["doc_html"]) == 21, "too long for the extractor, though it has fewer characters"
+    assert len(row["doc_html"].data) == 21, "one byte over the limit, so that the extractor refuses it"
 
 
-def test_what_nobody_foresaw_stops_no_other_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_unexpected_errors_do_not_stop_other_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     for name in ("a", "b", "val"):
         write_json(tmp_path / f"{name}.jsonl", [page(name)])
     words = ["--train", str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl"), "--val", str(tmp_path / "val.jsonl")]
     read = page_sources.read_rows
-    monkeypatch.setattr(page_sources, "read_rows", lambda path: iter([1 / 0]) if path.name == "a.jsonl" else read(path))
+    monkeypatch.setattr(page_sources, "read_rows", lambda path, *options: iter([1 / 0]) if path.name == "a.jsonl" else read(path, *options))
     assert run(tmp_path, *words, *EXTRACT) == 1
     assert capsys.readouterr().err == f"error: {tmp_path / 'a.jsonl'}: ZeroDivisionError: division by zero.\n"
     assert len(list((tmp_path / "data" / "made.parts").glob("*.json"))) == 2
 
 
-def test_what_is_no_row_is_counted_and_limited(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_malformed_rows_are_counted_and_limited(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     span = {"key": "html", "type": "local", "value": "b", "char_start_idx": 0, "char_end_idx": 99}
     bad = [{"txt": "typo"}, {"text": "short", "metadata": [span]}]
     write_json(tmp_path / "train.jsonl", [{"text": "one"}, *bad, {"text": "two"}])
     write_json(tmp_path / "val.jsonl", [{"text": "val"}])
     words = ["--train", str(tmp_path / "train.jsonl"), "--val", str(tmp_path / "val.jsonl")]
     assert run(tmp_path, *words) == 1
-    said = capsys.readouterr().err
-    assert "no rows with metadata are 2 of 5 rows, above --most_errors 0.01:" in said
-    assert f"{tmp_path / 'train.jsonl'}:2: field 'text': expected text, got None." in said
-    assert f"{tmp_path / 'train.jsonl'}:3: metadata[0]: the span [0, 99) is not in the text of 5 characters." in said
+    output = capsys.readouterr().err
+    assert "no rows with metadata are 2 of 5 rows, above --most_errors 0.01:" in output
+    assert f"{tmp_path / 'train.jsonl'}:2: field 'text': expected text, got None." in output
+    assert f"{tmp_path / 'train.jsonl'}:3: metadata[0]: the span [0, 99) is not in the text of 5 characters." in output
     assert run(tmp_path, *words, "--most_errors", "0.5") == 0
     assert [row["text"] for row in rows(tmp_path, "train")] == ["one", "two"]
 
 
-def test_rows_that_an_extractor_failed_on_have_its_columns(tmp_path: Path):
+def test_rows_with_a_failed_extractor_have_its_columns(tmp_path: Path):
     """So that a training can list them."""
     odd = {**page("odd"), "url": "http://[broken/"}
     write_json(tmp_path / "train.jsonl", [page("one"), odd, {**page("none"), "doc_html": "", "text": "what was known"}])
@@ -272,7 +293,7 @@ def test_rows_that_an_extractor_failed_on_have_its_columns(tmp_path: Path):
 
 
 @pytest.mark.parametrize("charset", ["undefined", "idna", "no-such-set"])
-def test_a_page_of_a_strange_character_set_is_read_as_utf_8(charset: str, tmp_path: Path):
+def test_unknown_charsets_are_ignored(charset: str, tmp_path: Path):
     strange = page("strange")
     strange["doc_html"] = strange["doc_html"].replace("<head>", f'<head><meta charset="{charset}">')
     write_warc(tmp_path / "train.warc", [strange, page("two")])
@@ -281,7 +302,7 @@ def test_a_page_of_a_strange_character_set_is_read_as_utf_8(charset: str, tmp_pa
     assert len(rows(tmp_path, "train")) == 2
 
 
-def test_a_finished_command_deletes_nothing_of_one_that_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_finished_command_does_not_delete_files_of_a_running_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     from data_prep import command
 
     write_json(tmp_path / "train.jsonl", [{"text": "one"}])
@@ -296,9 +317,125 @@ def test_a_finished_command_deletes_nothing_of_one_that_runs(tmp_path: Path, cap
         assert (parts / "of the other").exists()
 
 
+def html_page(text: str, encoding: str = "utf-8", head: str = "") -> bytes:
+    return f"<html><head>{head}</head><body><p>{text * 20}</p></body></html>".encode(encoding)
+
+
+def manifest(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "data" / "made" / "manifest.json").read_text())
+
+
+def prepare_warc(folder: Path, records: Sequence[bytes], *words: str) -> int:
+    (folder / "train.warc").write_bytes(b"".join(records))
+    (folder / "val.warc").write_bytes(response(html_page("held out "), "Content-Type: text/html"))
+    return run(folder, "--train", str(folder / "train.warc"), "--val", str(folder / "val.warc"), *EXTRACT, *words)
+
+
+def test_charsets_of_pages_are_read_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    records = [
+        response(html_page("möse ", "latin-1"), "content-TYPE: TEXT/HTML"),
+        response(html_page("größer ", "latin-1", "<meta charset=iso-8859-1>"), "Content-Type: text/html"),
+        response(html_page("привет ", "koi8-r"), "CONTENT-TYPE: Text/Html; Charset=KOI8-R"),
+        response(html_page("plain "), "Content-Type: application/xhtml+xml"),
+        response(html_page("kaputt "), "Content-Type: text/html; charset=utf-8").replace(b"kaputt", b"kap\xfftt"),
+    ]
+    assert prepare_warc(tmp_path, records) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: --most_replaced 0.01: 1 of 6 pages")
+    assert len(error.splitlines()) == 1
+    assert prepare_warc(tmp_path, records, "--most_replaced", "0.2") == 0
+    assert [row["text"].split()[0] for row in rows(tmp_path, "train")] == ["möse", "größer", "привет", "plain", "kap\ufffdtt"]
+    assert manifest(tmp_path)["pages"] == {"all": 6, "guessed": 1, "replaced": 1}
+    assert "6 pages, 1 with a guessed charset, 1 with replacement characters" in capsys.readouterr().out
+
+
+def test_bytes_of_parquet_files_are_decoded_like_pages(tmp_path: Path):
+    write_parquet(
+        tmp_path / "train.parquet", [{"url": "https://a.org", "doc_html": html_page("möse ", "latin-1", "<meta charset=latin1>")}]
+    )
+    write_json(tmp_path / "val.jsonl", [page("val")])
+    assert run(tmp_path, "--train", str(tmp_path / "train.parquet"), "--val", str(tmp_path / "val.jsonl"), *EXTRACT) == 0
+    assert rows(tmp_path, "train")[0]["text"].startswith("möse möse")
+
+
+def test_warc_records_are_counted_by_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    html = ("Content-Type: text/html",)
+    records = [
+        warc_record("warcinfo", b"software: test", Content_Type="application/warc-fields"),
+        warc_record("request", b"GET / HTTP/1.1\r\n\r\n", Content_Type="application/http; msgtype=request"),
+        response(html_page("one "), *html),
+        response(html_page("two "), *html, status="203 Non-Authoritative Information"),
+        response(html_page("not found "), *html, status="404 Not Found"),
+        response(html_page("moved "), *html, status="301 Moved Permanently"),
+        response(b"not a page", "Content-Type: image/png"),
+        response(b"\x8b\x02\x80packed", *html, "Content-Encoding: unknown"),
+        warc_record("revisit", b"HTTP/1.1 200 OK\r\n\r\n", Content_Type="application/http; msgtype=response"),
+        warc_record("resource", html_page("resource "), Content_Type="TEXT/HTML"),
+        warc_record("metadata", b"fetchTimeMs: 3", Content_Type="application/warc-fields"),
+    ]
+    assert prepare_warc(tmp_path, records) == 0
+    assert [row["text"].split()[0] for row in rows(tmp_path, "train")] == ["one", "two"]
+    skipped = {
+        "warcinfo": 1,
+        "request": 1,
+        "response 404": 1,
+        "response 301": 1,
+        "response 200 that is not HTML": 1,
+        "response with content encoding unknown": 1,
+        "revisit": 1,
+        "resource": 1,
+        "metadata": 1,
+    }
+    assert manifest(tmp_path)["skipped"] == skipped
+    output = capsys.readouterr().out
+    assert all(f"{count} {name}" in output for name, count in skipped.items())
+    assert prepare_warc(tmp_path, records, "--records", "2xx", "4xx", "resource") == 0
+    assert [row["text"].split()[0] for row in rows(tmp_path, "train")] == ["one", "two", "not", "resource"]
+
+
+def test_slow_pages_are_counted_and_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The large page has a million elements: many times the limit."""
+    slow = {"url": "https://a.org", "doc_html": f"<body>{'<p>x</p>' * 1_000_000}</body>"}
+    write_json(tmp_path / "train.jsonl", [page("one"), slow, page("two")])
+    write_json(tmp_path / "val.jsonl", [page("val")])
+    words = ["--train", str(tmp_path / "train.jsonl"), "--val", str(tmp_path / "val.jsonl"), *EXTRACT, "--page_seconds", "0.5"]
+    assert run(tmp_path, *words) == 0
+    assert len(rows(tmp_path, "train")) == 2
+    assert manifest(tmp_path)["skipped"] == {"pages over --page_seconds": 1}
+    assert "skipped: 1 pages over --page_seconds" in capsys.readouterr().out
+
+
+def test_removal_rules_of_a_file(tmp_path: Path):
+    write_json(tmp_path / "train.jsonl", [page("one")])
+    write_json(tmp_path / "val.jsonl", [page("val")])
+    (tmp_path / "rules.yaml").write_text("rules: [{tag: h1}]")
+    words = ["--train", str(tmp_path / "train.jsonl"), "--val", str(tmp_path / "val.jsonl"), *EXTRACT]
+    assert run(tmp_path, *words) == 0
+    assert rows(tmp_path, "train")[0]["text"].startswith("The page one")
+    assert run(tmp_path, *words, "--removal_rules", str(tmp_path / "rules.yaml")) == 0
+    assert rows(tmp_path, "train")[0]["text"].startswith("one says 0")
+    assert manifest(tmp_path)["made_from"]["removal"] == [{"tag": "h1", "min_chars": 0, "max_chars": None, "direction": "top-down"}]
+
+
+def test_rows_do_not_repeat_the_text(tmp_path: Path):
+    write_json(tmp_path / "train.jsonl", [page("one", 200)])
+    write_json(tmp_path / "val.jsonl", [page("val")])
+    words = ["--train", str(tmp_path / "train.jsonl"), "--val", str(tmp_path / "val.jsonl"), *EXTRACT]
+    assert run(tmp_path, *words, "--compatible") == 0
+    (full,) = rows(tmp_path, "train")
+    assert run(tmp_path, *words) == 0
+    (compact,) = rows(tmp_path, "train")
+    assert full["metadata_paragraph"][0]["value"] in full["text"]
+    assert "value" not in compact["metadata_paragraph"][0]
+    columns = ["metadata_html", "metadata_paragraph", "metadata_generation_length_text"]
+    both = [read_row({"text": row["text"], **{name: row[name] for name in columns}}, "row") for row in (full, compact)]
+    assert both[0] == both[1]
+    assert len(json.dumps(compact)) < 1.3 * len(compact["text"]) < len(json.dumps(full))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("always", [False, True])
-def test_a_killed_worker_costs_no_other_source(always: bool, tmp_path: Path):
+def test_killed_worker_does_not_stop_other_sources(always: bool, tmp_path: Path):
     """As the kernel kills one where memory ends: it is tried again by itself, and named where that ends so too."""
     (tmp_path / "pages").mkdir()
     for number in range(8):
@@ -320,7 +457,7 @@ def test_a_killed_worker_costs_no_other_source(always: bool, tmp_path: Path):
     if always:
         assert process.returncode == 1
         last = errors.strip().splitlines()[-1]
-        assert last.startswith(f"error: {tmp_path / 'pages' / '3.jsonl.gz'}: its process was killed, as for lack of memory.")
+        assert last.startswith(f"error: {tmp_path / 'pages' / '3.jsonl.gz'}: its process was killed")
         assert len(list((tmp_path / "data" / "made.parts").glob("*.json"))) == 8, "all others are made"
     else:
         assert process.returncode == 0, errors
@@ -328,7 +465,7 @@ def test_a_killed_worker_costs_no_other_source(always: bool, tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_twenty_kills_give_the_bytes_of_an_undisturbed_preparation(tmp_path: Path):
+def test_twenty_kills_do_not_change_the_result(tmp_path: Path):
     draws = random.Random(0)
     (tmp_path / "pages").mkdir()
     for number in range(24):
@@ -343,8 +480,8 @@ def test_twenty_kills_give_the_bytes_of_an_undisturbed_preparation(tmp_path: Pat
         process = subprocess.Popen(
             [*words, str(tmp_path / "disturbed")], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
         )
-        before, wanted = len(list(parts.glob("*.jsonl"))), draws.choice([0, 0, 1])
-        while process.poll() is None and not is_at(parts, before + wanted, bool(draws.random() < 0.5)):
+        before, further = len(list(parts.glob("*.jsonl"))), draws.choice([0, 0, 1])
+        while process.poll() is None and not is_at(parts, before + further, bool(draws.random() < 0.5)):
             time.sleep(0.0002)
         assert process.poll() is None, f"it ended after {kills} kills"
         os.killpg(process.pid, signal.SIGKILL)

@@ -36,9 +36,9 @@ def test_b13_a_title(html: str, title: str | None, original: str | None):
 
 
 def test_paragraphs_end_with_tags_and_empty_lines():
-    page = extract("<body><p>one</p><div>two<pre>a\n\nb</pre></div>rest</body>", -1)
-    found = list(of_text.split_paragraphs(page.text, page.tags))
-    assert [(item["value"], item["marker"]) for item in found] == [
+    page = extract("<body><p>one</p><div>two<pre>a\n\nb</pre></div>rest</body>", [])
+    placed = list(of_text.split_paragraphs(page.text, page.tags))
+    assert [(item["value"], item["marker"]) for item in placed] == [
         ("one\n", "p"),
         ("two\na\n\n", "pre+lf"),
         ("b", "pre+lf"),
@@ -49,25 +49,25 @@ def test_paragraphs_end_with_tags_and_empty_lines():
 
 def test_paragraphs_together_are_the_text():
     for seed in range(200):
-        page = extract(random_page(seed), -1)
+        page = extract(random_page(seed), [])
         assert "".join(item["value"] for item in of_text.split_paragraphs(page.text, page.tags)) == page.text
 
 
 def test_entities_are_named_once_a_paragraph_in_their_order():
-    page = extract("<body><p>Ann met Bo and Ann</p><p>Ann left</p></body>", -1)
+    page = extract("<body><p>Ann met Bo and Ann</p><p>Ann left</p></body>", [])
     places = [(0, 3, "Ann"), (8, 10, "Bo"), (15, 18, "Ann"), (19, 22, "Ann")]
     entities = [{"key": "entity", "type": "local", "char_start_idx": s, "char_end_idx": e, "value": v} for s, e, v in places]
     row = {"text": page.text, "metadata_html": page.tags, "metadata_entity": entities, "html_title": page.title}
-    found = of_text.extract(row)
-    named = [(item["value"], item["char_start_idx"], item["relative_start_pos"]) for item in found["metadata_entity_paragraph"]]
+    placed = of_text.extract(row)
+    named = [(item["value"], item["char_start_idx"], item["relative_start_pos"]) for item in placed["metadata_entity_paragraph"]]
     assert named == [("Ann", 0, 0), ("Bo", 0, 1), ("Ann", 19, 2)]
-    both = read_row({**row, **found}, "row")
+    both = read_row({**row, **placed}, "row")
     assert {"generation_length_text", "paragraph", "entity_paragraph"} <= set(both.columns)
 
 
 def test_rows_of_any_page_are_read():
     for seed in range(100):
-        page = extract(random_page(seed), -1)
+        page = extract(random_page(seed), [])
         words = [i for i in range(len(page.text)) if page.text[i].isalpha()]
         draw = random.Random(seed)
         starts = draw.sample(words, min(3, len(words)))

@@ -1,5 +1,7 @@
 """Addresses: worked examples of the specification, and the faults of the original."""
 
+from datetime import datetime
+
 import pytest
 
 from data_prep.metadata import url
@@ -21,7 +23,7 @@ def test_where_a_page_is_from(address: str, source: str):
     assert url.datasource(address) == source
 
 
-def test_b8_the_original_loses_what_stands_behind_a_number():
+def test_b8_reference_loses_words_after_a_number():
     assert url.datasource("http://www.example.de/2015/forum/article/21-new-project", compatible=True) == "www.example.de > forum > article"
     assert url.datasource("http://host.org/", compatible=True) == "host.org > "
 
@@ -34,7 +36,7 @@ def test_b8_the_original_loses_what_stands_behind_a_number():
         ("/2021-jan-23-foo", "2021-01-23 00:00:00"),
         ("/p/20190405.html", "2019-04-05 00:00:00"),
         ("/1950/01/02/", None),
-        ("/2022/01/02/", None),
+        ("/2024/05/06/x", "2024-05-06 00:00:00"),
         ("/2021/01", None),
         ("/a/03-08-1998/b", "1998-03-08 00:00:00"),
         ("/23-december-2010", "2010-12-23 00:00:00"),
@@ -46,19 +48,27 @@ def test_b8_the_original_loses_what_stands_behind_a_number():
     ],
 )
 def test_a_date_in_an_address(path: str, date: str | None):
-    found = url.extract({"url": f"https://www.nytimes.com{path}"})
-    assert [item["value"] for item in found["metadata_timestamp"]] == ([date] if date else [])
-    assert read_row({"text": "", **found}, "row").columns[:2] == ["url", "generation_datasource"]
+    columns = url.extract({"url": f"https://www.nytimes.com{path}"})
+    assert [item["value"] for item in columns["metadata_timestamp"]] == ([date] if date else [])
+    assert read_row({"text": "", **columns}, "row").columns[:2] == ["url", "generation_datasource"]
 
 
 @pytest.mark.parametrize(
     ("text", "date"), [("2021/jan/23/random text and num 123", "2021-01-23 00:00:00"), ("12", None), ("2021", None), ("2021 jan", None)]
 )
 def test_a_day_needs_all_its_parts(text: str, date: str | None):
-    found = url.parse_date(text)
-    assert (str(found) if found else None) == date
+    columns = url.parse_date(text)
+    assert (str(columns) if columns else None) == date
 
 
 def test_no_address():
     assert url.extract({}) == {column: [] for column in url.COLUMNS}
     assert url.date_of("http://[broken/2010/01/02") is None
+
+
+def test_dates_end_with_the_next_year():
+    next_year = datetime.now().year + 1
+    assert url.date_of(f"https://a.org/{next_year}/01/02/") == datetime(next_year, 1, 2)
+    assert url.date_of(f"https://a.org/{next_year + 1}/01/02/") is None
+    assert url.date_of("https://a.org/2021/01/02/", compatible=True) == datetime(2021, 1, 2)
+    assert url.date_of("https://a.org/2022/01/02/", compatible=True) is None
