@@ -18,8 +18,8 @@ from src.registry import REWARDS, bind, resolved_dict
 class Rollout:
     """What a policy has said to a prompt, as rewards read it."""
 
-    messages: Sequence[Mapping[str, str]]
-    """The prompt: {"role", "content"} of each message, the last of which is answered."""
+    messages: Sequence[Mapping[str, Any]]
+    """The prompt as rows have it: {"role", "content"}, "tool_calls" and "reasoning_content" of each message. The policy answers the last."""
     text: str
     """The answer, without control tokens."""
     row: Mapping[str, Any]

@@ -198,7 +198,7 @@ class Experience:
 
     def _rollout(self, prompt: Any, sampled: list[int]) -> Rollout:
         ended = self.generation.has_ended(sampled)
-        messages = [{"role": message.role, "content": message.content} for message in prompt.messages]
+        messages = [message.raw for message in prompt.messages]
         text = self.decode(sampled[:-1] if ended else sampled)
         return Rollout(messages, text, prompt.row, [*prompt.ids, *sampled], len(sampled), ended)
 

@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
@@ -18,6 +19,7 @@ from src.data import jsonl
 from src.data.conversations import templates
 from src.data.conversations.choices import Tags, draws, window
 from src.data.conversations.entries import Entry, Message, read_entry
+from src.data.conversations.jinja_templates import Jinja
 from src.data.conversations.refusals import refuses
 from src.data.conversations.rendering import Rendered, Renderer
 from src.data.conversations.rows import ANSWERED, EMPTY, PROMPT, ConversationRows, read_rows
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 log = logging.getLogger(__name__)
+_CHECKED = 100
+"""Samples that are rendered at the start."""
 
 
 class Writing(StrictConfig):
@@ -81,7 +85,7 @@ class ConversationConfig(ShuffledConfig):
         tokenizer = tokenizers.load(folder)
         if self.writing.template == "tokenizer":
             system = [Message("system", self.writing.system)] if self.writing.system else []
-            templates.find("tokenizer", tokenizer).spans([*system, Message("user", "?"), Message("assistant", "?")])
+            templates.find("tokenizer", tokenizer).spans([*system, Message("user", "?")], answering=True)
 
     def most_samples(self, places: Places) -> int | None:
         """See `parts.CountedConfig`."""
@@ -146,6 +150,9 @@ class Conversations:
         self.config, self.renderer, self.fingerprint, self.shuffle = config, renderer, digest, config.shuffle
         self._rows, self._seed, self._name = rows, seed, name
         self._chosen = self._choose()
+        if isinstance(renderer.template, Jinja):  # templates refuse some messages: fail before the first step
+            for index in range(min(len(self), _CHECKED)):
+                self.render(0, index)
 
     def _choose(self) -> Sequence[int]:
         """Numbers of the rows that are read."""
@@ -186,7 +193,10 @@ class Conversations:
         said = self._another_answer(index, entry) if config.shuffled_answers and key else entry.conversation
         messages = with_system(said, config.writing.system)
         told = config.writing.tags.write_all(messages, draws("tags", *key) if key else None) if config.writing.tags else ()
-        whole = self.renderer.render(messages, told)
+        try:
+            whole = self.renderer.render(messages, told)
+        except DataError as error:
+            raise DataError(f"{self._name}: row {row}: {error}") from None
         return window(whole, config.sequence_tokens, config.random_offset, (lambda: draws("window", *key)) if key else None)
 
     def _another_answer(self, index: int, entry: Entry) -> Sequence[Message]:
@@ -196,7 +206,7 @@ class Conversations:
         said = read_entry(self._rows[self._chosen[other]], f"{self._name}: row {self._chosen[other]}").conversation
         place = max(place for place, message in enumerate(own) if message.role == "assistant")
         answer = next((message for message in reversed(said) if message.role == "assistant"), own[place])
-        return [*own[:place], Message("assistant", answer.content, calls=answer.calls), *own[place + 1 :]]
+        return [*own[:place], replace(answer, tags={}, tools=()), *own[place + 1 :]]
 
     def sample(self, epoch: int, index: int) -> Sample:
         """Sample `index` of an epoch."""

@@ -23,6 +23,8 @@ from src.errors import DataError
 ROLES = ("system", "user", "assistant", "tool")
 SHARES = ("quality", "humor", "creativity")
 TAGS = ("lang", *SHARES, "context")
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names of the reasoning before an answer, as different templates read it."""
 _AFTER = {"": ("system", "user"), "system": ("user",), "user": ("assistant",), "assistant": ("user", "tool"), "tool": ("assistant", "tool")}
 
 
@@ -38,11 +40,19 @@ class Message:
     """Tools that the assistant calls, {"name", "arguments"} each."""
     tools: Sequence[Mapping[str, Any]] = ()
     """Of the first message of a conversation: tools that may be called in it."""
+    reasoning: str = ""
+    """What the assistant thinks before it answers."""
 
     @property
     def written(self) -> str:
         """What is said, and the calls of tools as a line of JSON each."""
         return "\n".join([*([self.content] if self.content or not self.calls else []), *map(json_line, self.calls)])
+
+    @property
+    def raw(self) -> dict[str, Any]:
+        """The object that `read_message` reads, without tags."""
+        calls = {"tool_calls": [{"type": "function", "function": dict(call)} for call in self.calls]} if self.calls else {}
+        return {"role": self.role, "content": self.content, **calls, **({REASONING[0]: self.reasoning} if self.reasoning else {})}
 
 
 @dataclass(frozen=True)
@@ -52,10 +62,11 @@ class Reply:
     content: str
     rank: int
     tags: Mapping[str, str | float] = field(default_factory=dict)
+    reasoning: str = ""
 
     @property
     def message(self) -> Message:
-        return Message("assistant", self.content, self.tags)
+        return Message("assistant", self.content, self.tags, reasoning=self.reasoning)
 
 
 @dataclass(frozen=True)
@@ -89,13 +100,14 @@ def read_entry(row: Mapping[str, Any], where: str) -> Entry:
     if "text" in row:
         if row.keys() & {"messages", "replies"}:
             raise DataError(f"{where}: expected either text or messages, got both.")
-        if not row["text"]:
-            raise DataError(f"{where}: text: empty, so there is nothing to learn.")
-        return Entry(text=_text(row["text"], f"{where}: text"))
+        text = _text(row["text"], f"{where}: text")
+        if not text.strip():
+            raise DataError(f"{where}: text: empty, so there is nothing to learn. Remove the row.")
+        return Entry(text=text)
     name = "prompt" if "prompt" in row else "messages"
     if not isinstance(row.get(name), list):
         raise DataError(f"{where}: expected a list of messages, or a text; the row has {', '.join(row) or 'nothing'}.")
-    messages = [_message(raw, f"{where}: {name}[{i}]") for i, raw in enumerate(row[name])]
+    messages = [read_message(raw, f"{where}: {name}[{i}]") for i, raw in enumerate(row[name])]
     replies = row.get("replies")
     if name == "prompt" and row.keys() & {"messages", "replies"}:
         raise DataError(f"{where}: expected either a prompt, or messages, got both.")
@@ -109,9 +121,9 @@ def read_entry(row: Mapping[str, Any], where: str) -> Entry:
     if not isinstance(replies, list) or not replies:
         raise DataError(f"{where}: replies: expected a list of at least one reply.")
     found = [_reply(raw, f"{where}: replies[{i}]") for i, raw in enumerate(replies)]
-    ranks: dict[str, tuple[int, int]] = {}
+    ranks: dict[tuple[str, str], tuple[int, int]] = {}
     for place, reply in enumerate(found):
-        other, rank = ranks.setdefault(reply.content, (place, reply.rank))
+        other, rank = ranks.setdefault((reply.content, reply.reasoning), (place, reply.rank))
         if rank != reply.rank:
             raise DataError(
                 f"{where}: replies[{other}] and replies[{place}] say the same, with ranks {rank} and {reply.rank}. Leave one out."
@@ -133,7 +145,12 @@ def _check_roles(roles: Sequence[str], where: str, missing: str) -> None:
         raise DataError(f"{where}: no message is the assistant's, so there is nothing to learn.")
 
 
-def _message(raw: Any, where: str) -> Message:
+def read_message(raw: Any, where: str) -> Message:
+    """The message of an object with role and content.
+
+    Raises:
+        DataError: a field is wrong; names it after `where`.
+    """
     if not isinstance(raw, dict):
         raise DataError(f"{where}: expected an object with role and content, got {type(raw).__name__}.")
     if raw.get("role") not in ROLES:
@@ -142,7 +159,18 @@ def _message(raw: Any, where: str) -> Message:
     if calls and raw["role"] != "assistant":
         raise DataError(f"{where}: tool_calls: only the assistant calls tools, not {raw['role']}.")
     said = "" if calls and raw.get("content") is None else _text(raw.get("content"), f"{where}: content")
-    return Message(raw["role"], said, _tags(raw, where), calls)
+    reasoning = _reasoning(raw, where)
+    if reasoning and raw["role"] != "assistant":
+        raise DataError(f"{where}: only the assistant has reasoning, not {raw['role']}. Remove it.")
+    return Message(raw["role"], said, _tags(raw, where), calls, reasoning=reasoning)
+
+
+def _reasoning(raw: Mapping[str, Any], where: str) -> str:
+    """The reasoning of an answer under one of its names, "" without."""
+    texts = {name: _text(raw[name], f"{where}: {name}") for name in REASONING if raw.get(name) is not None}
+    if len({*texts.values()} - {""}) > 1:
+        raise DataError(f"{where}: {' and '.join(texts)} differ. Leave one out.")
+    return next((text for text in texts.values() if text), "")
 
 
 def json_line(value: Any) -> str:
@@ -155,8 +183,16 @@ def _objects(raw: Any, where: str) -> list[dict[str, Any]]:
     value = _parse_json(raw, where) if isinstance(raw, str) else raw
     if value is not None and not (isinstance(value, list) and all(isinstance(each, dict) for each in value)):
         raise DataError(f"{where}: expected a list of objects, got {raw!r:.60} ({type(raw).__name__}).")
-    check_text(json_line(value), where)
+    _check_strings(value, where)
     return value or []
+
+
+def _check_strings(value: Any, where: str) -> None:
+    """Raises DataError if a string within JSON cannot be encoded or has NUL."""
+    if isinstance(value, str):
+        _text(value, where)
+    for part in [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _check_strings(part, where)
 
 
 def _call(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -166,6 +202,7 @@ def _call(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     arguments = _parse_json(given, f"{where}: arguments") if isinstance(given, str) else given
     if not isinstance(name, str) or not isinstance(arguments, dict):
         raise DataError(f"{where}: expected the name of a tool, and its arguments as an object; got {raw!r:.80}.")
+    _check_strings(arguments, f"{where}: arguments")
     return {"name": name, "arguments": arguments}
 
 
@@ -182,13 +219,15 @@ def _reply(raw: Any, where: str) -> Reply:
     rank = raw.get("rank")
     if type(rank) is not int:
         raise DataError(f"{where}: rank: expected a whole number, smaller for what is better, got {rank!r}.")
-    return Reply(_text(raw.get("content"), f"{where}: content"), rank, _tags(raw, where))
+    return Reply(_text(raw.get("content"), f"{where}: content"), rank, _tags(raw, where), _reasoning(raw, where))
 
 
 def _text(value: Any, where: str) -> str:
     if not isinstance(value, str):
         raise DataError(f"{where}: expected text, got {value!r:.60} ({type(value).__name__}).")
     check_text(value, where)
+    if "\0" in value:
+        raise DataError(f"{where}: NUL (U+0000) at character {value.index(chr(0))}. Remove it from the text.")
     return value
 
 

@@ -98,7 +98,10 @@ class RankedReplies:
         entry = read_entry(self._rows[row], f"{self._name}: row {row}")
         key = None if self._seed is None else (self._seed, epoch, index)
         replies, ranks = self._choose(entry.replies, epoch, index)
-        found = [render_reply(self.config, self.renderer, entry.messages, reply, key, place) for place, reply in enumerate(replies)]
+        try:
+            found = [render_reply(self.config, self.renderer, entry.messages, reply, key, place) for place, reply in enumerate(replies)]
+        except DataError as error:
+            raise DataError(f"{self._name}: row {row}: {error}") from None
         first = dict[tuple[int, ...], int]()
         return found, [first.setdefault(tuple(each.ids), rank) for each, rank in zip(found, ranks, strict=True)]
 

@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from src.data.conversations.entries import Message
@@ -108,11 +109,32 @@ class Renderer:
         return Rendered([*found.ids, self.safe.eos_id], [*found.roles, Role.TEXT])
 
     def answer_ends(self) -> tuple[list[int], list[int]]:
-        """Tokens that end an answer, the end token first, and all other control tokens, which no answer has."""
-        said = self.render([Message("user", "?"), Message("assistant", "?")])
-        last, controls = said.ids[said.last_answer().stop - 1], self.safe.control_ids
-        ends = [self.safe.eos_id, *([last] if last in controls and last != self.safe.eos_id else [])]
-        return ends, [index for index in controls if index not in ends]
+        """Tokens that end an answer, the end token first, and the control tokens that no answer contains."""
+        tool = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {}}}}
+        ask, answer = Message("user", "?"), Message("assistant", "?")
+        probes = (
+            (ask, answer, ask, answer),
+            (ask, Message("assistant", "?", reasoning="?")),
+            (ask, Message("assistant", "<think>\n?\n</think>\n\n?")),
+            (Message("user", "?", tools=[tool]), Message("assistant", "", calls=[{"name": "add", "arguments": {}}])),
+        )
+        answers = list[list[Span]]()
+        for probe in probes:
+            try:
+                spans = [span for span in self._strip(self._split(self.template.spans(probe))) if span.text]
+            except DataError:
+                continue  # the template needs reasoning, or writes none, or writes no tools
+            answers += [[*part] for role, part in groupby(spans, key=lambda span: span.role) if role is Role.ASSISTANT]
+
+        def ends(span: Span) -> bool:
+            """Whether only blanks and control tokens follow it, wherever it is in an answer."""
+            places = [(part, place) for part in answers for place, each in enumerate(part) if each == span]
+            return all(each.controls or not each.text.strip() for part, place in places for each in part[place:])
+
+        last = [self.safe.control_id(part[-1].text) for part in answers if part[-1].controls and ends(part[-1])]
+        tokens = [*dict.fromkeys([self.safe.eos_id, *(token for token in last if token is not None)])]
+        inside = {self.safe.control_id(span.text) for part in answers for span in part if span.controls}
+        return tokens, [token for token in self.safe.control_ids if token not in tokens and token not in inside]
 
     def encode(self, spans: Sequence[Span]) -> Rendered:
         """Ids of spans. A token of two roles is of the later one's."""
@@ -162,20 +184,28 @@ class Renderer:
                     stripping = not spans[place].text
         return spans
 
-    def _add_text(self, found: Rendered, text: str, ends: Sequence[tuple[int, Role]]) -> None:
-        begins = not found.ids
-        if len(ends) <= 1:  # nearly always: control tokens stand between what the roles say
-            ids = self.safe.encode(text, begins)
-            found.ids += ids
-            found.roles += [role for _, role in ends] * len(ids)
+    def _add_text(self, rendered: Rendered, text: str, ends: Sequence[tuple[int, Role]], continues: bool = False) -> None:
+        """Append the ids of text without control tokens. ends: end and role of each part. continues: the text continues the last token."""
+        begins = not rendered.ids
+        if len(ends) <= 1:  # the usual case: control tokens separate the roles
+            ids = self.safe.encode(text, begins, continues)
+            rendered.ids += ids
+            rendered.roles += [role for _, role in ends] * len(ids)
             return
-        ids, offsets = self.safe.encode_spans(text, begins)
+        ids, offsets = self.safe.encode_spans(text, begins, continues)
+        for number, (end, role) in enumerate(ends[:-1]):
+            if ends[number + 1][1] is Role.ASSISTANT and role is not Role.ASSISTANT:
+                prompt = self.safe.encode(text[:end], begins, continues)
+                if ids[: len(prompt)] != prompt:  # a token would span the generation prompt and the answer
+                    self._add_text(rendered, text[:end], ends[: number + 1], continues)
+                    self._add_text(rendered, text[end:], [(after - end, role) for after, role in ends[number + 1 :]], True)
+                    return
         number = 0
         for token, (_, end) in zip(ids, offsets, strict=True):
             while number < len(ends) - 1 and end > ends[number][0]:
                 number += 1
-            found.ids.append(token)
-            found.roles.append(ends[number][1])
+            rendered.ids.append(token)
+            rendered.roles.append(ends[number][1])
 
 
 def require_controls(tokenizer: "PreTrainedTokenizerFast", wanted: Sequence[str], template: str) -> None:

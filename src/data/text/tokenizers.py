@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,6 +95,7 @@ class SafeTokenizer:
         self._controls = {str(token): index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
         _split_spelled_controls(self._backend, self._controls)
         self._inner = _inner_backend(self._backend)
+        self._continuing = _continuing_backend(self._backend)
         eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
         assert isinstance(eos, int), "load refuses a tokenizer without an end token"
         self.eos_id = eos
@@ -106,12 +107,15 @@ class SafeTokenizer:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._backend.encode_special_tokens = self._inner.encode_special_tokens = True  # pickling loses it
+        for backend in (self._backend, self._inner, self._continuing):
+            backend.encode_special_tokens = True  # pickling loses it
 
-    def encode(self, text: str, begins: bool = True) -> list[int]:
-        """Ids of user text; no control token is among them. begins: False for what stands behind a control token, not at the beginning."""
-        backend = self._backend if begins else self._inner
-        return backend.encode(text, add_special_tokens=False).ids if text else []
+    def encode(self, text: str, begins: bool = True, continues: bool = False) -> list[int]:
+        """Encode user text, without control tokens. begins: False after a control token. continues: the text follows other text."""
+        return self._backend_for(begins, continues).encode(text, add_special_tokens=False).ids if text else []
+
+    def _backend_for(self, begins: bool, continues: bool) -> "Tokenizer":
+        return self._continuing if continues else self._backend if begins else self._inner
 
     def encode_all(self, texts: Sequence[str]) -> Iterator[list[int]]:
         """`text` of each, many at once on all cores."""
@@ -119,9 +123,9 @@ class SafeTokenizer:
             for encoding in self._backend.encode_batch_fast(list(texts[first : first + _BATCH]), add_special_tokens=False):
                 yield encoding.ids
 
-    def encode_spans(self, text: str, begins: bool = True) -> tuple[list[int], list[tuple[int, int]]]:
-        """See `encode`; and for each id the characters that it is of, half open; those of one character have the same span."""
-        encoding = (self._backend if begins else self._inner).encode(text, add_special_tokens=False)
+    def encode_spans(self, text: str, begins: bool = True, continues: bool = False) -> tuple[list[int], list[tuple[int, int]]]:
+        """See `encode`; also the characters of each id as half-open spans. The ids of one character share its span."""
+        encoding = self._backend_for(begins, continues).encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
 
     @property
@@ -165,21 +169,35 @@ def _split_spelled_controls(backend: "Tokenizer", controls: Iterable[str]) -> No
 
 
 def _inner_backend(backend: "Tokenizer") -> "Tokenizer":
-    """A tokenizer that makes of a text alone what `backend` makes of it behind a control token.
+    """A tokenizer for text after a control token. It differs for Metaspace with prepend_scheme "first", as Llama's has."""
+    return _replace_settings(backend, {'"prepend_scheme":"first"': '"prepend_scheme":"never"'})
 
-    The two differ where a blank is put before the beginning of a whole text alone (Metaspace with prepend_scheme "first", as Llama's).
-    """
+
+def _continuing_backend(backend: "Tokenizer") -> "Tokenizer":
+    """A tokenizer that puts no blank before text: for text that continues other text."""
+    settings = {f'"prepend_scheme":"{scheme}"': '"prepend_scheme":"never"' for scheme in ("first", "always")}
+    settings |= {'"add_prefix_space":true': '"add_prefix_space":false', '"prepend":"\u2581"': '"prepend":""'}
+    return _replace_settings(backend, settings)
+
+
+def _replace_settings(backend: "Tokenizer", replacements: Mapping[str, str]) -> "Tokenizer":
+    """`backend`, or a copy whose pre-tokenizer and normalizer have other settings. replacements: of their JSON."""
     from tokenizers import Tokenizer
 
-    step = backend.pre_tokenizer
-    told = step.__getstate__().decode() if step else ""
-    if '"prepend_scheme":"first"' not in told:
-        return backend
-    inner = Tokenizer.from_str(backend.to_str())
-    changed = inner.pre_tokenizer
-    changed.__setstate__(told.replace('"prepend_scheme":"first"', '"prepend_scheme":"never"').encode())
-    inner.pre_tokenizer, inner.encode_special_tokens = changed, True
-    return inner
+    copy = None
+    for part in ("pre_tokenizer", "normalizer"):
+        step = getattr(backend, part)
+        settings = changed = step.__getstate__().decode() if step else ""
+        for old, new in replacements.items():
+            changed = changed.replace(old, new)
+        if changed != settings:
+            copy = copy or Tokenizer.from_str(backend.to_str())
+            step = getattr(copy, part)
+            step.__setstate__(changed.encode())
+            setattr(copy, part, step)
+    if copy is not None:
+        copy.encode_special_tokens = True
+    return copy or backend
 
 
 def _chat_pieces(

@@ -250,13 +250,13 @@ def write_with(tokenizer: Any, template: str) -> Callable[[Rollout], list[int]]:
         DataError: the template does not fit the tokenizer.
     """
     from src.data.conversations import templates
-    from src.data.conversations.entries import Message
+    from src.data.conversations.entries import Message, read_message
     from src.data.conversations.rendering import Renderer
 
     renderer = Renderer(tokenizer, templates.find(template, tokenizer))
 
     def write(rollout: Rollout) -> list[int]:
-        said = [Message(message["role"], message["content"]) for message in rollout.messages]
-        return renderer.render([*said, Message("assistant", rollout.text)]).ids
+        prompt = [read_message(message, "a rollout") for message in rollout.messages]
+        return renderer.render([*prompt, Message("assistant", rollout.text)]).ids
 
     return write

@@ -51,7 +51,7 @@ def test_a_tokenizers_template_writes_them(content: str | None, system: str | No
     assert found.ids == MADE.apply_chat_template(plain, tools=raw["tools"], chat_template=QWEN, return_dict=False)
     text = talk.shown(found, MADE, [Role.ASSISTANT])
     said = f"\n{content}" if content else ""
-    assert text == f'{said}\n<tool_call>add {{"a": 2, "b": ["\u00e9"]}}</tool_call><|im_end|>It is 5.<|im_end|>'
+    assert text == f'{said}\n<tool_call>add {{"a": 2, "b": ["\u00e9"]}}</tool_call><|im_end|>\nIt is 5.<|im_end|>'
     assert talk.shown(found, MADE, [Role.TOOL]) == "5"
 
 
@@ -99,9 +99,9 @@ def test_a_template_that_leaves_them_out_is_told():
     made = talk.tokenizer(["<start_of_turn>", "<end_of_turn>", "<bos>"], template=GEMMA)
     made.bos_token = "<bos>"
     renderer = Renderer(made, find("tokenizer", made))
-    with pytest.raises(DataError, match="does not write which tools there are"):
+    with pytest.raises(DataError, match="writes no tools"):
         renderer.render(read_entry(row("a"), "here").messages)
-    with pytest.raises(DataError, match="writes no calls of tools"):
+    with pytest.raises(DataError, match="drops the tool call 'add'"):
         renderer.render(read_entry(row("a", tools=None), "here").messages)
 
 
