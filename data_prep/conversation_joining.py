@@ -22,8 +22,8 @@ class Joiner:
 
     def add(self, row: Row) -> Iterator[Row]:
         """The rows that are ready once this one is there."""
-        if "text" in row or "replies" in row:
-            yield row
+        if "text" in row or "replies" in row or (self._characters is not None and row.keys() > {"messages"}):
+            yield row  # joining would lose its tools
         elif self._characters is not None:
             yield from self._join(row["messages"], self._characters)
         else:

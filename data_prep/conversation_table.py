@@ -31,6 +31,7 @@ FORMS: Mapping[str, type[Form]] = {
     "oasst": trees.Threads,
     "oasst_ranked": trees.Ranked,
     "pairs": layouts.Pairs,
+    "programs": columns.Programs,
     "prosocial": dialogue.Prosocial,
     "ranked": layouts.RankedReplies,
     "rounds": dialogue.Rounds,
@@ -45,6 +46,8 @@ SCRIPTS = tuple(str(module.__file__) for module in (rows, columns, comparisons, 
 REQUESTS = translation.REQUESTS
 """With `SCRIPTS` what the rows of a form depend on."""
 Mode = Literal["sft", "rm"]
+OUR_KEYS = ("messages", "replies", "prompt", "tools", "text", rows.SPLIT_NAME)
+"""Keys of prepared rows, which `keep` cannot name."""
 
 
 class Release(Config):
@@ -84,6 +87,10 @@ class Release(Config):
     """Conversations with the same system message are joined, in their order, until they have so many characters."""
     shots: float = Field(default=0.0, ge=0, le=1)
     """Share of the conversations that begin with one of the five before them."""
+    keep: list[str] = []
+    """Columns, by their names in the form, that prepared rows get besides their messages: "answer" or "tests" for rewards, or any other."""
+    negatives: Literal["refuse", "skip", "learn"] = "refuse"
+    """Rows in mode sft whose `label` or `kto_tag` is false: their answer is a bad one."""
     max_rows: int | None = Field(default=None, gt=0)
     """Rows of ours that are made of the sources of a split, the first ones."""
 
@@ -96,6 +103,11 @@ class Release(Config):
             raise ValueError("ranked_form: is of mode rm, which `modes` lacks.")
         if self.split_column is not None and (self.group_by is not None or self.val):
             raise ValueError("split_column: goes with neither group_by nor val.")
+        for name in self.keep:
+            if name in OUR_KEYS:
+                raise ValueError(f"keep: {name!r} is a key of prepared rows. Give the column another name with `columns`.")
+        if self.keep and self.join_characters is not None:
+            raise ValueError("keep: a joined conversation has several rows' columns. Remove join_characters.")
         if self.hub is not None and not self.train:
             raise ValueError("train: expected the names of splits of the hub's set.")
         return self

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
-from data_prep.conversation_forms.rows import Form, Row, missing_column, pick
+from data_prep.conversation_forms.rows import Form, Row, missing_column, pick, text_of, texts_of
 from src.config import unknown_text
 from src.errors import DataError
 
@@ -77,6 +77,21 @@ class Columns(Form):
 
     def _choose(self, texts: str | Sequence[str], row: Row, where: str) -> str:
         return fill(texts if isinstance(texts, str) else pick(texts, row), row, where).strip(" ")
+
+
+class Programs(Columns):
+    """Columns with tests of the program in the answer, which reward `python` runs. Rows get "tests"."""
+
+    tests: str
+    """Column with a list of tests."""
+    setup: str | None = None
+    """Column with code that each test needs."""
+
+    def read(self, row: Row, where: str) -> Iterator[Row]:
+        """See `Form.read`."""
+        setup = text_of(row, self.setup, where) if self.setup else ""
+        tests = [f"{setup}\n{test}" if setup.strip() else test for test in texts_of(row, self.tests, where)]
+        yield from ({**each, "tests": tests} for each in super().read(row, where))
 
 
 def fill(text: str, row: Row, where: str) -> str:

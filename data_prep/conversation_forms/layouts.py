@@ -5,7 +5,8 @@ from collections.abc import Iterator, Sequence
 
 from pydantic import Field
 
-from data_prep.conversation_forms.rows import Form, Row, column, messages_of, pick, text_of, up_to_last_answer
+from data_prep.conversation_forms.rows import Form, Row, column, messages_of, pick, reasoning_of, text_of, up_to_last_answer
+from src.errors import DataError
 
 _NO_INPUT = re.compile(r"\W*(input\W+)?(no ?input(\W+(is\W+)?(required|needed|necessary|provided|given))?|n/a)\W*", re.IGNORECASE)
 
@@ -20,7 +21,12 @@ class Messages(Form):
     def read(self, row: Row, where: str) -> Iterator[Row]:
         """See `Form.read`."""
         if talk := up_to_last_answer(messages_of(row.get("messages", row.get("conversations")), where)):
-            yield {"messages": talk, **({"tools": row["tools"]} if row.get("tools") else {})}
+            yield {"messages": talk, **_tools(row)}
+
+
+def _tools(row: Row) -> Row:
+    """The tools of a row, if it has some."""
+    return {"tools": row["tools"]} if row.get("tools") else {}
 
 
 class Completion(Form):
@@ -30,7 +36,7 @@ class Completion(Form):
         """See `Form.read`."""
         asked, answer = messages_of(column(row, "prompt", where), where), messages_of(column(row, "completion", where), where, "assistant")
         if answer:
-            yield {"messages": [*asked, *answer]}
+            yield {"messages": [*asked, *answer], **_tools(row)}
 
 
 class Alpaca(Form):
@@ -66,13 +72,21 @@ class Pairs(Form):
             return  # one has no reply
         if given is None and rejected[:-1] != asked:
             return  # they answer different conversations
-        yield from pair(asked, chosen[-1]["content"], rejected[-1]["content"])
+        yield from ({**each, **_tools(row)} for each in pair(asked, *(_reply(talk[-1], where) for talk in (chosen, rejected))))
 
 
-def pair(asked: list[Row], chosen: str, rejected: str) -> Iterator[Row]:
-    """A row of two replies, unless they say the same."""
+def _reply(message: Row, where: str) -> Row:
+    """The content and the reasoning of an answer."""
+    if message.get("tool_calls"):
+        raise DataError(f"{where}: tool_calls: expected replies of text, got {str(message['tool_calls'])[:60]}. Remove the row.")
+    return {"content": message["content"], **reasoning_of(message)}
+
+
+def pair(messages: list[Row], chosen: str | Row, rejected: str | Row) -> Iterator[Row]:
+    """A row with two replies, unless they are the same."""
     if chosen != rejected:
-        yield {"messages": asked, "replies": [{"content": text, "rank": rank} for rank, text in enumerate((chosen, rejected))]}
+        replies = [{"content": reply} if isinstance(reply, str) else reply for reply in (chosen, rejected)]
+        yield {"messages": messages, "replies": [{**reply, "rank": rank} for rank, reply in enumerate(replies)]}
 
 
 class RankedReplies(Form):
@@ -80,7 +94,7 @@ class RankedReplies(Form):
 
     def read(self, row: Row, where: str) -> Iterator[Row]:
         """See `Form.read`."""
-        yield {name: column(row, name, where) for name in ("messages", "replies")}
+        yield {**{name: column(row, name, where) for name in ("messages", "replies")}, **_tools(row)}
 
 
 class Text(Form):

@@ -6,12 +6,15 @@ from typing import Any, TypeVar
 
 from src.config import Config
 from src.data.conversations.choices import draws
+from src.data.conversations.entries import REASONING
 from src.errors import DataError
 
 Row = dict[str, Any]
 T = TypeVar("T")
 SPLIT_NAME = "split_name"
 """Column that every row has besides its own: the name of the split of the hub's set that it is in, or of its file."""
+JOINED = "joined"
+"""Key of a message that other messages of the same role were joined to: how many. Preparation counts and removes it."""
 ROLES: Mapping[str, str] = {
     "human": "user", "user": "user", "prompter": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
     "bot": "assistant", "function_call": "assistant", "system": "system", "observation": "tool", "tool": "tool", "function": "tool",
@@ -85,28 +88,35 @@ def _list_of(row: Row, name: str, where: str, kind: type[T], noun: str) -> list[
 
 
 def messages_of(value: Any, where: str, role: str = "user") -> list[Row]:
-    """Messages of a text, which is of `role`, of a message, or of a list of messages. What one speaker says twice is joined by an end of
-    line."""
+    """Messages of a text by `role`, of one message or of a list. Consecutive messages of one role are joined by a line break."""
     if isinstance(value, str):
         return [{"role": role, "content": value}]
-    found = list[Row]()
-    for message in [value] if isinstance(value, dict) else value if isinstance(value, list) else [None]:
+    messages = list[Row]()
+    each: list[Any] = [value] if isinstance(value, dict) else value if isinstance(value, list) else [None]
+    for message in each:
         speaker = message.get("role", message.get("from")) if isinstance(message, dict) else None
         text = message.get("content", message.get("value")) if isinstance(message, dict) else None
         calls = message.get("tool_calls") if isinstance(message, dict) else None
         text = "" if calls and text is None else text
         if not isinstance(speaker, str) or speaker not in ROLES or not isinstance(text, str):
             raise DataError(f"{where}: expected messages with role and content, or from and value; got {str(message)[:80]!r}.")
-        add_message(found, ROLES[speaker], text, calls)
-    return found
+        add_message(messages, ROLES[speaker], text, calls, reasoning_of(message))
+    return messages
 
 
-def add_message(messages: list[Row], role: str, text: str, calls: Any = None) -> None:
-    """Append a message, or join it by an end of line to the last one if that is of the same role. calls: of tools."""
-    if messages and messages[-1]["role"] == role and not calls and "tool_calls" not in messages[-1]:
-        messages[-1]["content"] += f"\n{text}"
+def reasoning_of(message: Row) -> Row:
+    """The reasoning of a message, under its name."""
+    return {name: message[name] for name in REASONING if message.get(name)}
+
+
+def add_message(messages: list[Row], role: str, text: str, calls: Any = None, reasoning: Mapping[str, Any] | None = None) -> None:
+    """Append a message, or join it to the last one if both have the same role and only text. calls: of tools."""
+    last = messages[-1] if messages else {}
+    if last.get("role") == role and not calls and not reasoning and "tool_calls" not in last:
+        last["content"] += f"\n{text}"
+        last[JOINED] = last.get(JOINED, 0) + 1
     else:
-        messages.append({"role": role, "content": text, **({"tool_calls": calls} if calls else {})})
+        messages.append({"role": role, "content": text, **({"tool_calls": calls} if calls else {}), **(reasoning or {})})
 
 
 def alternate(texts: Sequence[str]) -> list[Row]:
@@ -123,8 +133,9 @@ def up_to_last_answer(messages: list[Row]) -> list[Row]:
 def contradicts_itself(row: Row) -> bool:
     """Whether two replies of a row of ours say the same at different ranks."""
     replies = row.get("replies")
-    pairs = {(each.get("content"), each.get("rank")) for each in replies if isinstance(each, dict)} if isinstance(replies, list) else set()
-    return len({content for content, _ in pairs}) < len(pairs)
+    dicts = [each for each in replies if isinstance(each, dict)] if isinstance(replies, list) else []
+    pairs = {((each.get("content"), str(reasoning_of(each))), each.get("rank")) for each in dicts}
+    return len({reply for reply, _ in pairs}) < len(pairs)
 
 
 def rank_replies(scores: Mapping[str, float]) -> list[Row]:

@@ -84,7 +84,7 @@ def test_a_file_of_ones_own_is_an_entry(tmp_path: Path, capsys: pytest.CaptureFi
         "mine: {train: [mine.jsonl.gz], licence: ours, form: completion, columns: {prompt: q, completion: a}, without_refusals: true}"
     )
     found = prepare(tmp_path, ["--release_file", str(entry)], "mine")
-    assert "8 answers that refuse" in capsys.readouterr().out
+    assert "8 in which the assistant refuses" in capsys.readouterr().out
     assert sorted(found["train"] + found["val"]) == sorted(f"u:What is {i}? a:It is {i}." for i in range(40) if i % 5)
     assert 1 <= len(found["val"]) <= 14
 
