@@ -8,6 +8,7 @@ import re
 import weakref
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from random import Random
 from typing import Any, get_args, get_origin, overload
@@ -16,7 +17,7 @@ from src.config import Places, unknown_text
 from src.data import jsonl_index
 from src.data.jsonl_index import RowIndex
 from src.errors import DataError
-from src.files import MANIFEST, read_manifest, reading
+from src.files import MANIFEST, read_manifest, reading, sha256
 
 SPLITS = ("train", "val")
 _MADE_BY = {
@@ -40,9 +41,38 @@ def corpus_folder(places: Places, name: str) -> Path:
     return folder
 
 
+def manifest_of(folder: Path) -> dict[str, Any]:
+    """The manifest of a data set. For a folder made by hand, which has none: the sizes and hashes of its splits.
+
+    Raises:
+        DataError: the manifest is missing or damaged.
+    """
+    if (folder / MANIFEST).is_file() or not _is_made_by_hand(folder):
+        return read_manifest(folder, DataError)
+    states = {name: os.stat(folder / name) for name in map("{}.jsonl".format, SPLITS)}
+    return {
+        "files": {
+            name: {"bytes": state.st_size, "sha256": _hash_once(folder / name, state.st_size, state.st_mtime_ns, state.st_ino)}
+            for name, state in states.items()
+        }
+    }
+
+
+@lru_cache(maxsize=64)
+def _hash_once(path: Path, *_: int) -> str:
+    """Hash a file once per state of it."""
+    with reading(path, DataError):
+        return sha256(path)
+
+
+def _is_made_by_hand(folder: Path) -> bool:
+    """Whether a folder has both splits, no manifest, and no script of ours that makes it."""
+    return folder.name not in _MADE_BY and all((folder / f"{split}.jsonl").is_file() for split in SPLITS)
+
+
 def fingerprint(folder: Path) -> str:
     """sha256 of the manifest's entries of the files: the same for the same data, wherever and whenever it was made."""
-    manifest = read_manifest(folder, DataError)
+    manifest = manifest_of(folder)
     return hashlib.sha256(json.dumps(manifest["files"], sort_keys=True).encode()).hexdigest()
 
 
@@ -52,7 +82,7 @@ def require_file(folder: Path, name: str) -> Path:
     Raises:
         DataError: the data set has no such file.
     """
-    names = sorted(read_manifest(folder, DataError)["files"])
+    names = sorted(manifest_of(folder)["files"])
     if name not in names:
         raise DataError(f"{folder}: has no {name}. It holds: {', '.join(names)}.")
     return folder / name
@@ -210,7 +240,7 @@ class Rows(Sequence[dict[str, Any]]):
         return self._file
 
     def _manifest_entry(self) -> object:
-        return read_manifest(self.path.parent, DataError)["files"].get(self.path.name, {})
+        return manifest_of(self.path.parent)["files"].get(self.path.name, {})
 
     def _parse_row(self, line: bytes, number: int) -> dict[str, Any]:
         return parse(line, f"{self.path}:{number + 1}")
@@ -293,7 +323,9 @@ def _describe(value: Any) -> str:
 
 def _check_sizes(folder: Path) -> None:
     if not (folder / MANIFEST).is_file():
-        hint = preparation_hint(folder) or "Prepare it again."
+        if _is_made_by_hand(folder):
+            return
+        hint = preparation_hint(folder) or "Prepare it again, or put both train.jsonl and val.jsonl there."
         raise DataError(f"{folder}: incomplete, it has no {MANIFEST}. {hint}")
     for name, facts in read_manifest(folder, DataError)["files"].items():
         path = folder / name

@@ -32,7 +32,8 @@ def prepare(folder: Path, *words: str, code: int = 0) -> tuple[list[dict[str, An
     if code:
         assert not (folder / name).exists()
         return [], []
-    train, val = ([json.loads(line) for line in (folder / name / f"{split}.jsonl").open()] for split in ("train", "val"))
+    paths = [folder / name / f"{split}.jsonl" for split in ("train", "val")]
+    train, val = ([json.loads(line) for line in path.read_text().split("\n") if line] for path in paths)
     return train, val
 
 
