@@ -19,7 +19,6 @@ from src.data import jsonl
 from src.data.conversations import templates
 from src.data.conversations.choices import Tags, draws, window
 from src.data.conversations.entries import Entry, Message, read_entry
-from src.data.conversations.jinja_templates import Jinja
 from src.data.conversations.refusals import refuses
 from src.data.conversations.rendering import Rendered, Renderer
 from src.data.conversations.rows import ANSWERED, EMPTY, PROMPT, ConversationRows, read_rows
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 log = logging.getLogger(__name__)
-_CHECKED = 100
+CHECKED = 100
 """Samples that are rendered at the start."""
 
 
@@ -150,9 +149,8 @@ class Conversations:
         self.config, self.renderer, self.fingerprint, self.shuffle = config, renderer, digest, config.shuffle
         self._rows, self._seed, self._name = rows, seed, name
         self._chosen = self._choose()
-        if isinstance(renderer.template, Jinja):  # templates refuse some messages: fail before the first step
-            for index in range(min(len(self), _CHECKED)):
-                self.render(0, index)
+        for index in range(min(len(self), CHECKED)):  # templates refuse some messages: fail before the first step
+            self.render(0, index)
 
     def _choose(self) -> Sequence[int]:
         """Numbers of the rows that are read."""

@@ -86,7 +86,7 @@ class Jinja:
         for number, message in enumerate(messages):
             if message.role == "assistant":
                 try:
-                    answer = self._answer(raw, number, tools, text, regions)
+                    answer = self._answer(raw, number, tools, text, regions, answering)
                 except _Unlearnable as reason:
                     if number == len(messages) - 1:
                         raise DataError(f"{WHERE}: {reason}") from None
@@ -99,8 +99,10 @@ class Jinja:
             place = end
         return [part for span in (*spans, Span(text[place:], Role.TEMPLATE, True)) for part in mask.restore(span)]
 
-    def _answer(self, raw: Sequence[Any], number: int, tools: Any, text: str, regions: Sequence[tuple[int, int]]) -> _Answer | None:
-        """Message `number` within `text`; None if the template changes it once another message follows.
+    def _answer(
+        self, raw: Sequence[Any], number: int, tools: Any, text: str, regions: Sequence[tuple[int, int]], answering: bool
+    ) -> _Answer | None:
+        """Message `number` within `text`; None if the template changes it once another message follows. answering: it is only read.
 
         Raises:
             _Unlearnable: even as the last message it does not continue its generation prompt, or nothing ends it.
@@ -110,11 +112,11 @@ class Jinja:
         prompt = self._fill(raw[:number], tools, answering=True)[0]
         last, of_last = self._fill(raw[: number + 1], tools)
         start = _shared_length(prompt, last)
+        self._require_content(raw, number, tools, last, start, answering)
         if start < len(prompt):
             is_empty = not (message["content"].strip() or message.get("tool_calls") or message.get("reasoning_content"))
             if not is_empty or prompt[start:].strip() or number + 1 < len(raw) or not self._controls.match(last, start):
                 self._refuse_prefix(prompt, last, start)
-        self._require_content(raw, number, tools, last, start)
         ends, inside = [match.end() for match in self._controls.finditer(last, start)], ""
         if self.marks_answers:
             inside = " within {% generation %}"
@@ -143,12 +145,16 @@ class Jinja:
         texts = [(name, message.get(name, "")) for name in ("content", "reasoning_content")]
         return texts + [("tool call", call["function"]["name"]) for call in message.get("tool_calls", ())]
 
-    def _require_content(self, raw: Sequence[Any], number: int, tools: Any, last: str, start: int) -> None:
-        """Raises DataError if `last` drops a part of message `number`, whose generation prompt ends at `start`."""
+    def _require_content(self, raw: Sequence[Any], number: int, tools: Any, last: str, start: int, answering: bool) -> None:
+        """Raises DataError if `last` drops a part of message `number`, whose generation prompt ends at `start`.
+
+        answering: templates can drop reasoning within the content of earlier answers.
+        """
         if self._is_complete(raw[number], last[start:]):
             return
         turn = last[_shared_length(self._fill(raw[:number], tools)[0], last) :]  # with the generation prompt, which can write <think>
         for name, text in self._parts_of(raw[number]):
+            text = text.rpartition("</think>")[2] if answering else text
             if _without_blanks(text) not in _without_blanks(turn):
                 reason = f"the template drops the {name} {shorten(text)} of messages[{number}]"
                 raise DataError(f"{WHERE}: {reason}. Remove it, or take another template.")

@@ -10,7 +10,7 @@ from src.batches import RankedBatch
 from src.config import Places
 from src.data.conversations import templates
 from src.data.conversations.choices import draws
-from src.data.conversations.dataset import ConversationConfig, with_system
+from src.data.conversations.dataset import CHECKED, ConversationConfig, with_system
 from src.data.conversations.entries import Message, Reply, read_entry
 from src.data.conversations.rendering import LEARNED, Rendered, Renderer, Role
 from src.data.conversations.rows import RANKED, ConversationRows
@@ -72,6 +72,8 @@ class RankedReplies:
         if len(self._chosen) < len(rows):
             told = len(rows) - len(self._chosen), len(rows)
             log.info("%s: %d of %d rows have no replies of different ranks; they are left out.", name, *told)
+        for index in range(min(len(self), CHECKED)):  # templates refuse some messages: fail before the first step
+            self.render(0, index)
 
     def __len__(self) -> int:
         """Conversations."""

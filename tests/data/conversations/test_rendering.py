@@ -165,7 +165,9 @@ def test_answer_that_the_template_changes_later_is_not_learned(marks: bool):
     source = CHANGES
     if marks:
         source = "{% for m in messages %}{{ m['role'] }}{% if m['role'] == 'user' %} {{ m['content'] }}{{ eos_token }}{% elif loop.last %}"
-        source += "{% generation %} {{ m['content'] }}{{ eos_token }}{% endgeneration %}{% else %}(thought) {{ m['content'] }}{{ eos_token }}"
+        source += (
+            "{% generation %} {{ m['content'] }}{{ eos_token }}{% endgeneration %}{% else %}(thought) {{ m['content'] }}{{ eos_token }}"
+        )
         source += "{% endif %}{% endfor %}{% if add_generation_prompt %}assistant{% endif %}"
     renderer = Renderer(MADE, find("tokenizer", talk.tokenizer(template=source)))
     rendered = renderer.render(talk.messages("a", "b", "c", "d"))
