@@ -9,8 +9,8 @@ python -m data_prep.prepare_conversations --form completion --train q.jsonl --co
 
 A release is an entry of resources/conversations or of your own file. It names the source and the form of its rows; --form replaces it.
 Sources: JSON, JSON lines (also .gz), Parquet, folders of `datasets`, hub:ID. --keep copies columns into the prepared rows, where rewards
-read them. Without validation rows, a share of --train is for validation, chosen by a digest of the first message. A row whose prompt is
-also in the training split is removed from the validation split; case and blanks do not count. A source that is given for both splits is
+read them. Without validation rows, a share of --train is for validation, chosen by a digest of the first message. Validation rows with
+the prompt of a training row are removed; case and blanks do not count. A source that is given for both splits is
 in both.
 """
 
@@ -219,7 +219,7 @@ class _Work:
         for where, row in (each for split, source in self._named if split == source_split for each in self._groups(source)):
             converted = list(self._form.read(row, where))
             self._counts["unusable"] += 0 if converted else len(row["rows"]) if self._release.group_by else 1
-            copied = self._copied(row, where) if converted else {}
+            copied = self._columns_to_keep(row, where) if converted else {}
             if self._skips_negative(row, converted, where):
                 continue
             rows = [{**each, **copied} for each in converted if not contradicts_itself(each)]
@@ -236,7 +236,7 @@ class _Work:
                 first = entry if entry.text is None else entries[0]  # pieces of a text stay together
                 yield self._split_of(source_split, row, first), _digest(*_prompt_of(entry)), each
 
-    def _copied(self, row: Row, where: str) -> Row:
+    def _columns_to_keep(self, row: Row, where: str) -> Row:
         """The columns of `keep`, equal in all rows of a group.
 
         Raises:
@@ -258,7 +258,7 @@ class _Work:
         return row[name]
 
     def _skips_negative(self, row: Row, converted: Sequence[Row], where: str) -> bool:
-        """Whether to skip a row whose answer is labelled as a bad one.
+        """Whether to skip a row: its label is negative.
 
         Raises:
             DataError: it was not said what to do with them.
@@ -337,7 +337,7 @@ def parse_fold(text: str) -> tuple[float, float]:
 
 
 def _prompt_of(entry: Entry) -> list[str]:
-    """What a row asks: messages before the last answer, without system messages. The first answer, or the text, if it asks nothing."""
+    """Texts before the last answer, without system messages. Without a prompt: the first answer, or the text."""
     messages = [message for message in entry.messages if message.role != "system"]
     while messages and messages[-1].role == "assistant" and not entry.replies:
         messages.pop()

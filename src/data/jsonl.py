@@ -1,4 +1,4 @@
-"""Prepared data on disk: folders with a manifest, and JSONL files whose rows are checked field by field."""
+"""Prepared data on disk: folders with a manifest, and JSONL files with rows that are checked field by field."""
 
 import contextlib
 import hashlib
@@ -42,7 +42,7 @@ def corpus_folder(places: Places, name: str) -> Path:
 
 
 def manifest_of(folder: Path) -> dict[str, Any]:
-    """The manifest of a data set. For a folder made by hand, which has none: the sizes and hashes of its splits.
+    """The manifest of a data set. For a folder made by hand: the sizes and hashes of its splits.
 
     Raises:
         DataError: the manifest is missing or damaged.
@@ -109,11 +109,11 @@ def read_rows(
 ) -> "Rows":
     """Rows of a JSONL file of a prepared data set, each a dict with at least `fields`. All are checked here, and parsed again on access.
 
-    group: what `Rows.row_index` groups rows by. rules: name and version of what `check` and `group` do. With it, the rows of a large file
-    are checked once, by one process while others wait, and an index is kept that later starts map.
+    group: groups rows for `Rows.row_index`. rules: name and version of `check` and `group`. With it, one process checks the rows of a
+    large file once, the rest wait, and later starts map the saved index.
 
-    A type is str, int, float, bool or a list of one of them, as `list[str]`; True is not an int. A field of `optional` may be
-    absent or null. A blank line is refused like any other that is not JSON. `check(row, "FILE:LINE")` may refuse a row.
+    A type is str, int, float, bool or a list of one of them, as `list[str]`; True is not an int. A field of `optional` can be
+    absent or null. A blank line is refused like any line that is not JSON. `check(row, "FILE:LINE")` can refuse a row.
 
     Raises:
         DataError: the folder is missing or incomplete, the file is missing or empty, or a line is malformed.
@@ -126,12 +126,12 @@ def read_rows(
         if rules is not None and os.fstat(rows.file).st_size >= jsonl_index.LEAST_BYTES:
             types = {name: repr(kind) for name, kind in {**fields, **(optional or {})}.items()}
             key = jsonl_index.key_of(file, rows.facts, {"name": rules, "required": sorted(fields), "types": types})
-            kept = jsonl_index.read(path, key)
-            if kept is None:
+            index = jsonl_index.read(path, key)
+            if index is None:
                 stack.enter_context(jsonl_index.one_builder(file))
-                kept = jsonl_index.read(path, key)  # from whom this process has waited for
-            if kept is not None:
-                rows.row_index = kept
+                index = jsonl_index.read(path, key)  # written by the process that this one waited for
+            if index is not None:
+                rows.row_index = index
                 return rows
         ends, groups, names = array("Q", [0]), array("I"), dict[str, int]()
         for number, line in enumerate(file, 1):
@@ -158,8 +158,8 @@ def read_rows(
 class Rows(Sequence[dict[str, Any]]):
     """Rows of a checked JSONL file, parsed on access: twelve bytes of memory each, however long they are, or none with an index on disk.
 
-    May be pickled, copied and shared by forked workers: every read gives its own position in the file. If the file is replaced, this
-    object goes on reading the old one; where it must be opened again, as in another process, other data are refused.
+    Can be pickled, copied and shared by forked workers: every read gives its own position in the file. If the file is replaced, this
+    object still reads the old one; a process that opens it again refuses other data.
     """
 
     def __init__(self, path: Path, index: RowIndex, facts: object = None) -> None:
@@ -246,7 +246,7 @@ class Rows(Sequence[dict[str, Any]]):
         return parse(line, f"{self.path}:{number + 1}")
 
     def _read_bytes(self, start: int, end: int) -> bytes:
-        """Bytes start..end of the file, without moving a file position that another process or thread may share."""
+        """Bytes start..end of the file, without moving a file position that another process or thread can share."""
         with reading(self.path, DataError):
             data = os.pread(self.file, end - start, start)
             while len(data) < end - start and (more := os.pread(self.file, end - start - len(data), start + len(data))):
@@ -263,7 +263,7 @@ def count_lines(path: Path) -> int | None:
 
 
 def select_validation_rows(total: int, count: int, path: Path) -> list[int]:
-    """`count` of the indices 0..total-1 in an order that depends on `total` alone: all experiments are scored on the same rows.
+    """`count` of the indices 0..total-1 in an order that depends only on `total`: all experiments are scored on the same rows.
 
     Raises:
         DataError: there are fewer than `count` in `path`.
@@ -336,7 +336,7 @@ def _check_sizes(folder: Path) -> None:
 
 
 def preparation_hint(folder: Path) -> str:
-    """A sentence with the command that makes `folder`; empty where we have none."""
+    """A sentence with the command that makes `folder`; empty without one."""
     command = _MADE_BY.get(folder.name)
     if command is None and _is_release_of_conversations(folder.name):
         command = f"python -m data_prep.prepare_conversations --name {folder.name}"
@@ -354,12 +354,12 @@ def _known_corpora_hint(places: Places, name: str) -> str:
     command = preparation_hint(places.data / name)
     if command:
         return f". {command}"
-    whole = [manifest.parent for manifest in places.data.glob(f"*/{MANIFEST}")]
-    known = [path.name for path in whole if (path / f"{SPLITS[0]}.jsonl").exists() or any(path.glob("*.ids"))]
+    folders = [manifest.parent for manifest in places.data.glob(f"*/{MANIFEST}")]
+    names = [path.name for path in folders if (path / f"{SPLITS[0]}.jsonl").exists() or any(path.glob("*.ids"))]
     files = ", ".join(f"{split}.jsonl" for split in SPLITS)
     return (
-        f": {unknown_text('corpus', name, known)} These are prepared in {places.data}; a script of data_prep adds another, "
-        f"a folder with {files} and {MANIFEST}, or --data_path names the folder that holds it. "
+        f": {unknown_text('corpus', name, names)} These are prepared in {places.data}; a script of data_prep adds another, "
+        f"a folder with {files}, or --data_path names the folder that holds it. "
         f"With --data_path {places.data} --name {name}, questions on contexts are prepared from their releases ({_RELEASES}) "
         "by python -m data_prep.prepare_qa, tasks of GLUE and SuperGLUE by data_prep.prepare_task, text by data_prep.tokenize."
     )

@@ -39,13 +39,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("tokenizer", "data", "message"),
     [
-        ("raises", OWN, "data.writing.template: the template refuses user assistant (never)."),
-        ("endless", OWN, "data.writing.template: the template writes no control token behind an answer"),
+        ("raises", OWN, "data.writing.template: the template refuses user assistant user assistant (never)."),
+        ("endless", OWN, "data.writing.template: no control token ends the answer"),
         ("no_template", OWN, "data.writing.template: the tokenizer has no chat template of its own."),
         (
             "no_system",
             {**TALK, "writing": {"template": "tokenizer", "system": "x"}},
-            "the template refuses system user assistant (no system).",
+            "the template refuses system user (no system).",
         ),
         ("no_end", TALK, "this tokenizer has no eos_token"),
         (

@@ -1,15 +1,16 @@
-"""Conversations and ranked replies as rows of JSON, and what makes a row a good one.
+"""Conversations and ranked replies as rows of JSON, and their validation.
 
-{"messages": [{"role": "user", "content": "What is 2 + 3?"}, {"role": "assistant", "content": "5"}]}
+{"messages": [{"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "5"}]}
 {"messages": [...], "replies": [{"content": "5", "rank": 0}, {"content": "six", "rank": 1}]}
-{"prompt": [{"role": "user", "content": "What is 2 + 3?"}]}
+{"prompt": [{"role": "user", "content": "2 + 3?"}], "answer": "5"}
 {"messages": [..., {"role": "assistant", "content": null, "tool_calls": [...]}, {"role": "tool", "content": "5"}, ...], "tools": [...]}
 {"text": "Plain text."}
 
-A call of a tool is {"name", "arguments"}, also within {"function"}; arguments and tools are JSON, or a text of JSON.
+A call of a tool is {"name", "arguments"}, also within {"function"}; arguments and tools are JSON, or a text of JSON. An answer can have
+reasoning as "reasoning_content", "thinking" or "reasoning".
 
-Roles: system (first, at most once), user, assistant, and tool, whose messages follow an assistant's. A message may tell "lang", "quality",
-"humor", "creativity" (0 to 1) and "context" about itself. Ranks: smaller is better, and equal ranks are a tie.
+Roles: system (first, at most once), user, assistant, and tool after an assistant. A message can have "lang", "quality", "humor",
+"creativity" (0 to 1) and "context". Ranks: smaller is better, and equal ranks are a tie. Rewards read the other keys of a row.
 """
 
 import json
@@ -30,22 +31,22 @@ _AFTER = {"": ("system", "user"), "system": ("user",), "user": ("assistant",), "
 
 @dataclass(frozen=True)
 class Message:
-    """What one side says."""
+    """One message."""
 
     role: str
     content: str
     tags: Mapping[str, str | float] = field(default_factory=dict)
-    """What the row tells of it, by the names in `TAGS`."""
+    """Its properties, by the names in `TAGS`."""
     calls: Sequence[Mapping[str, Any]] = ()
-    """Tools that the assistant calls, {"name", "arguments"} each."""
+    """Calls of tools by the assistant, {"name", "arguments"} each."""
     tools: Sequence[Mapping[str, Any]] = ()
-    """Of the first message of a conversation: tools that may be called in it."""
+    """Tools of the conversation, on its first message."""
     reasoning: str = ""
-    """What the assistant thinks before it answers."""
+    """Reasoning of the assistant before its answer."""
 
     @property
     def written(self) -> str:
-        """What is said, and the calls of tools as a line of JSON each."""
+        """The content, and each call of a tool as a line of JSON."""
         return "\n".join([*([self.content] if self.content or not self.calls else []), *map(json_line, self.calls)])
 
     @property
@@ -78,7 +79,7 @@ class Entry:
     """To the last of the messages, which is not an assistant's."""
     text: str | None = None
     is_prompt: bool = False
-    """Whether the messages have no answer, and are there to be answered by a policy."""
+    """Whether the messages have no answer, and a policy answers them."""
 
     @property
     def conversation(self) -> Sequence[Message]:
@@ -87,7 +88,7 @@ class Entry:
 
 
 def check_row(row: dict[str, Any], where: str) -> None:
-    """Raises DataError, which names `where`, for a row that is no entry."""
+    """Raises DataError for a wrong row; names `where`."""
     read_entry(row, where)
 
 
@@ -95,7 +96,7 @@ def read_entry(row: Mapping[str, Any], where: str) -> Entry:
     """The entry of a row.
 
     Raises:
-        DataError: it is none; says what is wrong, after `where`.
+        DataError: the row is wrong; names `where` and the field.
     """
     if "text" in row:
         if row.keys() & {"messages", "replies"}:
@@ -120,27 +121,27 @@ def read_entry(row: Mapping[str, Any], where: str) -> Entry:
         return Entry(messages, is_prompt=name == "prompt")
     if not isinstance(replies, list) or not replies:
         raise DataError(f"{where}: replies: expected a list of at least one reply.")
-    found = [_reply(raw, f"{where}: replies[{i}]") for i, raw in enumerate(replies)]
+    parsed = [_reply(raw, f"{where}: replies[{i}]") for i, raw in enumerate(replies)]
     ranks: dict[tuple[str, str], tuple[int, int]] = {}
-    for place, reply in enumerate(found):
+    for place, reply in enumerate(parsed):
         other, rank = ranks.setdefault((reply.content, reply.reasoning), (place, reply.rank))
         if rank != reply.rank:
             raise DataError(
                 f"{where}: replies[{other}] and replies[{place}] say the same, with ranks {rank} and {reply.rank}. Leave one out."
             )
-    return Entry(messages, found)
+    return Entry(messages, parsed)
 
 
 def _check_roles(roles: Sequence[str], where: str, missing: str) -> None:
-    """missing: what comes behind the messages, "" where they are all."""
+    """missing: the part of the row after the messages, "" without one."""
     before = ""
     for place, role in enumerate(roles):
         if role not in _AFTER[before]:
-            wanted, after = " or ".join(_AFTER[before]), f"after {before}" if before else "first"
-            raise DataError(f"{where}: messages[{place}]: roles do not alternate: expected {wanted} {after}, got {role}.")
+            expected, after = " or ".join(_AFTER[before]), f"after {before}" if before else "first"
+            raise DataError(f"{where}: messages[{place}]: roles do not alternate: expected {expected} {after}, got {role}.")
         before = role
     if (missing and before in ("assistant", "system")) or (missing == "an answer" and not roles):
-        raise DataError(f"{where}: the messages before {missing} end with {before or 'nothing'}. Expected what is answered: user or tool.")
+        raise DataError(f"{where}: the messages before {missing} end with {before or 'nothing'}. Expected user or tool.")
     if not missing and "assistant" not in roles:
         raise DataError(f"{where}: no message is the assistant's, so there is nothing to learn.")
 
@@ -158,11 +159,11 @@ def read_message(raw: Any, where: str) -> Message:
     calls = [_call(each, f"{where}: tool_calls") for each in _objects(raw.get("tool_calls"), f"{where}: tool_calls")]
     if calls and raw["role"] != "assistant":
         raise DataError(f"{where}: tool_calls: only the assistant calls tools, not {raw['role']}.")
-    said = "" if calls and raw.get("content") is None else _text(raw.get("content"), f"{where}: content")
+    content = "" if calls and raw.get("content") is None else _text(raw.get("content"), f"{where}: content")
     reasoning = _reasoning(raw, where)
     if reasoning and raw["role"] != "assistant":
         raise DataError(f"{where}: only the assistant has reasoning, not {raw['role']}. Remove it.")
-    return Message(raw["role"], said, _tags(raw, where), calls, reasoning=reasoning)
+    return Message(raw["role"], content, _tags(raw, where), calls, reasoning=reasoning)
 
 
 def _reasoning(raw: Mapping[str, Any], where: str) -> str:
@@ -174,12 +175,12 @@ def _reasoning(raw: Mapping[str, Any], where: str) -> str:
 
 
 def json_line(value: Any) -> str:
-    """As templates write JSON: other letters than English ones as they are."""
+    """JSON as templates write it: without escapes of non-ASCII letters."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def _objects(raw: Any, where: str) -> list[dict[str, Any]]:
-    """A list of objects, or none of them; also of its JSON."""
+    """A list of objects, possibly empty; also of its JSON."""
     value = _parse_json(raw, where) if isinstance(raw, str) else raw
     if value is not None and not (isinstance(value, list) and all(isinstance(each, dict) for each in value)):
         raise DataError(f"{where}: expected a list of objects, got {raw!r:.60} ({type(raw).__name__}).")
@@ -196,10 +197,10 @@ def _check_strings(value: Any, where: str) -> None:
 
 
 def _call(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """{"name", "arguments"} of a call in one of the forms that there are."""
+    """{"name", "arguments"} of a call in any form."""
     function = raw.get("function", raw)
-    name, given = (function.get("name"), function.get("arguments", {})) if isinstance(function, dict) else (None, {})
-    arguments = _parse_json(given, f"{where}: arguments") if isinstance(given, str) else given
+    name, value = (function.get("name"), function.get("arguments", {})) if isinstance(function, dict) else (None, {})
+    arguments = _parse_json(value, f"{where}: arguments") if isinstance(value, str) else value
     if not isinstance(name, str) or not isinstance(arguments, dict):
         raise DataError(f"{where}: expected the name of a tool, and its arguments as an object; got {raw!r:.80}.")
     _check_strings(arguments, f"{where}: arguments")
@@ -218,7 +219,7 @@ def _reply(raw: Any, where: str) -> Reply:
         raise DataError(f"{where}: expected an object with content and rank, got {type(raw).__name__}.")
     rank = raw.get("rank")
     if type(rank) is not int:
-        raise DataError(f"{where}: rank: expected a whole number, smaller for what is better, got {rank!r}.")
+        raise DataError(f"{where}: rank: expected an integer, smaller for better replies, got {rank!r}.")
     return Reply(_text(raw.get("content"), f"{where}: content"), rank, _tags(raw, where), _reasoning(raw, where))
 
 
@@ -232,15 +233,15 @@ def _text(value: Any, where: str) -> str:
 
 
 def _tags(raw: Mapping[str, Any], where: str) -> dict[str, str | float]:
-    found = dict[str, str | float]()
+    tags = dict[str, str | float]()
     for name in TAGS:
         value = raw.get(name)
         if value is None:
             continue
         if name not in SHARES:
-            found[name] = _text(value, f"{where}: {name}")
+            tags[name] = _text(value, f"{where}: {name}")
         elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
             raise DataError(f"{where}: {name}: expected a number between 0 and 1, got {value!r}.")
         else:
-            found[name] = float(value)
-    return found
+            tags[name] = float(value)
+    return tags

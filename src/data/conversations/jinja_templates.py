@@ -141,12 +141,12 @@ class Jinja:
 
     @staticmethod
     def _parts_of(message: Any) -> list[tuple[str, str]]:
-        """What the template must write of a message: names and texts."""
+        """Names and texts of the parts of a message that a template must write."""
         texts = [(name, message.get(name, "")) for name in ("content", "reasoning_content")]
         return texts + [("tool call", call["function"]["name"]) for call in message.get("tool_calls", ())]
 
     def _require_content(self, raw: Sequence[Any], number: int, tools: Any, last: str, start: int, answering: bool) -> None:
-        """Raises DataError if `last` drops a part of message `number`, whose generation prompt ends at `start`.
+        """Raises DataError if `last` drops a part of message `number`. start: end of its generation prompt.
 
         answering: templates can drop reasoning within the content of earlier answers.
         """
@@ -181,8 +181,8 @@ class Jinja:
         numbers = [*map(int, pieces[::2])]
         expected = [number for number, message in enumerate(marked) if message["content"] != raw[number]["content"]]
         if sorted(numbers) != expected:
-            given = f"messages {' '.join(map(str, numbers)) or 'none'} of {' '.join(map(str, expected))}"
-            raise DataError(f"{WHERE}: the template writes {given}. Take one that writes each message once.")
+            written = f"messages {' '.join(map(str, numbers)) or 'none'} of {' '.join(map(str, expected))}"
+            raise DataError(f"{WHERE}: the template writes {written}. Take one that writes each message once.")
         parts, place = list[tuple[int, int, Role, str]](), len(first)
         for number, following in zip(numbers, pieces[1::2], strict=True) if text.startswith(first) else ():
             content = raw[number]["content"]

@@ -1,7 +1,7 @@
-"""Conversations as token ids with a role for each token, from which alone follows what is learned.
+"""Conversations as token ids with a role for each token; the roles decide which tokens are learned.
 
-Text that somebody wrote never becomes a control token. Template text and what is said between two control tokens is tokenised as one, as
-any other program does that fills in the template.
+Text of messages never becomes a control token. The text between two control tokens is tokenised at once, as `apply_chat_template` does,
+unless a token would span a generation prompt and its answer: the ids of a prompt are a prefix of those of its conversation.
 """
 
 import re
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _BLANKS = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
-"""What control tokens take away: Unicode's White_Space. Python's own `strip` has U+001C to U+001F, too."""
+"""Blanks that control tokens strip: Unicode's White_Space. Python's own `strip` has U+001C to U+001F, too."""
 
 
 class Role(IntEnum):
-    """Who a token is of."""
+    """Source of a token."""
 
     TEMPLATE = 0
-    """Nobody: what a template writes around messages, and what tells of an answer to come."""
+    """Text of a template around messages, and tags before an answer."""
     SYSTEM = 1
     USER = 2
     ASSISTANT = 3
-    """What is said, and the token that ends it."""
+    """An answer, from the end of its generation prompt to its end token."""
     TOOL = 4
     TEXT = 5
     """Plain text."""
@@ -41,21 +41,21 @@ ROLE_OF = {"system": Role.SYSTEM, "user": Role.USER, "assistant": Role.ASSISTANT
 
 
 class Span(NamedTuple):
-    """Text of one role. Only in that of a template are control tokens found."""
+    """Text of one role."""
 
     text: str
     role: Role
     controls: bool = False
-    """Whether the control tokens that it spells are control tokens."""
+    """Whether its spelled control tokens are control tokens."""
 
 
 class Template(Protocol):
-    """How messages are written."""
+    """Writes messages as text."""
 
     def spans(self, messages: Sequence[Message], tags: Sequence[str] = (), answering: bool = False) -> list[Span]:
         """The text of a conversation.
 
-        tags: of each message, what is told about it before it begins, or "". answering: end where the assistant's next answer begins.
+        tags: text about each message that is written before it, or "". answering: end with the generation prompt of the next answer.
         """
         ...
 
@@ -70,11 +70,11 @@ class Rendered:
 
     @property
     def learned(self) -> list[bool]:
-        """For each id whether it is learned; never the first, which follows from nothing."""
+        """Whether each id is learned; never the first, which has no context."""
         return [place > 0 and role in LEARNED for place, role in enumerate(self.roles)]
 
     def last_answer(self) -> range:
-        """Places of the tokens that the assistant says last; empty, at the end, where it says nothing."""
+        """Places of the last answer; empty, at the end, without one."""
         end = len(self.ids)
         while end and self.roles[end - 1] != Role.ASSISTANT:
             end -= 1
@@ -84,7 +84,7 @@ class Rendered:
         return range(begin, end) if end else range(len(self.ids), len(self.ids))
 
     def part(self, begin: int, end: int) -> "Rendered":
-        """The tokens from `begin` up to `end`."""
+        """A range of tokens."""
         return Rendered(self.ids[begin:end], self.roles[begin:end])
 
 
@@ -100,13 +100,13 @@ class Renderer:
         self._controls = re.compile("|".join(map(re.escape, names)) or r"(?!)")
 
     def render(self, messages: Sequence[Message], tags: Sequence[str] = (), answering: bool = False) -> Rendered:
-        """See `Template.spans`. What the tokenizer writes before every sequence comes first."""
+        """See `Template.spans`. The tokenizer's start tokens come first."""
         return self.encode(self.template.spans(messages, tags, answering))
 
     def render_text(self, text: str) -> Rendered:
         """Plain text and its end token, all of one role."""
-        found = self.encode([Span(text, Role.TEXT)])
-        return Rendered([*found.ids, self.safe.eos_id], [*found.roles, Role.TEXT])
+        rendered = self.encode([Span(text, Role.TEXT)])
+        return Rendered([*rendered.ids, self.safe.eos_id], [*rendered.roles, Role.TEXT])
 
     def answer_ends(self) -> tuple[list[int], list[int]]:
         """Tokens that end an answer, the end token first, and the control tokens that no answer contains."""
@@ -138,41 +138,41 @@ class Renderer:
 
     def encode(self, spans: Sequence[Span]) -> Rendered:
         """Ids of spans. A token of two roles is of the later one's."""
-        found = Rendered()
+        rendered = Rendered()
         start = self.safe.start
         text, ends = "", list[tuple[int, Role]]()
         for span in self._strip(self._split(spans)):
             if span.controls:
-                self._add_text(found, text, ends)
+                self._add_text(rendered, text, ends)
                 text, ends = "", []
                 control = self.safe.control_id(span.text)
                 assert control is not None, "split at control tokens"
-                found.ids.append(control)
-                found.roles.append(span.role)
+                rendered.ids.append(control)
+                rendered.roles.append(span.role)
             elif span.text:
                 text += span.text
                 ends.append((len(text), span.role))
-        self._add_text(found, text, ends)
-        if start and found.ids[: len(start)] != start:
-            return Rendered([*start, *found.ids], [Role.TEMPLATE] * len(start) + found.roles)
-        return found
+        self._add_text(rendered, text, ends)
+        if start and rendered.ids[: len(start)] != start:
+            return Rendered([*start, *rendered.ids], [Role.TEMPLATE] * len(start) + rendered.roles)
+        return rendered
 
     def _split(self, spans: Sequence[Span]) -> list[Span]:
-        """The spans, with each control token alone in one."""
-        found = list[Span]()
+        """Split spans so that each control token is one span."""
+        rendered = list[Span]()
         for span in spans:
             if not span.controls:
-                found.append(span)
+                rendered.append(span)
                 continue
             place = 0
             for match in self._controls.finditer(span.text):
-                found += [Span(span.text[place : match.start()], span.role), Span(match.group(), span.role, True)]
+                rendered += [Span(span.text[place : match.start()], span.role), Span(match.group(), span.role, True)]
                 place = match.end()
-            found.append(Span(span.text[place:], span.role))
-        return found
+            rendered.append(Span(span.text[place:], span.role))
+        return rendered
 
     def _strip(self, spans: list[Span]) -> list[Span]:
-        """The spans without the blanks beside control tokens that take these away, as Phi's do."""
+        """Remove blanks next to control tokens that strip them, as Phi's do."""
         for names, step in ((self._strip_behind, 1), (self._strip_before, -1)):
             stripping = False
             for place in range(len(spans))[::step] if names else ():
@@ -208,12 +208,12 @@ class Renderer:
             rendered.roles.append(ends[number][1])
 
 
-def require_controls(tokenizer: "PreTrainedTokenizerFast", wanted: Sequence[str], template: str) -> None:
-    """Raises DataError where the vocabulary lacks a control token that a template is written with."""
-    known = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-    lacks = [token for token in wanted if token not in known]
-    if lacks:
+def require_controls(tokenizer: "PreTrainedTokenizerFast", tokens: Sequence[str], template: str) -> None:
+    """Raises DataError if the vocabulary has not all control tokens of a template."""
+    vocabulary = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    missing = [token for token in tokens if token not in vocabulary]
+    if missing:
         raise DataError(
-            f"data.writing.template: {template!r} is written with {', '.join(lacks)}, which the tokenizer lacks. "
+            f"data.writing.template: {template!r} needs {', '.join(missing)}, which the tokenizer does not have. "
             "Write them into the model's extra_tokens."
         )

@@ -102,20 +102,20 @@ class SafeTokenizer:
         self.pad_id = pad if isinstance(pad, int) else eos
         self.start: list[int] = _start_ids(tokenizer)
         self.chat: tuple[tuple[str, ...], tuple[str, ...]] | None = _chat_pieces(tokenizer, [*self._controls], bool(self.start))
-        """What the tokenizer's own chat template writes before and after what a user says, up to where the answer begins; control tokens
-        are pieces of their own. None where it has no such template."""
+        """Text of the tokenizer's chat template before and after a user message, up to the answer; each control token is one piece. None
+        without such a template."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         for backend in (self._backend, self._inner, self._continuing):
             backend.encode_special_tokens = True  # pickling loses it
 
-    def encode(self, text: str, begins: bool = True, continues: bool = False) -> list[int]:
-        """Encode user text, without control tokens. begins: False after a control token. continues: the text follows other text."""
-        return self._backend_for(begins, continues).encode(text, add_special_tokens=False).ids if text else []
+    def encode(self, text: str, first: bool = True, continues: bool = False) -> list[int]:
+        """Encode user text, without control tokens. first: False after a control token. continues: the text follows other text."""
+        return self._backend_for(first, continues).encode(text, add_special_tokens=False).ids if text else []
 
-    def _backend_for(self, begins: bool, continues: bool) -> "Tokenizer":
-        return self._continuing if continues else self._backend if begins else self._inner
+    def _backend_for(self, first: bool, continues: bool) -> "Tokenizer":
+        return self._continuing if continues else self._backend if first else self._inner
 
     def encode_all(self, texts: Sequence[str]) -> Iterator[list[int]]:
         """`text` of each, many at once on all cores."""
@@ -123,9 +123,9 @@ class SafeTokenizer:
             for encoding in self._backend.encode_batch_fast(list(texts[first : first + _BATCH]), add_special_tokens=False):
                 yield encoding.ids
 
-    def encode_spans(self, text: str, begins: bool = True, continues: bool = False) -> tuple[list[int], list[tuple[int, int]]]:
+    def encode_spans(self, text: str, first: bool = True, continues: bool = False) -> tuple[list[int], list[tuple[int, int]]]:
         """See `encode`; also the characters of each id as half-open spans. The ids of one character share its span."""
-        encoding = self._backend_for(begins, continues).encode(text, add_special_tokens=False)
+        encoding = self._backend_for(first, continues).encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
 
     @property
@@ -134,26 +134,25 @@ class SafeTokenizer:
         return [*self._controls.values()]
 
     def control_id(self, token: str) -> int | None:
-        """Id of a control token, None where the vocabulary has none of that name."""
+        """Id of a control token, None if it is not in the vocabulary."""
         return self._controls.get(token)
 
     def encode_token(self, token: str) -> list[int]:
-        """A control token as one id, or as the ids of its characters where the vocabulary lacks it."""
+        """A control token as one id, or as the ids of its characters if it is not in the vocabulary."""
         index = self.control_id(token)
         return self.encode(token) if index is None else [index]
 
 
 def _split_spelled_controls(backend: "Tokenizer", controls: Iterable[str]) -> None:
-    """Split text that spells a control token after its first character, where the model of `backend` would otherwise make it one piece.
+    """Split text that spells a control token after its first character, if the model of `backend` would make it one piece.
 
-    This happens to unigram models whose pieces include control tokens, as transformers' T5Tokenizer makes them. All other text is
-    split as before.
+    Unigram models with control tokens among their pieces do so, as those of transformers' T5Tokenizer. Other text is split as before.
     """
     from tokenizers import Regex, models, pre_tokenizers
 
     pieces = backend.get_vocab(with_added_tokens=False)
     names = [name for name in controls if name in pieces]
-    if not isinstance(backend.model, models.Unigram):  # a unigram model decides by the surrounding text; others can be tried
+    if not isinstance(backend.model, models.Unigram):  # a unigram model decides by the surrounding text; any other can be tried
         texts = [text for name in names for text in (name, f"a{name}b", f"a {name} b")]
         ids = {pieces[name] for name in names}
         names = names if any(ids & set(encoding.ids) for encoding in backend.encode_batch(texts, add_special_tokens=False)) else []
@@ -181,7 +180,7 @@ def _continuing_backend(backend: "Tokenizer") -> "Tokenizer":
 
 
 def _replace_settings(backend: "Tokenizer", replacements: Mapping[str, str]) -> "Tokenizer":
-    """`backend`, or a copy whose pre-tokenizer and normalizer have other settings. replacements: of their JSON."""
+    """`backend`, or a copy with other settings of its pre-tokenizer and normalizer. replacements: of their JSON."""
     from tokenizers import Tokenizer
 
     copy = None
@@ -206,13 +205,13 @@ def _chat_pieces(
     """See `SafeTokenizer.chat`. has_start: the start token is written already."""
     if not isinstance(tokenizer.chat_template, str):
         return None
-    said = "what a user says"
+    probe = "The message of a user."
     # A date in a prompt is that of the template, or a fixed one: the same run must read the same prompt tomorrow.
     text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": said}], tokenize=False, add_generation_prompt=True, date_string="01 Jan 2025"
+        [{"role": "user", "content": probe}], tokenize=False, add_generation_prompt=True, date_string="01 Jan 2025"
     )
-    before, found, after = str(text).partition(said)
-    if not found or ("strftime_now" in tokenizer.chat_template and "date_string" not in tokenizer.chat_template):
+    before, probe, after = str(text).partition(probe)
+    if not probe or ("strftime_now" in tokenizer.chat_template and "date_string" not in tokenizer.chat_template):
         return None
     if has_start and tokenizer.bos_token:
         before = before.removeprefix(str(tokenizer.bos_token))
