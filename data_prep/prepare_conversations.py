@@ -9,9 +9,8 @@ python -m data_prep.prepare_conversations --form completion --train q.jsonl --co
 
 A release is an entry of resources/conversations or of your own file. It names the source and the form of its rows; --form replaces it.
 Sources: JSON, JSON lines (also .gz), Parquet, folders of `datasets`, hub:ID. --keep copies columns into the prepared rows, where rewards
-read them. Without validation rows, a share of --train is for validation, chosen by a digest of the first message. Validation rows with
-the prompt of a training row are removed; case and blanks do not count. A source that is given for both splits is
-in both.
+read them. Without validation rows, a share of --train is for validation, chosen by a digest of the first message. Validation rows that
+equal a training row are removed; case and blanks do not count. A source that is given for both splits is in both.
 """
 
 import argparse
@@ -144,7 +143,7 @@ _SKIPPED = {
     "negative": "with a negative label",
     "contradictory": "with one reply at two ranks",
     "refused": "in which the assistant refuses",
-    "duplicate": "of the validation split with a prompt of the training split",
+    "duplicate": "of the validation split that are also in the training split",
 }
 """Rows that are not written, by the name of their count."""
 _CHANGED = {"joined": "messages joined to the previous one, of the same role", "tied": "rows with only tied replies"}
@@ -179,7 +178,7 @@ class _Work:
 
     def fill(self, folder: Path) -> Mapping[str, Any]:
         """Write train.jsonl and val.jsonl; returns the counts."""
-        counts, prompts = self._counts, set[bytes]()
+        counts, digests = self._counts, set[bytes]()
         joiners = {split: conversation_joining.Joiner(self._release.join_characters, self._release.shots) for split in SPLITS}
         with ExitStack() as stack:
             files = {split: stack.enter_context(open(folder / f"{split}.jsonl", "w", encoding="utf-8")) for split in SPLITS}
@@ -193,14 +192,14 @@ class _Work:
             for source in SPLITS:
                 for split, digest, row in islice(self._convert(source), self._release.max_rows):
                     if split == "train":
-                        prompts.add(digest)
+                        digests.add(digest)
                         write(split, joiners[split].add(row))
-                    else:  # until all training prompts are known
+                    else:  # until all training rows are known
                         waiting.write(json.dumps([digest.hex(), row]) + "\n")
             waiting.seek(0)
             for line in waiting:
                 digest, row = json.loads(line)
-                if bytes.fromhex(digest) in prompts and not self._is_shared:
+                if bytes.fromhex(digest) in digests and not self._is_shared:
                     counts["duplicate"] += 1
                 else:
                     write("val", joiners["val"].add(row))
@@ -215,7 +214,7 @@ class _Work:
         return {"counts": dict(counts), "licence": self._release.licence}
 
     def _convert(self, source_split: str) -> Iterator[tuple[str, bytes, Row]]:
-        """(split, digest of the prompt, prepared row) of each row of the sources of a split, checked as a training checks it."""
+        """(split, digest, prepared row) of each row of the sources of a split, checked as a training checks it."""
         for where, row in (each for split, source in self._named if split == source_split for each in self._groups(source)):
             converted = list(self._form.read(row, where))
             self._counts["unusable"] += 0 if converted else len(row["rows"]) if self._release.group_by else 1
@@ -234,7 +233,7 @@ class _Work:
                     continue
                 self._counts["tied"] += bool(entry.replies) and len({reply.rank for reply in entry.replies}) == 1
                 first = entry if entry.text is None else entries[0]  # pieces of a text stay together
-                yield self._split_of(source_split, row, first), _digest(*_prompt_of(entry)), each
+                yield self._split_of(source_split, row, first), _digest(*_texts_of(entry)), each
 
     def _columns_to_keep(self, row: Row, where: str) -> Row:
         """The columns of `keep`, equal in all rows of a group.
@@ -336,13 +335,10 @@ def parse_fold(text: str) -> tuple[float, float]:
     return (int(number) - 1) / int(total), int(number) / int(total)
 
 
-def _prompt_of(entry: Entry) -> list[str]:
-    """Texts before the last answer, without system messages. Without a prompt: the first answer, or the text."""
-    messages = [message for message in entry.messages if message.role != "system"]
-    while messages and messages[-1].role == "assistant" and not entry.replies:
-        messages.pop()
-    texts = [message.content for message in messages]
-    return texts or [message.content for message in entry.conversation[:1]] or [entry.text or ""]
+def _texts_of(entry: Entry) -> list[str]:
+    """All texts of a row, without system messages."""
+    messages = [message for message in (*entry.messages, *(reply.message for reply in entry.replies)) if message.role != "system"]
+    return [f"{message.role} {message.written} {message.reasoning}" for message in messages] or [entry.text or ""]
 
 
 def _digest(*texts: str) -> bytes:
@@ -352,7 +348,7 @@ def _digest(*texts: str) -> bytes:
 
 def _share_of(entry: Entry) -> float:
     """A number from 0 to 1 by the first message, so that rows with the same question are in the same split."""
-    return int.from_bytes(_digest(_prompt_of(entry)[0]), "big") / 2**64
+    return int.from_bytes(_digest(_texts_of(entry)[0]), "big") / 2**64
 
 
 main = command.main_of(COMMAND, __doc__, _add_options, prepare)

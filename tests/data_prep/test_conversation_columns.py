@@ -16,7 +16,7 @@ QUESTIONS = [
         "question": f"Ann has {n} owls and buys {n + 1} more. How many?",
         "answer": f"{n} + {n + 1} = <<{n}+{n + 1}={2 * n + 1}>>{2 * n + 1}\n#### {2 * n + 1:,}",
     }
-    for n in (3, 20, 600, 41, 52, 63, 74, 85, 96, 107)
+    for n in range(5, 800, 20)
 ]
 """In the layout of GSM8K."""
 
@@ -58,7 +58,7 @@ def check_math(rows: list[dict[str, Any]]) -> None:
 def test_gsm8k_rows_have_answers_for_reward_math(tmp_path: Path):
     pytest.importorskip("math_verify")
     train, val = prepare(tmp_path, "--name", "gsm8k", "--train", write(tmp_path / "rows.jsonl", QUESTIONS))
-    assert len(train) + len(val) == 10
+    assert len(train) + len(val) == 40
     check_math([*train, *val])
 
 
@@ -201,13 +201,13 @@ def test_reasoning_reaches_prepared_rows(tmp_path: Path):
     assert [reply["reasoning_content"] for reply in train[0]["replies"]] == ["2 + 3", "2 - 3"]
 
 
-def test_validation_rows_with_a_training_prompt_are_removed(tmp_path: Path):
+def test_validation_rows_that_equal_a_training_row_are_removed(tmp_path: Path):
     train_rows = [chat(f"How many owls are {n}?", "x") for n in range(10)]
-    val_rows = [chat(f"how many  OWLS are {n}?\n", "another answer") for n in range(8, 12)]
+    val_rows = [chat(f"how many  OWLS are {n}?\n", "X ") for n in range(8, 12)] + [chat("How many owls are 1?", "y")]
     words = ["--train", write(tmp_path / "a.jsonl", train_rows), "--val", write(tmp_path / "b.jsonl", val_rows)]
     train, val = prepare(tmp_path, "--name", "own", "--form", "messages", *words)
     assert len(train) == 10
-    assert [row["messages"][0]["content"].strip()[-3:] for row in val] == ["10?", "11?"]
+    assert [row["messages"][0]["content"].strip()[-3:] for row in val] == ["10?", "11?", " 1?"]
     assert counts(tmp_path / "own")["duplicate"] == 2
 
 

@@ -63,9 +63,10 @@ def test_grpo_learns_from_reward_math_on_prepared_rows(tmp_path: Path):
     other = override(exp, {"data.prompts.corpus": "by_hand"})
     assert toy.main(["-e", "all"], {"all": [SFT, exp, other]}, tmp_path) == 0
     for each in (exp, other):
-        scores = [row["reward/math"] for row in toy.rows(tmp_path, exp_id(each)) if "reward/math" in row]
-        assert len(set(scores)) > 1
-        assert all(0 < score < 1 for score in scores)
+        rows = toy.rows(tmp_path, exp_id(each))
+        assert all(0 < row["reward/math"] < 1 for row in rows)
+        lines = (tmp_path / "runs" / exp_id(each) / "rollouts.jsonl").read_text().splitlines()
+        assert {json.loads(line)["reward/math"] for line in lines} == {0, 1}
 
 
 @pytest.mark.parametrize("reward", [{"name": "math"}, {"name": "python", "by": "value"}, {"name": "python", "by": "tests"}])

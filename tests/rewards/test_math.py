@@ -44,7 +44,7 @@ def test_a_row_that_has_no_answer_is_named_by_its_keys():
         score([rollout("1", answer="Half of it.\n####")])
 
 
-def test_the_missing_package_is_told(monkeypatch: pytest.MonkeyPatch):
+def test_missing_package_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("src.rewards.math.find_spec", lambda name: None if name == "math_verify" else importlib.util.find_spec(name))
     with pytest.raises(ConfigError, match=r"math-verify is not installed: pip install -r requirements/math\.txt$"):
         Config().check(setting().places)

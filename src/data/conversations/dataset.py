@@ -157,7 +157,7 @@ class Conversations:
         if prompts := self._rows.numbers_of(PROMPT):
             raise DataError(f"{self._name}: row {prompts[0]} is a prompt without an answer. Use data 'rollouts', or add an answer.")
         total = range(len(self._rows))
-        saying = total if self.config.learn_all else self._rows.numbers_of(EMPTY, other_kinds=True)
+        saying = total if self.config.learn_all else self._rows.numbers_of(EMPTY, others=True)
         if not saying:
             raise DataError(f"{self._name}: the assistant says nothing in any conversation, so there is nothing to learn.")
         if len(saying) < len(total):

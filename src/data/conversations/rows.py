@@ -50,15 +50,15 @@ class ConversationRows(Sequence[dict[str, Any]]):
     def __getitem__(self, index: Any) -> Any:
         return [self[i] for i in range(*index.indices(len(self)))] if isinstance(index, slice) else self._rows[self._chosen[index]]
 
-    def numbers_of(self, kind: str, other_kinds: bool = False) -> Sequence[int]:
-        """Which of these rows are of a kind: four bytes each, or none where all are. other_kinds: those of all other kinds."""
+    def numbers_of(self, kind: str, others: bool = False) -> Sequence[int]:
+        """Which of these rows are of a kind: four bytes each, or none where all are. Inverted with `others`."""
         import numpy as np
 
         index = self._rows.row_index
         if kind not in index.names:
-            return range(len(self)) if other_kinds else ()
+            return range(len(self)) if others else ()
         groups = np.asarray(index.groups, dtype=np.uint32)
         if len(self) != len(groups) or not isinstance(self._chosen, range):
             groups = groups[np.fromiter(self._chosen, dtype=np.int64, count=len(self))]
-        matches = (groups == index.names.index(kind)) != other_kinds
+        matches = (groups == index.names.index(kind)) != others
         return range(len(self)) if matches.all() else array("I", np.flatnonzero(matches).astype(np.uint32).tobytes())

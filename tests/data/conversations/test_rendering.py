@@ -76,7 +76,7 @@ def test_ours_and_jinjas_are_the_same(said: list[str], system: str | None, name:
 
 @settings(max_examples=100, deadline=None)
 @given(talks, st.none() | texts, st.sampled_from([*RENDERERS]))
-def test_what_is_asked_is_the_beginning_of_what_is_learned(said: list[str], system: str | None, name: str):
+def test_prompt_is_a_prefix_of_its_conversation(said: list[str], system: str | None, name: str):
     """Each answer is learned behind exactly what it is asked with; and text never becomes a control token."""
     renderer, conversation = RENDERERS[name], talk.messages(*said, system=system)
     whole = renderer.render(conversation)
@@ -153,7 +153,7 @@ def test_ends_of_turns_are_learned_whatever_they_are_called():
     )
 
 
-def test_an_end_that_is_the_token_of_the_beginning_is_learned():
+def test_end_token_that_also_starts_sequences_is_learned():
     """As where a vocabulary has one control token."""
     source = "{{ eos_token }}" + NO_END.replace("{{ m['content'] }}", "{{ m['content'] + eos_token }}")
     found = Renderer(MADE, Jinja(source, {"eos_token": "<end>"})).render(talk.messages("a", "b", "c", "d"))
@@ -175,11 +175,9 @@ def test_answer_that_the_template_changes_later_is_not_learned(marks: bool):
     assert talk.shown(rendered, MADE, [Role.ASSISTANT]) == " d<end>"
 
 
-def test_tokens_that_the_tokenizer_lacks_are_told():
+def test_missing_control_tokens_are_refused():
     for name, lacks in (("oasst", "<|prompter|>"), ("chatml", "<|im_start|>")):
-        with pytest.raises(
-            DataError, match=rf"{name}.*{lacks[2:-2]}.*which the tokenizer lacks\. Write them into the model's extra_tokens"
-        ):
+        with pytest.raises(DataError, match=rf"{name}.*{lacks[2:-2]}.*which the tokenizer does not have"):
             find(name, talk.tokenizer([]))
     with pytest.raises(DataError, match="the tokenizer has no chat template of its own"):
         find("tokenizer", MADE)
@@ -232,7 +230,7 @@ def test_a_tokenizer_is_saved_with_the_template_that_was_trained_with(tmp_path: 
     assert AutoTokenizer.from_pretrained(tmp_path).chat_template == SOURCES["oasst"]
 
 
-def test_no_start_token_stands_within_a_conversation():
+def test_no_start_token_is_within_a_conversation():
     """B24: a tokenizer that begins with one put it before every reply, too, as prompt and reply were tokenised apart."""
     from tokenizers.processors import TemplateProcessing
 

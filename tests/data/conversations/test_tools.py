@@ -90,12 +90,12 @@ def test_they_never_become_control_tokens(template: str):
         ({"messages": [{"role": "user", "content": "a", "tool_calls": [CALL]}]}, "only the assistant calls tools, not user"),
     ],
 )
-def test_what_is_no_call_is_told(raw: dict[str, Any], match: str):
+def test_wrong_call_is_refused(raw: dict[str, Any], match: str):
     with pytest.raises(DataError, match=match):
         read_entry(raw, "here")
 
 
-def test_a_template_that_leaves_them_out_is_told():
+def test_template_without_tools_is_refused():
     made = talk.tokenizer(["<start_of_turn>", "<end_of_turn>", "<bos>"], template=GEMMA)
     made.bos_token = "<bos>"
     renderer = Renderer(made, find("tokenizer", made))
