@@ -354,7 +354,7 @@ def _known_corpora_hint(places: Places, name: str) -> str:
     command = preparation_hint(places.data / name)
     if command:
         return f". {command}"
-    folders = [manifest.parent for manifest in places.data.glob(f"*/{MANIFEST}")]
+    folders = [path for path in places.data.glob("*") if (path / MANIFEST).is_file() or _is_made_by_hand(path)]
     names = [path.name for path in folders if (path / f"{SPLITS[0]}.jsonl").exists() or any(path.glob("*.ids"))]
     files = ", ".join(f"{split}.jsonl" for split in SPLITS)
     return (

@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -135,6 +136,32 @@ class Renderer:
         tokens = [*dict.fromkeys([self.safe.eos_id, *(token for token in last if token is not None)])]
         inside = {self.safe.control_id(span.text) for part in answers for span in part if span.controls}
         return tokens, [token for token in self.safe.control_ids if token not in tokens and token not in inside]
+
+    @cached_property
+    def _answer_forms(self) -> list[tuple[str, str]]:
+        """(text before the reasoning, or before the content; text between both, or "") as the template writes answers."""
+        forms, marks = list[tuple[str, str]](), ("\u2042reasoning", "\u2042content")
+        for reasoning in (marks[0], ""):
+            try:
+                spans = self.template.spans([Message("user", "?"), Message("assistant", marks[1], reasoning=reasoning)])
+            except DataError:
+                continue  # the template needs reasoning, or writes none
+            answer = "".join(span.text for span in spans if span.role is Role.ASSISTANT).partition(marks[1])[0]
+            before, _, between = answer.partition(reasoning) if reasoning else (answer, "", "")
+            forms.append((before, between))
+        return forms
+
+    def read_answer(self, text: str) -> Message:
+        """The message of a generated answer: its reasoning and content. text: decoded with its control tokens."""
+        message = Message("assistant", text)
+        for before, between in self._answer_forms:
+            if text.startswith(before):
+                first, sign, second = text[len(before) :].partition(between) if between else ("", "", text[len(before) :])
+                if sign or not between:
+                    message = Message("assistant", second, reasoning=first.strip())
+                    break
+        clean = [self._controls.sub("", part) for part in (message.content, message.reasoning)]
+        return Message("assistant", clean[0], reasoning=clean[1])
 
     def encode(self, spans: Sequence[Span]) -> Rendered:
         """Ids of spans. A token of two roles is of the later one's."""

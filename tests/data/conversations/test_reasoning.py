@@ -166,3 +166,17 @@ def test_date_of_a_template_is_fixed():
     source = "{{ strftime_now('%d %B %Y') }}" + THINKS
     made = talk.tokenizer(template=source)
     assert made.decode(Renderer(made, find("tokenizer", made)).render([ASK, ANSWER]).ids).startswith("01 January 2025<|im_start|>user")
+
+
+@pytest.mark.parametrize(
+    ("source", "text", "message"),
+    [
+        (THINKS, "<think>\nhm\n</think>\ntwo", Message("assistant", "two", reasoning="hm")),
+        (THINKS, "two", Message("assistant", "two")),
+        (STARTS_THINKING, "hm\n</think>\ntwo", Message("assistant", "two", reasoning="hm")),
+        (PAIR, "two<|E|><|im_end|>", Message("assistant", "two")),
+    ],
+)
+def test_generated_answer_is_split_into_reasoning_and_content(source: str, text: str, message: Message):
+    """So that the next prompt of a chat is written by the template from both."""
+    assert renderer(source, "<|E|>").read_answer(text) == message

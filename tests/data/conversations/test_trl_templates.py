@@ -93,6 +93,9 @@ def test_answer_is_learned_from_the_end_of_its_generation_prompt(path: Path):
         text = made.decode(rendered.ids[answer.start : answer.stop])
         for part in (messages[-1].content.rpartition("</think>")[2].strip(), messages[-1].reasoning):
             assert part in text, name
+        if name in ("one turn", "two turns", "reasoning", "reasoning twice"):
+            message = renderer.read_answer(text)
+            assert (message.content.strip(), message.reasoning) == (messages[-1].content.strip(), messages[-1].reasoning), name
         if not any(control in message.content for message in messages for control in controls):
             raw = [write(message, template._in_parts) for message in messages]
             tools: Any = [*messages[0].tools] or None
