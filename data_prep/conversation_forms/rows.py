@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from src.config import Config
 from src.data.conversations.choices import draws
-from src.data.conversations.entries import REASONING
+from src.data.conversations.entries import LINKS, REASONING
 from src.errors import DataError
 
 Row = dict[str, Any]
@@ -100,7 +100,7 @@ def messages_of(value: Any, where: str, role: str = "user") -> list[Row]:
         text = "" if calls and text is None else text
         if not isinstance(speaker, str) or speaker not in ROLES or not isinstance(text, str):
             raise DataError(f"{where}: expected messages with role and content, or from and value; got {str(message)[:80]!r}.")
-        add_message(messages, ROLES[speaker], text, calls, reasoning_of(message))
+        add_message(messages, ROLES[speaker], text, calls, {**reasoning_of(message), **_links_of(message, ROLES[speaker])})
     return messages
 
 
@@ -109,14 +109,19 @@ def reasoning_of(message: Row) -> Row:
     return {name: message[name] for name in REASONING if message.get(name)}
 
 
-def add_message(messages: list[Row], role: str, text: str, calls: Any = None, reasoning: Mapping[str, Any] | None = None) -> None:
-    """Append a message, or join it to the last one if both have the same role and only text. calls: of tools."""
+def _links_of(message: Row, role: str) -> Row:
+    """The keys by which the result of a tool refers to its call."""
+    return {name: message[name] for name in LINKS if role == "tool" and message.get(name)}
+
+
+def add_message(messages: list[Row], role: str, text: str, calls: Any = None, more: Mapping[str, Any] | None = None) -> None:
+    """Append a message, or join it to the last one if both have the same role and only text. calls: of tools. more: further keys."""
     last = messages[-1] if messages else {}
-    if last.get("role") == role and not calls and not reasoning and "tool_calls" not in last:
+    if last.get("role") == role and role != "tool" and not calls and not more and "tool_calls" not in last:
         last["content"] += f"\n{text}"
         last[JOINED] = last.get(JOINED, 0) + 1
     else:
-        messages.append({"role": role, "content": text, **({"tool_calls": calls} if calls else {}), **(reasoning or {})})
+        messages.append({"role": role, "content": text, **({"tool_calls": calls} if calls else {}), **(more or {})})
 
 
 def alternate(texts: Sequence[str]) -> list[Row]:

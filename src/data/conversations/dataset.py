@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 log = logging.getLogger(__name__)
-CHECKED = 100
+CHECKED = 256
 """Samples that are rendered at the start."""
 
 

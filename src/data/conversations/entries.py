@@ -24,6 +24,8 @@ from src.errors import DataError
 ROLES = ("system", "user", "assistant", "tool")
 SHARES = ("quality", "humor", "creativity")
 TAGS = ("lang", *SHARES, "context")
+LINKS = ("name", "tool_call_id")
+"""Keys by which the result of a tool refers to its call."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of the reasoning before an answer, as different templates read it."""
 _AFTER = {"": ("system", "user"), "system": ("user",), "user": ("assistant",), "assistant": ("user", "tool"), "tool": ("assistant", "tool")}
@@ -43,6 +45,10 @@ class Message:
     """Tools of the conversation, on its first message."""
     reasoning: str = ""
     """Reasoning of the assistant before its answer."""
+    links: Mapping[str, str] = field(default_factory=dict)
+    """Keys in `LINKS` of a tool's message."""
+    call_ids: Sequence[str] = ()
+    """Id of each call, "" without one."""
 
     @property
     def written(self) -> str:
@@ -52,8 +58,13 @@ class Message:
     @property
     def raw(self) -> dict[str, Any]:
         """The object that `read_message` reads, without tags."""
-        calls = {"tool_calls": [{"type": "function", "function": dict(call)} for call in self.calls]} if self.calls else {}
-        return {"role": self.role, "content": self.content, **calls, **({REASONING[0]: self.reasoning} if self.reasoning else {})}
+        reasoning: dict[str, Any] = {REASONING[0]: self.reasoning} if self.reasoning else {}
+        ids = [*self.call_ids, *[""] * len(self.calls)]
+        calls = [
+            {**({"id": name} if name else {}), "type": "function", "function": dict(call)}
+            for name, call in zip(ids, self.calls, strict=False)
+        ]
+        return {"role": self.role, "content": self.content, **self.links, **reasoning, **({"tool_calls": calls} if calls else {})}
 
 
 @dataclass(frozen=True)
@@ -156,14 +167,17 @@ def read_message(raw: Any, where: str) -> Message:
         raise DataError(f"{where}: expected an object with role and content, got {type(raw).__name__}.")
     if raw.get("role") not in ROLES:
         raise DataError(f"{where}: role: expected one of {', '.join(ROLES)}, got {raw.get('role')!r}.")
-    calls = [_call(each, f"{where}: tool_calls") for each in _objects(raw.get("tool_calls"), f"{where}: tool_calls")]
+    raw_calls = _objects(raw.get("tool_calls"), f"{where}: tool_calls")
+    calls = [_call(each, f"{where}: tool_calls") for each in raw_calls]
     if calls and raw["role"] != "assistant":
         raise DataError(f"{where}: tool_calls: only the assistant calls tools, not {raw['role']}.")
     content = "" if calls and raw.get("content") is None else _text(raw.get("content"), f"{where}: content")
     reasoning = _reasoning(raw, where)
     if reasoning and raw["role"] != "assistant":
         raise DataError(f"{where}: only the assistant has reasoning, not {raw['role']}. Remove it.")
-    return Message(raw["role"], content, _tags(raw, where), calls, reasoning=reasoning)
+    links = {name: _text(raw[name], f"{where}: {name}") for name in LINKS if raw["role"] == "tool" and raw.get(name)}
+    ids = [str(each.get("id") or "") for each in raw_calls]
+    return Message(raw["role"], content, _tags(raw, where), calls, reasoning=reasoning, links=links, call_ids=ids)
 
 
 def _reasoning(raw: Mapping[str, Any], where: str) -> str:

@@ -221,7 +221,7 @@ class Jinja:
         return texts[0], regions[0] if self.marks_answers else []
 
     def _check(self) -> None:
-        """Raises DataError if the template cannot be trained with. Tries two turns, one turn, and one with a system message."""
+        """Raises DataError if the template cannot be trained with. Tries two turns and one, plain and with reasoning."""
         turns = [Message(("user", "assistant")[number % 2], f"Probe {number}.") for number in range(4)]
         self._set_parts(turns)
         errors = list[DataError]()
@@ -259,12 +259,6 @@ class Jinja:
         if not any(turns[1].content in text for text in learned):
             log.info("%s: it changes an answer once another message follows, so only the last answer of a conversation is learned.", WHERE)
         self.spans(turns[:2])
-        system = [Message("system", "Probe."), *turns[:2]]
-        try:
-            self._fill([_Mask(self._controls).message(message) for message in system], None)
-        except DataError:
-            return  # no place for a system message
-        self.spans(system)
 
 
 def _with_reasoning(message: Message) -> Message:
@@ -301,12 +295,7 @@ class _Mask:
 
     def message(self, message: Message) -> dict[str, Any]:
         """The message as templates read it."""
-        raw: dict[str, Any] = {"role": message.role, "content": self.mask(message.content)}
-        if message.reasoning:
-            raw["reasoning_content"] = self.mask(message.reasoning)
-        if message.calls:
-            raw["tool_calls"] = [{"type": "function", "function": self.mask(call)} for call in message.calls]
-        return raw
+        return {"role": message.role, **self.mask({name: value for name, value in message.raw.items() if name != "role"})}
 
     def mask(self, value: Any) -> Any:
         """The value with each spelled control token masked."""
