@@ -51,7 +51,7 @@ class ConversationRows(Sequence[dict[str, Any]]):
         return [self[i] for i in range(*index.indices(len(self)))] if isinstance(index, slice) else self._rows[self._chosen[index]]
 
     def numbers_of(self, kind: str, others: bool = False) -> Sequence[int]:
-        """Which of these rows are of a kind: four bytes each, or none where all are. Inverted with `others`."""
+        """Places of the rows of a kind, or of all other kinds: four bytes each, or a range if all match."""
         import numpy as np
 
         index = self._rows.row_index
