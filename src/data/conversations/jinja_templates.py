@@ -95,6 +95,7 @@ class Jinja:
                     parts.append((answer.begin, answer.end, Role.ASSISTANT, answer.missing))
         spans, place = list[Span](), 0
         for begin, end, role, missing in sorted(parts):
+            assert place <= begin <= end, "an answer follows the messages of its prompt"
             spans += [Span(text[place:begin] + missing, Role.TEMPLATE, True), Span(text[begin:end], role, True)]
             place = end
         return [part for span in (*spans, Span(text[place:], Role.TEMPLATE, True)) for part in mask.restore(span)]
@@ -126,14 +127,18 @@ class Jinja:
                 f"no control token ends the answer {shorten(last[start:])}, so no model would learn to stop. Write the end token after "
                 f"each answer{inside}, or take another template."
             )
-        if text.startswith(last[: ends[-1]]):
-            return _Answer(start, ends[-1], prompt[start:])
-        same = _shared_length(last, text)
         if self.marks_answers:
+            content = _without_blanks(message["content"].rpartition("</think>")[2])
+            if content not in _without_blanks(last[start : ends[-1]]):
+                raise _Unlearnable(f"{{% generation %}} marks only a part of {shorten(message['content'])}. Mark the complete answer.")
+            same = _shared_length(last, text)
             marked = [end for begin, end in regions if end > start and begin <= max(same, start)]
             ends = [match.end() for match in self._controls.finditer(text, start, marked[-1])] if marked and same >= start else []
-        else:  # the template adds to the end of a last answer: <|end|> or <|end|><eos>
-            ends = [end for end in ends if end <= same and message["content"].strip() and self._is_complete(message, last[start:end])]
+            return _Answer(start, ends[-1], prompt[start:]) if ends else None
+        if text.startswith(last[: ends[-1]]):
+            return _Answer(start, ends[-1], prompt[start:])
+        same = _shared_length(last, text)  # the template adds to the end of a last answer: <|end|> or <|end|><eos>
+        ends = [end for end in ends if end <= same and message["content"].strip() and self._is_complete(message, last[start:end])]
         return _Answer(start, ends[-1]) if ends else None
 
     def _is_complete(self, message: Any, text: str) -> bool:

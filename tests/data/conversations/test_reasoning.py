@@ -9,6 +9,7 @@ from src.config import Places
 from src.data.conversations.entries import Message, read_entry
 from src.data.conversations.rendering import Renderer, Role
 from src.data.conversations.templates import find
+from src.data.rollouts.prompts import Prompts
 from src.errors import DataError
 from src.recipes.shared.policy import write_with
 from src.registry import DATASETS, bind
@@ -180,3 +181,30 @@ def test_date_of_a_template_is_fixed():
 def test_generated_answer_is_split_into_reasoning_and_content(source: str, text: str, message: Message):
     """So that the next prompt of a chat is written by the template from both."""
     assert renderer(source, "<|E|>").read_answer(text) == message
+
+
+MARKED = (
+    "{% for m in messages %}{{ m['role'] + ': ' }}{% if m['role'] == 'assistant' and loop.last %}{% generation %}"
+    "{{ m['content'] }}{{ '<|im_end|>' }}{% endgeneration %}{% else %}{{ m['content'] }}{{ '<|im_end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def test_only_marked_answers_are_learned():
+    assert learned(MARKED, ASK, Message("assistant", "two"), ASK, Message("assistant", "four")) == ["four<|im_end|>"]
+    early = MARKED.replace(
+        "{{ m['content'] }}{{ '<|im_end|>' }}{% endg", "{{ '<|E|>' }}{% endgeneration %}{{ m['content'] }}{% generation %}{% endg"
+    )
+    with pytest.raises(DataError, match=r"data\.writing\.template: .*generation.*'Probe 3\.'"):
+        renderer(early, "<|E|>")
+
+
+def test_prompt_with_reasoning_that_no_template_writes_is_refused_with_its_row(tmp_path: Path):
+    rows = [row(), {"prompt": [*row()["messages"], {"role": "user", "content": "3?"}]}]
+    talk.write_rows(tmp_path / "talk", {"train": rows, "val": rows[:1]})
+    config: Any = bind(DATASETS, {"name": "conversations", "corpus": "talk", "sequence_tokens": 90})
+    plain = Renderer(talk.tokenizer(), find("oasst", talk.tokenizer()))
+    prompts = Prompts(config.read(Places(tmp_path, tmp_path), "train"), plain, config.writing, "talk")
+    assert len(prompts[0].messages) == 1
+    with pytest.raises(DataError, match=r"talk: row 1: data\.writing\.template: .*'one, two'"):
+        prompts[1]
