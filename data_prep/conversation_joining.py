@@ -1,4 +1,4 @@
-"""Several conversations made one: until they have so many characters, or with an earlier one first, as an example."""
+"""Joins conversations until they reach a length, or puts an earlier one before them as an example."""
 
 import json
 from collections import deque
@@ -12,25 +12,25 @@ _NEAR = 5
 
 
 class Joiner:
-    """Makes rows of one split longer, in their order. Rows of text, and of ranked replies, stay as they are."""
+    """Makes rows of one split longer, in order. Rows of text and of ranked replies are unchanged."""
 
     def __init__(self, characters: int | None, shots: float) -> None:
-        """characters: join conversations of one system message until they have so many. shots: share that begins with an earlier one."""
+        """characters: join conversations with the same system message up to this length. shots: share with an example."""
         self._characters, self._shots = characters, shots
         self._open = dict[str, tuple[list[Row], list[Row]]]()
         self._recent = deque[list[Row]](maxlen=_NEAR)
 
     def add(self, row: Row) -> Iterator[Row]:
-        """The rows that are ready once this one is there."""
-        if "text" in row or "replies" in row:
-            yield row
+        """Add a row; yields the rows that are complete."""
+        if "text" in row or "replies" in row or (self._characters is not None and row.keys() > {"messages"}):
+            yield row  # joining would lose its tools
         elif self._characters is not None:
             yield from self._join(row["messages"], self._characters)
         else:
             yield {**row, "messages": self._with_example(row["messages"])}
 
     def flush(self) -> Iterator[Row]:
-        """What was waiting for more."""
+        """Yield the incomplete rows."""
         yield from ({"messages": [*system, *talk]} for system, talk in self._open.values())
         self._open.clear()
 
@@ -43,7 +43,7 @@ class Joiner:
             yield {"messages": [*system, *self._open.pop(key)[1]]}
 
     def _with_example(self, messages: list[Row]) -> list[Row]:
-        """The messages, sometimes behind those of one of the last few rows; which, depends on the row and on those alone."""
+        """The messages, sometimes after those of one of the last few rows, chosen by these rows only."""
         if not self._shots:
             return messages
         draw, near = draws("shots", json.dumps(messages, sort_keys=True)), [*self._recent]

@@ -1,6 +1,6 @@
-"""Releases of conversations and of preferences: entries of resources/conversations/*.yaml, or of a file of one's own.
+"""Releases of conversations and preferences: entries of resources/conversations/*.yaml or of your own file.
 
-An entry says where a release is, in which form its rows are, and which of them are for validation.
+An entry names the source of a release, the form of its rows, and the validation rows.
 """
 
 from collections.abc import Mapping
@@ -31,6 +31,7 @@ FORMS: Mapping[str, type[Form]] = {
     "oasst": trees.Threads,
     "oasst_ranked": trees.Ranked,
     "pairs": layouts.Pairs,
+    "programs": columns.Programs,
     "prosocial": dialogue.Prosocial,
     "ranked": layouts.RankedReplies,
     "rounds": dialogue.Rounds,
@@ -43,49 +44,55 @@ FORMS: Mapping[str, type[Form]] = {
 }
 SCRIPTS = tuple(str(module.__file__) for module in (rows, columns, comparisons, dialogue, layouts, translation, trees))
 REQUESTS = translation.REQUESTS
-"""With `SCRIPTS` what the rows of a form depend on."""
+"""The rows of a form depend on this file and on `SCRIPTS`."""
 Mode = Literal["sft", "rm"]
+OUR_KEYS = ("messages", "replies", "prompt", "tools", "text", rows.SPLIT_NAME)
+"""Keys of prepared rows, which `keep` cannot name."""
 
 
 class Release(Config):
-    """One entry of the table, without its name. "{pair}" in a name stands for whatever it is asked with, as in wmt2019_de-en."""
+    """One entry of the table, without its name. "{pair}" in a name matches any text, as in wmt2019_de-en."""
 
     hub: str | None = None
-    """ID of the hub's set, or ID@CONFIG. None: `train` and `val` are files, beside the file of the entry."""
+    """ID of a data set on the hub, or ID@CONFIG. None: `train` and `val` are files next to the file of the entry."""
     revision: str | None = None
-    """Of the hub's set; None: the newest."""
+    """Revision on the hub; None: the newest."""
     files: list[str] = []
-    """Of the hub's set those to read; none: all."""
+    """Files on the hub to read; empty: all."""
     url: str | None = None
-    """Where a file is that the hub does not have."""
+    """Address of a file that is not on the hub."""
     train: list[str] = []
-    """Splits of the hub's set, or files, to train on."""
+    """Splits on the hub, or files, to train on."""
     val: list[str] = []
-    """Splits or files for validation; none: a share of the others, by what is asked first."""
+    """Splits or files for validation; empty: a share of `train`, by the first message."""
     val_rate: float = Field(default=0.2, gt=0, lt=1)
     """That share."""
     split_column: str | None = None
-    """Column that tells the split of a row: rows where it begins with "val" or "test" are for validation."""
+    """Column with the split of a row: values that start with "val" or "test" are for validation."""
     licence: str = Field(min_length=1)
     """As the release says; "unstated" if it says nothing."""
     modes: list[Mode] = Field(default=["sft"], min_length=1)
-    """What it is for, first what is prepared by default: sft, answers to learn; rm, replies that are ranked."""
+    """Uses, the default first: sft, answers to learn; rm, ranked replies."""
     form: str | dict[str, Any]
     """A name in `FORMS`, or {"name", and its options}."""
     ranked_form: str | dict[str, Any] | None = None
-    """The form for mode rm, where it is another."""
+    """Another form for mode rm."""
     columns: dict[str, str] = {}
-    """What columns of the form are called in the release."""
+    """Names of the form's columns in the release."""
     group_by: str | None = None
-    """Dotted path of a column: rows where it is the same are read together."""
+    """Dotted path of a column: rows with the same value are read together."""
     without_refusals: bool = False
-    """Whether rows are left out in which the assistant refuses, or says what it is."""
+    """Whether to skip rows in which the assistant refuses or says that it is a model."""
     join_characters: int | None = Field(default=None, gt=0)
-    """Conversations with the same system message are joined, in their order, until they have so many characters."""
+    """Length up to which conversations with the same system message are joined, in order."""
     shots: float = Field(default=0.0, ge=0, le=1)
-    """Share of the conversations that begin with one of the five before them."""
+    """Share of the conversations that get one of the previous five as an example."""
+    keep: list[str] = []
+    """Columns to copy into prepared rows, by their names in the form: "answer" or "tests" for rewards, or any other."""
+    negatives: Literal["refuse", "skip", "learn"] = "refuse"
+    """Rows in mode sft with `label` or `kto_tag` false: their answer is a bad one."""
     max_rows: int | None = Field(default=None, gt=0)
-    """Rows of ours that are made of the sources of a split, the first ones."""
+    """Number of prepared rows to make of the sources of a split, the first ones."""
 
     @model_validator(mode="after")
     def _check_forms(self) -> "Release":
@@ -93,9 +100,14 @@ class Release(Config):
             if form is not None:
                 load_form(form, field)
         if self.ranked_form is not None and "rm" not in self.modes:
-            raise ValueError("ranked_form: is of mode rm, which `modes` lacks.")
+            raise ValueError("ranked_form: needs mode rm in `modes`. Add it, or remove ranked_form.")
         if self.split_column is not None and (self.group_by is not None or self.val):
-            raise ValueError("split_column: goes with neither group_by nor val.")
+            raise ValueError("split_column: cannot be combined with group_by or val. Remove one.")
+        for name in self.keep:
+            if name in OUR_KEYS:
+                raise ValueError(f"keep: {name!r} is a key of prepared rows. Give the column another name with `columns`.")
+        if self.keep and self.join_characters is not None:
+            raise ValueError("keep: a joined conversation has several rows' columns. Remove join_characters.")
         if self.hub is not None and not self.train:
             raise ValueError("train: expected the names of splits of the hub's set.")
         return self
@@ -121,22 +133,22 @@ def load_form(raw: str | Mapping[str, Any], where: str) -> Form:
         raise ValueError(" ".join(f"{join(where, path)}: {text}" for path, text in problems(FORMS[name], error))) from None
 
 
-def find(name: str, own: Path | None = None) -> tuple[Release, Path]:
-    """The release called `name`, and the file of its entry. own: a file with entries, which are looked at before resources/conversations.
+def find(name: str, extra: Path | None = None) -> tuple[Release, Path]:
+    """The release called `name`, and the file of its entry. extra: a file with entries that take precedence over resources/conversations.
 
     Raises:
         ConfigError: no file has it, or its entry has a mistake: names the file, the entry and the field.
     """
-    known = dict[str, Path]()
-    for path in [*([own] if own else []), *sorted(FOLDER.glob("*.yaml"))]:
+    paths = dict[str, Path]()
+    for path in [*([extra] if extra else []), *sorted(FOLDER.glob("*.yaml"))]:
         for key, raw in read_yaml(path, "releases by name").items():
-            known.setdefault(str(key), path)
+            paths.setdefault(str(key), path)
             before, sign, after = str(key).partition("{pair}")
             pair = name[len(before) : len(name) - len(after)] if sign and name.startswith(before) and name.endswith(after) else ""
             if key == name or (pair and pair != sign):
                 return load_config(Release, _fill_pair(raw, pair), f"{path}: {key}"), path
     raise ConfigError(
-        f"--name: {unknown_text('release', name, known)} Another is an entry of a file (--release_file), or --form says its form."
+        f"--name: {unknown_text('release', name, paths)} Another is an entry of a file (--release_file), or --form says its form."
     )
 
 
@@ -148,12 +160,12 @@ def names(mode: Mode | None = None) -> list[str]:
 
 def sources_of(release: Release, split: Literal["train", "val"], path: Path) -> list[str]:
     """The sources of a split, as `sources.open_rows` takes them. path: the file of the entry."""
-    wanted = release.train if split == "train" else release.val
+    names = release.train if split == "train" else release.val
     if release.hub is not None:
-        return [f"hub:{release.hub}#{name}" for name in wanted]
-    if split == "train" and not wanted:
+        return [f"hub:{release.hub}#{name}" for name in names]
+    if split == "train" and not names:
         raise DataError(f"--train: expected a file of this release, which the hub does not have. It is {release.url or 'your own'}.")
-    return [str(path.parent / name) for name in wanted]
+    return [str(path.parent / name) for name in names]
 
 
 def _fill_pair(raw: Any, pair: str) -> Any:

@@ -1,14 +1,16 @@
-"""Prepare conversations or preferences from a file in the layout of its release, for the recipes sft, reward and dpo.
+"""Prepare conversations or preferences from a published file, for the recipes sft, reward, dpo, grpo and ppo.
 
 python -m data_prep.prepare_conversations --name webgpt
 python -m data_prep.prepare_conversations --name webgpt --train comparisons.jsonl
 python -m data_prep.prepare_conversations --name oasst_replies --release oasst_export --mode rm --train trees.jsonl.gz
 python -m data_prep.prepare_conversations --name mine --release_file mine.yaml
-python -m data_prep.prepare_conversations --form completion --train gsm8k.jsonl --columns prompt=question completion=answer --name mine
+python -m data_prep.prepare_conversations --form completion --train q.jsonl --columns prompt=question completion=answer --keep answer \\
+    --name mine
 
-A release is an entry of resources/conversations, or of a file of one's own, which says where it is and in which form; or --form says that.
-Sources: JSON, JSON lines (also .gz), Parquet, folders of `datasets`, hub:ID. Where a release has no rows for validation, and without --val,
-a share of its rows is for validation: by what is asked first, so that no question is in both splits.
+A release is an entry of resources/conversations or of your own file. It names the source and the form of its rows; --form replaces it.
+Sources: JSON, JSON lines (also .gz), Parquet, folders of `datasets`, hub:ID. --keep copies columns into the prepared rows, where rewards
+read them. Without validation rows, a share of --train is for validation, chosen by a digest of the first message. Validation rows that
+equal a training row are removed; case and blanks do not count. A source that is given for both splits is in both.
 """
 
 import argparse
@@ -20,16 +22,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from data_prep import command, conversation_joining, conversation_table, sources
-from data_prep.conversation_forms.columns import is_there, look_up
-from data_prep.conversation_forms.rows import SPLIT_NAME, Form, Row, contradicts_itself
+from data_prep.conversation_forms.columns import Columns, is_there, look_up
+from data_prep.conversation_forms.rows import JOINED, SPLIT_NAME, Form, Row, contradicts_itself, missing_column, rows_of
 from data_prep.conversation_table import FORMS, Mode, Release
 from data_prep.qa_releases import json_stream
 from src.config import load as load_config
 from src.data.conversations.entries import Entry, read_entry
 from src.data.conversations.refusals import refuses
+from src.data.conversations.rows import EMPTY, kind_of
+from src.data.jsonl import check_text
 from src.errors import ConfigError, DataError
 
 COMMAND = "python -m data_prep.prepare_conversations"
@@ -41,17 +46,19 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--name", required=True, help="folder below --data_path")
     add("--release", metavar="NAME", help="entry of resources/conversations (default: --name)")
-    add("--release_file", type=Path, metavar="YAML", help="entries of one's own, which are looked at first")
-    add("--mode", choices=("sft", "rm"), help="answers to learn, or ranked replies, of a release that has both (default: its first)")
+    add("--release_file", type=Path, metavar="YAML", help="file with entries of yours, which take precedence")
+    add("--mode", choices=("sft", "rm"), help="answers to learn, or ranked replies, if a release has both (default: its first)")
     add("--form", metavar="FORM", help=f"layout of the rows, instead of a release: {', '.join(FORMS)}")
-    add("--train", nargs="+", default=[], metavar="SOURCE", help="rows to train on (default: where the release is)")
-    add("--val", nargs="+", default=[], metavar="SOURCE", help="rows for validation (default: as the release says, or a share of --train)")
-    add("--val_rate", type=float, help="that share (default: as the release says; 0.1 with --form)")
-    add("--fold", metavar="K/N", help="for validation the K-th of N parts of --train, such as 2/5: parts have no question in common")
-    add("--columns", nargs="+", default=[], metavar="NAME=COLUMN", help="what columns of the form are called in the source")
-    add("--lang", metavar="LANGUAGES", help="of trees, such as en,de (default: en)")
-    add("--top_k", type=int, metavar="K", help="of trees: replies of rank 0 to K - 1 are gone on with (default: all)")
-    add("--synthetic", action="store_true", help="of trees: also messages that a model has written")
+    add("--train", nargs="+", default=[], metavar="SOURCE", help="training rows (default: the source of the release)")
+    add("--val", nargs="+", default=[], metavar="SOURCE", help="validation rows (default: those of the release, or a share of --train)")
+    add("--val_rate", type=float, help="that share (default: that of the release; 0.1 with --form)")
+    add("--fold", metavar="K/N", help="use the K-th of N parts of --train for validation, such as 2/5; parts share no question")
+    add("--columns", nargs="+", default=[], metavar="NAME=COLUMN", help="names of the form's columns in the source")
+    add("--keep", nargs="+", default=[], metavar="COLUMN", help="columns to copy into the prepared rows, such as answer or tests")
+    add("--negatives", choices=("refuse", "skip", "learn"), help="rows with label false, such as KTO's, in mode sft (default: refuse)")
+    add("--lang", metavar="LANGUAGES", help="languages of trees, such as en,de (default: en)")
+    add("--top_k", type=int, metavar="K", help="for trees: follow only replies of rank 0 to K - 1 (default: all)")
+    add("--synthetic", action="store_true", help="for trees: include messages written by a model")
 
 
 def prepare(  # noqa: PLR0913  the options of the command
@@ -67,52 +74,59 @@ def prepare(  # noqa: PLR0913  the options of the command
     val_rate: float | None = None,
     fold: str | None = None,
     columns: Sequence[str] = (),
+    keep: Sequence[str] = (),
+    negatives: str | None = None,
     lang: str | None = None,
     top_k: int | None = None,
     synthetic: bool = False,
 ) -> bool:
-    """Make the folder `name` below `data_path`; False if it is whole and was made from the same, so that nothing was done.
+    """Make the folder `name` below `data_path`; False if it exists and was made from the same sources.
 
     Raises:
-        ConfigError: an option is wrong, or the release's entry is.
-        DataError: a source is missing, or of another layout, or a split would be empty.
+        ConfigError: an option or the entry of the release is wrong.
+        DataError: a source is missing or has another layout, or a split would be empty.
     """
     if val_rate is not None and not 0 < val_rate < 1:
         raise ConfigError(f"--val_rate: expected a number between 0 and 1, got {val_rate:g}.")
     part = parse_fold(fold) if fold else None
     if part and (val or val_rate is not None):
-        raise ConfigError("--fold says which rows are for validation: leave --val and --val_rate out.")
+        raise ConfigError("--fold: selects the validation rows, and so do --val and --val_rate. Use one of them.")
     if form is None:
         entry, path = conversation_table.find(release or name, release_file)
     elif release or release_file or mode:
-        raise ConfigError("--form says what --release, --release_file and --mode would: give either.")
+        raise ConfigError("--form: replaces --release, --release_file and --mode. Use either.")
     else:
         entry, path = load_config(Release, {"form": form, "licence": "unstated", "val_rate": 0.1}, "--form"), Path()
         if not train:
             raise ConfigError("--form: expected --train with the rows of this form.")
     if entry.split_column is not None and (part or val or val_rate is not None):
         raise ConfigError(
-            f"--fold, --val and --val_rate: column {entry.split_column!r} of {release or name} says which rows are for validation. "
-            "Leave them out."
+            f"--fold, --val and --val_rate: column {entry.split_column!r} of {release or name} selects the validation rows. "
+            "Remove the option."
         )
     if mode not in (None, *entry.modes):
         raise ConfigError(f"--mode {mode}: {release or name} has {' and '.join(entry.modes)} only.")
-    read = _with_options(entry.form_of(mode or entry.modes[0]), lang, top_k, synthetic)
-    renamed = {**entry.columns, **dict(_renaming(text) for text in columns)}
-    entry = entry.model_copy(update={"val_rate": val_rate or entry.val_rate, "columns": renamed})
+    reader = _with_options(entry.form_of(mode or entry.modes[0]), lang, top_k, synthetic)
+    options: dict[str, Any] = {
+        "val_rate": val_rate or entry.val_rate,
+        "columns": {**entry.columns, **dict(_renaming(text) for text in columns)},
+        "keep": [*dict.fromkeys([*entry.keep, *keep])],
+        "negatives": negatives or entry.negatives,
+    }
+    entry = load_config(Release, {**entry.model_dump(), **options}, "--keep" if keep else name)
     train_sources = [*train] or conversation_table.sources_of(entry, "train", path)
     val_sources = [*val] or ([] if train or part else conversation_table.sources_of(entry, "val", path))
-    work = _Work(name, entry, read, [("train", each) for each in train_sources] + [("val", each) for each in val_sources], part)
+    work = _Work(name, entry, reader, [("train", each) for each in train_sources] + [("val", each) for each in val_sources], part)
     return command.make_folder(data_path / name, COMMAND, work.made_from(), work.fill) is not None
 
 
 def _with_options(form: Form, lang: str | None, top_k: int | None, synthetic: bool) -> Form:
-    """The form with the options of the command line, which it must heed."""
-    given = {"languages": lang.split(",") if lang else None, "top_k": top_k, "synthetic": synthetic or None}
-    given = {name: value for name, value in given.items() if value is not None}
-    if given.keys() - type(form).model_fields.keys():
-        raise ConfigError("--lang, --top_k and --synthetic are of trees, and rows of this form are none.")
-    return load_config(type(form), {**form.model_dump(), **given}, "--top_k") if given else form
+    """The form with the options of the command line."""
+    options = {"languages": lang.split(",") if lang else None, "top_k": top_k, "synthetic": synthetic or None}
+    options = {name: value for name, value in options.items() if value is not None}
+    if options.keys() - type(form).model_fields.keys():
+        raise ConfigError("--lang, --top_k and --synthetic: the rows of this form are not trees. Remove the options.")
+    return load_config(type(form), {**form.model_dump(), **options}, "--top_k") if options else form
 
 
 def _renaming(text: str) -> tuple[str, str]:
@@ -122,27 +136,41 @@ def _renaming(text: str) -> tuple[str, str]:
     return name, column
 
 
+_SKIPPED = {
+    "unusable": "without a conversation in this form",
+    "silent": "in which the assistant says nothing",
+    "empty": "with an empty prompt",
+    "negative": "with a negative label",
+    "contradictory": "with one reply at two ranks",
+    "refused": "in which the assistant refuses",
+    "duplicate": "of the validation split that are also in the training split",
+}
+"""Rows that are not written, by the name of their count."""
+_CHANGED = {"joined": "messages joined to the previous one, of the same role", "tied": "rows with only tied replies"}
+
+
 class _Work:
-    """From the rows of a release to the files of a folder."""
+    """Converts the rows of a release to the files of a folder."""
 
     def __init__(
         self, name: str, release: Release, form: Form, named: Sequence[tuple[str, str]], part: tuple[float, float] | None = None
     ) -> None:
-        """named: (split, source) of each source. part: of the questions, those for validation where no source is, from 0 to 1."""
+        """named: (split, source) of each source. part: of the questions, from 0 to 1: those for validation without a source for it."""
         self._part = part or (0.0, release.val_rate)
         self._name, self._release, self._form, self._named = name, release, form, named
         pinned = {"revision": release.revision, "data_files": release.files or None}
-        self._given = {
+        self._opened = {
             source: sources.open_rows(source, sources.HUB_SPLITS[split], **(pinned if release.hub else {})) for split, source in named
         }
         self._counts = Counter[str]()
         self._has_val = any(split == "val" for split, _ in named)
+        self._is_shared = len({source for _, source in named}) < len(named)
 
     def made_from(self) -> dict[str, Any]:
         """Everything that the content of the folder depends on."""
         scripts = (__file__, conversation_joining.__file__, *conversation_table.SCRIPTS, conversation_table.REQUESTS)
         return {
-            "sources": {source: sources.identify(source, rows) for source, rows in self._given.items()},
+            "sources": {source: sources.identify(source, rows) for source, rows in self._opened.items()},
             "options": [[*map(list, self._named)], self._release.model_dump(mode="json"), self._form.model_dump(mode="json")],
             "part": [*self._part],
             "scripts_sha256": command.digest_files(scripts),
@@ -150,54 +178,123 @@ class _Work:
 
     def fill(self, folder: Path) -> Mapping[str, Any]:
         """Write train.jsonl and val.jsonl; returns the counts."""
-        counts = self._counts
+        counts, digests = self._counts, set[bytes]()
+        joiners = {split: conversation_joining.Joiner(self._release.join_characters, self._release.shots) for split in SPLITS}
         with ExitStack() as stack:
             files = {split: stack.enter_context(open(folder / f"{split}.jsonl", "w", encoding="utf-8")) for split in SPLITS}
-            joiners = {split: conversation_joining.Joiner(self._release.join_characters, self._release.shots) for split in SPLITS}
+            waiting = stack.enter_context(TemporaryFile("w+", encoding="utf-8", dir=folder))
 
             def write(split: str, rows: Iterable[Row]) -> None:
                 for row in rows:
                     files[split].write(json.dumps(row, ensure_ascii=False) + "\n")
                     counts[split] += 1
 
-            for split in SPLITS:
-                for own, row in islice(self._convert(split), self._release.max_rows):
-                    write(own, joiners[own].add(row))
+            for source in SPLITS:
+                for split, digest, row in islice(self._convert(source), self._release.max_rows):
+                    if split == "train":
+                        digests.add(digest)
+                        write(split, joiners[split].add(row))
+                    else:  # until all training rows are known
+                        waiting.write(json.dumps([digest.hex(), row]) + "\n")
+            waiting.seek(0)
+            for line in waiting:
+                digest, row = json.loads(line)
+                if bytes.fromhex(digest) in digests and not self._is_shared:
+                    counts["duplicate"] += 1
+                else:
+                    write("val", joiners["val"].add(row))
             for split in SPLITS:
                 write(split, joiners[split].flush())
-        left_out = f"{counts['left out']:,} of {counts['read']:,} rows left out"
+        skipped = "; ".join(f"{counts[name]:,} {text}" for name, text in _SKIPPED.items() if counts[name] or name == "unusable")
         for split in SPLITS:
             if not counts[split]:
-                raise DataError(f"{self._name}: no row for the split {split!r}; {left_out}, which say nothing in this form.")
-        refused = f", and {counts['refused']:,} answers that refuse" if self._release.without_refusals else ""
-        told = {"contradictory": "with one reply at two ranks left out", "tied": "whose replies are all tied, from which nothing is ranked"}
-        more = "".join(f"; {counts[name]:,} {text}" for name, text in told.items() if counts[name])
-        print(f"{self._name}: {counts['train']:,} train, {counts['val']:,} val; {left_out}{refused}{more}")
+                raise DataError(f"{self._name}: no row for the split {split!r} of {counts['read']:,} rows. Skipped: {skipped}.")
+        changed = "".join(f" {counts[name]:,} {text}." for name, text in _CHANGED.items() if counts[name])
+        print(f"{self._name}: {counts['train']:,} train, {counts['val']:,} val, of {counts['read']:,} rows. Skipped: {skipped}.{changed}")
         return {"counts": dict(counts), "licence": self._release.licence}
 
-    def _convert(self, split: str) -> Iterator[tuple[str, Row]]:
-        """(split, row of ours) of the sources of a split, each checked as a training checks it. Counts what was read, and what gave
-        nothing."""
-        for where, row in (each for of, source in self._named if of == split for each in self._groups(source)):
-            given = list(self._form.read(row, where))
-            self._counts["left out"] += 0 if given else len(row["rows"]) if self._release.group_by else 1
-            found = [each for each in given if not contradicts_itself(each)]
-            self._counts["contradictory"] += len(given) - len(found)
-            entries = [read_entry(each, where) for each in found]
-            for each, entry in zip(found, entries, strict=True):
+    def _convert(self, source_split: str) -> Iterator[tuple[str, bytes, Row]]:
+        """(split, digest, prepared row) of each row of the sources of a split, checked as a training checks it."""
+        for where, row in (each for split, source in self._named if split == source_split for each in self._groups(source)):
+            converted = list(self._form.read(row, where))
+            self._counts["unusable"] += 0 if converted else len(row["rows"]) if self._release.group_by else 1
+            copied = self._columns_to_keep(row, where) if converted else {}
+            if self._skips_negative(row, converted, where):
+                continue
+            rows = [{**each, **copied} for each in converted if not contradicts_itself(each)]
+            self._counts["contradictory"] += len(converted) - len(rows)
+            for each in rows:
+                for message in each.get("messages", ()):
+                    self._counts["joined"] += message.pop(JOINED, 0) if isinstance(message, dict) else 0
+            entries = [read_entry(each, where) for each in rows]
+            for each, entry in zip(rows, entries, strict=True):
+                if reason := self._reason_to_skip(each, entry):
+                    self._counts[reason] += 1
+                    continue
                 self._counts["tied"] += bool(entry.replies) and len({reply.rank for reply in entry.replies}) == 1
-                if self._release.without_refusals and refuses(entry.conversation):
-                    self._counts["refused"] += 1
-                else:
-                    yield self._split_of(split, row, entry if entry.text is None else entries[0]), each
+                first = entry if entry.text is None else entries[0]  # pieces of a text stay together
+                yield self._split_of(source_split, row, first), _digest(*_texts_of(entry)), each
+
+    def _columns_to_keep(self, row: Row, where: str) -> Row:
+        """The columns of `keep`, equal in all rows of a group.
+
+        Raises:
+            DataError: a row has no such column, or a value that JSON cannot write; or the rows of a group differ.
+        """
+        first, *others = [{name: self._value(each, name, where) for name in self._release.keep} for each in rows_of(row)]
+        for name in (name for other in others for name in first if other[name] != first[name]):
+            raise DataError(f"{where}: column {name!r} of `keep` differs within a group. Remove it from `keep`.")
+        return first
+
+    @staticmethod
+    def _value(row: Row, name: str, where: str) -> Any:
+        if name not in row:
+            raise missing_column(row, name, where)
+        try:
+            check_text(json.dumps(row[name], allow_nan=False, ensure_ascii=False), f"{where}: column {name!r}")
+        except (TypeError, ValueError):
+            raise DataError(f"{where}: column {name!r}: JSON cannot write {row[name]!r:.60}. Remove it from `keep`.") from None
+        return row[name]
+
+    def _skips_negative(self, row: Row, converted: Sequence[Row], where: str) -> bool:
+        """Whether to skip a row: its label is negative.
+
+        Raises:
+            DataError: it was not said what to do with them.
+        """
+        if self._release.negatives == "learn" or not any("messages" in each and "replies" not in each for each in converted):
+            return False
+        labels = [(name, each[name]) for each in rows_of(row) for name in ("label", "kto_tag") if name in each]
+        negative = next(((name, value) for name, value in labels if self._is_negative(value)), None)
+        if negative and self._release.negatives == "refuse":
+            raise DataError(
+                f"{where}: {negative[0]}: {negative[1]!r} marks a bad answer, which would be learned. --negatives skip removes such rows, "
+                "--negatives learn includes them."
+            )
+        self._counts["negative"] += negative is not None
+        return negative is not None
+
+    def _is_negative(self, value: Any) -> bool:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return value in (0, -1) and not isinstance(self._form, Columns)  # there a number is rather a class
+        return value is False or (isinstance(value, str) and value.strip().lower() == "false")
+
+    def _reason_to_skip(self, row: Row, entry: Entry) -> str:
+        """The name of a count in `_SKIPPED`, or "" for a row to write."""
+        if kind_of(row) == EMPTY:
+            return "silent"
+        prompts = [message for message in entry.messages if message.role in ("user", "tool")]
+        if prompts and not any(message.content.strip() for message in prompts):
+            return "empty"
+        return "refused" if self._release.without_refusals and refuses(entry.conversation) else ""
 
     def _split_of(self, split: str, row: Row, entry: Entry) -> str:
         if self._release.split_column is not None:
             return "val" if str(row.get(self._release.split_column)).startswith(("val", "test")) else "train"
-        return "val" if split == "val" or (not self._has_val and self._part[0] <= _place(entry) < self._part[1]) else "train"
+        return "val" if split == "val" or (not self._has_val and self._part[0] <= _share_of(entry) < self._part[1]) else "train"
 
     def _groups(self, source: str) -> Iterator[tuple[str, Row]]:
-        """(where, row), or where a release has `group_by`, (where, {"rows": those of a group}), in the order of their first rows."""
+        """(where, row); with `group_by` (where, {"rows": the rows of a group}), in the order of their first rows."""
         if self._release.group_by is None:
             yield from self._rows(source)
             return
@@ -208,16 +305,16 @@ class _Work:
         yield from ((where, {"rows": rows}) for where, rows in groups.values())
 
     def _rows(self, source: str) -> Iterator[tuple[str, Row]]:
-        """(where, row) of a source, with the names of the form, and `SPLIT_NAME`."""
-        told = {SPLIT_NAME: sources.hub_id(source)[2] if source.startswith(sources.HUB) else Path(source).name.partition(".")[0]}
-        for where, given in _read(source, self._given[source]):
+        """(where, row) of a source, with the form's column names and `SPLIT_NAME`."""
+        split = {SPLIT_NAME: sources.hub_id(source)[2] if source.startswith(sources.HUB) else Path(source).name.partition(".")[0]}
+        for where, row in _read(source, self._opened[source]):
             self._counts["read"] += 1
-            renamed = {name: look_up(given, column, where) for name, column in self._release.columns.items() if is_there(given, column)}
-            yield where, {**told, **given, **renamed}
+            renamed = {name: look_up(row, column, where) for name, column in self._release.columns.items() if is_there(row, column)}
+            yield where, {**split, **row, **renamed}
 
 
 def _read(source: str, rows: Any) -> Iterator[tuple[str, Row]]:
-    """(where, row) of a source. rows: as `sources.open_rows` gave them; None of a file."""
+    """(where, row) of a source. rows: those of `sources.open_rows`; None for a file."""
     if rows is not None:
         yield from ((f"{source}: row {number}", dict(row)) for number, row in enumerate(rows, 1))
     elif source.endswith(".parquet"):
@@ -227,21 +324,31 @@ def _read(source: str, rows: Any) -> Iterator[tuple[str, Row]]:
 
 
 def parse_fold(text: str) -> tuple[float, float]:
-    """Where the K-th of N equal parts of what is from 0 to 1 begins and ends, of the text K/N.
+    """Start and end, from 0 to 1, of the K-th of N equal parts. text: K/N.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the text is not K/N.
     """
-    number, sign, of = text.partition("/")
-    if not sign or not number.isdecimal() or not of.isdecimal() or not 1 <= int(number) <= int(of) or int(of) < 2:
+    number, sign, total = text.partition("/")
+    if not sign or not number.isdecimal() or not total.isdecimal() or not 1 <= int(number) <= int(total) or int(total) < 2:
         raise ConfigError(f"--fold {text!r}: expected K/N, such as 2/5, with K from 1 to N.")
-    return (int(number) - 1) / int(of), int(number) / int(of)
+    return (int(number) - 1) / int(total), int(number) / int(total)
 
 
-def _place(entry: Entry) -> float:
-    """From 0 to 1, by what is asked first."""
-    asked = next((message.content for message in entry.conversation if message.role != "system"), entry.text or "")
-    return int.from_bytes(hashlib.sha256(asked.encode()).digest()[:8], "big") / 2**64
+def _texts_of(entry: Entry) -> list[str]:
+    """All texts of a row, without system messages."""
+    messages = [message for message in (*entry.messages, *(reply.message for reply in entry.replies)) if message.role != "system"]
+    return [f"{message.role} {message.written} {message.reasoning}" for message in messages] or [entry.text or ""]
+
+
+def _digest(*texts: str) -> bytes:
+    """Digest of texts; case and blanks do not count."""
+    return hashlib.sha256("\0".join(" ".join(text.split()).casefold() for text in texts).encode()).digest()[:8]
+
+
+def _share_of(entry: Entry) -> float:
+    """A number from 0 to 1 by the first message, so that rows with the same question are in the same split."""
+    return int.from_bytes(_digest(_texts_of(entry)[0]), "big") / 2**64
 
 
 main = command.main_of(COMMAND, __doc__, _add_options, prepare)

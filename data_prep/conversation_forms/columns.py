@@ -1,7 +1,7 @@
-"""Rows whose columns are filled into texts: what is asked, what is answered, and what is told about the answer.
+"""Columns of rows, filled into texts: the question, the answer, and properties of the answer.
 
-"{title}. {answers.text.0}" has the column `title`, and of the column `answers` the first item of `text`. "{aliases|any}" is one item of a
-list, the same one for the same row always; more words like `any` are in `FILTERS`.
+"{title}. {answers.text.0}" has the column `title` and the first item of `text` in the column `answers`. "{aliases|any}" is one item of a
+list, always the same one for the same row. `FILTERS` has more words like `any`.
 """
 
 import re
@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
-from data_prep.conversation_forms.rows import Form, Row, missing_column, pick
+from data_prep.conversation_forms.rows import Form, Row, missing_column, pick, text_of, texts_of
 from src.config import unknown_text
 from src.errors import DataError
 
@@ -22,7 +22,7 @@ MOST_WORDS = 512
 
 
 def remove_references(text: str) -> str:
-    """The text without marks of references such as [1], [1, 2], [a] and [citation needed]."""
+    """Remove references such as [1], [1, 2], [a] and [citation needed]."""
     return _REFERENCES.sub("", text)
 
 
@@ -32,23 +32,23 @@ FILTERS: dict[str, Callable[[str], str]] = {
     "before_answer": lambda text: _CHOICE.sub("", text),
     "words": lambda text: " ".join(_BLANK_LINES.sub("\n", text).split(" ")[:MOST_WORDS]),
 }
-"""What is done to a text. words: its first 512, without blank lines. Of a list, `any` is one item; otherwise its items are joined."""
+"""Changes of a text. words: the first 512, without blank lines. `any` selects one item of a list; without it the items are joined."""
 
 
 class Columns(Form):
-    """Columns of a row, filled into texts. A row that asks or answers nothing is left out."""
+    """Columns of a row, filled into texts. A row without a question or an answer is skipped."""
 
     user: str | Sequence[str]
-    """What is asked; of several texts one."""
+    """The question; one of several texts."""
     assistant: str | Sequence[str]
-    """What is answered; of several texts one."""
+    """The answer; one of several texts."""
     system: str | None = None
     context: str | None = None
-    """What is told about the answer: what it is drawn from."""
+    """Source of the answer."""
     lang: str | None = None
-    """What is told about both: the language that they are in."""
+    """Language of both."""
     otherwise: str | None = Field(default=None, min_length=1)
-    """The answer where the columns have none."""
+    """The answer if the columns are empty."""
 
     @field_validator("user", "assistant", "system", "context", "lang")
     @classmethod
@@ -61,11 +61,11 @@ class Columns(Form):
 
     def read(self, row: Row, where: str) -> Iterator[Row]:
         """See `Form.read`."""
-        asked, answer = self._choose(self.user, row, where), self._choose(self.assistant, row, where)
+        question, answer = self._choose(self.user, row, where), self._choose(self.assistant, row, where)
         answer = answer if answer.strip() else self.otherwise or ""
-        if not asked.strip() or not answer.strip():
+        if not question.strip() or not answer.strip():
             return
-        messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         if self.system and (system := fill(self.system, row, where)).strip():
             messages.insert(0, {"role": "system", "content": system})
         if self.context and (context := fill(self.context, row, where)).strip():
@@ -79,11 +79,26 @@ class Columns(Form):
         return fill(texts if isinstance(texts, str) else pick(texts, row), row, where).strip(" ")
 
 
+class Programs(Columns):
+    """Columns with tests of the program in the answer, which reward `python` runs. Rows get "tests"."""
+
+    tests: str
+    """Column with a list of tests."""
+    setup: str | None = None
+    """Column with code that each test needs."""
+
+    def read(self, row: Row, where: str) -> Iterator[Row]:
+        """See `Form.read`."""
+        setup = text_of(row, self.setup, where) if self.setup else ""
+        tests = [f"{setup}\n{test}" if setup.strip() else test for test in texts_of(row, self.tests, where)]
+        yield from ({**each, "tests": tests} for each in super().read(row, where))
+
+
 def fill(text: str, row: Row, where: str) -> str:
-    """The text with the columns of a row in their places; nothing in the place of one that is null.
+    """Fill the columns of a row into a text; null becomes an empty text.
 
     Raises:
-        DataError: the row lacks a column, or it holds no text.
+        DataError: a column is missing, or its value is not text.
     """
 
     def value_of(place: re.Match[str]) -> str:
@@ -92,10 +107,10 @@ def fill(text: str, row: Row, where: str) -> str:
             value = (pick(value, row, place[1]) if value else "") if "any" in names else " ".join(map(str, value))
         if isinstance(value, dict):
             raise DataError(f"{where}: column {place[1]!r}: expected text, got an object with {', '.join(value) or 'nothing'}.")
-        found = "" if value is None else str(value)
+        text = "" if value is None else str(value)
         for name in names:
-            found = FILTERS.get(name, str)(found)
-        return found
+            text = FILTERS.get(name, str)(text)
+        return text
 
     return _PLACE.sub(value_of, text)
 
@@ -106,18 +121,18 @@ def is_there(row: Row, path: str) -> bool:
 
 
 def look_up(row: Row, path: str, where: str) -> Any:
-    """What is at a dotted path such as "answers.text.0" of a row; None where a list is shorter, or something on the way is null. A column
-    whose whole name is the path comes first: --columns gives such names.
+    """Value at a dotted path of a row, such as "answers.text.0"; None if a list is shorter or a parent is null. A column that is named like
+    the path takes precedence: --columns gives such names.
 
     Raises:
         DataError: there is no such column.
     """
-    found: Any = row
+    value: Any = row
     for name in [path] if path in row else path.split("."):
-        if isinstance(found, list):
-            found = found[int(name)] if name.isdigit() and int(name) < len(found) else None
-        elif isinstance(found, dict) and name in found:
-            found = found[name]
-        elif found is not None:
+        if isinstance(value, list):
+            value = value[int(name)] if name.isdigit() and int(name) < len(value) else None
+        elif isinstance(value, dict) and name in value:
+            value = value[name]
+        elif value is not None:
             raise missing_column(row, path, where)
-    return found
+    return value

@@ -1,4 +1,4 @@
-"""What every form of a release is made of: the rows that it reads, messages of them, and choices that depend on a row alone."""
+"""Parts of every form of a release: its rows, their messages, and choices that depend only on a row."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -6,12 +6,15 @@ from typing import Any, TypeVar
 
 from src.config import Config
 from src.data.conversations.choices import draws
+from src.data.conversations.entries import LINKS, REASONING
 from src.errors import DataError
 
 Row = dict[str, Any]
 T = TypeVar("T")
 SPLIT_NAME = "split_name"
-"""Column that every row has besides its own: the name of the split of the hub's set that it is in, or of its file."""
+"""Column that is added to every row: the name of its split on the hub, or of its file."""
+JOINED = "joined"
+"""Key of a message that other messages of the same role were joined to: how many. Preparation counts and removes it."""
 ROLES: Mapping[str, str] = {
     "human": "user", "user": "user", "prompter": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
     "bot": "assistant", "function_call": "assistant", "system": "system", "observation": "tool", "tool": "tool", "function": "tool",
@@ -19,41 +22,41 @@ ROLES: Mapping[str, str] = {
 
 
 class Form(Config):
-    """A layout in which conversations or preferences are released; its fields are options of an entry of resources/conversations.
+    """A layout of published conversations or preferences; its fields are options of an entry of resources/conversations.
 
-    A row of ours is as src/data/conversations/entries.py describes it.
+    src/data/conversations/entries.py describes prepared rows.
     """
 
     def read(self, row: Row, where: str) -> Iterator[Row]:
-        """The rows of ours that a row of the release gives. That of a release with `group_by` is {"rows": the rows of one group}.
+        """Convert a row of the release to prepared rows. With `group_by` the row is {"rows": the rows of one group}.
 
         Raises:
-            DataError: the row is of another layout; names `where`.
+            DataError: the row has another layout; names `where`.
         """
         raise NotImplementedError
 
 
 def pick(choices: Sequence[T], *key: object) -> T:
-    """One of several, which depends on `key` alone: the same for a row wherever it stands, in every process."""
-    own = [{name: part[name] for name in part if name != SPLIT_NAME} if isinstance(part, dict) else part for part in key]
-    return draws("release", *(json.dumps(part, sort_keys=True, default=str) for part in own)).choice(choices)
+    """Choose one of several by `key` only: the same one for the same row, on every machine."""
+    parts = [{name: part[name] for name in part if name != SPLIT_NAME} if isinstance(part, dict) else part for part in key]
+    return draws("release", *(json.dumps(part, sort_keys=True, default=str) for part in parts)).choice(choices)
 
 
 def rows_of(row: Row) -> list[Row]:
-    """The rows of a group; of a row that is in none, itself."""
+    """The rows of a group, or the row itself without a group."""
     rows = row.get("rows")
     return rows if isinstance(rows, list) and set(row) == {"rows"} else [row]
 
 
 def column(row: Row, name: str, where: str) -> Any:
-    """What a row has in a column, which may not be missing."""
+    """The value of a column. Raises DataError if it is missing or null."""
     if row.get(name) is None:
         raise missing_column(row, name, where)
     return row[name]
 
 
 def missing_column(row: Row, name: str, where: str) -> DataError:
-    """Says which column is wanted, and which there are."""
+    """Name the missing column and the existing ones."""
     names = ", ".join(each for each in row if each != SPLIT_NAME)
     return DataError(f"{where}: no column {name!r}. It has: {names or 'none'}. --columns {name}=COLUMN names another.")
 
@@ -85,50 +88,63 @@ def _list_of(row: Row, name: str, where: str, kind: type[T], noun: str) -> list[
 
 
 def messages_of(value: Any, where: str, role: str = "user") -> list[Row]:
-    """Messages of a text, which is of `role`, of a message, or of a list of messages. What one speaker says twice is joined by an end of
-    line."""
+    """Messages of a text by `role`, of one message or of a list. Consecutive messages of one role are joined by a line break."""
     if isinstance(value, str):
         return [{"role": role, "content": value}]
-    found = list[Row]()
-    for message in [value] if isinstance(value, dict) else value if isinstance(value, list) else [None]:
+    messages = list[Row]()
+    each: list[Any] = [value] if isinstance(value, dict) else value if isinstance(value, list) else [None]
+    for message in each:
         speaker = message.get("role", message.get("from")) if isinstance(message, dict) else None
         text = message.get("content", message.get("value")) if isinstance(message, dict) else None
         calls = message.get("tool_calls") if isinstance(message, dict) else None
         text = "" if calls and text is None else text
         if not isinstance(speaker, str) or speaker not in ROLES or not isinstance(text, str):
             raise DataError(f"{where}: expected messages with role and content, or from and value; got {str(message)[:80]!r}.")
-        add_message(found, ROLES[speaker], text, calls)
-    return found
+        add_message(messages, ROLES[speaker], text, calls, {**reasoning_of(message), **_links_of(message, ROLES[speaker])})
+    return messages
 
 
-def add_message(messages: list[Row], role: str, text: str, calls: Any = None) -> None:
-    """Append a message, or join it by an end of line to the last one if that is of the same role. calls: of tools."""
-    if messages and messages[-1]["role"] == role and not calls and "tool_calls" not in messages[-1]:
-        messages[-1]["content"] += f"\n{text}"
+def reasoning_of(message: Row) -> Row:
+    """The reasoning of a message, under its name."""
+    return {name: message[name] for name in REASONING if message.get(name)}
+
+
+def _links_of(message: Row, role: str) -> Row:
+    """The keys by which the result of a tool refers to its call."""
+    return {name: message[name] for name in LINKS if role == "tool" and message.get(name)}
+
+
+def add_message(messages: list[Row], role: str, text: str, calls: Any = None, more: Mapping[str, Any] | None = None) -> None:
+    """Append a message, or join it to the last one if both have the same role and only text. calls: of tools. more: further keys."""
+    last = messages[-1] if messages else {}
+    if last.get("role") == role and role != "tool" and not calls and not more and "tool_calls" not in last:
+        last["content"] += f"\n{text}"
+        last[JOINED] = last.get(JOINED, 0) + 1
     else:
-        messages.append({"role": role, "content": text, **({"tool_calls": calls} if calls else {})})
+        messages.append({"role": role, "content": text, **({"tool_calls": calls} if calls else {}), **(more or {})})
 
 
 def alternate(texts: Sequence[str]) -> list[Row]:
-    """Messages of texts that a person and the assistant say in turns."""
+    """Messages of the user and the assistant in turn."""
     return [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(texts)]
 
 
 def up_to_last_answer(messages: list[Row]) -> list[Row]:
-    """The messages without what is said after the assistant's last."""
+    """The messages up to the last answer."""
     end = max((place for place, message in enumerate(messages, 1) if message["role"] == "assistant"), default=0)
     return messages[:end]
 
 
 def contradicts_itself(row: Row) -> bool:
-    """Whether two replies of a row of ours say the same at different ranks."""
+    """Whether two equal replies of a prepared row have different ranks."""
     replies = row.get("replies")
-    pairs = {(each.get("content"), each.get("rank")) for each in replies if isinstance(each, dict)} if isinstance(replies, list) else set()
-    return len({content for content, _ in pairs}) < len(pairs)
+    dicts = [each for each in replies if isinstance(each, dict)] if isinstance(replies, list) else []
+    pairs = {((each.get("content"), str(reasoning_of(each))), each.get("rank")) for each in dicts}
+    return len({reply for reply, _ in pairs}) < len(pairs)
 
 
 def rank_replies(scores: Mapping[str, float]) -> list[Row]:
-    """Replies with ranks, best first. Equal scores are equal ranks: ties. scores: of each reply, greater for what is better."""
+    """Replies with ranks, best first. Equal scores are ties. scores: score of each reply; greater is better."""
     steps = sorted(set(scores.values()), reverse=True)
     ordered = sorted(scores, key=lambda content: -scores[content])  # stable
     return [{"content": content, "rank": steps.index(scores[content])} for content in ordered]

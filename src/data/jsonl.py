@@ -1,4 +1,4 @@
-"""Prepared data on disk: folders with a manifest, and JSONL files whose rows are checked field by field."""
+"""Prepared data on disk: folders with a manifest, and JSONL files with rows that are checked field by field."""
 
 import contextlib
 import hashlib
@@ -8,6 +8,7 @@ import re
 import weakref
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from random import Random
 from typing import Any, get_args, get_origin, overload
@@ -16,7 +17,7 @@ from src.config import Places, unknown_text
 from src.data import jsonl_index
 from src.data.jsonl_index import RowIndex
 from src.errors import DataError
-from src.files import MANIFEST, read_manifest, reading
+from src.files import MANIFEST, read_manifest, reading, sha256
 
 SPLITS = ("train", "val")
 _MADE_BY = {
@@ -40,9 +41,38 @@ def corpus_folder(places: Places, name: str) -> Path:
     return folder
 
 
+def manifest_of(folder: Path) -> dict[str, Any]:
+    """The manifest of a data set. For a folder made by hand: the sizes and hashes of its splits.
+
+    Raises:
+        DataError: the manifest is missing or damaged.
+    """
+    if (folder / MANIFEST).is_file() or not _is_made_by_hand(folder):
+        return read_manifest(folder, DataError)
+    states = {name: os.stat(folder / name) for name in map("{}.jsonl".format, SPLITS)}
+    return {
+        "files": {
+            name: {"bytes": state.st_size, "sha256": _hash_once(folder / name, state.st_size, state.st_mtime_ns, state.st_ino)}
+            for name, state in states.items()
+        }
+    }
+
+
+@lru_cache(maxsize=64)
+def _hash_once(path: Path, *_: int) -> str:
+    """Hash a file once per state of it."""
+    with reading(path, DataError):
+        return sha256(path)
+
+
+def _is_made_by_hand(folder: Path) -> bool:
+    """Whether a folder has both splits, no manifest, and no script of ours that makes it."""
+    return folder.name not in _MADE_BY and all((folder / f"{split}.jsonl").is_file() for split in SPLITS)
+
+
 def fingerprint(folder: Path) -> str:
     """sha256 of the manifest's entries of the files: the same for the same data, wherever and whenever it was made."""
-    manifest = read_manifest(folder, DataError)
+    manifest = manifest_of(folder)
     return hashlib.sha256(json.dumps(manifest["files"], sort_keys=True).encode()).hexdigest()
 
 
@@ -52,7 +82,7 @@ def require_file(folder: Path, name: str) -> Path:
     Raises:
         DataError: the data set has no such file.
     """
-    names = sorted(read_manifest(folder, DataError)["files"])
+    names = sorted(manifest_of(folder)["files"])
     if name not in names:
         raise DataError(f"{folder}: has no {name}. It holds: {', '.join(names)}.")
     return folder / name
@@ -79,11 +109,11 @@ def read_rows(
 ) -> "Rows":
     """Rows of a JSONL file of a prepared data set, each a dict with at least `fields`. All are checked here, and parsed again on access.
 
-    group: what `Rows.row_index` groups rows by. rules: name and version of what `check` and `group` do. With it, the rows of a large file
-    are checked once, by one process while others wait, and an index is kept that later starts map.
+    group: groups rows for `Rows.row_index`. rules: name and version of `check` and `group`. With it, one process checks the rows of a
+    large file once, the rest wait, and later starts map the saved index.
 
-    A type is str, int, float, bool or a list of one of them, as `list[str]`; True is not an int. A field of `optional` may be
-    absent or null. A blank line is refused like any other that is not JSON. `check(row, "FILE:LINE")` may refuse a row.
+    A type is str, int, float, bool or a list of one of them, as `list[str]`; True is not an int. A field of `optional` can be
+    absent or null. A blank line is refused like any line that is not JSON. `check(row, "FILE:LINE")` can refuse a row.
 
     Raises:
         DataError: the folder is missing or incomplete, the file is missing or empty, or a line is malformed.
@@ -96,12 +126,12 @@ def read_rows(
         if rules is not None and os.fstat(rows.file).st_size >= jsonl_index.LEAST_BYTES:
             types = {name: repr(kind) for name, kind in {**fields, **(optional or {})}.items()}
             key = jsonl_index.key_of(file, rows.facts, {"name": rules, "required": sorted(fields), "types": types})
-            kept = jsonl_index.read(path, key)
-            if kept is None:
+            index = jsonl_index.read(path, key)
+            if index is None:
                 stack.enter_context(jsonl_index.one_builder(file))
-                kept = jsonl_index.read(path, key)  # from whom this process has waited for
-            if kept is not None:
-                rows.row_index = kept
+                index = jsonl_index.read(path, key)  # written by the process that this one waited for
+            if index is not None:
+                rows.row_index = index
                 return rows
         ends, groups, names = array("Q", [0]), array("I"), dict[str, int]()
         for number, line in enumerate(file, 1):
@@ -128,8 +158,8 @@ def read_rows(
 class Rows(Sequence[dict[str, Any]]):
     """Rows of a checked JSONL file, parsed on access: twelve bytes of memory each, however long they are, or none with an index on disk.
 
-    May be pickled, copied and shared by forked workers: every read gives its own position in the file. If the file is replaced, this
-    object goes on reading the old one; where it must be opened again, as in another process, other data are refused.
+    Can be pickled, copied and shared by forked workers: every read gives its own position in the file. If the file is replaced, this
+    object still reads the old one; a process that opens it again refuses other data.
     """
 
     def __init__(self, path: Path, index: RowIndex, facts: object = None) -> None:
@@ -210,13 +240,13 @@ class Rows(Sequence[dict[str, Any]]):
         return self._file
 
     def _manifest_entry(self) -> object:
-        return read_manifest(self.path.parent, DataError)["files"].get(self.path.name, {})
+        return manifest_of(self.path.parent)["files"].get(self.path.name, {})
 
     def _parse_row(self, line: bytes, number: int) -> dict[str, Any]:
         return parse(line, f"{self.path}:{number + 1}")
 
     def _read_bytes(self, start: int, end: int) -> bytes:
-        """Bytes start..end of the file, without moving a file position that another process or thread may share."""
+        """Bytes start..end of the file, without moving a file position that another process or thread can share."""
         with reading(self.path, DataError):
             data = os.pread(self.file, end - start, start)
             while len(data) < end - start and (more := os.pread(self.file, end - start - len(data), start + len(data))):
@@ -233,7 +263,7 @@ def count_lines(path: Path) -> int | None:
 
 
 def select_validation_rows(total: int, count: int, path: Path) -> list[int]:
-    """`count` of the indices 0..total-1 in an order that depends on `total` alone: all experiments are scored on the same rows.
+    """`count` of the indices 0..total-1 in an order that depends only on `total`: all experiments are scored on the same rows.
 
     Raises:
         DataError: there are fewer than `count` in `path`.
@@ -293,7 +323,9 @@ def _describe(value: Any) -> str:
 
 def _check_sizes(folder: Path) -> None:
     if not (folder / MANIFEST).is_file():
-        hint = preparation_hint(folder) or "Prepare it again."
+        if _is_made_by_hand(folder):
+            return
+        hint = preparation_hint(folder) or "Prepare it again, or put both train.jsonl and val.jsonl there."
         raise DataError(f"{folder}: incomplete, it has no {MANIFEST}. {hint}")
     for name, facts in read_manifest(folder, DataError)["files"].items():
         path = folder / name
@@ -304,7 +336,7 @@ def _check_sizes(folder: Path) -> None:
 
 
 def preparation_hint(folder: Path) -> str:
-    """A sentence with the command that makes `folder`; empty where we have none."""
+    """A sentence with the command that makes `folder`; empty without one."""
     command = _MADE_BY.get(folder.name)
     if command is None and _is_release_of_conversations(folder.name):
         command = f"python -m data_prep.prepare_conversations --name {folder.name}"
@@ -322,12 +354,12 @@ def _known_corpora_hint(places: Places, name: str) -> str:
     command = preparation_hint(places.data / name)
     if command:
         return f". {command}"
-    whole = [manifest.parent for manifest in places.data.glob(f"*/{MANIFEST}")]
-    known = [path.name for path in whole if (path / f"{SPLITS[0]}.jsonl").exists() or any(path.glob("*.ids"))]
+    folders = [path for path in places.data.glob("*") if (path / MANIFEST).is_file() or _is_made_by_hand(path)]
+    names = [path.name for path in folders if (path / f"{SPLITS[0]}.jsonl").exists() or any(path.glob("*.ids"))]
     files = ", ".join(f"{split}.jsonl" for split in SPLITS)
     return (
-        f": {unknown_text('corpus', name, known)} These are prepared in {places.data}; a script of data_prep adds another, "
-        f"a folder with {files} and {MANIFEST}, or --data_path names the folder that holds it. "
+        f": {unknown_text('corpus', name, names)} These are prepared in {places.data}; a script of data_prep adds another, "
+        f"a folder with {files}, or --data_path names the folder that holds it. "
         f"With --data_path {places.data} --name {name}, questions on contexts are prepared from their releases ({_RELEASES}) "
         "by python -m data_prep.prepare_qa, tasks of GLUE and SuperGLUE by data_prep.prepare_task, text by data_prep.tokenize."
     )

@@ -1,4 +1,4 @@
-"""What a reward is, and what it reads: rollouts, the answers of a policy to prompts."""
+"""The interface of rewards, and rollouts: the answers of a policy to prompts."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -16,10 +16,10 @@ from src.registry import REWARDS, bind, resolved_dict
 
 @dataclass(frozen=True)
 class Rollout:
-    """What a policy has said to a prompt, as rewards read it."""
+    """An answer of a policy to a prompt, as rewards read it."""
 
-    messages: Sequence[Mapping[str, str]]
-    """The prompt: {"role", "content"} of each message, the last of which is answered."""
+    messages: Sequence[Mapping[str, Any]]
+    """The prompt as in rows: {"role", "content"}, "tool_calls" and "reasoning_content" of each message. The policy answers the last."""
     text: str
     """The answer, without control tokens."""
     row: Mapping[str, Any]
@@ -29,7 +29,7 @@ class Rollout:
     sampled: int
     """How many of `ids`, at the end, the policy has sampled."""
     ended: bool
-    """Whether the answer ended by itself, not at the most tokens that it may have."""
+    """Whether the answer ended by itself, before the token limit."""
 
 
 Scorer = Callable[[Sequence[Rollout]], Sequence[float]]
@@ -38,13 +38,13 @@ Scorer = Callable[[Sequence[Rollout]], Sequence[float]]
 
 @dataclass(frozen=True)
 class RewardSetting:
-    """What a training offers its rewards."""
+    """Services of a training for its rewards."""
 
     places: Places
     device: Any
     """The torch.device of this process."""
     micro_batch: int
-    """Most sequences of one forward pass."""
+    """Maximum sequences per forward pass."""
     tokenizer: Any
     """The policy's."""
     load_tokenizer: Callable[[str, Sequence[str]], Any]
@@ -52,15 +52,14 @@ class RewardSetting:
     write_with: Callable[[Any, str], Callable[[Rollout], list[int]]]
     """(tokenizer, template) -> how a rollout is written as text, for a model with another vocabulary than the policy's."""
     wait: Callable[[str, float], None]
-    """Called every second or oftener while something is waited for: what, and the time.monotonic() at which that wait began. Raises where
-    the run has to stop."""
+    """Called at least every second during a wait, with its name and the time.monotonic() of its start. Raises if the run must stop."""
 
 
 class RewardConfig(Component):
-    """What is good about an answer, as a number."""
+    """Scores an answer."""
 
     weight: float = 1.0
-    """Of this reward in the sum."""
+    """Weight of this reward in the sum."""
 
     @property
     def row_key(self) -> str | None:
@@ -76,7 +75,7 @@ class RewardConfig(Component):
         """
 
     def longest_rollout(self, places: Places) -> int | None:
-        """Most tokens of a rollout, with its prompt, that it can read; None if that is not known or unlimited."""
+        """Maximum tokens of a rollout with its prompt; None if unknown or unlimited."""
         return None
 
     def check(self, places: Places) -> None:
@@ -87,17 +86,19 @@ RewardField = Annotated[RewardConfig, PlainValidator(partial(bind, REWARDS)), Pl
 
 
 def row_entry(row: Mapping[str, Any], key: str, where: str = "a row") -> Any:
-    """What the row of a prompt has under `key`. where: names the row in the error.
+    """The value of `key` in the row of a prompt. where: names the row in the error.
 
     Raises:
         DataError: it has no such entry, or an empty one.
     """
     if row.get(key) in (None, "", []):
-        known = ", ".join(map(repr, row)) or "none"
-        raise DataError(f"{where}: a reward reads {key!r} of each row, and this one has none. Its keys: {known}.")
+        keys = ", ".join(map(repr, row)) or "nothing"
+        raise DataError(
+            f"{where}: a reward reads {key!r}, which is missing or empty; the row has {keys}. Add it: prepare_conversations --keep {key}."
+        )
     return row[key]
 
 
 def final_answer(text: str) -> str:
-    """What is behind the last `####`, where GSM8K's rows have the answer; all of a text without."""
+    """The text after the last `####`, where GSM8K's rows have the answer; without it, all of the text."""
     return text.rpartition("####")[2].strip()

@@ -1,4 +1,4 @@
-"""Makes the rollouts of an iteration: samples answers, scores them, and finds what each token did better than was to be expected.
+"""Makes the rollouts of an iteration: samples answers, scores them, and computes the advantage of each token.
 
 Everything is done in batches of a fixed composition, each on one process, and gathered: neither the samples nor the scores depend on how
 many processes there are. Shapes: N rollouts of an iteration, T tokens of the longest.
@@ -30,7 +30,7 @@ from src.training.validation import rank_batches
 FILE = "rollouts.jsonl"
 """In a save directory: rollouts for people to read."""
 KEPT = 64
-"""Rollouts of an iteration that are written there; all of them would be most of what a run writes."""
+"""Rollouts of an iteration that are written there; all of them would dominate the size of a run."""
 
 
 class RolloutData(Protocol):
@@ -41,11 +41,11 @@ class RolloutData(Protocol):
 
 
 class Rollouts(NamedTuple):
-    """The rollouts of an iteration, before it is known what they are worth. Padded on the right with zeros."""
+    """The rollouts of an iteration, without advantages. Padded on the right with zeros."""
 
     tokens: Mapping[str, Tensor]
-    """"input_ids" (N, T) int64; "sampled" (N, T) bool, true on what the policy has sampled; and float32, 0 elsewhere: "logps" where they
-    are kept, "values" where the policy has some, "reference_logps" where there is a reference."""
+    """"input_ids" (N, T) int64; "sampled" (N, T) bool, true on sampled tokens; and float32, 0 elsewhere: "logps" if they are saved,
+    "values" if the policy has some, "reference_logps" if there is a reference."""
     scores: Tensor
     """(N,) float32."""
     ended: Tensor
@@ -53,22 +53,22 @@ class Rollouts(NamedTuple):
 
 
 class Estimates(NamedTuple):
-    """What steps learn from."""
+    """Targets of the steps."""
 
     tokens: Mapping[str, Tensor]
-    """By name, (N, T), what the loss reads: "learned", bool, the tokens that count; "advantages", float32, and so on."""
+    """Inputs of the loss by name, (N, T): "learned", bool, the tokens that count; "advantages", float32, and more."""
     facts: Mapping[str, Tensor]
-    """By name, (N,): what score rows report the mean of."""
+    """Facts by name, (N,): score rows report their means."""
     cursor: Cursor
-    """What the next iteration has to know."""
+    """State for the next iteration."""
 
 
 Estimate = Callable[[Rollouts, Cursor], Estimates]
-"""Finds what rollouts are worth. The cursor is that before the iteration."""
+"""Computes advantages. The cursor is that before the iteration."""
 Reference = Callable[[Any, Mapping[str, Tensor]], Tensor]
 """(the model that trains, a batch with "input_ids", "attention_mask" and "sampled") -> (B, T) log-probabilities under the reference."""
 Record = Callable[[int, int, Sequence[Rollout], Sequence[Mapping[str, float]]], None]
-"""(finished steps, iteration, rollouts, facts of each): keeps them for people to read. Called on rank 0."""
+"""(finished steps, iteration, rollouts, facts of each): saves them for people to read. Called on rank 0."""
 
 
 @dataclass
@@ -89,10 +89,10 @@ class Experience:
     estimate: Estimate
     record: Record
     reference: Reference | None = None
-    asked: Callable[[Sequence[Sequence[int]], Sequence[int]], list[list[float]]] | None = None
+    served: Callable[[Sequence[Sequence[int]], Sequence[int]], list[list[float]]] | None = None
     """(ids, how many are sampled) -> log-probabilities of these under a reference that servers have."""
     measured: bool = True
-    """Whether log-probabilities and values of what was sampled are kept. Not where each rollout is learned from before the policy moves:
+    """Whether to save log-probabilities and values of sampled tokens. Not if each rollout is learned from before the policy changes:
     its log-probabilities are then those of the step."""
     _seconds: dict[str, float] = field(default_factory=dict)
 
@@ -118,9 +118,9 @@ class Experience:
         self.data.buffer = dict(tensors)
 
     def seconds(self) -> dict[str, float]:
-        """Of each phase in this process, since the last call."""
-        found, self._seconds = self._seconds, {}
-        return found
+        """Seconds of each phase in this process, since the last call."""
+        seconds, self._seconds = self._seconds, {}
+        return seconds
 
     @contextlib.contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -129,51 +129,51 @@ class Experience:
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - before
 
     def roll_out(self, step: int, iteration: int, cursor: Cursor) -> Cursor:
-        """Make the buffer of an iteration, behind `step` finished steps; returns the changed entries of the cursor. Collective.
+        """Make the buffer of an iteration, after `step` finished steps; returns the changed entries of the cursor. Collective.
 
         Raises:
             RunError: a reward gives no numbers.
-            distributed.TrainingStopped: a process was asked to stop meanwhile, or a server stays away.
+            distributed.TrainingStopped: a process received a stop, or a server stays away.
         """
         numbers = self.numbers(iteration)
-        own: list[tuple[int, list[dict[str, Any]]]] = []
+        local: list[tuple[int, list[dict[str, Any]]]] = []
         for places, counts in rank_batches(len(numbers), self.batch):
             distributed.stop_together()
             rows = self._make(iteration, places.start // self.batch, [numbers[place] for place in places], counts)
-            own += [(places.start, rows)] if counts else []
+            local += [(places.start, rows)] if counts else []
         with self._phase("gathering"):
-            gathered = sorted(distributed.all_gather_list(own), key=lambda pair: pair[0])
+            gathered = sorted(distributed.all_gather_list(local), key=lambda pair: pair[0])
         rows = [row for _, some in gathered for row in some]
         rollouts: list[Rollout] = [row["rollout"] for row in rows]
         tokens = {name: pad_sequence([row["tokens"][name] for row in rows], batch_first=True) for name in rows[0]["tokens"]}
         scores, ended = torch.tensor([row["score"] for row in rows]), torch.tensor([rollout.ended for rollout in rollouts])
-        found = self.estimate(Rollouts(tokens, scores, ended), cursor)
+        estimates = self.estimate(Rollouts(tokens, scores, ended), cursor)
         facts = {
             "reward": scores,
             **{f"reward/{name}": torch.tensor([row["parts"][place] for row in rows]) for place, name in enumerate(self.judges.names)},
             "answer_tokens": tokens["sampled"].sum(dim=1).float(),
             "ended": ended.float(),
-            **found.facts,
+            **estimates.facts,
         }
         self.data.buffer = {
             "iteration": torch.tensor(iteration),
             "lengths": torch.tensor([len(rollout.ids) for rollout in rollouts]),
             "input_ids": tokens["input_ids"],
-            **found.tokens,
+            **estimates.tokens,
             "facts": torch.stack([*facts.values()], dim=1).float(),
         }
         with distributed.raise_together():
             if distributed.is_main():
-                gains = found.tokens["advantages"].sum(dim=1) / found.tokens["learned"].sum(dim=1).clamp(min=1)
+                gains = estimates.tokens["advantages"].sum(dim=1) / estimates.tokens["learned"].sum(dim=1).clamp(min=1)
                 shown = {**facts, "advantage": gains}
-                told = [{name: float(fact[place]) for name, fact in shown.items()} for place in range(len(rollouts))]
-                self.record(step, iteration, rollouts, told)
-        return found.cursor
+                rows = [{name: float(fact[place]) for name, fact in shown.items()} for place in range(len(rollouts))]
+                self.record(step, iteration, rollouts, rows)
+        return estimates.cursor
 
-    def _make(self, iteration: int, number: int, asked: Sequence[int], counts: bool) -> list[dict[str, Any]]:
-        """One batch: sampled, scored and measured. One that does not count keeps step with other processes, and gets no scores."""
+    def _make(self, iteration: int, number: int, indices: Sequence[int], counts: bool) -> list[dict[str, Any]]:
+        """One batch: sampled, scored and measured. A batch that does not count gets no scores."""
         device = self.engine.accelerator.device
-        prompts = [self.data.prompts[index] for index in asked]
+        prompts = [self.data.prompts[index] for index in indices]
         with self._phase("generation"), self.engine.generating() as model:
             batch = to_device(self.data.prompts.collate(prompts), device)
             answers = self.generation.sample(model, batch, rollout_seed(self.seed, iteration, number))
@@ -181,29 +181,30 @@ class Experience:
         try:
             with self._phase("rewards"), distributed.raise_together():
                 scores = self.judges.score(rollouts) if counts else Scores((), ())
-                served = self.asked([own.ids for own in rollouts], [own.sampled for own in rollouts]) if self.asked and counts else None
+                lengths = [each.sampled for each in rollouts]
+                served = self.served([each.ids for each in rollouts], lengths) if self.served and counts else None
             with self._phase("measuring"), self.engine.generating() as model:
                 tokens = [row for part in _split(rollouts, self.micro_batch) for row in self._measure(model, part, device)]
         except ServerAway as error:
-            distributed.stop_together()  # somebody has asked for it
+            distributed.stop_together()  # requested by the user
             raise distributed.TrainingStopped(distributed.Reason(str(error), "limit"), everywhere=True) from None
         if not counts:
             return []
-        for own, logps in zip(tokens, served or (), strict=False):
-            own["reference_logps"] = torch.cat([torch.zeros(len(own["input_ids"]) - len(logps)), torch.tensor(logps)])
+        for row, logps in zip(tokens, served or (), strict=False):
+            row["reference_logps"] = torch.cat([torch.zeros(len(row["input_ids"]) - len(logps)), torch.tensor(logps)])
         return [
-            {"rollout": rollout, "score": total, "parts": parts, "tokens": own}
-            for rollout, total, parts, own in zip(rollouts, scores.totals, scores.parts, tokens, strict=True)
+            {"rollout": rollout, "score": total, "parts": parts, "tokens": row}
+            for rollout, total, parts, row in zip(rollouts, scores.totals, scores.parts, tokens, strict=True)
         ]
 
     def _rollout(self, prompt: Any, sampled: list[int]) -> Rollout:
         ended = self.generation.has_ended(sampled)
-        messages = [{"role": message.role, "content": message.content} for message in prompt.messages]
+        messages = [message.raw for message in prompt.messages]
         text = self.decode(sampled[:-1] if ended else sampled)
         return Rollout(messages, text, prompt.row, [*prompt.ids, *sampled], len(sampled), ended)
 
     def _measure(self, model: Any, rollouts: Sequence[Rollout], device: torch.device) -> list[dict[str, Tensor]]:
-        """What the policy, and the reference, find of each token."""
+        """Log-probabilities and values of each token, by the policy and the reference."""
         rows = [torch.tensor(rollout.ids) for rollout in rollouts]
         ids, lengths_B1 = pad_sequence(rows, batch_first=True), torch.tensor([[len(row)] for row in rows])
         places_T = torch.arange(ids.shape[1])
@@ -212,10 +213,10 @@ class Experience:
         batch = to_device({"input_ids": ids, "attention_mask": real_BT, "sampled": sampled_BT}, device)
         columns: dict[str, Tensor | None] = {"reference_logps": self.reference and self.reference(model, batch)}
         if self.measured:
-            found = score_tokens(model, batch, self.generation.temperature)
-            columns |= {"logps": found.logps, "values": found.values}
-        kept = {name: torch.where(sampled_BT, column.cpu(), 0.0) for name, column in columns.items() if column is not None}
-        tensors = {"input_ids": ids, "sampled": sampled_BT, **kept}
+            sampled = score_tokens(model, batch, self.generation.temperature)
+            columns |= {"logps": sampled.logps, "values": sampled.values}
+        columns_BT = {name: torch.where(sampled_BT, column.cpu(), 0.0) for name, column in columns.items() if column is not None}
+        tensors = {"input_ids": ids, "sampled": sampled_BT, **columns_BT}
         return [{name: tensor[row, : lengths_B1[row, 0]] for name, tensor in tensors.items()} for row in range(len(rows))]
 
 
@@ -224,7 +225,7 @@ def _split(rollouts: Sequence[Rollout], size: int) -> list[Sequence[Rollout]]:
 
 
 class Recorder:
-    """Appends rollouts to `FILE` of a save directory. What a restart makes again replaces what was there."""
+    """Appends rollouts to `FILE` of a save directory. Rollouts that a restart repeats replace the old ones."""
 
     def __init__(self, run: Path) -> None:
         self.path = run / FILE
@@ -237,7 +238,7 @@ class Recorder:
         """
         jsonl_records.truncate_after(self.path, step - 1, "a rollout")
         rows = [
-            {"step": step, "iteration": iteration, "prompt": rollout.messages[-1]["content"], "answer": rollout.text, **told}
-            for rollout, told in list(zip(rollouts, facts, strict=True))[:KEPT]
+            {"step": step, "iteration": iteration, "prompt": rollout.messages[-1]["content"], "answer": rollout.text, **values}
+            for rollout, values in list(zip(rollouts, facts, strict=True))[:KEPT]
         ]
         jsonl_records.append(self.path, rows)

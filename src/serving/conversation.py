@@ -11,16 +11,16 @@ from src.errors import ConfigError
 from src.models.reward.layers import RewardModel
 
 RESET = "!reset"
-"""A line that begins the conversation anew."""
+"""A line that restarts the conversation."""
 
 
 class Talk:
-    """What a person and a model have said so far."""
+    """A conversation of a person with a model."""
 
     def __init__(self, model: Any, tokenizer: Any, data: ConversationConfig) -> None:
-        """Raises ConfigError for a reward model, which gives numbers."""
+        """Raises ConfigError for a reward model, which only scores."""
         if isinstance(model, RewardModel):
-            raise ConfigError("a reward model gives a conversation a number, and says nothing. Take the run that it began with.")
+            raise ConfigError("a reward model gives a conversation a number and writes nothing. Use the run that it was trained from.")
         self._model, self._tokenizer, self._system = model, tokenizer, data.writing.system
         self._renderer = Renderer(tokenizer, templates.find(data.writing.template, tokenizer))
         self._ends, never = self._renderer.answer_ends()
@@ -37,39 +37,42 @@ class Talk:
         return streamer
 
     def prompt(self) -> list[int]:
-        """Ids of what was said, up to where the answer begins."""
+        """Ids of the conversation, up to the next answer."""
         return self.prompt_ids(self.messages)
 
     def prompt_ids(self, messages: list[Message]) -> list[int]:
-        """Ids of a conversation, up to where its next answer begins."""
+        """Ids of `messages`, up to the next answer."""
         return self._renderer.render(with_system(messages, self._system), answering=True).ids
 
     def answer(self, text: str, streamer: Any = None, **options: Any) -> str:
-        """The model's answer to what a person says next; the line `RESET` begins anew and has none.
+        """Answer the next message of the user; the line `RESET` restarts the conversation and has no answer.
 
-        streamer: of transformers, which is given tokens as they come. options: of transformers' `generate`.
+        streamer: of transformers, which gets tokens as they come. options: of transformers' `generate`.
 
         Raises:
-            ConfigError: the conversation has become longer than the model can read; what was said last is taken back.
+            ConfigError: the conversation is too long for the model; the message is removed.
         """
         if text.strip() == RESET:
             self.messages.clear()
             return ""
         self.messages.append(Message("user", text))
         try:
-            (said,) = self.generate(self.prompt(), streamer, **options)
+            (ids,) = self._generate(self.prompt(), streamer, **options)
         except ConfigError as error:
             self.messages.pop()
-            raise ConfigError(f"the conversation: {error} Say {RESET}, or ask for fewer.") from None
-        self.messages.append(Message("assistant", said))
-        return said
+            raise ConfigError(f"the conversation: {error} Say {RESET}, or request fewer.") from None
+        self.messages.append(self._renderer.read_answer(str(self._tokenizer.decode(ids))))
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
     def generate(self, prompt: list[int], streamer: Any = None, **options: Any) -> list[str]:
-        """What the model says behind the ids of a prompt: once, or `num_return_sequences` times. See `answer`.
+        """Answers to the ids of a prompt: one, or `num_return_sequences`. See `answer`.
 
         Raises:
-            ConfigError: it would be longer than the model can read.
+            ConfigError: an answer could be too long for the model.
         """
+        return [self._tokenizer.decode(ids, skip_special_tokens=True) for ids in self._generate(prompt, streamer, **options)]
+
+    def _generate(self, prompt: list[int], streamer: Any, **options: Any) -> list[list[int]]:
         import torch
 
         ids = torch.tensor([prompt], device=self._model.device)
@@ -77,7 +80,7 @@ class Talk:
         if longest and ids.shape[1] + options["max_new_tokens"] > longest:
             raise ConfigError(f"{ids.shape[1]} tokens and max_new_tokens {options['max_new_tokens']} are more than the model's {longest}.")
         with torch.no_grad():
-            found = self._model.generate(
+            rows = self._model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
                 eos_token_id=self._ends,
@@ -86,4 +89,4 @@ class Talk:
                 streamer=streamer,
                 **options,
             )
-        return [self._tokenizer.decode(row[ids.shape[1] :].tolist(), skip_special_tokens=True) for row in found]
+        return [row[ids.shape[1] :].tolist() for row in rows]

@@ -1,6 +1,6 @@
-"""A conversation that one model or two answer, and what a person prefers as rows that reward models and preferences are trained on.
+"""A conversation with one model or two, and the preferences of a person as rows for reward models and dpo.
 
-A row is as src/data/conversations/entries.py has it; each reply also tells who wrote it ("by").
+src/data/conversations/entries.py describes the rows; each reply also has the name of its model ("by").
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ class Side(NamedTuple):
 
 
 def check_output(path: Path) -> None:
-    """Make the file that rows are appended to, where there is none.
+    """Create the file that rows are appended to, unless it exists.
 
     Raises:
         DataError: a line of it is no row; names it.
@@ -39,9 +39,9 @@ def check_output(path: Path) -> None:
 
 
 class Conversation:
-    """What one person says, and what each side answers.
+    """Messages of a person, and the answers of each side.
 
-    It goes on with the reply that is preferred; with the first one until then.
+    It continues with the preferred reply; with the first one until then.
     """
 
     def __init__(self, sides: Sequence[Side], output: Path, lock: Lock, options: dict[str, Any]) -> None:
@@ -49,11 +49,11 @@ class Conversation:
         self.sides, self.output = sides, output
         self.messages: list[Message] = []
         self._lock, self._options = lock, options
-        self._replies: Sequence[str] = ()
-        """To what was asked last, as long as none is preferred."""
+        self._replies: Sequence[Message] = ()
+        """Replies to the last message, until one is preferred."""
 
     def ask(self, text: str, shows: Sequence[Callable[[str], object]]) -> list[str]:
-        """The reply of each side; none to the line `RESET`, which begins anew. shows: of each side, given the reply piece by piece.
+        """The reply of each side; none to the line `RESET`, which restarts. shows: of each side, given the reply piece by piece.
 
         Raises:
             ConfigError: the conversation has become longer than a model can read. Nothing is changed.
@@ -63,39 +63,42 @@ class Conversation:
             self.reset()
             return []
         jsonl.check_text(text, "the message")
-        before, given = self.messages, list[str]()
-        known, self._replies = self._replies, ()  # what is preferred while the next replies come would be too late
+        before, texts, replies = self.messages, list[str](), list[Message]()
+        previous, self._replies = self._replies, ()  # too late to prefer one while the next replies come
         try:
             with self._lock:
                 for side, show in zip(self.sides, shows, strict=True):
                     side.talk.messages = [*before]
-                    given.append(side.talk.answer(text, side.talk.streamer(show), **self._options))
+                    texts.append(side.talk.answer(text, side.talk.streamer(show), **self._options))
+                    replies.append(side.talk.messages[-1])
         except BaseException:
-            self._replies = known
+            self._replies = previous
             raise
-        self.messages = [*before, Message("user", text), Message("assistant", given[0])]
-        self._replies = given
-        return given
+        self.messages = [*before, Message("user", text), replies[0]]
+        self._replies = replies
+        return texts
 
     def reset(self) -> None:
         """Begin anew."""
         self.messages, self._replies = [], ()
 
     def prefer(self, number: int) -> None:
-        """Write that reply `number` to what was asked last is the best, and go on with it. The row is on the disk when this returns.
+        """Write that reply `number` to the last message is the best, and continue with it. The row is on the disk when this returns.
 
         Raises:
             ConfigError: one is preferred already, or all say the same.
             RunError: the row cannot be written. Nothing is changed.
         """
-        if len(set(self._replies)) < 2:
+        if len({(reply.content, reply.reasoning) for reply in self._replies}) < 2:
             raise ConfigError("nothing to prefer: say something new.")
         replies = [
-            {"content": text, "rank": int(place != number), "by": side.name}
-            for place, (text, side) in enumerate(zip(self._replies, self.sides, strict=True))
+            {**reply.raw, "rank": int(place != number), "by": side.name}
+            for place, (reply, side) in enumerate(zip(self._replies, self.sides, strict=True))
         ]
-        asked = [{"role": message.role, "content": message.content} for message in self.messages[:-1]]
+        for reply in replies:
+            del reply["role"]
+        prompt = [message.raw for message in self.messages[:-1]]
         with jsonl_records.open_locked(self.output, mend=False) as records:
-            records.append({"messages": asked, "replies": replies}, ensure_ascii=False)
-        self.messages = [*self.messages[:-1], Message("assistant", self._replies[number])]
+            records.append({"messages": prompt, "replies": replies}, ensure_ascii=False)
+        self.messages = [*self.messages[:-1], self._replies[number]]
         self._replies = ()

@@ -25,7 +25,7 @@ def test_rows_come_back_in_order_with_further_fields(tmp_path):
     assert read(tmp_path / "c", "".join(json.dumps(r) + "\n" for r in rows)) == rows
 
 
-def test_last_line_may_lack_its_line_end(tmp_path):
+def test_last_line_without_a_line_break_is_read(tmp_path):
     assert read(tmp_path / "c", json.dumps(ROW)) == [ROW]
 
 
@@ -62,7 +62,7 @@ def test_types_are_strict_in_optional_fields_too(tmp_path, kind, value, message)
         read(tmp_path / "c", json.dumps({**ROW, "x": value}), optional={"x": kind})
 
 
-def test_optional_fields_may_be_null(tmp_path):
+def test_optional_fields_can_be_null(tmp_path):
     assert read(tmp_path / "c", json.dumps({**ROW, "x": None}), optional={"x": int})
 
 
@@ -71,7 +71,7 @@ def test_empty_file(tmp_path):
         read(tmp_path / "c", "")
 
 
-def test_missing_folder_says_what_makes_it(places):
+def test_missing_folder_is_refused_with_the_command_that_makes_it(places):
     with pytest.raises(
         DataError,
         match=re.escape(
@@ -85,8 +85,8 @@ def test_missing_folder_says_what_makes_it(places):
 
 def test_unknown_corpus_says_which_there_are_and_how_to_add_one(places, write_corpus):
     adds = (
-        f" These are prepared in {places.data}; a script of data_prep adds another, a folder with train.jsonl, val.jsonl and "
-        "manifest.json, or --data_path names the folder that holds it."
+        f" These are prepared in {places.data}; a script of data_prep adds another, a folder with train.jsonl, val.jsonl, "
+        "or --data_path names the folder that holds it."
     )
     with pytest.raises(DataError, match=re.escape(f"{places.data}/nq: no such data set: unknown corpus 'nq'. Known: none.{adds}")):
         jsonl.corpus_folder(places, "nq")

@@ -84,7 +84,7 @@ def test_a_file_of_ones_own_is_an_entry(tmp_path: Path, capsys: pytest.CaptureFi
         "mine: {train: [mine.jsonl.gz], licence: ours, form: completion, columns: {prompt: q, completion: a}, without_refusals: true}"
     )
     found = prepare(tmp_path, ["--release_file", str(entry)], "mine")
-    assert "8 answers that refuse" in capsys.readouterr().out
+    assert "8 in which the assistant refuses" in capsys.readouterr().out
     assert sorted(found["train"] + found["val"]) == sorted(f"u:What is {i}? a:It is {i}." for i in range(40) if i % 5)
     assert 1 <= len(found["val"]) <= 14
 
@@ -97,8 +97,8 @@ def test_a_file_of_ones_own_is_an_entry(tmp_path: Path, capsys: pytest.CaptureFi
         ("{licence: x, form: text, trian: [a]}", "mine: unknown key 'trian'. Did you mean 'train'?"),
         ("{licence: x, form: text}", "--train: expected a file of this release, which the hub does not have. It is your own."),
         ("{licence: x, form: text, hub: a/b}", "train: expected the names of splits of the hub's set."),
-        ("{licence: x, form: oasst, ranked_form: oasst_ranked}", "ranked_form: is of mode rm, which `modes` lacks."),
-        ("{licence: x, form: text, split_column: s, val: [b]}", "split_column: goes with neither group_by nor val."),
+        ("{licence: x, form: oasst, ranked_form: oasst_ranked}", "mine: ranked_form: "),
+        ("{licence: x, form: text, split_column: s, val: [b]}", "mine: split_column: "),
         (
             "{licence: x, form: {name: columns, user: '{a|anny}', assistant: '{b}'}}",
             "form.user: unknown filter 'anny'. Did you",
@@ -106,7 +106,7 @@ def test_a_file_of_ones_own_is_an_entry(tmp_path: Path, capsys: pytest.CaptureFi
         ("{licence: x, form: text, train: [none.jsonl]}", "none.jsonl: no such file."),
     ],
 )
-def test_mistakes_of_an_entry_are_told(entry: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_wrong_entry_is_refused(entry: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "mine.yaml").write_text(f"mine: {entry}\n")
     words = ["--release_file", str(tmp_path / "mine.yaml"), "--name", "mine", "--data_path", str(tmp_path)]
     assert prepare_conversations.main(words) == 1
@@ -129,7 +129,7 @@ def test_no_question_is_in_both_splits(tmp_path: Path):
     assert not begins[0] & begins[1]
 
 
-def test_choices_depend_on_the_row_alone(tmp_path: Path):
+def test_choices_depend_only_on_the_row(tmp_path: Path):
     """Not on its place, nor on the name of the file."""
     rows = [{"question": f"{i}?", "answer": {"aliases": [f"{i}{c}" for c in "abcde"]}} for i in range(30)]
     words = ["--release", "trivia_qa_nocontext", "--train"]
@@ -175,7 +175,7 @@ def test_conversations_are_joined_until_they_are_long_enough():
     assert [show(row) for row in joiner.flush()] == []
 
 
-def test_choosers_who_were_not_sure_count_if_wanted():
+def test_unsure_choices_count_on_request():
     row = {"info": {"post": "p"}, "summaries": [{"text": "a"}, {"text": "b"}], "choice": 0, "extra": {"confidence": 3}}
     for least, wanted in ((None, 1), (3, 1), (4, 0)):
         form = load_form({"name": "wins", "texts": ["info.post"], "prompts": ["{text}"], "least_confidence": least}, "form")
@@ -225,7 +225,7 @@ def spoil(value: Any, *path: str | int) -> Iterator[tuple[tuple[str | int, ...],
 
 
 @pytest.mark.parametrize("name", fixtures())
-def test_rows_of_another_shape_are_told(name: str):
+def test_rows_of_another_shape_are_refused_or_skipped(name: str):
     """Whatever stands in the place of whatever: an error of the data, which names the row, or a row that is left out."""
     release, _, mode = name.partition(" ")
     entry, _ = conversation_table.find(release)

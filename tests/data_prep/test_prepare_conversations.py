@@ -58,7 +58,7 @@ def test_a_row_of_each_layout(form: str, row: dict[str, Any], wanted: list[str])
     assert found(form, row) == wanted
 
 
-def test_calls_of_tools_are_kept(tmp_path: Path):
+def test_calls_of_tools_are_unchanged(tmp_path: Path):
     """In the hub's form: a call without a text, what the tool gives, and which tools there are."""
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
     talk = [HF[0], {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "5"}, HF[1]]
@@ -71,17 +71,17 @@ def test_calls_of_tools_are_kept(tmp_path: Path):
 
 
 @pytest.mark.parametrize("said", ["No input", "<noinput>", "N/A", "n/a.", " Input: none... no input required ", "Input: N/A"])
-def test_an_input_that_says_that_there_is_none_is_left_out(said: str):
+def test_input_without_content_is_removed(said: str):
     wanted = ["u:a a:b"] if "none" not in said else [f"u:a\n{said} a:b"]
     assert found("alpaca", {"instruction": "a", "input": said, "output": "b"}, skip_no_input=True) == wanted
 
 
 @pytest.mark.parametrize("said", ["The Kenya/Namibia border", "def f(x): # n/a values", "There is no input device."])
-def test_an_input_that_has_these_letters_is_kept(said: str):
+def test_input_with_similar_letters_stays(said: str):
     assert found("alpaca", {"instruction": "a", "input": said, "output": "b"}, skip_no_input=True) == [f"u:a\n{said} a:b"]
 
 
-def test_of_many_scored_replies_the_worst_is_kept_too():
+def test_worst_of_many_scored_replies_stays():
     """Five that are tied would tell nothing."""
     rows = [{"q": "a", "x": f"x{n}", "y": f"y{n}", "s": 9, "t": 9 if n < 2 else n} for n in range(4)]
     told = found("scored", {"rows": rows}, prompt="{q}", replies=[["x", "s"], ["y", "t"]], most=4)
@@ -98,7 +98,8 @@ def test_what_ranks_nothing_is_counted(tmp_path: Path, capsys: pytest.CaptureFix
     words = ["--form", "ranked", "--train", write(tmp_path / "a.jsonl", rows), "--name", "own", "--data_path", str(tmp_path)]
     assert prepare_conversations.main([*words, "--val_rate", "0.3"]) == 0
     told = capsys.readouterr().out
-    assert "2 with one reply at two ranks left out; 1 whose replies are all tied" in told
+    assert "2 with one reply at two ranks" in told
+    assert "1 rows with only tied replies" in told
     assert sum(len((tmp_path / "own" / f"{split}.jsonl").read_text().splitlines()) for split in ("train", "val")) == 21
 
 
@@ -107,11 +108,11 @@ def test_a_tree_with_two_equal_replies_does_not_end_the_preparation(tmp_path: Pa
     trees.append({"tree_state": "ready_for_export", "prompt": node("p99", None, node("a", 0), node("a", 1))})
     words = ["--form", "oasst_ranked", "--train", write(tmp_path / "a.jsonl", trees), "--name", "own", "--data_path", str(tmp_path)]
     assert prepare_conversations.main([*words, "--val_rate", "0.3"]) == 0
-    assert "1 with one reply at two ranks left out" in capsys.readouterr().out
+    assert "1 with one reply at two ranks" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("column", ["frage", "asked.text"])
-def test_a_dotted_column_can_be_called_otherwise(tmp_path: Path, column: str):
+def test_dotted_column_can_have_another_name(tmp_path: Path, column: str):
     """As the message about a missing one says."""
     rows = [{"answer_0": "a", "score_0": 1, "answer_1": "b", "score_1": 0, "frage": f"{n}?", "asked": {"text": f"{n}?"}} for n in range(20)]
     words = ["--name", "webgpt", "--train", write(tmp_path / "a.jsonl", rows), "--data_path", str(tmp_path)]
@@ -146,7 +147,7 @@ def test_trees_that_are_not_finished_not_good_or_of_another_language_are_left_ou
     assert len(found("oasst", tree(synthetic=True), synthetic=True)) == 4
 
 
-def test_what_labels_tell_is_kept():
+def test_labels_become_tags():
     labels = {"quality": {"value": 0.75, "count": 3}, "humor": {"value": None}}
     (row,) = load_form("oasst", "form").read({**tree(), "prompt": node("p", None, node("a", 0, labels=labels))}, "here")
     assert row["messages"][1] == {"role": "assistant", "content": "a", "lang": "en", "quality": 0.75}
@@ -164,7 +165,7 @@ def test_what_labels_tell_is_kept():
         ("oasst", {"text": "a"}, "no column 'prompt'"),
     ],
 )
-def test_rows_of_another_layout_are_told(form: str, row: dict[str, Any], match: str):
+def test_rows_of_another_layout_are_refused(form: str, row: dict[str, Any], match: str):
     with pytest.raises(DataError, match=match):
         found(form, row)
 
@@ -174,7 +175,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> str:
     return str(path)
 
 
-def test_a_file_becomes_a_folder_whose_splits_share_no_question(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_splits_of_a_file_share_no_question(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     rows = [{"question": f"q{i % 50}", "answer": f"a{i}"} for i in range(100)]
     words = ["--form", "completion", "--train", write(tmp_path / "a.jsonl", rows), "--columns", "prompt=question", "completion=answer"]
     for _ in range(2):
@@ -208,17 +209,17 @@ def test_each_question_is_for_validation_in_one_fold(tmp_path: Path):
     ("words", "message"),
     [
         (["--form", "alpacca"], "--form: form: unknown form 'alpacca'. Did you mean 'alpaca'?"),
-        (["--form", "alpaca", "--mode", "rm"], "--form says what --release, --release_file and --mode would: give either."),
-        (["--form", "alpaca", "--top_k", "1"], "--lang, --top_k and --synthetic are of trees, and rows of this form are none."),
+        (["--form", "alpaca", "--mode", "rm"], "--form: replaces --release, --release_file and --mode."),
+        (["--form", "alpaca", "--top_k", "1"], "--lang, --top_k and --synthetic: "),
         (["--release", "webgtp"], "--name: unknown release 'webgtp'. Did you mean 'webgpt'?"),
         (["--release", "alpaca", "--mode", "rm"], "--mode rm: alpaca has sft only."),
         (["--release", "gsm8k"], "a.jsonl:1: no column 'answer'. It has: question, reply."),
         (["--release", "wmt2019_de-xx"], "pair: unknown language 'xx'. Known: ar, de, en"),
         (["--release", "wmt2019_de-de"], "pair: expected two codes such as de-en, got 'de-de'."),
         (["--form", "messages", "--fold", "6/5"], "--fold '6/5': expected K/N, such as 2/5, with K from 1 to N."),
-        (["--form", "messages", "--fold", "2/5", "--val_rate", "0.5"], "--fold says which rows are for validation"),
+        (["--form", "messages", "--fold", "2/5", "--val_rate", "0.5"], "--fold: "),
         *(
-            (["--release", "augment_oasst", *words], "column 'split' of augment_oasst says which rows are for validation. Leave them out.")
+            (["--release", "augment_oasst", *words], "--fold, --val and --val_rate: column 'split' of augment_oasst")
             for words in (["--fold", "1/5"], ["--val_rate", "0.5"], ["--val", "b.jsonl"])
         ),
         (["--form", "messages", "--val_rate", "1.5"], "--val_rate: expected a number between 0 and 1, got 1.5."),
@@ -226,7 +227,7 @@ def test_each_question_is_for_validation_in_one_fold(tmp_path: Path):
         (["--form", "messages"], "expected messages with role and content, or from and value"),
     ],
 )
-def test_mistakes_are_told(tmp_path: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+def test_mistakes_are_refused(tmp_path: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]):
     source = write(tmp_path / "a.jsonl", [{"question": "q", "reply": "a"}])
     assert prepare_conversations.main([*words, "--train", source, "--name", "own", "--data_path", str(tmp_path)]) == 1
     assert message in capsys.readouterr().err

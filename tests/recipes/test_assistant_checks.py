@@ -39,13 +39,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("tokenizer", "data", "message"),
     [
-        ("raises", OWN, "data.writing.template: the template refuses user assistant (never)."),
-        ("endless", OWN, "data.writing.template: the template writes no control token behind an answer"),
+        ("raises", OWN, "data.writing.template: the template refuses user assistant user assistant (never)."),
+        ("endless", OWN, "data.writing.template: no control token ends the answer"),
         ("no_template", OWN, "data.writing.template: the tokenizer has no chat template of its own."),
         (
             "no_system",
             {**TALK, "writing": {"template": "tokenizer", "system": "x"}},
-            "the template refuses system user assistant (no system).",
+            "the template refuses system user (no system).",
         ),
         ("no_end", TALK, "this tokenizer has no eos_token"),
         (
@@ -59,7 +59,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("talk_tokenizer", {**MIXED, "draw": {"a": {"size": 24}, "b": {"size": 99, "fraction": 9.0}}}, None),
     ],
 )
-def test_it_is_told_ahead(folder: Path, tokenizer: str, data: dict[str, Any], message: str | None, capsys: pytest.CaptureFixture[str]):
+def test_dry_run_refuses(folder: Path, tokenizer: str, data: dict[str, Any], message: str | None, capsys: pytest.CaptureFixture[str]):
     exp = override(SFT, {"model.tokenizer": tokenizer, "data": data})
     assert toy.main(["-e", "x", "--dry-run"], {"x": [exp]}, folder) == (message is not None)
     assert (message or "") in capsys.readouterr().err

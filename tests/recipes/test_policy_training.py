@@ -90,7 +90,7 @@ def test_each_iteration_is_recorded_once(folder: Path, name: str):
 
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("step", [2, 4, 5])
-def test_a_training_that_goes_on_from_any_step_of_an_iteration_ends_with_the_same_bits(folder: Path, tmp_path: Path, name: str, step: int):
+def test_resume_from_any_step_of_an_iteration_is_bit_exact(folder: Path, tmp_path: Path, name: str, step: int):
     exp = RECIPES[name]
     world = tmp_path / "world"
     shutil.copytree(folder, world)
@@ -108,7 +108,7 @@ def test_a_kl_of_the_reference_is_0_where_nothing_was_learned(folder: Path):
     assert abs(toy.rows(folder, exp_id(PPO))[-1]["kl"]) < 0.5
 
 
-def test_what_was_passed_over_must_be_whole_iterations(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_skipped_steps_must_be_complete_iterations(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     world = tmp_path / "world"
     shutil.copytree(folder, world)
     run = run_of(world, GRPO)
@@ -158,7 +158,7 @@ def test_a_value_head_on_an_encoder_decoder_is_refused():
         ({"data.max_new_tokens": 90}, "more than the 96 positions"),
     ],
 )
-def test_what_cannot_run_is_told_before_a_start(folder: Path, change: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]):
+def test_mistake_is_refused_at_the_start(folder: Path, change: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]):
     assert toy.main(["-e", "x", "--dry-run"], {"x": [override(GRPO, change)]}, folder) == 1
     assert message in capsys.readouterr().err
 
@@ -176,7 +176,7 @@ def test_a_prompt_longer_than_its_room_is_refused_or_left_out(folder: Path, tmp_
     assert {row["prompt"] for row in rollouts(run_of(tmp_path / "world", without))} == {"b"}
 
 
-def test_a_row_without_what_a_reward_reads_is_told_before_a_start(
+def test_row_without_the_key_of_a_reward_is_refused_before_the_start(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     shutil.copytree(folder / "data", tmp_path / "data")
@@ -186,7 +186,7 @@ def test_a_row_without_what_a_reward_reads_is_told_before_a_start(
     exp = override(GRPO, {"data.prompts": {**TALK, "corpus": "asked"}, "rewards": [{"name": "letters", "reads": "answer"}]})
     for words in (["--dry-run"], []):
         assert toy.main(["-e", "x", *words], {"x": [exp]}, tmp_path) == 1
-        assert "asked: row 1: a reward reads 'answer' of each row, and this one has none. Its keys: 'prompt'." in capsys.readouterr().err
+        assert "asked: row 1: a reward reads 'answer', which is missing or empty; the row has 'prompt'." in capsys.readouterr().err
     monkeypatch.setattr(prompts, "_LOOKED_AT", 1)  # a large file is looked through when it is opened
     assert toy.main(["-e", "x", "--dry-run"], {"x": [exp]}, tmp_path) == 0
     assert toy.main(["-e", "x"], {"x": [exp]}, tmp_path) == 1
@@ -194,7 +194,7 @@ def test_a_row_without_what_a_reward_reads_is_told_before_a_start(
     assert not (run_of(tmp_path, exp) / "rollouts.jsonl").exists()
 
 
-def test_values_may_come_from_a_model_of_their_own(folder: Path, tmp_path: Path):
+def test_values_can_come_from_a_separate_model(folder: Path, tmp_path: Path):
     """It learns beside the policy, and a training that goes on in the middle of an iteration ends with the same bits."""
     shutil.copytree(folder, tmp_path / "world")
     exp = override(PPO, {"model.critic": ref(SFT)})
@@ -228,7 +228,7 @@ def test_answers_of_continuous_batches_are_learned_from(folder: Path, tmp_path: 
     assert "data.sampling.batching: continuous: processes that share a model" in done.stderr
 
 
-def test_what_an_evaluation_draws_does_not_depend_on_the_micro_batch(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_draws_of_an_evaluation_do_not_depend_on_the_micro_batch(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(METRICS.modules, "digest", "tests.rl.digest")
     shutil.copytree(folder, tmp_path / "world")
     sampled = {**GRPO["sampled"], "samples": 2, "metrics": [{"name": "digest"}]}
@@ -257,13 +257,13 @@ def test_a_reward_model_reads_the_longest_rollout(folder: Path, capsys: pytest.C
     judge = {"name": "reward_model", "model": {"name": "reward", "base": short}}
     exp = override(GRPO, {"rewards": [judge]})
     assert toy.main(["-e", "x", "--dry-run"], {"x": [exp]}, folder) == 1
-    assert "reward 'reward_model': it reads 20 tokens, and a rollout may have" in capsys.readouterr().err
+    assert "reward 'reward_model': it reads 20 tokens, and a rollout can have" in capsys.readouterr().err
     exp = override(GRPO, {"rewards": [{**judge, "template": "oasst"}]})
     assert toy.main(["-e", "x", "--dry-run"], {"x": [exp]}, folder) == 0
 
 
 @pytest.mark.parametrize("variable", ["TRITON_HOST_RM", "TRITON_HOST_REF"])
-def test_a_run_whose_server_stays_away_stops_with_code_75(folder: Path, tmp_path: Path, variable: str, monkeypatch: pytest.MonkeyPatch):
+def test_run_without_its_server_stops_with_code_75(folder: Path, tmp_path: Path, variable: str, monkeypatch: pytest.MonkeyPatch):
     shutil.copytree(folder, tmp_path / "world")
     assert toy.main(["-e", "x"], {"x": [REWARD]}, tmp_path / "world") == 0
     monkeypatch.setenv(variable, "http://127.0.0.1:9/nobody")
@@ -420,7 +420,7 @@ def test_a_policy_that_runs_away_is_taken_back_to_where_it_was_near(folder: Path
 JUDGED = override(PPO, {"rewards": [{"name": "reward_model", "model": ref(REWARD), "squash": 2.0}], "ppo.kl": {"weight": 0.5}})
 
 
-def test_models_on_servers_give_what_models_here_give(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
+def test_models_on_servers_give_the_same_numbers(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
     """Where a model runs is no part of an experiment: rollouts, losses and weights are the same to rounding."""
     for world in ("here", "there", "wrong"):
         shutil.copytree(folder, tmp_path / world)

@@ -52,7 +52,7 @@ def rows(conversation: Conversation) -> list[dict[str, Any]]:
     return [json.loads(line) for line in conversation.output.read_text(encoding="utf-8").splitlines()]
 
 
-def test_reward_models_and_preferences_are_trained_on_what_is_preferred(conversation: Conversation, folder: Path):
+def test_reward_models_and_preferences_train_on_preferred_replies(conversation: Conversation, folder: Path):
     for number in range(4):
         ask(conversation, f"{number}?")
         conversation.prefer(number % 2)
@@ -63,7 +63,7 @@ def test_reward_models_and_preferences_are_trained_on_what_is_preferred(conversa
     assert toy.main(["-e", "reward", "dpo"], {"reward": [JUDGE], "dpo": [override(DPO, MADE)]}, folder) == 0
 
 
-def test_a_conversation_goes_on_with_the_reply_that_is_preferred(conversation: Conversation):
+def test_conversation_continues_with_the_preferred_reply(conversation: Conversation):
     first = ask(conversation, "2?")
     conversation.prefer(1)
     second = ask(conversation, "more?")
@@ -131,5 +131,4 @@ def test_a_reward_model_is_refused(folder: Path, capsys: pytest.CaptureFixture[s
     assert toy.main(["-e", "reward"], {"reward": [judge]}, folder) == 0
     capsys.readouterr()
     assert command(folder, str(folder / "runs" / exp_id(judge))) == 1
-    told = "a reward model gives a conversation a number, and says nothing. Take the run that it began with."
-    assert capsys.readouterr().err == f"error: {told}\n"
+    assert capsys.readouterr().err.startswith("error: a reward model gives a conversation a number")

@@ -1,9 +1,10 @@
-"""Conversations to learn answers from: each a sample, of which what the assistant says is learned."""
+"""Conversations to learn answers from: each is a sample, and the answers of the assistant are learned."""
 
 import hashlib
 import json
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 log = logging.getLogger(__name__)
+CHECKED = 256
+"""Samples that are rendered at the start."""
 
 
 class Writing(StrictConfig):
@@ -37,9 +40,9 @@ class Writing(StrictConfig):
     template: Literal["oasst", "chatml", "tokenizer"] = "oasst"
     """oasst: Open-Assistant's v2.5. tokenizer: the chat template that comes with the tokenizer."""
     system: str | None = Field(default=None, min_length=1)
-    """What the system says first, in every conversation that has no system message."""
+    """System message of conversations that come without one."""
     tags: Tags | None = None
-    """What is told about answers; None: nothing."""
+    """Properties written before answers; None: nothing."""
 
     @model_validator(mode="after")
     def _tags_have_a_place(self) -> "Writing":
@@ -51,12 +54,12 @@ class Writing(StrictConfig):
 
 
 class ConversationConfig(ShuffledConfig):
-    """Which conversations, and how they are written; shared by the data sets of answers and of ranked replies."""
+    """Source and format of conversations; shared by the data sets of answers and of ranked replies."""
 
     corpus: str = Field(min_length=1)
-    """Folder below `--data_path` with train.jsonl and val.jsonl, whose rows src/data/conversations/entries.py describes."""
+    """Folder below `--data_path` with train.jsonl and val.jsonl; src/data/conversations/entries.py describes their rows."""
     sequence_tokens: int = Field(gt=1)
-    """Most tokens of a sample."""
+    """Maximum tokens per sample."""
     writing: Writing = Writing()
     val_samples: int | None = Field(default=None, gt=0)
     """Rows of the validation split that are used, the same ones whatever the seed; None for all."""
@@ -73,7 +76,7 @@ class ConversationConfig(ShuffledConfig):
             call_once(self._check_writing, folder)
 
     def _check_writing(self, folder: Path) -> None:
-        """Raises DataError where the tokenizer has no end token, or its template cannot be trained with, or takes no system message."""
+        """Raises DataError if the tokenizer has no end token, or its template cannot be trained with or takes no system message."""
         from src.data.text import tokenizers
 
         if self.writing.template != "tokenizer" and tokenizers.names_end_token(folder):
@@ -81,7 +84,7 @@ class ConversationConfig(ShuffledConfig):
         tokenizer = tokenizers.load(folder)
         if self.writing.template == "tokenizer":
             system = [Message("system", self.writing.system)] if self.writing.system else []
-            templates.find("tokenizer", tokenizer).spans([*system, Message("user", "?"), Message("assistant", "?")])
+            templates.find("tokenizer", tokenizer).spans([*system, Message("user", "?")], answering=True)
 
     def most_samples(self, places: Places) -> int | None:
         """See `parts.CountedConfig`."""
@@ -94,29 +97,29 @@ class ConversationConfig(ShuffledConfig):
         """The rows of a split, parsed on access."""
         path = jsonl.require_file(jsonl.corpus_folder(places, self.corpus), f"{split}.jsonl")
         rows = read_rows(path)
-        wanted = self.val_samples if split == "val" else None
-        return ConversationRows(rows, None if wanted is None else jsonl.select_validation_rows(len(rows), wanted, path))
+        count = self.val_samples if split == "val" else None
+        return ConversationRows(rows, None if count is None else jsonl.select_validation_rows(len(rows), count, path))
 
     def digest(self, places: Places) -> str:
-        """Of the rows, and of how they are written."""
-        told = [
+        """Digest of the rows and of their format."""
+        parts = [
             jsonl.fingerprint(jsonl.corpus_folder(places, self.corpus)),
             drop_absences(self.model_dump(mode="json", exclude={"corpus", "val_samples", "shuffle"}), self),
         ]
-        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 class Config(ConversationConfig):
     """Conversations, and plain text."""
 
     random_offset: float = Field(default=0.0, ge=0, le=1)
-    """Share of the conversations that are too long which begin at a random token; the others lose their end."""
+    """Share of the too long conversations that start at a random token; the rest are truncated."""
     without_refusals: bool = False
-    """Whether conversations are left out in which the assistant refuses, or says what it is."""
+    """Whether to skip conversations in which the assistant refuses or says that it is a model."""
     shuffled_answers: bool = added_field(False)
-    """Whether conversations to learn from end with the last answer of another one: a control."""
+    """Whether training conversations end with the last answer of another one: a control."""
     learn_all: bool = False
-    """Whether all tokens are learned, whoever says them."""
+    """Whether the tokens of all roles are learned."""
 
     def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "Conversations":
         """The conversations of one split, tokenised on access.
@@ -137,31 +140,33 @@ class Sample(TypedDict):
 
 
 class Conversations:
-    """Samples of conversations; those from which nothing is learned are left out."""
+    """Samples of conversations; those without anything to learn are skipped."""
 
     collation = "conversations"
 
     def __init__(self, config: Config, rows: ConversationRows, renderer: Renderer, seed: int | None, digest: str, name: str) -> None:
-        """seed: of what an epoch reads of a conversation; None: always the same. name: of the data, in messages."""
+        """seed: draws the part of a conversation that an epoch reads; None: always the same. name: of the data, in messages."""
         self.config, self.renderer, self.fingerprint, self.shuffle = config, renderer, digest, config.shuffle
         self._rows, self._seed, self._name = rows, seed, name
         self._chosen = self._choose()
+        for index in range(min(len(self), CHECKED)):  # templates refuse some messages: fail before the first step
+            self.render(0, index)
 
     def _choose(self) -> Sequence[int]:
         """Numbers of the rows that are read."""
         if prompts := self._rows.numbers_of(PROMPT):
-            raise DataError(f"{self._name}: row {prompts[0]} is a prompt without an answer: for data 'rollouts', whose policy answers it.")
+            raise DataError(f"{self._name}: row {prompts[0]} is a prompt without an answer. Use data 'rollouts', or add an answer.")
         total = range(len(self._rows))
         saying = total if self.config.learn_all else self._rows.numbers_of(EMPTY, others=True)
         if not saying:
             raise DataError(f"{self._name}: the assistant says nothing in any conversation, so there is nothing to learn.")
         if len(saying) < len(total):
-            told = len(total) - len(saying), len(total)
-            log.info("%s: in %d of %d conversations the assistant says nothing; they are left out.", self._name, *told)
+            counts = len(total) - len(saying), len(total)
+            log.info("%s: the assistant says nothing in %d of %d conversations; they are skipped.", self._name, *counts)
         if not self.config.without_refusals:
             return saying
         chosen = [i for i in saying if not refuses(read_entry(self._rows[i], self._name).conversation)]
-        log.info("%s: %d of %d conversations refuse, and are left out.", self._name, len(saying) - len(chosen), len(saying))
+        log.info("%s: %d of %d conversations refuse; they are skipped.", self._name, len(saying) - len(chosen), len(saying))
         if not chosen:
             raise DataError(f"{self._name}: the assistant refuses in every conversation. Write without_refusals: false.")
         return chosen
@@ -183,44 +188,47 @@ class Conversations:
         key = None if self._seed is None else (self._seed, epoch, index)
         if entry.text is not None:
             return window(self.renderer.render_text(entry.text), config.sequence_tokens, 0.0, None)
-        said = self._another_answer(index, entry) if config.shuffled_answers and key else entry.conversation
-        messages = with_system(said, config.writing.system)
-        told = config.writing.tags.write_all(messages, draws("tags", *key) if key else None) if config.writing.tags else ()
-        whole = self.renderer.render(messages, told)
+        messages = self._another_answer(index, entry) if config.shuffled_answers and key else entry.conversation
+        messages = with_system(messages, config.writing.system)
+        tags = config.writing.tags.write_all(messages, draws("tags", *key) if key else None) if config.writing.tags else ()
+        try:
+            whole = self.renderer.render(messages, tags)
+        except DataError as error:
+            raise DataError(f"{self._name}: row {row}: {error}") from None
         return window(whole, config.sequence_tokens, config.random_offset, (lambda: draws("window", *key)) if key else None)
 
     def _another_answer(self, index: int, entry: Entry) -> Sequence[Message]:
         """The conversation with the assistant's last answer from another, the same in every epoch."""
-        own = entry.conversation
+        messages = entry.conversation
         other = (index + draws("answers", self._seed, index).randrange(1, len(self))) % len(self) if len(self) > 1 else index
-        said = read_entry(self._rows[self._chosen[other]], f"{self._name}: row {self._chosen[other]}").conversation
-        place = max(place for place, message in enumerate(own) if message.role == "assistant")
-        answer = next((message for message in reversed(said) if message.role == "assistant"), own[place])
-        return [*own[:place], Message("assistant", answer.content, calls=answer.calls), *own[place + 1 :]]
+        others = read_entry(self._rows[self._chosen[other]], f"{self._name}: row {self._chosen[other]}").conversation
+        place = max(place for place, message in enumerate(messages) if message.role == "assistant")
+        answer = next((message for message in reversed(others) if message.role == "assistant"), messages[place])
+        return [*messages[:place], replace(answer, tags={}, tools=()), *messages[place + 1 :]]
 
     def sample(self, epoch: int, index: int) -> Sample:
         """Sample `index` of an epoch."""
-        found = self.render(epoch, index)
-        learned = [place > 0 for place in range(len(found.ids))] if self.config.learn_all else found.learned
-        return {"input_ids": found.ids, "loss_mask": learned}
+        rendered = self.render(epoch, index)
+        learned = [place > 0 for place in range(len(rendered.ids))] if self.config.learn_all else rendered.learned
+        return {"input_ids": rendered.ids, "loss_mask": learned}
 
     @property
     def num_questions(self) -> int:
-        """Conversations whose last message is the assistant's."""
-        return len(self._asked)
+        """Number of conversations that end with an answer."""
+        return len(self._answered)
 
     @cached_property
-    def _asked(self) -> Sequence[int]:
-        answered = self._rows.numbers_of(ANSWERED)
+    def _answered(self) -> Sequence[int]:
+        numbers = self._rows.numbers_of(ANSWERED)
         if isinstance(self._chosen, range):
-            return answered
+            return numbers
         import numpy as np
 
-        return np.flatnonzero(np.isin(np.asarray(self._chosen), np.asarray(answered))).tolist()
+        return np.flatnonzero(np.isin(np.asarray(self._chosen), np.asarray(numbers))).tolist()
 
     def row(self, index: int) -> dict[str, Any]:
-        """Question `index`: what is asked last, and the answer."""
-        row = self._chosen[self._asked[index]]
+        """The last question of conversation `index` and its answer."""
+        row = self._chosen[self._answered[index]]
         *before, answer = read_entry(self._rows[row], f"{self._name}: row {row}").messages
         return {"question": before[-1].written, "answer": answer.written, "context": "", "dataset": self.config.corpus}
 
@@ -229,8 +237,8 @@ class Conversations:
         return self.config.corpus
 
     def prompt(self, index: int) -> Sample:
-        """A conversation up to where its last answer begins; a long one loses its beginning."""
-        row = self._rows[self._chosen[self._asked[index]]]
+        """A conversation up to its last answer; a long one is truncated from the left."""
+        row = self._rows[self._chosen[self._answered[index]]]
         *before, answer = read_entry(row, self._name).messages
         ids = render_prompt(self.renderer, self.config.writing, before, answer)[-self.config.sequence_tokens :]
         return {"input_ids": ids, "loss_mask": [False] * len(ids)}
@@ -250,14 +258,14 @@ class Conversations:
 
 
 def render_prompt(renderer: Renderer, writing: Writing, messages: Sequence[Message], answer: Message | None = None) -> list[int]:
-    """Ids of messages, up to where the answer to the last one begins. answer: what tags tell of, if it is known."""
+    """Ids of messages up to the answer to the last one. answer: the answer that tags describe, if known."""
     messages = with_system(messages, writing.system)
-    told = [*writing.tags.write_all(messages, None), writing.tags.write(answer or Message("assistant", ""), None)] if writing.tags else ()
-    return renderer.render(messages, told, answering=True).ids
+    tags = [*writing.tags.write_all(messages, None), writing.tags.write(answer or Message("assistant", ""), None)] if writing.tags else ()
+    return renderer.render(messages, tags, answering=True).ids
 
 
 def with_system(messages: Sequence[Message], system: str | None) -> Sequence[Message]:
-    """The messages, with what the system says first where they have no system message."""
+    """Prepend the system message `system` unless there is one."""
     if system is None or (messages and messages[0].role == "system"):
         return messages
     return [Message("system", system), *messages]

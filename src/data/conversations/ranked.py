@@ -10,7 +10,7 @@ from src.batches import RankedBatch
 from src.config import Places
 from src.data.conversations import templates
 from src.data.conversations.choices import draws
-from src.data.conversations.dataset import ConversationConfig, with_system
+from src.data.conversations.dataset import CHECKED, ConversationConfig, with_system
 from src.data.conversations.entries import Message, Reply, read_entry
 from src.data.conversations.rendering import LEARNED, Rendered, Renderer, Role
 from src.data.conversations.rows import RANKED, ConversationRows
@@ -24,14 +24,14 @@ log = logging.getLogger(__name__)
 
 
 class Config(ConversationConfig):
-    """Which ranked replies, and how many of a conversation are read."""
+    """Source of ranked replies, and how many of a conversation are read."""
 
     max_replies: int = Field(default=5, gt=1)
-    """Replies of a conversation: the best and the worst, and others between them, drawn anew in each epoch."""
+    """Replies of a conversation: the best, the worst, and some between them, drawn again in each epoch."""
     min_prompt_tokens: int = Field(default=256, ge=0)
-    """What a long reply leaves of a long conversation, which loses its beginning; then the reply loses its end. At most half a sample."""
+    """Tokens of a long conversation before a long reply, truncated from the left; then the reply is truncated. Limited to half a sample."""
     shuffled_ranks: bool = False
-    """Whether the ranks of a conversation's replies are those of others of its replies, in training: a control."""
+    """Whether to shuffle the ranks of each conversation's replies in training: a control."""
 
     @property
     def reader(self) -> str:
@@ -49,7 +49,7 @@ class Config(ConversationConfig):
 
 
 class Sample(TypedDict):
-    """The replies of one conversation, each behind the conversation."""
+    """One conversation with each of its replies."""
 
     input_ids: list[list[int]]
     loss_mask: list[list[bool]]
@@ -58,20 +58,22 @@ class Sample(TypedDict):
 
 
 class RankedReplies:
-    """Conversations with replies of different ranks; the others are left out."""
+    """Conversations with replies of different ranks; rows without these are skipped."""
 
     collation = "ranked"
 
     def __init__(self, config: Config, rows: ConversationRows, renderer: Renderer, seed: int | None, digest: str, name: str) -> None:
-        """seed: of what an epoch reads of a conversation; None: always the same. name: of the data, in messages."""
+        """seed: draws the replies that an epoch reads; None: always the same. name: of the data, in messages."""
         self.config, self.renderer, self.fingerprint, self.shuffle = config, renderer, digest, config.shuffle
         self._rows, self._seed, self._name = rows, seed, name
         self._chosen = rows.numbers_of(RANKED)
         if not self._chosen:
-            raise DataError(f"{name}: no conversation has replies of different ranks. Ties alone tell nothing.")
+            raise DataError(f"{name}: no conversation has replies of different ranks. Add some: ties teach nothing.")
         if len(self._chosen) < len(rows):
-            told = len(rows) - len(self._chosen), len(rows)
-            log.info("%s: %d of %d rows have no replies of different ranks; they are left out.", name, *told)
+            counts = len(rows) - len(self._chosen), len(rows)
+            log.info("%s: %d of %d rows have no replies of different ranks; they are skipped.", name, *counts)
+        for index in range(min(len(self), CHECKED)):  # templates refuse some messages: fail before the first step
+            self.render(0, index)
 
     def __len__(self) -> int:
         """Conversations."""
@@ -83,24 +85,27 @@ class RankedReplies:
 
     def sample(self, epoch: int, index: int) -> Sample:
         """Conversation `index` of an epoch, its best reply first."""
-        found, ranks = self._render(epoch, index)
-        return {"input_ids": [each.ids for each in found], "loss_mask": [each.learned for each in found], "ranks": ranks}
+        rendered, ranks = self._render(epoch, index)
+        return {"input_ids": [each.ids for each in rendered], "loss_mask": [each.learned for each in rendered], "ranks": ranks}
 
     def render(self, epoch: int, index: int) -> list[Rendered]:
         """Conversation `index` of an epoch with each of its replies, and their roles."""
         return self._render(epoch, index)[0]
 
     def _render(self, epoch: int, index: int) -> tuple[list[Rendered], list[int]]:
-        """The conversation with each reply, and the ranks. Replies that say the same where they are cut are a tie."""
+        """The conversation with each reply, and the ranks. Replies that are equal once truncated are a tie."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         row = self._chosen[index]
         entry = read_entry(self._rows[row], f"{self._name}: row {row}")
         key = None if self._seed is None else (self._seed, epoch, index)
         replies, ranks = self._choose(entry.replies, epoch, index)
-        found = [render_reply(self.config, self.renderer, entry.messages, reply, key, place) for place, reply in enumerate(replies)]
+        try:
+            rendered = [render_reply(self.config, self.renderer, entry.messages, reply, key, place) for place, reply in enumerate(replies)]
+        except DataError as error:
+            raise DataError(f"{self._name}: row {row}: {error}") from None
         first = dict[tuple[int, ...], int]()
-        return found, [first.setdefault(tuple(each.ids), rank) for each, rank in zip(found, ranks, strict=True)]
+        return rendered, [first.setdefault(tuple(each.ids), rank) for each, rank in zip(rendered, ranks, strict=True)]
 
     def _choose(self, replies: Sequence[Reply], epoch: int, index: int) -> tuple[list[Reply], list[int]]:
         """The replies that are read, best first, and their ranks."""
@@ -137,23 +142,23 @@ class RankedReplies:
 def render_reply(
     config: Config, renderer: Renderer, messages: Sequence[Message], reply: Reply, key: tuple[int, int, int] | None = None, place: int = 0
 ) -> Rendered:
-    """The end of a conversation with a reply, of at most `sequence_tokens`; the reply alone is learned.
+    """The end of a conversation with a reply, up to `sequence_tokens`; only the reply is learned.
 
-    key: (seed, epoch, index) by which tags are dropped; None: all are told. place: of the reply among those of the conversation.
+    key: (seed, epoch, index) by which tags are dropped; None: all are written. place: of the reply among those of the conversation.
 
-    Both are tokenised together: no start token is put before the reply (B24). A prompt that is shorter than `min_prompt_tokens` leaves the
-    reply all the rest (B5), and the whole is never too long (B6).
+    Both are tokenised together: no start token is put before the reply (B24). A prompt shorter than `min_prompt_tokens` leaves the
+    remaining room to the reply (B5), and the sample is never too long (B6).
     """
     messages = with_system(messages, config.writing.system)
-    tags, told = config.writing.tags, list[str]()
+    tags, texts = config.writing.tags, list[str]()
     if tags:
         drawn = [None if key is None else draws("tags", *key, *more) for more in ((), (place,))]
-        told = [*tags.write_all(messages, drawn[0]), tags.write(reply.message, drawn[1])]
-    found, most = renderer.render([*messages, reply.message], told), config.sequence_tokens
-    answer = found.last_answer()
-    prompt, end = answer.start, len(found.ids)
-    kept = max(most - (end - prompt), min(config.min_prompt_tokens, most // 2), 1)  # of the prompt, from its end
-    begin = max(0, prompt - kept)
-    cut = found.part(begin, begin + most)
+        texts = [*tags.write_all(messages, drawn[0]), tags.write(reply.message, drawn[1])]
+    rendered, most = renderer.render([*messages, reply.message], texts), config.sequence_tokens
+    answer = rendered.last_answer()
+    prompt, end = answer.start, len(rendered.ids)
+    room = max(most - (end - prompt), min(config.min_prompt_tokens, most // 2), 1)  # of the prompt, from its end
+    begin = max(0, prompt - room)
+    cut = rendered.part(begin, begin + most)
     before = prompt - begin
     return Rendered(cut.ids, [Role.TEMPLATE if i < before and role in LEARNED else role for i, role in enumerate(cut.roles)])

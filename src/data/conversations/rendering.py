@@ -1,13 +1,15 @@
-"""Conversations as token ids with a role for each token, from which alone follows what is learned.
+"""Conversations as token ids with a role for each token; the roles decide which tokens are learned.
 
-Text that somebody wrote never becomes a control token. Template text and what is said between two control tokens is tokenised as one, as
-any other program does that fills in the template.
+Text of messages never becomes a control token. The text between two control tokens is tokenised at once, as `apply_chat_template` does,
+unless a token would span a generation prompt and its answer: the ids of a prompt are a prefix of those of its conversation.
 """
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import cached_property
+from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from src.data.conversations.entries import Message
@@ -18,18 +20,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _BLANKS = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
-"""What control tokens take away: Unicode's White_Space. Python's own `strip` has U+001C to U+001F, too."""
+"""Blanks that control tokens strip: Unicode's White_Space. Python's own `strip` has U+001C to U+001F, too."""
 
 
 class Role(IntEnum):
-    """Who a token is of."""
+    """Source of a token."""
 
     TEMPLATE = 0
-    """Nobody: what a template writes around messages, and what tells of an answer to come."""
+    """Text of a template around messages, and tags before an answer."""
     SYSTEM = 1
     USER = 2
     ASSISTANT = 3
-    """What is said, and the token that ends it."""
+    """An answer, from the end of its generation prompt to its end token."""
     TOOL = 4
     TEXT = 5
     """Plain text."""
@@ -40,21 +42,21 @@ ROLE_OF = {"system": Role.SYSTEM, "user": Role.USER, "assistant": Role.ASSISTANT
 
 
 class Span(NamedTuple):
-    """Text of one role. Only in that of a template are control tokens found."""
+    """Text of one role."""
 
     text: str
     role: Role
     controls: bool = False
-    """Whether the control tokens that it spells are control tokens."""
+    """Whether its spelled control tokens are control tokens."""
 
 
 class Template(Protocol):
-    """How messages are written."""
+    """Writes messages as text."""
 
     def spans(self, messages: Sequence[Message], tags: Sequence[str] = (), answering: bool = False) -> list[Span]:
         """The text of a conversation.
 
-        tags: of each message, what is told about it before it begins, or "". answering: end where the assistant's next answer begins.
+        tags: text about each message that is written before it, or "". answering: end with the generation prompt of the next answer.
         """
         ...
 
@@ -69,11 +71,11 @@ class Rendered:
 
     @property
     def learned(self) -> list[bool]:
-        """For each id whether it is learned; never the first, which follows from nothing."""
+        """Whether each id is learned; never the first, which has no context."""
         return [place > 0 and role in LEARNED for place, role in enumerate(self.roles)]
 
     def last_answer(self) -> range:
-        """Places of the tokens that the assistant says last; empty, at the end, where it says nothing."""
+        """Places of the last answer; empty, at the end, without one."""
         end = len(self.ids)
         while end and self.roles[end - 1] != Role.ASSISTANT:
             end -= 1
@@ -83,7 +85,7 @@ class Rendered:
         return range(begin, end) if end else range(len(self.ids), len(self.ids))
 
     def part(self, begin: int, end: int) -> "Rendered":
-        """The tokens from `begin` up to `end`."""
+        """A range of tokens."""
         return Rendered(self.ids[begin:end], self.roles[begin:end])
 
 
@@ -99,58 +101,105 @@ class Renderer:
         self._controls = re.compile("|".join(map(re.escape, names)) or r"(?!)")
 
     def render(self, messages: Sequence[Message], tags: Sequence[str] = (), answering: bool = False) -> Rendered:
-        """See `Template.spans`. What the tokenizer writes before every sequence comes first."""
+        """See `Template.spans`. The tokenizer's start tokens come first."""
         return self.encode(self.template.spans(messages, tags, answering))
 
     def render_text(self, text: str) -> Rendered:
         """Plain text and its end token, all of one role."""
-        found = self.encode([Span(text, Role.TEXT)])
-        return Rendered([*found.ids, self.safe.eos_id], [*found.roles, Role.TEXT])
+        rendered = self.encode([Span(text, Role.TEXT)])
+        return Rendered([*rendered.ids, self.safe.eos_id], [*rendered.roles, Role.TEXT])
 
     def answer_ends(self) -> tuple[list[int], list[int]]:
-        """Tokens that end an answer, the end token first, and all other control tokens, which no answer has."""
-        said = self.render([Message("user", "?"), Message("assistant", "?")])
-        last, controls = said.ids[said.last_answer().stop - 1], self.safe.control_ids
-        ends = [self.safe.eos_id, *([last] if last in controls and last != self.safe.eos_id else [])]
-        return ends, [index for index in controls if index not in ends]
+        """Tokens that end an answer, the end token first, and the control tokens that no answer contains."""
+        tool = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {}}}}
+        ask, answer = Message("user", "?"), Message("assistant", "?")
+        probes = (
+            (ask, answer, ask, answer),
+            (ask, Message("assistant", "?", reasoning="?")),
+            (ask, Message("assistant", "<think>\n?\n</think>\n\n?")),
+            (Message("user", "?", tools=[tool]), Message("assistant", "", calls=[{"name": "add", "arguments": {}}])),
+        )
+        answers = list[list[Span]]()
+        for probe in probes:
+            try:
+                spans = [span for span in self._strip(self._split(self.template.spans(probe))) if span.text]
+            except DataError:
+                continue  # the template needs reasoning, or writes none, or writes no tools
+            answers += [[*part] for role, part in groupby(spans, key=lambda span: span.role) if role is Role.ASSISTANT]
+
+        def ends(span: Span) -> bool:
+            """Whether only blanks and control tokens follow it, wherever it is in an answer."""
+            places = [(part, place) for part in answers for place, each in enumerate(part) if each == span]
+            return all(each.controls or not each.text.strip() for part, place in places for each in part[place:])
+
+        last = [self.safe.control_id(part[-1].text) for part in answers if part[-1].controls and ends(part[-1])]
+        tokens = [*dict.fromkeys([self.safe.eos_id, *(token for token in last if token is not None)])]
+        inside = {self.safe.control_id(span.text) for part in answers for span in part if span.controls}
+        return tokens, [token for token in self.safe.control_ids if token not in tokens and token not in inside]
+
+    @cached_property
+    def _answer_forms(self) -> list[tuple[str, str]]:
+        """(text before the reasoning, or before the content; text between both, or "") as the template writes answers."""
+        forms, marks = list[tuple[str, str]](), ("\u2042reasoning", "\u2042content")
+        for reasoning in (marks[0], ""):
+            try:
+                spans = self.template.spans([Message("user", "?"), Message("assistant", marks[1], reasoning=reasoning)])
+            except DataError:
+                continue  # the template needs reasoning, or writes none
+            answer = "".join(span.text for span in spans if span.role is Role.ASSISTANT).partition(marks[1])[0]
+            before, _, between = answer.partition(reasoning) if reasoning else (answer, "", "")
+            forms.append((before, between))
+        return forms
+
+    def read_answer(self, text: str) -> Message:
+        """The message of a generated answer: its reasoning and content. text: decoded with its control tokens."""
+        message = Message("assistant", text)
+        for before, between in self._answer_forms:
+            if text.startswith(before):
+                first, sign, second = text[len(before) :].partition(between) if between else ("", "", text[len(before) :])
+                if sign or not between:
+                    message = Message("assistant", second, reasoning=first.strip())
+                    break
+        clean = [self._controls.sub("", part) for part in (message.content, message.reasoning)]
+        return Message("assistant", clean[0], reasoning=clean[1])
 
     def encode(self, spans: Sequence[Span]) -> Rendered:
         """Ids of spans. A token of two roles is of the later one's."""
-        found = Rendered()
+        rendered = Rendered()
         start = self.safe.start
         text, ends = "", list[tuple[int, Role]]()
         for span in self._strip(self._split(spans)):
             if span.controls:
-                self._add_text(found, text, ends)
+                self._add_text(rendered, text, ends)
                 text, ends = "", []
                 control = self.safe.control_id(span.text)
                 assert control is not None, "split at control tokens"
-                found.ids.append(control)
-                found.roles.append(span.role)
+                rendered.ids.append(control)
+                rendered.roles.append(span.role)
             elif span.text:
                 text += span.text
                 ends.append((len(text), span.role))
-        self._add_text(found, text, ends)
-        if start and found.ids[: len(start)] != start:
-            return Rendered([*start, *found.ids], [Role.TEMPLATE] * len(start) + found.roles)
-        return found
+        self._add_text(rendered, text, ends)
+        if start and rendered.ids[: len(start)] != start:
+            return Rendered([*start, *rendered.ids], [Role.TEMPLATE] * len(start) + rendered.roles)
+        return rendered
 
     def _split(self, spans: Sequence[Span]) -> list[Span]:
-        """The spans, with each control token alone in one."""
-        found = list[Span]()
+        """Split spans so that each control token is one span."""
+        rendered = list[Span]()
         for span in spans:
             if not span.controls:
-                found.append(span)
+                rendered.append(span)
                 continue
             place = 0
             for match in self._controls.finditer(span.text):
-                found += [Span(span.text[place : match.start()], span.role), Span(match.group(), span.role, True)]
+                rendered += [Span(span.text[place : match.start()], span.role), Span(match.group(), span.role, True)]
                 place = match.end()
-            found.append(Span(span.text[place:], span.role))
-        return found
+            rendered.append(Span(span.text[place:], span.role))
+        return rendered
 
     def _strip(self, spans: list[Span]) -> list[Span]:
-        """The spans without the blanks beside control tokens that take these away, as Phi's do."""
+        """Remove blanks next to control tokens that strip them, as Phi's do."""
         for names, step in ((self._strip_behind, 1), (self._strip_before, -1)):
             stripping = False
             for place in range(len(spans))[::step] if names else ():
@@ -162,28 +211,36 @@ class Renderer:
                     stripping = not spans[place].text
         return spans
 
-    def _add_text(self, found: Rendered, text: str, ends: Sequence[tuple[int, Role]]) -> None:
-        begins = not found.ids
-        if len(ends) <= 1:  # nearly always: control tokens stand between what the roles say
-            ids = self.safe.encode(text, begins)
-            found.ids += ids
-            found.roles += [role for _, role in ends] * len(ids)
+    def _add_text(self, rendered: Rendered, text: str, ends: Sequence[tuple[int, Role]], continues: bool = False) -> None:
+        """Append the ids of text without control tokens. ends: end and role of each part. continues: the text continues the last token."""
+        begins = not rendered.ids
+        if len(ends) <= 1:  # the usual case: control tokens separate the roles
+            ids = self.safe.encode(text, begins, continues)
+            rendered.ids += ids
+            rendered.roles += [role for _, role in ends] * len(ids)
             return
-        ids, offsets = self.safe.encode_spans(text, begins)
+        ids, offsets = self.safe.encode_spans(text, begins, continues)
+        for number, (end, role) in enumerate(ends[:-1]):
+            if ends[number + 1][1] is Role.ASSISTANT and role is not Role.ASSISTANT:
+                prompt = self.safe.encode(text[:end], begins, continues)
+                if ids[: len(prompt)] != prompt:  # a token would span the generation prompt and the answer
+                    self._add_text(rendered, text[:end], ends[: number + 1], continues)
+                    self._add_text(rendered, text[end:], [(after - end, role) for after, role in ends[number + 1 :]], True)
+                    return
         number = 0
         for token, (_, end) in zip(ids, offsets, strict=True):
             while number < len(ends) - 1 and end > ends[number][0]:
                 number += 1
-            found.ids.append(token)
-            found.roles.append(ends[number][1])
+            rendered.ids.append(token)
+            rendered.roles.append(ends[number][1])
 
 
-def require_controls(tokenizer: "PreTrainedTokenizerFast", wanted: Sequence[str], template: str) -> None:
-    """Raises DataError where the vocabulary lacks a control token that a template is written with."""
-    known = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-    lacks = [token for token in wanted if token not in known]
-    if lacks:
+def require_controls(tokenizer: "PreTrainedTokenizerFast", tokens: Sequence[str], template: str) -> None:
+    """Raises DataError if the vocabulary has not all control tokens of a template."""
+    vocabulary = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    missing = [token for token in tokens if token not in vocabulary]
+    if missing:
         raise DataError(
-            f"data.writing.template: {template!r} is written with {', '.join(lacks)}, which the tokenizer lacks. "
+            f"data.writing.template: {template!r} needs {', '.join(missing)}, which the tokenizer does not have. "
             "Write them into the model's extra_tokens."
         )

@@ -1,4 +1,4 @@
-"""The rows of a file of conversations, and which of them can be asked or ranked: known from the index of a large file, not by parsing."""
+"""Rows of a file of conversations, and their kinds: read from the index of a large file, without parsing."""
 
 from array import array
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from src.data.conversations.entries import check_row
 ANSWERED, RANKED, PROMPT, OTHER, EMPTY = "answered", "ranked", "prompt", "other", "empty"
 """Kinds of rows: the last message is the assistant's; replies of different ranks; a prompt without an answer; none of these; the
 assistant never says anything."""
-_RULES = "conversations 3"
+_RULES = "conversations 4"
 
 
 def kind_of(row: dict[str, Any]) -> str:
@@ -20,8 +20,10 @@ def kind_of(row: dict[str, Any]) -> str:
         return PROMPT
     if len({reply["rank"] for reply in row.get("replies") or ()}) > 1:
         return RANKED
-    said = [*row.get("messages", ()), *({"role": "assistant", **reply} for reply in row.get("replies") or ())]
-    if said and not any((each.get("content") or "").strip() or each.get("tool_calls") for each in said if each["role"] == "assistant"):
+    messages = [*row.get("messages", ()), *({"role": "assistant", **reply} for reply in row.get("replies") or ())]
+    if messages and not any(
+        (each.get("content") or "").strip() or each.get("tool_calls") for each in messages if each["role"] == "assistant"
+    ):
         return EMPTY
     return ANSWERED if row.get("replies") is None and "messages" in row and row["messages"][-1]["role"] == "assistant" else OTHER
 
@@ -49,7 +51,7 @@ class ConversationRows(Sequence[dict[str, Any]]):
         return [self[i] for i in range(*index.indices(len(self)))] if isinstance(index, slice) else self._rows[self._chosen[index]]
 
     def numbers_of(self, kind: str, others: bool = False) -> Sequence[int]:
-        """Which of these rows are of a kind: four bytes each, or none where all are. others: which are of any other kind."""
+        """Places of the rows of a kind, or of all other kinds: four bytes each, or a range if all match."""
         import numpy as np
 
         index = self._rows.row_index
@@ -58,5 +60,5 @@ class ConversationRows(Sequence[dict[str, Any]]):
         groups = np.asarray(index.groups, dtype=np.uint32)
         if len(self) != len(groups) or not isinstance(self._chosen, range):
             groups = groups[np.fromiter(self._chosen, dtype=np.int64, count=len(self))]
-        found = (groups == index.names.index(kind)) != others
-        return range(len(self)) if found.all() else array("I", np.flatnonzero(found).astype(np.uint32).tobytes())
+        matches = (groups == index.names.index(kind)) != others
+        return range(len(self)) if matches.all() else array("I", np.flatnonzero(matches).astype(np.uint32).tobytes())

@@ -1,4 +1,4 @@
-"""Prompts to be answered by a policy: conversations up to where an answer begins."""
+"""Prompts for a policy: conversations up to an answer."""
 
 import itertools
 import logging
@@ -19,22 +19,22 @@ log = logging.getLogger(__name__)
 
 
 class Prompt(NamedTuple):
-    """What is asked."""
+    """A prompt for a policy."""
 
     ids: list[int]
     messages: Sequence[Message]
     row: Mapping[str, Any]
-    """Of the prepared data."""
+    """Its row of the prepared data."""
 
 
 _KINDS = (ANSWERED, RANKED, PROMPT)
 """Of rows that ask something."""
 _LOOKED_AT = 1000
-"""Rows that a look at the beginning of a file parses."""
+"""Rows at the start of a file that a check parses."""
 
 
 def check_beginning(path: Path, keys: Sequence[str]) -> None:
-    """Raises DataError where one of the first thousand rows of a file asks something and has nothing under one of `keys`; names it."""
+    """Raises DataError if a prompt in the first thousand rows of a file has no value for one of `keys`; names the row."""
     with open(path, "rb") as file:
         for number, line in enumerate(itertools.islice(file, _LOOKED_AT if keys else 0)):
             where = f"{path.parent}: row {number}"
@@ -45,7 +45,7 @@ def check_beginning(path: Path, keys: Sequence[str]) -> None:
 
 
 class Prompts:
-    """The prompts of a split: what comes before the last answer of conversations, or before ranked replies, or is a prompt by itself."""
+    """The prompts of a split: conversations up to their last answer or ranked replies, and rows with only a prompt."""
 
     def __init__(self, rows: ConversationRows, renderer: Renderer, writing: Writing, name: str) -> None:
         """name: of the data, in messages."""
@@ -87,7 +87,10 @@ class Prompts:
         entry = read_entry(row, f"{self._name}: row {number}")
         answered = not entry.is_prompt and not entry.replies
         messages, answer = (entry.messages[:-1], entry.messages[-1]) if answered else (entry.messages, None)
-        return Prompt(render_prompt(self.renderer, self._writing, messages, answer), messages, row)
+        try:
+            return Prompt(render_prompt(self.renderer, self._writing, messages, answer), messages, row)
+        except DataError as error:
+            raise DataError(f"{self._name}: row {number}: {error}") from None
 
     def collate(self, prompts: Sequence[Prompt]) -> TokenBatch:
         """Padded on the left, for `generate`."""

@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,23 +95,27 @@ class SafeTokenizer:
         self._controls = {str(token): index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
         _split_spelled_controls(self._backend, self._controls)
         self._inner = _inner_backend(self._backend)
+        self._continuing = _continuing_backend(self._backend)
         eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
         assert isinstance(eos, int), "load refuses a tokenizer without an end token"
         self.eos_id = eos
         self.pad_id = pad if isinstance(pad, int) else eos
         self.start: list[int] = _start_ids(tokenizer)
         self.chat: tuple[tuple[str, ...], tuple[str, ...]] | None = _chat_pieces(tokenizer, [*self._controls], bool(self.start))
-        """What the tokenizer's own chat template writes before and after what a user says, up to where the answer begins; control tokens
-        are pieces of their own. None where it has no such template."""
+        """Text of the tokenizer's chat template before and after a user message, up to the answer; each control token is one piece. None
+        without such a template."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._backend.encode_special_tokens = self._inner.encode_special_tokens = True  # pickling loses it
+        for backend in (self._backend, self._inner, self._continuing):
+            backend.encode_special_tokens = True  # pickling loses it
 
-    def encode(self, text: str, begins: bool = True) -> list[int]:
-        """Ids of user text; no control token is among them. begins: False for what stands behind a control token, not at the beginning."""
-        backend = self._backend if begins else self._inner
-        return backend.encode(text, add_special_tokens=False).ids if text else []
+    def encode(self, text: str, first: bool = True, continues: bool = False) -> list[int]:
+        """Encode user text, without control tokens. first: False after a control token. continues: the text follows other text."""
+        return self._backend_for(first, continues).encode(text, add_special_tokens=False).ids if text else []
+
+    def _backend_for(self, first: bool, continues: bool) -> "Tokenizer":
+        return self._continuing if continues else self._backend if first else self._inner
 
     def encode_all(self, texts: Sequence[str]) -> Iterator[list[int]]:
         """`text` of each, many at once on all cores."""
@@ -119,9 +123,9 @@ class SafeTokenizer:
             for encoding in self._backend.encode_batch_fast(list(texts[first : first + _BATCH]), add_special_tokens=False):
                 yield encoding.ids
 
-    def encode_spans(self, text: str, begins: bool = True) -> tuple[list[int], list[tuple[int, int]]]:
-        """See `encode`; and for each id the characters that it is of, half open; those of one character have the same span."""
-        encoding = (self._backend if begins else self._inner).encode(text, add_special_tokens=False)
+    def encode_spans(self, text: str, first: bool = True, continues: bool = False) -> tuple[list[int], list[tuple[int, int]]]:
+        """See `encode`; also the characters of each id as half-open spans. The ids of one character share its span."""
+        encoding = self._backend_for(first, continues).encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
 
     @property
@@ -130,26 +134,25 @@ class SafeTokenizer:
         return [*self._controls.values()]
 
     def control_id(self, token: str) -> int | None:
-        """Id of a control token, None where the vocabulary has none of that name."""
+        """Id of a control token, None if it is not in the vocabulary."""
         return self._controls.get(token)
 
     def encode_token(self, token: str) -> list[int]:
-        """A control token as one id, or as the ids of its characters where the vocabulary lacks it."""
+        """A control token as one id, or as the ids of its characters if it is not in the vocabulary."""
         index = self.control_id(token)
         return self.encode(token) if index is None else [index]
 
 
 def _split_spelled_controls(backend: "Tokenizer", controls: Iterable[str]) -> None:
-    """Split text that spells a control token after its first character, where the model of `backend` would otherwise make it one piece.
+    """Split text that spells a control token after its first character, if the model of `backend` would make it one piece.
 
-    This happens to unigram models whose pieces include control tokens, as transformers' T5Tokenizer makes them. All other text is
-    split as before.
+    Unigram models with control tokens among their pieces do so, as those of transformers' T5Tokenizer. Other text is split as before.
     """
     from tokenizers import Regex, models, pre_tokenizers
 
     pieces = backend.get_vocab(with_added_tokens=False)
     names = [name for name in controls if name in pieces]
-    if not isinstance(backend.model, models.Unigram):  # a unigram model decides by the surrounding text; others can be tried
+    if not isinstance(backend.model, models.Unigram):  # a unigram model decides by the surrounding text; any other can be tried
         texts = [text for name in names for text in (name, f"a{name}b", f"a {name} b")]
         ids = {pieces[name] for name in names}
         names = names if any(ids & set(encoding.ids) for encoding in backend.encode_batch(texts, add_special_tokens=False)) else []
@@ -165,21 +168,35 @@ def _split_spelled_controls(backend: "Tokenizer", controls: Iterable[str]) -> No
 
 
 def _inner_backend(backend: "Tokenizer") -> "Tokenizer":
-    """A tokenizer that makes of a text alone what `backend` makes of it behind a control token.
+    """A tokenizer for text after a control token. It differs for Metaspace with prepend_scheme "first", as Llama's has."""
+    return _replace_settings(backend, {'"prepend_scheme":"first"': '"prepend_scheme":"never"'})
 
-    The two differ where a blank is put before the beginning of a whole text alone (Metaspace with prepend_scheme "first", as Llama's).
-    """
+
+def _continuing_backend(backend: "Tokenizer") -> "Tokenizer":
+    """A tokenizer that puts no blank before text: for text that continues other text."""
+    settings = {f'"prepend_scheme":"{scheme}"': '"prepend_scheme":"never"' for scheme in ("first", "always")}
+    settings |= {'"add_prefix_space":true': '"add_prefix_space":false', '"prepend":"\u2581"': '"prepend":""'}
+    return _replace_settings(backend, settings)
+
+
+def _replace_settings(backend: "Tokenizer", replacements: Mapping[str, str]) -> "Tokenizer":
+    """`backend`, or a copy with other settings of its pre-tokenizer and normalizer. replacements: of their JSON."""
     from tokenizers import Tokenizer
 
-    step = backend.pre_tokenizer
-    told = step.__getstate__().decode() if step else ""
-    if '"prepend_scheme":"first"' not in told:
-        return backend
-    inner = Tokenizer.from_str(backend.to_str())
-    changed = inner.pre_tokenizer
-    changed.__setstate__(told.replace('"prepend_scheme":"first"', '"prepend_scheme":"never"').encode())
-    inner.pre_tokenizer, inner.encode_special_tokens = changed, True
-    return inner
+    copy = None
+    for part in ("pre_tokenizer", "normalizer"):
+        step = getattr(backend, part)
+        settings = changed = step.__getstate__().decode() if step else ""
+        for old, new in replacements.items():
+            changed = changed.replace(old, new)
+        if changed != settings:
+            copy = copy or Tokenizer.from_str(backend.to_str())
+            step = getattr(copy, part)
+            step.__setstate__(changed.encode())
+            setattr(copy, part, step)
+    if copy is not None:
+        copy.encode_special_tokens = True
+    return copy or backend
 
 
 def _chat_pieces(
@@ -188,13 +205,13 @@ def _chat_pieces(
     """See `SafeTokenizer.chat`. has_start: the start token is written already."""
     if not isinstance(tokenizer.chat_template, str):
         return None
-    said = "what a user says"
+    probe = "The message of a user."
     # A date in a prompt is that of the template, or a fixed one: the same run must read the same prompt tomorrow.
     text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": said}], tokenize=False, add_generation_prompt=True, date_string="01 Jan 2025"
+        [{"role": "user", "content": probe}], tokenize=False, add_generation_prompt=True, date_string="01 Jan 2025"
     )
-    before, found, after = str(text).partition(said)
-    if not found or ("strftime_now" in tokenizer.chat_template and "date_string" not in tokenizer.chat_template):
+    before, probe, after = str(text).partition(probe)
+    if not probe or ("strftime_now" in tokenizer.chat_template and "date_string" not in tokenizer.chat_template):
         return None
     if has_start and tokenizer.bos_token:
         before = before.removeprefix(str(tokenizer.bos_token))

@@ -35,7 +35,7 @@ class PolicyTraining(Finetuning):
     compares_passes: ClassVar[bool] = True
 
     rewards: list[RewardField] = Field(min_length=1)
-    """What is good about an answer; their weighted sum is what it is worth."""
+    """Scores of an answer; their weighted sum is its reward."""
     answers: Answers | None = None
     """Questions of the validation set, answered greedily and scored at each evaluation; None for none."""
     sampled: SampledAnswers | None = None
@@ -66,7 +66,7 @@ class PolicyTraining(Finetuning):
 
     @property
     def reward_names(self) -> list[str]:
-        """Of the rewards in score rows: the second of a name gets a number."""
+        """Names of the rewards in score rows: the second of a name gets a number."""
         names = [reward.name for reward in self.rewards]
         return [f"{name}{names[:place].count(name) + 1}" if name in names[:place] else name for place, name in enumerate(names)]
 
@@ -81,7 +81,7 @@ class PolicyTraining(Finetuning):
 
     @property
     def policy_config(self) -> ModelConfig:
-        """Of the part of the model that answers."""
+        """Config of the part of the model that answers."""
         return self.model
 
     def policy_of(self, model: Any) -> Any:
@@ -90,7 +90,7 @@ class PolicyTraining(Finetuning):
 
     @property
     def needs_sampled_logps(self) -> bool:
-        """Whether the loss asks for log-probabilities that a step itself does not find."""
+        """Whether the loss needs log-probabilities that a step does not compute."""
         return True
 
     @abstractmethod
@@ -117,13 +117,13 @@ class PolicyTraining(Finetuning):
 
     def score_names(self) -> list[str]:
         """Names of the scores of an evaluation."""
-        return [name for asked in (self.answers, self.sampled) if asked for name in asked.score_names()]
+        return [name for questions in (self.answers, self.sampled) if questions for name in questions.score_names()]
 
     def checks(self, places: Places) -> list[Callable[[], object]]:
         """Checks that need no model or data in memory; each raises a UserError."""
         loop, data = self.loop, self.rollouts
         assert loop is not None, "the validator has checked it"
-        longest = max([data.max_new_tokens, *(asked.max_new_tokens for asked in (self.answers, self.sampled) if asked)])
+        longest = max([data.max_new_tokens, *(each.max_new_tokens for each in (self.answers, self.sampled) if each)])
         return [
             lambda: call_once(self.model.check, places),
             lambda: self.model.check_kind(DECODER, places),
@@ -140,7 +140,7 @@ class PolicyTraining(Finetuning):
         ]
 
     def check_rewards_room(self, places: Places) -> None:
-        """Raises ConfigError where a reward cannot read the longest rollout that there may be."""
+        """Raises ConfigError if a reward cannot read the longest possible rollout."""
         data, prompts = self.rollouts, self.rollouts.prompts
         assert isinstance(prompts, conversations.Config), "the validator has checked it"
         longest = prompts.sequence_tokens + data.max_new_tokens
@@ -148,19 +148,19 @@ class PolicyTraining(Finetuning):
             room = reward.longest_rollout(places)
             if room is not None and longest > room:
                 raise ConfigError(
-                    f"reward {name!r}: it reads {room} tokens, and a rollout may have {longest}: data.prompts.sequence_tokens + "
+                    f"reward {name!r}: it reads {room} tokens, and a rollout can have {longest}: data.prompts.sequence_tokens + "
                     "data.max_new_tokens. Make one of them smaller, or take a reward model that reads more."
                 )
 
     def count(self, batch: "Mapping[str, torch.Tensor]") -> float:
-        """What the loss of a batch is divided by: its tokens to learn from."""
+        """The number of learned tokens of a batch, which divides its loss."""
         return float(batch["learned"].sum())
 
     def run(self, run: Run) -> None:
         """Train to the last step. Collective.
 
-        Scores: train_loss; by name what rollouts are worth (reward, and reward/NAME of each part), how long they are and how many end
-        (answer_tokens, ended), and what the recipe adds; the scores of `answers` and `sampled`.
+        Scores: train_loss; of rollouts reward, reward/NAME of each part, answer_tokens and ended; those of the recipe; the scores of
+        `answers` and `sampled`.
         """
         import torch
 
@@ -186,21 +186,23 @@ class PolicyTraining(Finetuning):
             train = data.build(run.places, tokenizer, "train", self.seed)
             train.prompts.require(self.row_keys)
             inputs = fingerprints(run, train, tokenizer, self.model.fingerprint(run.places))
-            for asked in (self.answers, self.sampled):
-                if asked:
-                    asked.require(val)
+            for questions in (self.answers, self.sampled):
+                if questions:
+                    questions.require(val)
             wait = Patience(run).wait
             setting = RewardSetting(run.places, device, self.micro_batch, tokenizer, tokenizers.load, write_with, wait)
             kind, temperature = self.reference_kind(), data.sampling.temperature
             served = find_reference_server(self.policy_config, setting, temperature) if kind != "none" else None
             reference = None if served else build_reference(kind, self.policy_of(model), device, temperature)
-            judges = Judges(self.reward_names, [reward.scorer(setting) for reward in self.rewards], [own.weight for own in self.rewards])
+            judges = Judges(
+                self.reward_names, [reward.scorer(setting) for reward in self.rewards], [reward.weight for reward in self.rewards]
+            )
 
         ends, never = train.prompts.renderer.answer_ends()
 
         def numbers(iteration: int) -> list[int]:
-            asked = prompt_numbers(self.seed, len(train.prompts), iteration, data.rollouts // data.group_size)
-            return [number for number in asked for _ in range(data.group_size)]
+            prompts = prompt_numbers(self.seed, len(train.prompts), iteration, data.rollouts // data.group_size)
+            return [number for number in prompts for _ in range(data.group_size)]
 
         experience = Experience(
             seed=self.seed,
@@ -222,7 +224,7 @@ class PolicyTraining(Finetuning):
             estimate=self.estimate,
             record=Recorder(run.path).record,
             reference=reference,
-            asked=served.logps if served else None,
+            served=served.logps if served else None,
             measured=self.needs_sampled_logps,
         )
         train.fill = experience.roll_out
@@ -250,13 +252,13 @@ def write_with(tokenizer: Any, template: str) -> Callable[[Rollout], list[int]]:
         DataError: the template does not fit the tokenizer.
     """
     from src.data.conversations import templates
-    from src.data.conversations.entries import Message
+    from src.data.conversations.entries import Message, read_message
     from src.data.conversations.rendering import Renderer
 
     renderer = Renderer(tokenizer, templates.find(template, tokenizer))
 
     def write(rollout: Rollout) -> list[int]:
-        said = [Message(message["role"], message["content"]) for message in rollout.messages]
-        return renderer.render([*said, Message("assistant", rollout.text)]).ids
+        prompt = [read_message(message, "a rollout") for message in rollout.messages]
+        return renderer.render([*prompt, Message("assistant", rollout.text)]).ids
 
     return write

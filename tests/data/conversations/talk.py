@@ -13,31 +13,35 @@ from src.files import new_directory
 TOKENS = [*OASST_TOKENS, *CHATML_TOKENS]
 
 
-def tokenizer(tokens: Sequence[str] = TOKENS, template: str | None = None, strips: bool = False) -> Any:
-    """Of bytes. tokens: control tokens besides the end and the padding. template: of Jinja. strips: whether blanks beside control tokens
-    are taken away: behind assistants' and user's tokens, and before the others."""
+Merges = Sequence[tuple[str, str]]
+
+
+def tokenizer(tokens: Sequence[str] = TOKENS, template: str | None = None, strips: bool = False, merges: Merges = ()) -> Any:
+    """A tokenizer of bytes. tokens: control tokens other than the end and the padding. template: a Jinja template. strips: whether control
+    tokens strip blanks: those of assistants and users after them, the rest before them. merges: pairs of letters that are one token."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    pieces = [*alphabet, *map("".join, merges)]
+    backend = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(pieces)}, merges=[*merges]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", pad_token="<pad>")
-    behind = [token.startswith(("<|a", "<|p", "<|im_s")) for token in tokens]
-    told = [AddedToken(t, special=True, rstrip=strips and b, lstrip=strips and not b) for t, b in zip(tokens, behind, strict=True)]
-    made.add_special_tokens({"extra_special_tokens": told}, replace_extra_special_tokens=False)
+    after = [token.startswith(("<|a", "<|p", "<|im_s")) for token in tokens]
+    added = [AddedToken(t, special=True, rstrip=strips and a, lstrip=strips and not a) for t, a in zip(tokens, after, strict=True)]
+    made.add_special_tokens({"extra_special_tokens": added}, replace_extra_special_tokens=False)
     made.chat_template = template
     return made
 
 
-def metaspace_tokenizer(scheme: str) -> Any:
-    """Of letters, with a blank that is put before texts: "first" before whole texts alone, as Llama's; "always" before all."""
+def metaspace_tokenizer(scheme: str, merges: Merges = ()) -> Any:
+    """A tokenizer of letters that prepends a blank: "first" only to a complete text, as Llama's; "always" also after control tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    letters = ["<unk>", "\u2581", *map(chr, range(33, 127)), "\n"]
-    backend = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[], unk_token="<unk>"))
+    letters = ["<unk>", "\u2581", *map(chr, range(33, 127)), "\n", *map("".join, merges)]
+    backend = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[*merges], unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
     backend.decoder = decoders.Metaspace(prepend_scheme=scheme)
     made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", pad_token="<pad>", unk_token="<unk>")
@@ -46,9 +50,9 @@ def metaspace_tokenizer(scheme: str) -> Any:
 
 
 def messages(*said: str, system: str | None = None) -> list[Message]:
-    """What a user and the assistant say in turn."""
-    talk = [Message(("user", "assistant")[i % 2], text) for i, text in enumerate(said)]
-    return [Message("system", system), *talk] if system is not None else talk
+    """Messages of a user and the assistant in turn."""
+    turns = [Message(("user", "assistant")[i % 2], text) for i, text in enumerate(said)]
+    return [Message("system", system), *turns] if system is not None else turns
 
 
 def shown(found: Rendered, made: Any, roles: Sequence[Role]) -> str:

@@ -57,7 +57,7 @@ def built(folder: Path, split: str, **options: Any) -> Any:
         (row("a", "b", lang=3), r"lang: expected text, got 3 \(int\)"),
         (row("a", "\ud800"), "surrogate"),
         ({**row("a"), "replies": []}, "replies: expected a list of at least one reply"),
-        ({**row("a"), "replies": [{"content": "b"}]}, r"replies\[0\]: rank: expected a whole number, smaller for what is better, got None"),
+        ({**row("a"), "replies": [{"content": "b"}]}, r"replies\[0\]: rank: expected an integer.*, got None"),
         (
             {**row("a"), "replies": [{"content": "b", "rank": 0}, {"content": "b", "rank": 2}]},
             r"replies\[0\] and replies\[1\] say the same, with ranks 0 and 2",
@@ -65,7 +65,7 @@ def built(folder: Path, split: str, **options: Any) -> Any:
         ({**row("a", "b"), "replies": [{"content": "c", "rank": 0}]}, "the messages before replies end with assistant"),
     ],
 )
-def test_what_is_no_conversation_is_told(raw: dict[str, Any], match: str):
+def test_wrong_conversation_is_refused(raw: dict[str, Any], match: str):
     with pytest.raises(DataError, match=match):
         read_entry(raw, "x.jsonl:3")
 
@@ -75,7 +75,7 @@ def test_a_malformed_row_is_named_by_its_line(tmp_path: Path):
         write(tmp_path, [TALK[0], {"messages": [{"role": "user", "content": "a"}] * 2}])
 
 
-def test_samples_are_what_the_assistant_says(tmp_path: Path):
+def test_samples_learn_the_answers_of_the_assistant(tmp_path: Path):
     data = write(tmp_path)
     assert len(data) == 4
     learned = [
@@ -106,7 +106,7 @@ def test_options_change_the_fingerprint(tmp_path: Path):
         assert built(tmp_path, "train", **options).fingerprint != plain
 
 
-def test_what_is_told_of_an_answer_comes_before_it_and_is_not_learned(tmp_path: Path):
+def test_tags_come_before_their_answer_and_are_not_learned(tmp_path: Path):
     data = write(tmp_path, writing={"tags": {"length": True}})
     found = built(tmp_path, "val", writing={"tags": {"length": True}}).render(0, 1)
     wanted = "<|prompter|>2 + 3?<end><|system|>lang: en\nquality: 0.8\nlength: 1\n<end><|assistant|>5<end>"
@@ -146,7 +146,7 @@ def test_a_window_always_has_something_to_learn(roles: list[Role], most: int, pr
         assert found == window(whole, most, probability, draw)
 
 
-def test_windows_begin_everywhere():
+def test_windows_start_everywhere():
     whole = Rendered(list(range(100)), [Role.ASSISTANT] * 100)
     begins = Counter(window(whole, 10, 1.0, lambda i=i: draws(i)).ids[0] for i in range(3000))
     assert set(begins) == set(range(91))
@@ -162,7 +162,7 @@ def test_windows_begin_everywhere():
         ("it was an ai", False),
     ],
 )
-def test_refusals_are_whole_words(said: str, wanted: bool, tmp_path: Path):
+def test_refusals_match_complete_words(said: str, wanted: bool, tmp_path: Path):
     """Spec 1.2: substrings took "As a machine learning engineer" and any "OpenAI"."""
     assert refuses(talk.messages("a", said)) == wanted
     assert not refuses(talk.messages(said, "a")), "what a user says does not matter"
@@ -174,7 +174,7 @@ def test_refusals_are_whole_words(said: str, wanted: bool, tmp_path: Path):
             built(tmp_path, "train", without_refusals=True)
 
 
-def test_the_control_ends_conversations_to_learn_from_with_the_answers_of_others(tmp_path: Path):
+def test_control_ends_training_conversations_with_other_answers(tmp_path: Path):
     def said(data: Any, epoch: int = 0) -> list[str]:
         return [MADE.decode(data.sample(epoch, n)["input_ids"]) for n in range(len(data))]
 
@@ -192,14 +192,14 @@ def test_conversations_without_an_answer_are_counted_and_left_out(tmp_path: Path
     rows = [row("a", ""), row("b", "c"), row("d", " ", "e", ""), row("f", "", "g", "h"), {"text": "i"}]
     data = write(tmp_path, rows)
     assert [MADE.decode(data.sample(0, n)["input_ids"])[12:13] for n in range(len(data))] == ["b", "f", ""]
-    assert "in 2 of 5 conversations the assistant says nothing; they are left out" in caplog.text
+    assert "the assistant says nothing in 2 of 5 conversations" in caplog.text
     assert [data.row(n)["question"] for n in range(data.num_questions)] == ["b", "g"]
     assert len(built(tmp_path, "train", learn_all=True)) == 5
     with pytest.raises(DataError, match="the assistant says nothing in any conversation, so there is nothing to learn"):
         write(tmp_path, [row("a", "")] * 3)
 
 
-def test_the_control_changes_what_the_assistant_says(tmp_path: Path):
+def test_control_changes_the_answers_of_the_assistant(tmp_path: Path):
     """Also where a person has the last word."""
     data = write(tmp_path, [row(f"q{n}", f"a{n}", f"bye{n}") for n in range(6)], shuffled_answers=True)
     for n in range(6):

@@ -76,7 +76,7 @@ def test_ours_and_jinjas_are_the_same(said: list[str], system: str | None, name:
 
 @settings(max_examples=100, deadline=None)
 @given(talks, st.none() | texts, st.sampled_from([*RENDERERS]))
-def test_what_is_asked_is_the_beginning_of_what_is_learned(said: list[str], system: str | None, name: str):
+def test_prompt_is_a_prefix_of_its_conversation(said: list[str], system: str | None, name: str):
     """Each answer is learned behind exactly what it is asked with; and text never becomes a control token."""
     renderer, conversation = RENDERERS[name], talk.messages(*said, system=system)
     whole = renderer.render(conversation)
@@ -115,18 +115,17 @@ CHANGES = (
     [
         (
             "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}",
-            "of messages 0 1 2 3 the template writes: 0 2",
+            "data.writing.template: .*messages 0 2 of 0 1 2 3",
         ),
-        ("{% for m in messages %}{{ m['content'] }}{{ m['content'] }}{% endfor %}", "the template writes: 0 0 1 1"),
-        ("{{ raise_exception('no') }}", r"the template refuses user assistant \(no\)"),
+        ("{% for m in messages %}{{ m['content'] }}{{ m['content'] }}{% endfor %}", "messages 0 0 1 1 2 2 3 3 of 0 1 2 3"),
+        ("{{ raise_exception('no') }}", r"user assistant user assistant \(no\)"),
         ("{% for m in messages %}{{ m['content'] }}", "the template refuses"),
-        (CHANGES, "changes with what follows it"),
-        ("{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}", "changes with what follows it"),
-        (NO_END, "no control token behind an answer, so that no model would learn where one ends"),
-        (NO_END.replace(": ", "<|im_start|>"), "no control token behind an answer"),  # the next turn's is no end
+        ("{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}", "'3Probe 0.* against '4Probe 0"),
+        (NO_END, "no control token ends the answer 'Probe 3.'"),
+        (NO_END.replace(": ", "<|im_start|>"), "no control token ends the answer"),  # the next turn's is no end
         (
             NO_END.replace("{{ m['content'] }}", "{% generation %}{{ m['content'] }}{% endgeneration %}{{ eos_token }}"),
-            r"Let it write the end token there, within \{% generation %\}",
+            r"no control token ends .* within \{% generation %\}",
         ),
     ],
 )
@@ -154,25 +153,31 @@ def test_ends_of_turns_are_learned_whatever_they_are_called():
     )
 
 
-def test_an_end_that_is_the_token_of_the_beginning_is_learned():
+def test_end_token_that_also_starts_sequences_is_learned():
     """As where a vocabulary has one control token."""
     source = "{{ eos_token }}" + NO_END.replace("{{ m['content'] }}", "{{ m['content'] + eos_token }}")
     found = Renderer(MADE, Jinja(source, {"eos_token": "<end>"})).render(talk.messages("a", "b", "c", "d"))
     assert talk.shown(found, MADE, [Role.ASSISTANT]) == "b<end>d<end>"
 
 
-def test_a_template_that_marks_its_answers_may_change():
-    marked = CHANGES.replace("{{ m['content'] }}{% else %}", "{% generation %}{{ m['content'] }}!{% endgeneration %}{% else %}", 1)
-    renderer = Renderer(MADE, find("tokenizer", talk.tokenizer(template=marked)))
-    found = renderer.render(talk.messages("a", "b"))
-    assert talk.shown(found, MADE, [Role.ASSISTANT]) == "b!"
+@pytest.mark.parametrize("marks", [False, True])
+def test_answer_that_the_template_changes_later_is_not_learned(marks: bool):
+    source = CHANGES
+    if marks:
+        source = "{% for m in messages %}{{ m['role'] }}{% if m['role'] == 'user' %} {{ m['content'] }}{{ eos_token }}{% elif loop.last %}"
+        source += (
+            "{% generation %} {{ m['content'] }}{{ eos_token }}{% endgeneration %}{% else %}(thought) {{ m['content'] }}{{ eos_token }}"
+        )
+        source += "{% endif %}{% endfor %}{% if add_generation_prompt %}assistant{% endif %}"
+    renderer = Renderer(MADE, find("tokenizer", talk.tokenizer(template=source)))
+    rendered = renderer.render(talk.messages("a", "b", "c", "d"))
+    assert talk.shown(rendered, MADE, ALL) == "user a<end>assistant(thought) b<end>user c<end>assistant d<end>"
+    assert talk.shown(rendered, MADE, [Role.ASSISTANT]) == " d<end>"
 
 
-def test_tokens_that_the_tokenizer_lacks_are_told():
+def test_missing_control_tokens_are_refused():
     for name, lacks in (("oasst", "<|prompter|>"), ("chatml", "<|im_start|>")):
-        with pytest.raises(
-            DataError, match=rf"{name}.*{lacks[2:-2]}.*which the tokenizer lacks\. Write them into the model's extra_tokens"
-        ):
+        with pytest.raises(DataError, match=rf"{name}.*{lacks[2:-2]}.*which the tokenizer does not have"):
             find(name, talk.tokenizer([]))
     with pytest.raises(DataError, match="the tokenizer has no chat template of its own"):
         find("tokenizer", MADE)
@@ -225,7 +230,7 @@ def test_a_tokenizer_is_saved_with_the_template_that_was_trained_with(tmp_path: 
     assert AutoTokenizer.from_pretrained(tmp_path).chat_template == SOURCES["oasst"]
 
 
-def test_no_start_token_stands_within_a_conversation():
+def test_no_start_token_is_within_a_conversation():
     """B24: a tokenizer that begins with one put it before every reply, too, as prompt and reply were tokenised apart."""
     from tokenizers.processors import TemplateProcessing
 

@@ -1,10 +1,12 @@
 """Calls of tools in conversations: written as the tokenizer's template writes them, else as JSON, and learned."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from data_prep import prepare_conversations
 from src.config import Places
 from src.data.conversations.entries import read_entry
 from src.data.conversations.rendering import Renderer, Role
@@ -51,7 +53,7 @@ def test_a_tokenizers_template_writes_them(content: str | None, system: str | No
     assert found.ids == MADE.apply_chat_template(plain, tools=raw["tools"], chat_template=QWEN, return_dict=False)
     text = talk.shown(found, MADE, [Role.ASSISTANT])
     said = f"\n{content}" if content else ""
-    assert text == f'{said}\n<tool_call>add {{"a": 2, "b": ["\u00e9"]}}</tool_call><|im_end|>It is 5.<|im_end|>'
+    assert text == f'{said}\n<tool_call>add {{"a": 2, "b": ["\u00e9"]}}</tool_call><|im_end|>\nIt is 5.<|im_end|>'
     assert talk.shown(found, MADE, [Role.TOOL]) == "5"
 
 
@@ -90,18 +92,18 @@ def test_they_never_become_control_tokens(template: str):
         ({"messages": [{"role": "user", "content": "a", "tool_calls": [CALL]}]}, "only the assistant calls tools, not user"),
     ],
 )
-def test_what_is_no_call_is_told(raw: dict[str, Any], match: str):
+def test_wrong_call_is_refused(raw: dict[str, Any], match: str):
     with pytest.raises(DataError, match=match):
         read_entry(raw, "here")
 
 
-def test_a_template_that_leaves_them_out_is_told():
+def test_template_without_tools_is_refused():
     made = talk.tokenizer(["<start_of_turn>", "<end_of_turn>", "<bos>"], template=GEMMA)
     made.bos_token = "<bos>"
     renderer = Renderer(made, find("tokenizer", made))
-    with pytest.raises(DataError, match="does not write which tools there are"):
+    with pytest.raises(DataError, match="writes no tools"):
         renderer.render(read_entry(row("a"), "here").messages)
-    with pytest.raises(DataError, match="writes no calls of tools"):
+    with pytest.raises(DataError, match="drops the tool call 'add'"):
         renderer.render(read_entry(row("a", tools=None), "here").messages)
 
 
@@ -114,3 +116,23 @@ def test_rows_of_calls_are_samples(tmp_path: Path):
     assert len(data) == data.num_questions == 2
     assert data.row(1)["answer"].startswith('{"name": "add"')
     assert "It is 5." in MADE.decode(data.sample(0, 1)["input_ids"])
+
+
+def test_ids_of_calls_and_names_of_tools_reach_the_template(tmp_path: Path):
+    """Mistral's templates refuse calls without ids; Gemma's name the tool of a result."""
+    source = QWEN.replace("call['function']['name']", "call['id'] + call['function']['name']").replace(
+        "<tool_response>'", "<tool_response>' + m['tool_call_id'] + m['name']"
+    )
+    raw = row(call={**CALL, "id": "c1"})
+    result = {"role": "tool", "tool_call_id": "c1", "name": "add"}
+    raw["messages"][2:3] = [{**result, "content": "5"}, {**result, "content": "6"}]
+    path = tmp_path / "rows.jsonl"
+    rows = [{**raw, "messages": [{"role": "user", "content": f"{n}?"}, *raw["messages"][1:]]} for n in range(20)]
+    path.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    words = ["--form", "messages", "--train", str(path), "--name", "own", "--data_path", str(tmp_path), "--val_rate", "0.4"]
+    assert prepare_conversations.main(words) == 0
+    prepared = json.loads((tmp_path / "own" / "train.jsonl").read_text().split("\n")[0])
+    text = MADE.decode(rendered("tokenizer", prepared, source).ids)
+    assert "<tool_call>c1add " in text
+    assert "<tool_response>c1add5</tool_response>" in text
+    assert "<tool_response>c1add6</tool_response>" in text

@@ -1,0 +1,320 @@
+"""Jinja templates of tokenizers, rendered with the real messages, so that the text equals that of `apply_chat_template`.
+
+Control tokens that a message spells are masked before rendering and restored as plain text after it. An answer starts where the generation
+prompt ends: `Jinja.spans` renders the prompt of each answer and requires that it is a prefix of the conversation.
+"""
+
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, NoReturn, cast
+
+from src.data.conversations.entries import Message, json_line
+from src.data.conversations.rendering import ROLE_OF, Role, Span
+from src.errors import DataError
+
+log = logging.getLogger(__name__)
+
+WHERE = "data.writing.template"
+_CONTROL = r"<\|[^|\s]+\|>"
+_MASK = "\x7f"
+"""Surrounds the number of a masked text, and "m" and the number of a marked message. JSON does not escape it."""
+_MARK = re.compile(f"{_MASK}m([0-9]+){_MASK}")
+_GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")
+_DATE = {"%Y": "2025", "%y": "25", "%m": "01", "%d": "01", "%B": "January", "%b": "Jan", "%A": "Wednesday", "%a": "Wed", "%H": "00"}
+_FIXED_DATE = (
+    "{%- macro strftime_now(format) -%}{{- format"
+    + "".join(f" | replace('{code}', '{text}')" for code, text in {**_DATE, "%M": "00", "%S": "00"}.items())
+    + " -}}{%- endmacro -%}"
+)
+"""Replaces the clock: a resumed training must read the same tokens on another day."""
+
+
+def tools_of(messages: Sequence[Message]) -> Sequence[Mapping[str, Any]]:
+    """The tools of a conversation, on whichever message they are."""
+    return next((message.tools for message in messages if message.tools), ())
+
+
+class _Answer(NamedTuple):
+    """The part of a rendered conversation that is an answer."""
+
+    begin: int
+    end: int
+    missing: str = ""
+    """Blanks of the generation prompt that the template strips before an empty answer."""
+
+
+class _Unlearnable(Exception):
+    """Why an answer does not continue its generation prompt."""
+
+
+class Jinja:
+    """A Jinja template of a tokenizer."""
+
+    def __init__(self, source: str, tokens: Mapping[str, str], controls: Sequence[str] = ()) -> None:
+        """tokens: control tokens by the names that the template uses, such as eos_token. controls: further ones of the vocabulary.
+
+        Raises:
+            DataError: the template omits or repeats a message, the generation prompt is not a prefix of the conversation, or no control
+                token ends an answer.
+        """
+        self.source, self.tokens = source, dict(tokens)
+        self.marks_answers = bool(_GENERATION.search(source))
+        self._source = (_FIXED_DATE if "strftime_now" in source else "") + source
+        names = {*tokens.values(), *controls, *re.findall(_CONTROL, source)} - {""}
+        longest_first = sorted(names, key=lambda name: (-len(name), name))  # a name must not hide a longer one
+        self._controls = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._in_parts = False
+        """Whether the template reads content as a list of parts, as those of vision models do."""
+        self._check()
+
+    def spans(self, messages: Sequence[Message], tags: Sequence[str] = (), answering: bool = False) -> list[Span]:
+        """See `rendering.Template`. An earlier answer that the template changes once another message follows is not learned.
+
+        Raises:
+            DataError: the template refuses the messages, omits or repeats one, or the last answer cannot be learned.
+        """
+        if any(tags):
+            raise DataError("data.writing.tags: a template of the tokenizer has no place for them. Take template 'oasst' or 'chatml'.")
+        mask = _Mask(self._controls)
+        raw, tools = [mask.message(message) for message in messages], mask.mask(tools_of(messages)) or None
+        text, regions = self._fill(raw, tools, answering)
+        if tools and text == self._fill(raw, None, answering)[0]:
+            raise DataError(f"{WHERE}: the template writes no tools. Remove them, or take another template.")
+        parts = self._locate(raw, tools, answering, text)
+        for number, message in enumerate(messages):
+            if message.role == "assistant":
+                try:
+                    answer = self._answer(raw, number, tools, text, regions, answering)
+                except _Unlearnable as reason:
+                    if number == len(messages) - 1:
+                        raise DataError(f"{WHERE}: {reason}") from None
+                    continue
+                if answer is not None:
+                    parts.append((answer.begin, answer.end, Role.ASSISTANT, answer.missing))
+        spans, place = list[Span](), 0
+        for begin, end, role, missing in sorted(parts):
+            assert place <= begin <= end, "an answer follows the messages of its prompt"
+            spans += [Span(text[place:begin] + missing, Role.TEMPLATE, True), Span(text[begin:end], role, True)]
+            place = end
+        return [part for span in (*spans, Span(text[place:], Role.TEMPLATE, True)) for part in mask.restore(span)]
+
+    def _answer(
+        self, raw: Sequence[Any], number: int, tools: Any, text: str, regions: Sequence[tuple[int, int]], answering: bool
+    ) -> _Answer | None:
+        """Message `number` within `text`; None if the template changes it once another message follows. answering: it is only read.
+
+        Raises:
+            _Unlearnable: even as the last message it does not continue its generation prompt, or nothing ends it.
+            DataError: even as the last message it is incomplete.
+        """
+        message = raw[number]
+        prompt = self._fill(raw[:number], tools, answering=True)[0]
+        last, of_last = self._fill(raw[: number + 1], tools)
+        start = _shared_length(prompt, last)
+        self._require_content(raw, number, tools, last, start, answering)
+        if start < len(prompt):
+            is_empty = not (message["content"].strip() or message.get("tool_calls") or message.get("reasoning_content"))
+            if not is_empty or prompt[start:].strip() or number + 1 < len(raw) or not self._controls.match(last, start):
+                self._refuse_prefix(prompt, last, start)
+        ends, inside = [match.end() for match in self._controls.finditer(last, start)], ""
+        if self.marks_answers:
+            inside = " within {% generation %}"
+            ends = [end for end in ends if end <= max((end for _, end in of_last), default=0)]
+        if not ends:
+            raise _Unlearnable(
+                f"no control token ends the answer {shorten(last[start:])}, so no model would learn to stop. Write the end token after "
+                f"each answer{inside}, or take another template."
+            )
+        if self.marks_answers:
+            content = _without_blanks(message["content"].rpartition("</think>")[2])
+            if content not in _without_blanks(last[start : ends[-1]]):
+                raise _Unlearnable(f"{{% generation %}} marks only a part of {shorten(message['content'])}. Mark the complete answer.")
+            same = _shared_length(last, text)
+            marked = [end for begin, end in regions if end > start and begin <= max(same, start)]
+            ends = [match.end() for match in self._controls.finditer(text, start, marked[-1])] if marked and same >= start else []
+            return _Answer(start, ends[-1], prompt[start:]) if ends else None
+        if text.startswith(last[: ends[-1]]):
+            return _Answer(start, ends[-1], prompt[start:])
+        same = _shared_length(last, text)  # the template adds to the end of a last answer: <|end|> or <|end|><eos>
+        ends = [end for end in ends if end <= same and message["content"].strip() and self._is_complete(message, last[start:end])]
+        return _Answer(start, ends[-1]) if ends else None
+
+    def _is_complete(self, message: Any, text: str) -> bool:
+        return not any(_without_blanks(part) not in _without_blanks(text) for _, part in self._parts_of(message))
+
+    @staticmethod
+    def _parts_of(message: Any) -> list[tuple[str, str]]:
+        """Names and texts of the parts of a message that a template must write."""
+        texts = [(name, message.get(name, "")) for name in ("content", "reasoning_content")]
+        return texts + [("tool call", call["function"]["name"]) for call in message.get("tool_calls", ())]
+
+    def _require_content(self, raw: Sequence[Any], number: int, tools: Any, last: str, start: int, answering: bool) -> None:
+        """Raises DataError if `last` drops a part of message `number`. start: end of its generation prompt.
+
+        answering: templates can drop reasoning within the content of earlier answers.
+        """
+        if self._is_complete(raw[number], last[start:]):
+            return
+        turn = last[_shared_length(self._fill(raw[:number], tools)[0], last) :]  # with the generation prompt, which can write <think>
+        for name, text in self._parts_of(raw[number]):
+            text = text.rpartition("</think>")[2] if answering else text
+            if _without_blanks(text) not in _without_blanks(turn):
+                reason = f"the template drops the {name} {shorten(text)} of messages[{number}]"
+                raise DataError(f"{WHERE}: {reason}. Remove it, or take another template.")
+
+    @staticmethod
+    def _refuse_prefix(prompt: str, text: str, shared: int) -> NoReturn:
+        part = slice(max(0, shared - 40), shared + 40)
+        raise _Unlearnable(
+            f"the generation prompt is not a prefix of the conversation: {prompt[part]!r} against {text[part]!r}. "
+            "Take a template that writes both the same."
+        )
+
+    def _locate(self, raw: Sequence[Any], tools: Any, answering: bool, text: str) -> list[tuple[int, int, Role, str]]:
+        """Places in `text` of the messages that are not answers.
+
+        Raises:
+            DataError: the template omits or repeats one.
+        """
+        marked = [
+            {**message, "content": f"{_MASK}m{number}{_MASK}"} if message["role"] != "assistant" and message["content"] else message
+            for number, message in enumerate(raw)
+        ]
+        first, *pieces = _MARK.split(self._fill(marked, tools, answering)[0])
+        numbers = [*map(int, pieces[::2])]
+        expected = [number for number, message in enumerate(marked) if message["content"] != raw[number]["content"]]
+        if sorted(numbers) != expected:
+            written = f"messages {' '.join(map(str, numbers)) or 'none'} of {' '.join(map(str, expected))}"
+            raise DataError(f"{WHERE}: the template writes {written}. Take one that writes each message once.")
+        parts, place = list[tuple[int, int, Role, str]](), len(first)
+        for number, following in zip(numbers, pieces[1::2], strict=True) if text.startswith(first) else ():
+            content = raw[number]["content"]
+            forms = (content, content.strip(), content.lstrip(), content.rstrip(), json_line(content)[1:-1])
+            form = next((form for form in forms if text.startswith(form + following, place)), None)
+            if form is None:  # the template reads contents: the rest has the role of the template
+                break
+            parts.append((place, place + len(form), ROLE_OF[raw[number]["role"]], ""))
+            place += len(form) + len(following)
+        return parts
+
+    def _fill(self, raw: Sequence[Any], tools: Any, answering: bool = False) -> tuple[str, Sequence[tuple[int, int]]]:
+        """The text of messages, and its regions within {% generation %}.
+
+        Raises:
+            DataError: the template fails.
+        """
+        from jinja2 import TemplateError
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        if self._in_parts:
+            raw = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in raw]
+        more: dict[str, Any] = {**self.tokens, "date_string": "01 Jan 2025"}
+        try:
+            texts, regions = cast(Any, render_jinja_template)(
+                conversations=[[*raw]],
+                tools=tools,
+                chat_template=self._source,
+                add_generation_prompt=answering,
+                return_assistant_tokens_mask=self.marks_answers,
+                **more,
+            )
+        except (TemplateError, TypeError, KeyError, IndexError, AttributeError, ValueError) as error:
+            roles, reason = " ".join(message["role"] for message in raw), " ".join(str(error).split())[:200]
+            raise DataError(f"{WHERE}: the template refuses {roles} ({reason}).") from None
+        return texts[0], regions[0] if self.marks_answers else []
+
+    def _check(self) -> None:
+        """Raises DataError if the template cannot be trained with. Tries two turns and one, plain and with reasoning."""
+        turns = [Message(("user", "assistant")[number % 2], f"Probe {number}.") for number in range(4)]
+        self._set_parts(turns)
+        errors = list[DataError]()
+        for change in (lambda turn: turn, _with_reasoning, _with_inline_reasoning):
+            probe = [change(turn) if turn.role == "assistant" else turn for turn in turns]
+            try:
+                self._check_probe(probe)
+            except DataError as error:
+                errors.append(error)
+                continue
+            if errors:
+                log.info("%s: only answers with reasoning can be learned: the generation prompt starts the reasoning.", WHERE)
+            return
+        raise errors[0]
+
+    def _set_parts(self, turns: Sequence[Message]) -> None:
+        """Find out whether contents must be lists of parts. Raises DataError if the template omits or repeats a message either way."""
+        raw, errors = [_Mask(self._controls).message(turn) for turn in turns], list[DataError]()
+        for self._in_parts in (False, True):
+            try:
+                text = self._fill(raw, None)[0]
+            except DataError as error:
+                errors.append(error)
+                continue
+            counts = [text.count(turn.content) for turn in turns]
+            if counts == [1] * len(turns):
+                return
+            written = " ".join(str(number) for number, count in enumerate(counts) for _ in range(count)) or "none"
+            advice = "Take one that writes each message once."
+            errors.append(DataError(f"{WHERE}: the template writes messages {written} of 0 1 2 3. {advice}"))
+        raise errors[0]
+
+    def _check_probe(self, turns: Sequence[Message]) -> None:
+        learned = [span.text for span in self.spans(turns) if span.role is Role.ASSISTANT]
+        if not any(turns[1].content in text for text in learned):
+            log.info("%s: it changes an answer once another message follows, so only the last answer of a conversation is learned.", WHERE)
+        self.spans(turns[:2])
+
+
+def _with_reasoning(message: Message) -> Message:
+    return replace(message, reasoning=f"Reason of {message.content}")
+
+
+def _with_inline_reasoning(message: Message) -> Message:
+    return replace(message, content=f"<think>\nReason of it.\n</think>\n\n{message.content}")
+
+
+def shorten(text: str) -> str:
+    return repr(text if len(text) <= 60 else f"{text[:57]}...")
+
+
+def _shared_length(one: str, other: str) -> int:
+    """Length of the common prefix, by bisection."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one[:middle] == other[:middle] else (low, middle - 1)
+    return low
+
+
+def _without_blanks(text: str) -> str:
+    return "".join(text.split())
+
+
+class _Mask:
+    """Replaces control tokens that messages spell, so that a template can only write its own."""
+
+    def __init__(self, controls: re.Pattern[str]) -> None:
+        self._spelled = list[str]()
+        self._controls = re.compile(f"{controls.pattern}|{_CONTROL}|{_MASK}")
+
+    def message(self, message: Message) -> dict[str, Any]:
+        """The message as templates read it."""
+        return {"role": message.role, **self.mask({name: value for name, value in message.raw.items() if name != "role"})}
+
+    def mask(self, value: Any) -> Any:
+        """The value with each spelled control token masked."""
+        if isinstance(value, str):
+            return self._controls.sub(self._note, value)
+        if isinstance(value, Mapping):
+            return {self.mask(key): self.mask(each) for key, each in value.items()}
+        return [self.mask(each) for each in value] if isinstance(value, list | tuple) else value
+
+    def _note(self, match: re.Match[str]) -> str:
+        self._spelled.append(match.group())
+        return f"{_MASK}{len(self._spelled) - 1}{_MASK}"
+
+    def restore(self, span: Span) -> Iterator[Span]:
+        """Split a span at its masks, which become plain text."""
+        for place, piece in enumerate(re.split(f"{_MASK}([0-9]+){_MASK}", span.text)):
+            yield Span(self._spelled[int(piece)], span.role) if place % 2 else Span(piece, span.role, True)

@@ -1,0 +1,210 @@
+"""Reasoning before answers, and where an answer starts and ends: written by the template or refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from src.config import Places
+from src.data.conversations.entries import Message, read_entry
+from src.data.conversations.rendering import Renderer, Role
+from src.data.conversations.templates import find
+from src.data.rollouts.prompts import Prompts
+from src.errors import DataError
+from src.recipes.shared.policy import write_with
+from src.registry import DATASETS, bind
+from src.rewards.interface import Rollout
+from tests.data.conversations import talk
+
+THINKS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['reasoning_content'] %}{{ '<think>\n' + m['reasoning_content']"
+    " + '\n</think>\n' }}{% endif %}{{ m['content'] }}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+STARTS_THINKING = THINKS.replace("'<|im_start|>assistant\n'", "'<|im_start|>assistant\n<think>\n'")
+STRIPS = (
+    "{% for m in messages %}{{ ('<|im_start|>' + m['role'] + '\n' + m['content']) | trim }}{{ '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+PAIR = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + ('<|E|>' if m['role'] == 'assistant' else '') + '<|im_end|>' }}"
+PAIR += "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+
+
+def renderer(source: str, *tokens: str) -> Renderer:
+    made = talk.tokenizer([*talk.TOKENS, *tokens], template=source)
+    return Renderer(made, find("tokenizer", made))
+
+
+def learned(source: str, *messages: Message) -> list[str]:
+    """The learned parts of a conversation."""
+    made = renderer(source, "<|E|>")
+    rendered = made.render(messages)
+    parts, previous = list[list[int]](), False
+    for token, is_learned in zip(rendered.ids, rendered.learned, strict=True):
+        if is_learned:
+            parts[-1:] = [[*parts[-1], token]] if previous else [*parts[-1:], [token]]
+        previous = is_learned
+    return [talk.tokenizer([*talk.TOKENS, "<|E|>"]).decode(part) for part in parts]
+
+
+ASK = Message("user", "2?")
+ANSWER = Message("assistant", "two", reasoning="one, two")
+
+
+def row(name: str = "reasoning_content", reasoning: Any = "one, two") -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "2?"}, {"role": "assistant", "content": "two", name: reasoning}]}
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
+def test_reasoning_of_a_row_is_learned(name: str, tmp_path: Path):
+    talk.write_rows(tmp_path / "talk", {"train": [row(name)], "val": [row(name)]})
+    config = bind(DATASETS, {"name": "conversations", "corpus": "talk", "sequence_tokens": 90, "writing": {"template": "tokenizer"}})
+    made = talk.tokenizer(template=THINKS)
+    data: Any = config.build(Places(tmp_path, tmp_path), made, "train", 0)
+    assert talk.shown(data.render(0, 0), made, [Role.ASSISTANT]) == "<think>\none, two\n</think>\ntwo<|im_end|>"
+
+
+def test_reasoning_of_ranked_replies_is_learned(tmp_path: Path):
+    replies = [{"content": "two", "rank": 0, "thinking": "one, two"}, {"content": "two", "rank": 1, "thinking": "hm"}]
+    ranked = {"messages": row()["messages"][:1], "replies": replies}
+    talk.write_rows(tmp_path / "talk", {"train": [ranked], "val": [ranked]})
+    config = bind(DATASETS, {"name": "ranked_replies", "corpus": "talk", "sequence_tokens": 90, "writing": {"template": "tokenizer"}})
+    made = talk.tokenizer(template=THINKS)
+    data: Any = config.build(Places(tmp_path, tmp_path), made, "train", 0)
+    texts = [talk.shown(rendered, made, [Role.ASSISTANT]) for rendered in data.render(0, 0)]
+    assert texts == ["<think>\none, two\n</think>\ntwo<|im_end|>", "<think>\nhm\n</think>\ntwo<|im_end|>"]
+
+
+@pytest.mark.parametrize("template", ["oasst", "chatml", "tokenizer"])
+@pytest.mark.parametrize("name", ["conversations", "ranked_replies"])
+def test_template_that_cannot_write_reasoning_is_refused_at_the_start(name: str, template: str, tmp_path: Path):
+    plain, wrong = row(reasoning=""), row()
+    if name == "ranked_replies":
+        other = {"content": "x", "rank": 1}
+        plain, wrong = (
+            {"messages": [ask], "replies": [{**best, "rank": 0}, other]} for ask, best in (plain["messages"], wrong["messages"])
+        )
+    talk.write_rows(tmp_path / "talk", {"train": [plain, wrong], "val": [plain]})
+    config: Any = bind(DATASETS, {"name": name, "corpus": "talk", "sequence_tokens": 90, "writing": {"template": template}})
+    without = THINKS.replace("m['reasoning_content']", "''")
+    with pytest.raises(DataError, match=r"talk: row 1: data\.writing\.template: .*'one, two'"):
+        config.build(Places(tmp_path, tmp_path), talk.tokenizer(template=without), "train", 0)
+
+
+def test_reasoning_reaches_the_prompt_of_a_reward_model():
+    entry = read_entry({"prompt": [*row()["messages"], {"role": "user", "content": "3?"}]}, "here")
+    rollout = Rollout([message.raw for message in entry.messages], "three", {}, [], 1, True)
+    made = talk.tokenizer(template=THINKS)
+    assert "<think>\none, two\n</think>\ntwo<|im_end|>" in made.decode(write_with(made, "tokenizer")(rollout))
+
+
+@pytest.mark.parametrize(
+    ("raw", "place", "value"),
+    [
+        (row(reasoning=3), "here: messages[1]: reasoning_content", "3"),
+        (row(reasoning="\0"), "here: messages[1]: reasoning_content", "U+0000"),
+        ({"messages": [{**row()["messages"][0], "thinking": "x"}, row()["messages"][1]]}, "here: messages[0]", "user"),
+        ({"messages": [row()["messages"][0], {**row()["messages"][1], "thinking": "x"}]}, "here: messages[1]", "thinking"),
+        ({"messages": [row()["messages"][0], {"role": "assistant", "content": "a\0"}]}, "here: messages[1]: content", "character 1"),
+        ({"messages": [row()["messages"][0]] * 2}, "here: messages[1]", "user"),
+        ({"messages": []}, "here", "assistant"),
+        ({"text": " \n"}, "here: text", "empty"),
+        ({}, "here", "nothing"),
+    ],
+)
+def test_wrong_row_is_refused_with_its_place(raw: dict[str, Any], place: str, value: str):
+    with pytest.raises(DataError) as error:
+        read_entry(raw, "here")
+    assert str(error.value).startswith(place)
+    assert value in str(error.value)
+
+
+def test_answer_starts_where_the_generation_prompt_ends():
+    assert learned(THINKS, ASK, ANSWER) == ["<think>\none, two\n</think>\ntwo<|im_end|>"]
+    assert learned(STARTS_THINKING, ASK, ANSWER) == ["one, two\n</think>\ntwo<|im_end|>"]
+    with pytest.raises(DataError, match=r"assistant\\n<think>\\n' against '.*assistant\\ntwo"):
+        learned(STARTS_THINKING, ASK, Message("assistant", "two"))
+
+
+def test_end_of_two_tokens_is_learned():
+    assert learned(PAIR, ASK, Message("assistant", "two"), ASK, Message("assistant", "")) == ["two<|E|><|im_end|>", "<|E|><|im_end|>"]
+    made = renderer(PAIR, "<|E|>")
+    ends, never = made.answer_ends()
+    assert [made.safe.control_id(token) for token in ("<end>", "<|im_end|>")] == ends
+    assert made.safe.control_id("<|im_start|>") in never
+    assert made.safe.control_id("<|E|>") not in never
+
+
+def test_empty_answer_of_a_stripping_template_follows_its_prompt():
+    made = renderer(STRIPS)
+    prompt = made.render([ASK], answering=True).ids
+    rendered = made.render([ASK, Message("assistant", "")])
+    assert rendered.ids[: len(prompt)] == prompt
+    assert [rendered.ids[place] for place in rendered.last_answer()] == [made.safe.control_id("<|im_end|>")]
+    several = made.render([ASK, Message("assistant", ""), ASK, Message("assistant", "two")])
+    assert sum(several.learned) == len("two") + 1, "an earlier empty answer is not learned"
+
+
+@pytest.mark.parametrize("scheme", ["bytes", "first", "always"])
+@pytest.mark.parametrize("content", ["\nfirst", "  indented", "one", "\n\n"])
+def test_prompt_ids_are_a_prefix_although_tokens_would_merge(scheme: str, content: str):
+    """Merges of blanks and line breaks would join the end of the prompt with the start of the answer."""
+    blank, line = ("\u0120", "\u010a") if scheme == "bytes" else ("\u2581", "\n")
+    merges = [(line, line), (blank, blank), (line, blank), (line, "o"), (blank, "o")]
+    base = talk.tokenizer(merges=merges) if scheme == "bytes" else talk.metaspace_tokenizer(scheme, merges)
+    for source in (THINKS, PAIR.replace("<|E|>", "<|im_end|>")):
+        base.chat_template = source
+        made = Renderer(base, find("tokenizer", base))
+        prompt = made.render([ASK], answering=True).ids
+        rendered = made.render([ASK, Message("assistant", content)])
+        assert rendered.ids[: len(prompt)] == prompt
+        assert rendered.last_answer().start == len(prompt)
+        text = base.decode(rendered.ids[len(prompt) :])
+        assert text.replace("<|im_end|>", "").replace(" ", "") == content.replace(" ", "") + ("\n" if source is THINKS else "")
+
+
+def test_date_of_a_template_is_fixed():
+    source = "{{ strftime_now('%d %B %Y') }}" + THINKS
+    made = talk.tokenizer(template=source)
+    assert made.decode(Renderer(made, find("tokenizer", made)).render([ASK, ANSWER]).ids).startswith("01 January 2025<|im_start|>user")
+
+
+@pytest.mark.parametrize(
+    ("source", "text", "message"),
+    [
+        (THINKS, "<think>\nhm\n</think>\ntwo", Message("assistant", "two", reasoning="hm")),
+        (THINKS, "two", Message("assistant", "two")),
+        (STARTS_THINKING, "hm\n</think>\ntwo", Message("assistant", "two", reasoning="hm")),
+        (PAIR, "two<|E|><|im_end|>", Message("assistant", "two")),
+    ],
+)
+def test_generated_answer_is_split_into_reasoning_and_content(source: str, text: str, message: Message):
+    """So that the next prompt of a chat is written by the template from both."""
+    assert renderer(source, "<|E|>").read_answer(text) == message
+
+
+MARKED = (
+    "{% for m in messages %}{{ m['role'] + ': ' }}{% if m['role'] == 'assistant' and loop.last %}{% generation %}"
+    "{{ m['content'] }}{{ '<|im_end|>' }}{% endgeneration %}{% else %}{{ m['content'] }}{{ '<|im_end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def test_only_marked_answers_are_learned():
+    assert learned(MARKED, ASK, Message("assistant", "two"), ASK, Message("assistant", "four")) == ["four<|im_end|>"]
+    early = MARKED.replace(
+        "{{ m['content'] }}{{ '<|im_end|>' }}{% endg", "{{ '<|E|>' }}{% endgeneration %}{{ m['content'] }}{% generation %}{% endg"
+    )
+    with pytest.raises(DataError, match=r"data\.writing\.template: .*generation.*'Probe 3\.'"):
+        renderer(early, "<|E|>")
+
+
+def test_prompt_with_reasoning_that_no_template_writes_is_refused_with_its_row(tmp_path: Path):
+    rows = [row(), {"prompt": [*row()["messages"], {"role": "user", "content": "3?"}]}]
+    talk.write_rows(tmp_path / "talk", {"train": rows, "val": rows[:1]})
+    config: Any = bind(DATASETS, {"name": "conversations", "corpus": "talk", "sequence_tokens": 90})
+    plain = Renderer(talk.tokenizer(), find("oasst", talk.tokenizer()))
+    prompts = Prompts(config.read(Places(tmp_path, tmp_path), "train"), plain, config.writing, "talk")
+    assert len(prompts[0].messages) == 1
+    with pytest.raises(DataError, match=r"talk: row 1: data\.writing\.template: .*'one, two'"):
+        prompts[1]
