@@ -116,10 +116,10 @@ class ShardFiles:
         if facts.st_size != shard.bytes:
             os.close(descriptor)
             raise ShardChanged(f"{path}: has {facts.st_size} bytes, and had {shard.bytes} when it was indexed. Index it again.")
-        if shard.mtime_ns is not None and shard.mtime_ns != facts.st_mtime_ns and shard.url not in self._first_seen:
-            if describe_local(path)["sample"] != shard.sample:
-                os.close(descriptor)
-                raise ShardChanged(f"{path}: was replaced or written to since it was indexed. Index it again.")
+        is_other = shard.mtime_ns not in (None, facts.st_mtime_ns) and shard.url not in self._first_seen
+        if is_other and describe_local(path)["sample"] != shard.sample:
+            os.close(descriptor)
+            raise ShardChanged(f"{path}: was replaced or written to since it was indexed. Index it again.")
         if self._first_seen.setdefault(shard.url, (facts.st_ino, facts.st_mtime_ns)) != (facts.st_ino, facts.st_mtime_ns):
             os.close(descriptor)
             raise ShardChanged(f"{path}: was replaced or written to since it was first read. Index it again.")
