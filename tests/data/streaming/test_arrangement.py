@@ -32,7 +32,7 @@ def test_an_epoch_has_every_document_once(own: list[int], shuffle: str, window: 
 
 @settings(max_examples=40, deadline=None)
 @given(sizes, st.sampled_from(SHUFFLES), st.integers(2, 50), st.integers(1, 5), st.integers(0, 20), st.integers(0, 20))
-def test_a_reshuffle_changes_only_the_order_of_what_is_left(own: list[int], shuffle: str, window: int, lanes: int, first: int, second: int):
+def test_a_reshuffle_changes_only_the_order_of_the_rest(own: list[int], shuffle: str, window: int, lanes: int, first: int, second: int):
     source = Source(own, shuffle, window, "s")  # pyright: ignore[reportArgumentType]
     streams = Joined([source])
     each = -(-2 * source.count // lanes)

@@ -220,7 +220,7 @@ def test_a_reference_ends_with_its_reader(piped: Callable[..., Shard], tmp_path:
     assert other.read(b, 0, 1) == content_of("b")[:1]
 
 
-def test_an_object_may_be_pickled_and_forked(piped: Callable[..., Shard], tmp_path: Path):
+def test_an_object_can_be_pickled_and_forked(piped: Callable[..., Shard], tmp_path: Path):
     a = piped("a")
     files = reader(tmp_path)
     files.read(a, 0, 1)

@@ -63,7 +63,7 @@ def test_a_shard_is_fetched_once_and_then_read_from_the_cache(shard: Shard, tmp_
     assert files_of(tmp_path / "cache") == [".tar"]
 
 
-def test_cut_connections_go_on_at_the_last_good_byte(shard: Shard, tmp_path: Path, cutter: Cutter):
+def test_cut_connections_resume_at_the_last_good_byte(shard: Shard, tmp_path: Path, cutter: Cutter):
     cutter.cut(100, 500_000, 900_000, 2_800_000)
     assert reader(tmp_path).read(shard, 0, len(CONTENT)) == CONTENT
     assert [last for _, last in cutter.ranges] == [len(CONTENT) - 1] * 5
@@ -81,14 +81,14 @@ def test_as_long_as_bytes_come_it_is_not_given_up(shard: Shard, tmp_path: Path, 
     assert len(cutter.ranges) == 14
 
 
-def test_a_server_that_falls_silent_is_asked_again(shard: Shard, tmp_path: Path, cutter: Cutter):
+def test_a_request_to_a_silent_server_is_repeated(shard: Shard, tmp_path: Path, cutter: Cutter):
     cutter.stall(1_000_000)
     assert reader(tmp_path, patience=2).read(shard, 0, len(CONTENT)) == CONTENT
     assert len(cutter.ranges) == 2
     assert cutter.ranges[1][0] > 800_000
 
 
-def test_a_server_that_is_gone_is_told_in_time(shard: Shard, tmp_path: Path, cutter: Cutter):
+def test_a_missing_server_is_reported_in_time(shard: Shard, tmp_path: Path, cutter: Cutter):
     cutter.to = 9
     start = time.monotonic()
     with pytest.raises(ShardUnavailable, match=r"00\.tar: given up at byte 0: no new byte in 1 s: "):
@@ -147,7 +147,7 @@ def test_one_that_is_replaced_in_the_middle_is_never_mixed(s3: S3Server, tmp_pat
         reader(tmp_path).read(shard, 0, 10)
 
 
-def test_what_is_not_there_or_not_allowed(shard: Shard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_object_or_a_wrong_key_is_reported(shard: Shard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     start = time.monotonic()
     with pytest.raises(ShardUnavailable, match=r"s3://shards/none\.tar: no such object \(NoSuchKey\)\."):
         reader(tmp_path).read(Shard("s3://shards/none.tar", "", 1, 10), 0, 10)
@@ -220,7 +220,7 @@ def test_a_forked_process_reads_too(shard: Shard, s3: S3Server, tmp_path: Path, 
     assert answers.get() == CONTENT[40:50], "and not what is left of another answer"
 
 
-def test_what_others_hold_is_read_around(shard: Shard, s3: S3Server, tmp_path: Path, cutter: Cutter):
+def test_ranges_are_read_from_the_server_without_room_in_the_cache(shard: Shard, s3: S3Server, tmp_path: Path, cutter: Cutter):
     """A cache for one shard, which another process is reading: no wait, as it may be waiting for this one."""
     other = upload(s3, "around.tar", CONTENT[::-1])
     holder, files = reader(tmp_path, limit=len(CONTENT)), reader(tmp_path, limit=len(CONTENT))

@@ -44,7 +44,7 @@ def test_a_prepared_folder(tmp_path: Path):
     assert list_shards([str(tmp_path)]) == [Listed(str(tmp_path.resolve() / "0.tar"), "captions"), Listed("s3://b/1.tar")]
 
 
-def test_what_is_given_twice_is_named_with_both_places(tmp_path: Path):
+def test_a_duplicate_shard_is_named_with_both_places(tmp_path: Path):
     (tmp_path / "a.tar").touch()
     (tmp_path / "link").symlink_to(tmp_path)
     lines = tmp_path / "train.txt"
