@@ -193,7 +193,7 @@ def _update_lists(tars: Sequence[Path]) -> None:
             before = manifest.load(folder)
             names = {tar.name for tar in tars if tar.parent == folder and tar.with_name(tar.name + tar_index.SUFFIX).is_file()}
             shards = [
-                replace(shard, index_digest=tar_index.digest_of(folder / shard.index), **manifest.describe_local(folder / shard.url))
+                replace(shard, index_digest=tar_index.digest_of(folder / shard.index), **_describe_local(folder / shard.url))
                 if shard.url in names and shard.index == shard.url + tar_index.SUFFIX
                 else shard
                 for shard in before.shards
@@ -208,6 +208,11 @@ def _load_index(tar: Path) -> tar_index.TarIndex | None:
     except DataError:
         return None
     return None if "cut" in index.facts or _is_newer(tar, tar) else index
+
+
+def _describe_local(tar: Path) -> dict[str, Any]:
+    """The fields of a `Shard` by which a reader notices that a local tar was replaced or written to."""
+    return {"mtime_ns": tar.stat().st_mtime_ns, "sample": manifest.sample_tar(tar)}
 
 
 def _is_newer(tar: Path, place: Path) -> bool:
@@ -272,7 +277,7 @@ def _shard(output: Path, one: Listed, index: tar_index.TarIndex) -> Shard:
     place, within, facts = _place(output, one), Path(one.url), index.facts
     url = str(within.relative_to(output.resolve())) if within.is_relative_to(output.resolve()) else one.url
     name = place.name + tar_index.SUFFIX
-    local = {} if one.url.startswith(REMOTE) else manifest.describe_local(within)
+    local = {} if one.url.startswith(REMOTE) else _describe_local(within)
     digest = tar_index.digest_of(output / name)
     return Shard(url, name, len(index), facts["bytes"], one.source, facts["sha256"], facts["etag"], digest, **local)
 

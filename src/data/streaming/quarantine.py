@@ -81,10 +81,15 @@ class Quarantine:
         of_shard, policy = isinstance(error, ShardError), self.policy
         kind = ("changed_shard" if isinstance(error, ShardChanged) else "unavailable_shard") if of_shard else "bad_document"
         where = f"{source}: document {document} of {shard}, at byte {offset}"
-        if getattr(policy, kind) == "raise":
+        actions = {
+            "changed_shard": policy.changed_shard,
+            "unavailable_shard": policy.unavailable_shard,
+            "bad_document": policy.bad_document,
+        }
+        if actions[kind] == "raise":
             skip = "skip_shard" if of_shard else "skip_document"
             text = str(error).rstrip(".")
-            raise DataError(f"{where}: {text}. Repair it, or resume the same run with --set data.errors.{kind}={skip}") from None
+            raise DataError(f"{where}: {text}. To skip it, resume the same run with --set data.errors.{kind}={skip}") from None
         number, piece = (None, 0) if of_shard else (document, piece)
         self._read()  # entries of other processes
         if (source, shard, number, piece) not in self._known:

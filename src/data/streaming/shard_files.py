@@ -7,7 +7,7 @@ from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
-from src.data.streaming.manifest import Shard, ShardChanged, ShardError, ShardUnavailable, describe_local
+from src.data.streaming.manifest import Shard, ShardChanged, ShardError, ShardUnavailable, sample_tar
 from src.data.streaming.remote.cache import ShardCache
 from src.data.streaming.remote.transfer import PATIENCE, REMOTE, Source, transfer
 from src.errors import ConfigError
@@ -116,8 +116,8 @@ class ShardFiles:
         if facts.st_size != shard.bytes:
             os.close(descriptor)
             raise ShardChanged(f"{path}: has {facts.st_size} bytes, and had {shard.bytes} when it was indexed. Index it again.")
-        is_other = shard.mtime_ns not in (None, facts.st_mtime_ns) and shard.url not in self._first_seen
-        if is_other and describe_local(path)["sample"] != shard.sample:
+        is_new = shard.sample is not None and shard.url not in self._first_seen
+        if is_new and self._is_suspect(shard, facts.st_mtime_ns) and sample_tar(path) != shard.sample:
             os.close(descriptor)
             raise ShardChanged(f"{path}: was replaced or written to since it was indexed. Index it again.")
         if self._first_seen.setdefault(shard.url, (facts.st_ino, facts.st_mtime_ns)) != (facts.st_ino, facts.st_mtime_ns):
@@ -125,6 +125,13 @@ class ShardFiles:
             raise ShardChanged(f"{path}: was replaced or written to since it was first read. Index it again.")
         self._keep(shard.url, descriptor)
         return descriptor
+
+    def _is_suspect(self, shard: Shard, mtime_ns: int) -> bool:
+        """Whether a local tar can have been replaced since it was indexed, by its modification time."""
+        if shard.mtime_ns is not None:
+            return mtime_ns != shard.mtime_ns
+        index = self.folder / shard.index
+        return index.is_file() and mtime_ns > index.stat().st_mtime_ns
 
     def _open_cached(self, shard: Shard) -> int | None:
         """A descriptor of a shard that is elsewhere; None where the cache has no room for it."""
