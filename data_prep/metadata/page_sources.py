@@ -88,6 +88,7 @@ def _warc_pages(path: Path, counts: Counter[str], kinds: Collection[str]) -> Ite
     try:
         with reading(path, DataError), (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
             for number, record in enumerate(ArchiveIterator(_Gzip(file)), 1):
+                _normalise_codings(record)
                 reason = _reason_to_skip(record, kinds)
                 page = None if reason else record.content_stream().read(LONGEST_PAGE + 1)
                 if page is not None and (reason := _undecodable(record, page)):
@@ -129,11 +130,20 @@ def _reason_to_skip(record: Any, kinds: Collection[str]) -> str:
     return "" if "html" in _type(record).partition(";")[0].lower() else f"{name} that is not HTML"
 
 
+def _normalise_codings(record: Any) -> None:
+    """Write the names of codings as warcio compares them."""
+    for header, alias, name in (("Transfer-Encoding", "chunked", "chunked"), ("Content-Encoding", "x-gzip", "gzip")):
+        value = record.http_headers and record.http_headers.get_header(header)
+        if value:
+            coding = value.strip().lower()
+            record.http_headers.replace_header(header, name if coding == alias else coding)
+
+
 def _undecodable(record: Any, page: bytes) -> str:
     """Why the body of a response is still encoded; empty for a readable one."""
     from warcio.bufferedreaders import BufferedReader
 
-    encoding = (record.http_headers.get_header("Content-Encoding") or "" if record.http_headers else "").strip().lower()
+    encoding = record.http_headers.get_header("Content-Encoding") or "" if record.http_headers else ""
     if encoding in ("", "identity", *BufferedReader.get_supported_decompressors()) or page.lstrip()[:1] == b"<":
         return ""
     return f"response with content encoding {encoding}"

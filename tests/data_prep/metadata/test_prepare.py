@@ -342,6 +342,7 @@ def test_charsets_of_pages_are_read_and_counted(tmp_path: Path, capsys: pytest.C
     assert prepare_warc(tmp_path, records) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: --most_replaced 0.01: 1 of 6 pages")
+    assert f"{tmp_path / 'train.warc'}: record 5" in error
     assert len(error.splitlines()) == 1
     assert prepare_warc(tmp_path, records, "--most_replaced", "0.2") == 0
     assert [row["text"].split()[0] for row in rows(tmp_path, "train")] == ["möse", "größer", "привет", "plain", "kap\ufffdtt"]
@@ -356,6 +357,28 @@ def test_bytes_of_parquet_files_are_decoded_like_pages(tmp_path: Path):
     write_json(tmp_path / "val.jsonl", [page("val")])
     assert run(tmp_path, "--train", str(tmp_path / "train.parquet"), "--val", str(tmp_path / "val.jsonl"), *EXTRACT) == 0
     assert rows(tmp_path, "train")[0]["text"].startswith("möse möse")
+
+
+@pytest.mark.parametrize("replaced", [29, 30])
+def test_most_replaced_is_inclusive(replaced: int, tmp_path: Path):
+    pages = [page("a\ufffd" * (number < replaced) + f"{number} ") for number in range(99)]
+    write_json(tmp_path / "train.jsonl", pages)
+    write_json(tmp_path / "val.jsonl", [page("val")])
+    words = ["--train", str(tmp_path / "train.jsonl"), "--val", str(tmp_path / "val.jsonl"), *EXTRACT, "--most_replaced", "0.29"]
+    assert run(tmp_path, *words) == (replaced > 29)
+
+
+def test_codings_of_warc_responses_are_case_insensitive(tmp_path: Path):
+    html = "Content-Type: text/html"
+    packed = gzip.compress(html_page("packed "))
+    chunked = b"%x\r\n%s\r\n0\r\n\r\n"
+    records = [
+        response(chunked % (len(html_page("one ")), html_page("one ")), html, "TRANSFER-ENCODING: Chunked"),
+        response(chunked % (len(packed), packed), html, "Transfer-Encoding: chunked ", "content-encoding: GZIP"),
+        response(gzip.compress(html_page("x-gzip ")), html, "Content-Encoding: X-GZIP"),
+    ]
+    assert prepare_warc(tmp_path, records) == 0
+    assert [row["text"].split()[0] for row in rows(tmp_path, "train")] == ["one", "packed", "x-gzip"]
 
 
 def test_warc_records_are_counted_by_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
