@@ -73,7 +73,9 @@ class RemovalRule(Config):
     """Whether the text is measured before or after removals inside the element."""
 
     @model_validator(mode="after")
-    def _is_not_empty(self) -> "RemovalRule":
+    def _can_match(self) -> "RemovalRule":
+        if not re.fullmatch(r"[^\sA-Z<>/]+", self.tag):
+            raise ValueError(f"tag: {self.tag!r} is not the name of a tag. Write it in lower case, without brackets.")
         if self.max_chars is not None and self.max_chars < self.min_chars:
             raise ValueError(f"max_chars: {self.max_chars} is below min_chars {self.min_chars}. Swap them.")
         return self

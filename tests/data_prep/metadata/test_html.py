@@ -180,6 +180,8 @@ def test_rules_have_limits_and_directions():
         ("rules: [{tag: p}, {tag: div, min_chars: 9, max_chars: 3}]", "rules[1]"),
         ("rules: [{tag: p, direction: sideways}]", "rules[0].direction"),
         ("rules: [{max: 3}]", "rules[0]"),
+        ("rules: [{tag: DIV}]", "rules[0]"),
+        ("rules: [{tag: <p>}]", "rules[0]"),
         ("tags: []", ""),
         ("rules: [", ""),
     ],
