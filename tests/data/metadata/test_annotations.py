@@ -33,6 +33,25 @@ def test_version_2_gets_keys_from_its_columns():
     )
 
 
+def test_null_is_a_missing_field():
+    """Parquet has all fields of a list in each of its items."""
+    items = [
+        {"value": "t"},
+        tag(0, 1, html_attrs={"attrs": ["a"], "values": [None]}),
+        tag(0, 1, html_attrs={"attrs": None, "values": None}),
+    ]
+    names = dict.fromkeys(name for item in items for name in item)
+    full = [{name: item.get(name) for name in (*names, "relative_start_pos", "relative_end_pos")} for item in items]
+    row = {"text": "x", "metadata_title": full[:1], "metadata_html": full[1:]}
+    assert read_row(row, "here").items == (
+        Item("title", "t", column="title"),
+        Item("html", "b", 0, 1, attributes=(("a", ""),), column="html"),
+        Item("html", "b", 0, 1, column="html"),
+    )
+    length = [{"key": None, "type": None, "value": None}]
+    assert read_row({"text": "four", "metadata_generation_length_text": length}, "here").items[0].value == "4"
+
+
 def test_columns_are_named_as_in_version_2_or_by_their_keys():
     """A corpus may have rows of both versions."""
     described = {"type": "global", "value": "d"}
