@@ -54,8 +54,8 @@ _NOT_LATIN = {
 """Candidates for all other words."""
 LATIN_SHARE = 0.4
 """Share of non-ASCII bytes in words up to which a page is Latin."""
-LEAST_FREQUENT = 0.1
-"""Least share of frequent characters in a text in Chinese, Japanese or Korean."""
+MIN_FREQUENT = 0.1
+"""Minimum share of frequent characters in Chinese, Japanese and Korean."""
 _KANA = frozenset(map(chr, [*range(0x3041, 0x3094), *range(0x30A1, 0x30FD)]))
 _CHINESE = frozenset(
     "的一是不了在人有我他中来來上大为為和国國地到以說说时時要就出会會可也你生能而子得下自之年过過发發后後作里用新日天這这個个們们"
@@ -206,7 +206,7 @@ def _detect(page: bytes) -> str:
     if sum(byte > 0x7F for byte in start) < LATIN_SHARE * len(start):
         return max(_LATIN, key=lambda encoding: _share(_decode_as(start, encoding), *_ALPHABETS))
     by_share = {encoding: _share(_decode_as(start, encoding), frequent) for encoding, frequent in _EAST_ASIAN.items()}
-    if max(by_share.values()) >= LEAST_FREQUENT:
+    if max(by_share.values()) >= MIN_FREQUENT:
         return max(by_share, key=lambda encoding: by_share[encoding])
     # A character of two or four bytes can be cut off at the end, which no codec would accept.
     ends = [DETECTION_BYTES - cut for cut in range(4)] if len(words) > DETECTION_BYTES else [len(words)]
