@@ -274,8 +274,9 @@ def _sort_side(sides: Sequence[_Side], items: Sequence[Item], where: str) -> lis
         return list(sides)
     order = sorted(sides, key=lambda side: (side.place or 0, -side.span[0] if side.closes else -side.span[1]))
     for one, other in pairwise(order):
-        if one.place == other.place and one.span == other.span:
-            first, second = items[one.number], items[other.number]
+        first, second = items[one.number], items[other.number]
+        is_same = (first.value, first.attributes) == (second.value, second.attributes)
+        if one.place == other.place and one.span == other.span and not is_same:
             raise DataError(
                 f"{where}: {first.value!r} and {second.value!r} of the key {first.key!r} have the same span and the same relative position "
                 f"{one.place}. Number them."

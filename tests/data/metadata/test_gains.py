@@ -36,7 +36,7 @@ def test_both_sides_are_scored_at_the_same_tokens(linearisation: Any, room: int,
     assert some > 100
 
 
-def test_blocks_missing_on_one_side_do_not_shift_the_others():
+def test_missing_blocks_on_one_side_do_not_shift_gains():
     """With one token of the text in the first block, that block is left out without metadata."""
     make = ExampleMaker(Writing(keys=["title", "html"]), SafeTokenizer(byte_tokenizer()), 30, end_token=False)
     document = read_row(
