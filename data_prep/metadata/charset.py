@@ -189,6 +189,7 @@ def _meta_label(attributes: dict[bytes, bytes]) -> Iterator[str]:
 
 
 def _detect(page: bytes) -> str:
+    """Guess by bytes for UTF-16, ISO-2022-JP and UTF-8, by letters for Latin and East Asian scripts, else with charset-normalizer."""
     import charset_normalizer
 
     zeros = [page[side::2].count(0) for side in range(2)]
@@ -203,7 +204,7 @@ def _detect(page: bytes) -> str:
     if not words:
         return FALLBACK
     start = words[:DETECTION_BYTES]
-    if sum(byte > 0x7F for byte in start) < LATIN_SHARE * len(start):
+    if sum(byte > 0x7F for byte in start) < LATIN_SHARE * len(start) or not re.search(rb"[\x80-\xff]{2}", start):
         return max(_LATIN, key=lambda encoding: _share(_decode_as(start, encoding), *_ALPHABETS))
     by_share = {encoding: _share(_decode_as(start, encoding), frequent) for encoding, frequent in _EAST_ASIAN.items()}
     if max(by_share.values()) >= MIN_FREQUENT:

@@ -100,7 +100,7 @@ def test_short_sentences_without_declaration(encoding: str, text: str):
         assert decoded.is_guess
 
 
-@pytest.mark.parametrize("text", ["© 2024", "£ 5", "20±5", "3 m³", "2½ km²", "10 µm", "21 °C", "it’s", "café", "a ÷ b × c"])
+@pytest.mark.parametrize("text", ["© 2024", "£ 5", "20±5", "3 m³", "2½ km²", "10 µm", "21 °C", "it’s", "café", "Öl på", "a ÷ b × c"])
 def test_signs_in_english_text_are_windows_1252(text: str):
     assert text in decode(page(f"English text: {text}", "windows-1252")).text
 
