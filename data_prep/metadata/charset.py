@@ -6,7 +6,8 @@ windows-1252. Labels have their meaning on the web: ISO-8859-1 is windows-1252, 
 
 import codecs
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -24,17 +25,13 @@ _MARKUP = re.compile(rb"<[^<>]*>|[\t\n\f\r <>]+")
 _TAG = re.compile(rb"<(/?)([A-Za-z][^\t\n\f\r />]*)(?=[\t\n\f\r />])")
 _ATTRIBUTE = re.compile(
     rb"""[\t\n\f\r /]*(?P<name>[^\t\n\f\r />][^\t\n\f\r />=]*)"""
-    rb"""(?:[\t\n\f\r ]*=[\t\n\f\r ]*(?:"(?P<double>[^"]*)"|'(?P<single>[^']*)'|(?P<bare>[^\t\n\f\r >"'][^\t\n\f\r >]*)|(?=>)))?"""
+    rb"""(?:[\t\n\f\r ]*=[\t\n\f\r ]*(?:"(?P<double>[^"]*)"|'(?P<single>[^']*)'|(?P<bare>[^\t\n\f\r >"'][^\t\n\f\r >]*)|"""
+    rb"""["'](?s:.*)|(?=>)))?"""
 )
-_LATIN = {
-    "cp1252": "windows-1252",
-    "cp1250": "windows-1250",
-    "iso8859_2": "iso-8859-2",
-    "cp1254": "windows-1254",
-    "cp1257": "windows-1257",
-    "cp1258": "windows-1258",
-}
-"""Candidates for words with few non-ASCII bytes, by their codecs in Python."""
+_SIGN = re.compile(rb"[^A-Za-z\x80-\xff]*(?:[\x80-\xff]|[A-Za-z]{0,2}[\xb0-\xb9\xbc-\xbe][A-Za-z]{0,2})[^A-Za-z\x80-\xff]*")
+"""A word with one sign, such as ©, m³ or 20±5 in windows-1252. In other encodings, the sign is a letter."""
+_LATIN = ("windows-1252", "iso-8859-2", "windows-1250", "windows-1254", "windows-1257", "windows-1258")
+"""Candidates for words with few non-ASCII bytes. The first one counts if a text can be in several."""
 _NOT_LATIN = {
     "gb18030": "gb18030",
     "big5hkscs": "big5",
@@ -57,6 +54,44 @@ _NOT_LATIN = {
 """Candidates for all other words."""
 LATIN_SHARE = 0.4
 """Share of non-ASCII bytes in words up to which a page is Latin."""
+MIN_FREQUENT = 0.1
+"""Minimum share of frequent characters in Chinese, Japanese and Korean."""
+_KANA = frozenset(map(chr, [*range(0x3041, 0x3094), *range(0x30A1, 0x30FD)]))
+_CHINESE = frozenset(
+    "的一是不了在人有我他中来來上大为為和国國地到以說说时時要就出会會可也你生能而子得下自之年过過发發后後作里用新日天這这個个們们"
+)
+_KOREAN = frozenset("이다에의는로하을가고지서한은기으년대사시를리도인스일니습")
+_EAST_ASIAN = {"euc-jp": _KANA, "shift_jis": _KANA, "gb18030": _CHINESE, "big5": _CHINESE, "euc-kr": _KOREAN}
+"""Frequent characters of the languages by encoding. charset-normalizer takes short Chinese texts for Thai, and rejects Japanese pages
+with characters that Python's codecs do not have."""
+_FREQUENT = frozenset("оеаинтсрвлкατοιενρσκηςάίόיוהלרבתמאשاليمونرتبةานรอกเงมยลวดทสต")
+"""Frequent letters in Cyrillic, Greek, Hebrew, Arabic and Thai."""
+_PUNCTUATION = "„“”‚‘’‹›«»–—…•·¿¡§¦°©®™€£ªº\xa0"
+_ALPHABETS = tuple(
+    frozenset(alphabet + _PUNCTUATION)
+    for alphabet in (
+        "äöüß",
+        "àâæçèéêëîïôœùûüÿ",
+        "áéíñóúü",
+        "àáâãçéêíóôõúü",
+        "àáçéèìíïñòóùúü",
+        "åäöéæøü",
+        "áéèíïóöëü",
+        "áéíóúýðþæö",
+        "äöõüšž",
+        "ąćęłńóśźż",
+        "áčďéěíňóřšťúůýž",
+        "áäčďéíĺľňóôŕšťúýž",
+        "áéíóöőúüű",
+        "čćđšž",
+        "ăâîșțşţ",
+        "çğıöşüâîûi\u0307",
+        "ąčęėįšųūž",
+        "āčēģīķļņšūž",
+        "ăâđêôơưáàéèíóòúùý\u0300\u0301\u0303\u0309\u0323",
+    )
+)
+"""Lower-case letters and punctuation outside ASCII by language, for encodings of Latin letters."""
 
 
 class Decoded(NamedTuple):
@@ -154,6 +189,7 @@ def _meta_label(attributes: dict[bytes, bytes]) -> Iterator[str]:
 
 
 def _detect(page: bytes) -> str:
+    """Guess by bytes for UTF-16, ISO-2022-JP and UTF-8, by letters for Latin and East Asian scripts, else with charset-normalizer."""
     import charset_normalizer
 
     zeros = [page[side::2].count(0) for side in range(2)]
@@ -164,31 +200,32 @@ def _detect(page: bytes) -> str:
     text = page.decode("utf-8", "replace")
     if text.count(REPLACEMENT) * 20 <= len(text) - len(text.encode("ascii", "ignore")):  # a page cut within a character is UTF-8, too
         return "utf-8"
-    words = b" ".join([word for word in _MARKUP.split(page) if not word.isascii()])
+    words = b" ".join([word for word in _MARKUP.split(page) if not word.isascii() and not _SIGN.fullmatch(word)])
+    if not words:
+        return FALLBACK
+    start = words[:DETECTION_BYTES]
+    if sum(byte > 0x7F for byte in start) < LATIN_SHARE * len(start) or not re.search(rb"[\x80-\xff]{2}", start):
+        return max(_LATIN, key=lambda encoding: _share(_decode_as(start, encoding), *_ALPHABETS))
+    by_share = {encoding: _share(_decode_as(start, encoding), frequent) for encoding, frequent in _EAST_ASIAN.items()}
+    if max(by_share.values()) >= MIN_FREQUENT:
+        return max(by_share, key=lambda encoding: by_share[encoding])
     # A character of two or four bytes can be cut off at the end, which no codec would accept.
     ends = [DETECTION_BYTES - cut for cut in range(4)] if len(words) > DETECTION_BYTES else [len(words)]
-    for encoding in ("euc-jp", "shift_jis"):
-        if _is_japanese(words[: ends[0]], encoding):
-            return encoding
-    codecs = _LATIN if sum(byte > 0x7F for byte in words[: ends[0]]) < LATIN_SHARE * ends[0] else _NOT_LATIN
-    options: dict[str, Any] = {"steps": 1, "chunk_size": DETECTION_BYTES, "cp_isolation": list(codecs)}
+    options: dict[str, Any] = {"steps": 1, "chunk_size": DETECTION_BYTES, "cp_isolation": list(_NOT_LATIN)}
     matches = [match for end in ends for match in charset_normalizer.from_bytes(words[:end], **options)]
-    candidates = [(match, name) for match in matches for name in match.could_be_from_charset if name in codecs]
-    if not candidates:
-        return FALLBACK
-    # Ties go to the first: short texts in Western languages can be of any Latin code page.
-    order = list(codecs)
-    chaos = {name: match.chaos for match, name in candidates}
-    name = order[min((round(match.chaos, 2), -match.coherence, order.index(name)) for match, name in candidates)[-1]]
-    if name == "cp1250" and chaos.get("iso8859_2", 1) < chaos[name] + 0.02 and not re.search(rb"[\x80-\x9f]", words):
-        name = "iso8859_2"  # windows-1250 has its own letters at 80 to 9F
-    return codecs[name]
+    candidates = {name for match in matches for name in match.could_be_from_charset}
+    encodings = [encoding for name, encoding in _NOT_LATIN.items() if name in candidates]
+    return max(encodings, key=lambda encoding: _share(_decode_as(start, encoding), _FREQUENT), default=FALLBACK)
 
 
-def _is_japanese(words: bytes, encoding: str) -> bool:
-    """Whether the words contain Hiragana in this encoding. charset-normalizer rejects pages with characters that Python's codecs miss."""
-    text = _decode_as(words, encoding)
-    return sum("\u3041" <= character <= "\u3093" for character in text) > max(text.count(REPLACEMENT) * 10, len(text) / 10)
+def _share(text: str, *alphabets: Collection[str]) -> float:
+    """Share of the characters outside ASCII that are in one alphabet, for the best of `alphabets`.
+
+    It is 0 for a text with replacement characters, which is in another encoding.
+    """
+    characters = Counter(character for character in text.lower() if character > "\x7f")
+    best = max(sum(count for character, count in characters.items() if character in alphabet) for alphabet in alphabets)
+    return best / characters.total() if best > characters[REPLACEMENT] * 10 else 0.0
 
 
 def _decode_as(page: bytes, encoding: str) -> str:

@@ -169,14 +169,14 @@ def make_part(part: Part, options: Options) -> None:
 def _write_part(part: Part, options: Options) -> None:
     errors: dict[str, list[Any]] = {name: [0, []] for name in (*options.extract, ROWS)}
     report: dict[str, Any] = {"rows": 0, "empty": 0, "columns": [], "errors": errors}
-    skipped, pages, columns = Counter[str](), Counter[str](), dict[str, None]()
+    skipped, pages, columns, replaced = Counter[str](), Counter[str](), dict[str, None](), list[str]()
     names = part.rows, part.digests
     temporary = [path.with_name(f".{path.name}.{os.getpid()}") for path in names]  # another process can do the same part
     with writing(part.stem), open(temporary[0], "wb") as rows, open(temporary[1], "wb") as digests:
         for number, (where, row) in enumerate(page_sources.read_rows(part.source, skipped, options.records), 1):
             try:
                 with processor_limit(options.page_seconds):
-                    annotated = _annotate(_decode_page(row, pages), where, options, errors)
+                    annotated = _annotate(_decode_page(row, where, pages, replaced), where, options, errors)
                     if annotated.get("text", "html" not in options.extract):  # without an extractor of text, a missing text is an error
                         read_row(annotated, where)
                     else:
@@ -198,14 +198,17 @@ def _write_part(part: Part, options: Options) -> None:
         for file in (rows, digests):
             file.flush()
             os.fsync(file.fileno())
-    report |= {"columns": list(columns), "skipped": dict(skipped), "pages": dict(pages)}
+    report |= {"columns": list(columns), "skipped": dict(skipped), "pages": dict(pages), "replaced": replaced}
     for path, name in zip(temporary, names, strict=True):
         path.replace(name)
     write_json(part.report, report)
 
 
-def _decode_page(row: Row, pages: Counter[str]) -> Row:
-    """Return the row with its page as text. pages: counts all pages, those with a guessed charset, with replacement characters."""
+def _decode_page(row: Row, where: str, pages: Counter[str], replaced: list[str]) -> Row:
+    """Return the row with its page as text.
+
+    pages: counts all pages, those with a guessed charset, with replacement characters. replaced: the places of the first of the latter.
+    """
     page = row.get(page_sources.HTML)
     if isinstance(page, page_sources.RawPage | bytes):
         raw = page if isinstance(page, page_sources.RawPage) else page_sources.RawPage(page, "")
@@ -217,7 +220,9 @@ def _decode_page(row: Row, pages: Counter[str]) -> Row:
         pages["guessed"] += decoded.is_guess
     if isinstance(page, str):
         pages["all"] += 1
-        pages["replaced"] += charset.REPLACEMENT in page
+        if charset.REPLACEMENT in page:
+            pages["replaced"] += 1
+            replaced[:] = [*replaced, where][:_SHOWN]
     return row
 
 

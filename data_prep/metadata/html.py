@@ -51,6 +51,13 @@ _TAG = re.compile(
     rf"(?is)<!--.*?(?:-->|\Z)|(?P<tag><(?=[a-z])(?:(?P<raw>script|style)(?=[\s/>]))?(?:{_ATTRIBUTE})*+)(?(raw).*?(?:</(?P=raw)|\Z))"
 )
 """A comment, or a tag; for `script` and `style` with their content, which can look like tags."""
+_ILLEGAL = re.compile(
+    r"(?i)[\x00-\x08\x0b\x0e-\x1f\ufffe\uffff]|"
+    r"&#(?:0*(?:[1-8]|11|1[4-9]|2\d|3[01]|6553[45])(?!\d)|x0*(?:[1-8bef]|1[\da-f]|fff[ef])(?![\da-f]));?"
+)
+"""Characters that browsers do not show and XML cannot contain, also as references."""
+_FORM_FEED = re.compile(r"(?i)\f|&#(?:0*12(?!\d)|x0*c(?![\da-f]));?")
+"""XML cannot contain it either, but it is white space."""
 _HTML_SPACES = re.compile("[ \t\n\f\r]+")
 _SPACES = re.compile(r"\s+")
 
@@ -66,7 +73,9 @@ class RemovalRule(Config):
     """Whether the text is measured before or after removals inside the element."""
 
     @model_validator(mode="after")
-    def _is_not_empty(self) -> "RemovalRule":
+    def _can_match(self) -> "RemovalRule":
+        if not re.fullmatch(r"[^\sA-Z<>/]+", self.tag):
+            raise ValueError(f"tag: {self.tag!r} is not the name of a tag. Write it in lower case, without brackets.")
         if self.max_chars is not None and self.max_chars < self.min_chars:
             raise ValueError(f"max_chars: {self.max_chars} is below min_chars {self.min_chars}. Swap them.")
         return self
@@ -139,7 +148,7 @@ def _extract(source: str, rules: Sequence[RemovalRule]) -> Page:
 
 
 def _parse(source: str) -> Any:
-    data = source.encode("utf-8", "replace")
+    data = _FORM_FEED.sub(" ", _ILLEGAL.sub("", source)).encode("utf-8", "replace")
     _check_attributes(source)
     try:
         parser = etree.HTMLParser(remove_comments=True, remove_pis=True, huge_tree=True, encoding="utf-8")

@@ -22,6 +22,9 @@ PACKAGES = "requirements/metadata.txt"
 RECORDS = ("2xx", "3xx", "4xx", "5xx", "resource")
 """Kinds of WARC records that can be pages: responses by their HTTP status, and resources, which have no status."""
 
+_COMPRESSED = (b"\x1f\x8b", b"\x78\x01", b"\x78\x9c", b"\x78\xda")
+"""First bytes of gzip and zlib. warcio returns a body that it cannot decompress as it is."""
+
 
 class RawPage(NamedTuple):
     """A page as it was sent."""
@@ -88,6 +91,9 @@ def _warc_pages(path: Path, counts: Counter[str], kinds: Collection[str]) -> Ite
     try:
         with reading(path, DataError), (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
             for number, record in enumerate(ArchiveIterator(_Gzip(file)), 1):
+                if not (record.rec_headers.get_header("Content-Length") or "").isdigit():
+                    raise ArchiveLoadFailed("it has no Content-Length")
+                _normalise_codings(record)
                 reason = _reason_to_skip(record, kinds)
                 page = None if reason else record.content_stream().read(LONGEST_PAGE + 1)
                 if page is not None and (reason := _undecodable(record, page)):
@@ -103,6 +109,8 @@ def _warc_pages(path: Path, counts: Counter[str], kinds: Collection[str]) -> Ite
                     pass
                 if getattr(record.raw_stream, "limit", 0):
                     raise zlib.error("it ends within a record")
+    except AttributeError:  # warcio needs the address
+        raise DataError(f"{path}: record {number + 1}: a response without WARC-Target-URI. Get the file again.") from None
     except (ArchiveLoadFailed, zlib.error, gzip.BadGzipFile) as bad:
         why = sources.first_line(bad).rstrip(".")
         raise DataError(f"{path}: record {max(number, 1)} or the next: cut or damaged ({why}). Get it again.") from None
@@ -123,17 +131,28 @@ def _reason_to_skip(record: Any, kinds: Collection[str]) -> str:
         is_status = len(status) == 3 and status.isdigit()
         kind, name = f"{status[:1]}xx" if is_status else "", f"response {status if is_status else 'without status'}"
     else:
-        return f"{record.rec_type} without HTTP" if record.rec_type == "response" else record.rec_type
+        return "response without HTTP" if record.rec_type == "response" else record.rec_type or "record without WARC-Type"
     if kind not in kinds:
         return name
     return "" if "html" in _type(record).partition(";")[0].lower() else f"{name} that is not HTML"
+
+
+def _normalise_codings(record: Any) -> None:
+    """Write the names of codings as warcio compares them."""
+    for header, alias, name in (("Transfer-Encoding", "chunked", "chunked"), ("Content-Encoding", "x-gzip", "gzip")):
+        value = record.http_headers and record.http_headers.get_header(header)
+        if value:
+            coding = value.strip().lower()
+            record.http_headers.replace_header(header, name if coding == alias else coding)
 
 
 def _undecodable(record: Any, page: bytes) -> str:
     """Why the body of a response is still encoded; empty for a readable one."""
     from warcio.bufferedreaders import BufferedReader
 
-    encoding = (record.http_headers.get_header("Content-Encoding") or "" if record.http_headers else "").strip().lower()
+    encoding = record.http_headers.get_header("Content-Encoding") or "" if record.http_headers else ""
+    if page[:2] in _COMPRESSED:
+        return "response with a damaged compressed body"
     if encoding in ("", "identity", *BufferedReader.get_supported_decompressors()) or page.lstrip()[:1] == b"<":
         return ""
     return f"response with content encoding {encoding}"

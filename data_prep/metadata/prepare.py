@@ -288,10 +288,12 @@ def _join(parts: dict[str, list[Part]], request: Request, new: Path) -> dict[str
     reports = {part: extraction.read_report(part) for split in parts.values() for part in split}
     _check_errors(reports, request.most_errors)
     pages, skipped = _totals(reports, "pages"), _totals(reports, "skipped")
-    if pages["replaced"] > request.most_replaced * pages["all"]:
+    if pages["replaced"] / max(pages["all"], 1) > request.most_replaced:
+        examples = [where for report in reports.values() for where in report["replaced"]][:3]
         raise DataError(
             f"--most_replaced {request.most_replaced:g}: {pages['replaced']} of {pages['all']} pages have replacement characters (U+FFFD), "
-            f"{pages['guessed']} pages have a guessed charset. Check the charsets that the pages declare, or raise the limit."
+            f"{pages['guessed']} pages have a guessed charset. First: {', '.join(examples)}. "
+            "Check the charsets that the pages declare, or raise the limit."
         )
     _require_disjoint(parts)
     columns = list(dict.fromkeys(column for report in reports.values() for column in report["columns"]))
@@ -326,7 +328,7 @@ def _check_errors(reports: dict[Part, dict[str, Any]], most: float) -> None:
     for name in next(iter(reports.values()))["errors"]:
         errors = [report["errors"][name] for report in reports.values()]
         count = sum(number for number, _ in errors)
-        if count > most * rows:
+        if count / max(rows, 1) > most:
             examples = "\n".join([line for _, lines in errors for line in lines][:3])
             problem = "no rows with metadata are" if name == extraction.ROWS else f"--extract {name}: failed on"
             raise DataError(f"{problem} {count} of {rows} rows, above --most_errors {most:g}:\n{examples}")

@@ -43,7 +43,6 @@ COLUMNS: Mapping[str, MetadataType] = {
     "generation_length_text": MetadataType("length", "global"),
     "generation_length_sentence": MetadataType("length", "local"),
 }
-_SIDES = ("start", "end")
 _EMPTY_ATTRIBUTES = {"attrs": [], "values": []}
 _COLUMN_OF: Mapping[tuple[str, str], str] = {(kind.key, kind.kind): column for column, kind in COLUMNS.items()}
 KEYS = list(dict.fromkeys(kind.key for kind in COLUMNS.values()))
@@ -128,6 +127,7 @@ def _read_item(column: str | None, raw: Any, text: str) -> Item:
     if not isinstance(raw, dict):
         raise DataError(f": expected an item, got {raw!r}.")
     type_of_column = COLUMNS.get(column or "")
+    raw = {name: field for name, field in raw.items() if field is not None}  # Parquet has null for a missing field
     key = raw.get("key", type_of_column.key if type_of_column else column)
     kind = raw.get("type", type_of_column.kind if type_of_column else None)
     value = raw["value"] if "value" in raw else _implied_value(column, raw, text)
@@ -150,7 +150,7 @@ def _read_item(column: str | None, raw: Any, text: str) -> Item:
     start, end = _index(raw, "char_start_idx"), _index(raw, "char_end_idx")
     if not start <= end <= len(text):
         raise DataError(f": the span [{start}, {end}) is not in the text of {len(text)} characters.")
-    start_place, end_place = (None if raw.get(f"relative_{side}_pos") is None else _index(raw, f"relative_{side}_pos") for side in _SIDES)
+    start_place, end_place = (_index(raw, name) if name in raw else None for name in ("relative_start_pos", "relative_end_pos"))
     if (start_place is None) != (end_place is None):
         missing = "relative_start_pos" if start_place is None else "relative_end_pos"
         raise DataError(f".{missing}: missing, and the other side has a position. Write both or neither.")
@@ -208,10 +208,12 @@ def _index(raw: Mapping[str, Any], name: str) -> int:
 def _attributes(raw: Any) -> tuple[tuple[str, str], ...]:
     if raw is None:
         return ()
-    names, values = (raw.get("attrs"), raw.get("values")) if isinstance(raw, dict) else (None, None)
+    names, values = (raw.get("attrs"), raw.get("values")) if isinstance(raw, dict) else (None, ())
+    if names is values is None:
+        return ()
     if not isinstance(names, list) or not isinstance(values, list) or len(names) != len(values):
         raise DataError(f".html_attrs: expected lists 'attrs' and 'values' of one length, got {raw!r}.")
-    return tuple([(str(name), str(value)) for name, value in zip(names, values, strict=True)])
+    return tuple([(str(name), "" if value is None else str(value)) for name, value in zip(names, values, strict=True)])
 
 
 class _Side(NamedTuple):
@@ -272,8 +274,9 @@ def _sort_side(sides: Sequence[_Side], items: Sequence[Item], where: str) -> lis
         return list(sides)
     order = sorted(sides, key=lambda side: (side.place or 0, -side.span[0] if side.closes else -side.span[1]))
     for one, other in pairwise(order):
-        if one.place == other.place and one.span == other.span:
-            first, second = items[one.number], items[other.number]
+        first, second = items[one.number], items[other.number]
+        is_same = (first.value, first.attributes) == (second.value, second.attributes)
+        if one.place == other.place and one.span == other.span and not is_same:
             raise DataError(
                 f"{where}: {first.value!r} and {second.value!r} of the key {first.key!r} have the same span and the same relative position "
                 f"{one.place}. Number them."

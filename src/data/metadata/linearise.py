@@ -62,7 +62,7 @@ def markers(
     items = [item for item in document.items if item.start is not None and item.key in keys]
     if linearisation == "compatible":
         return _collate(items, keys, process, around)
-    return _escape(document.text, _nest(items, keys, process, around), {item.key for item in items})
+    return _escape(document.text, _nest(items, keys, process, around), {item.key for item in items}, around)
 
 
 def _collate(items: Sequence[Item], keys: Sequence[str], process: Process, around: Mapping[str, Markers]) -> list[Marker]:
@@ -171,14 +171,17 @@ def _insert_empty(sides: Sequence[_Side], default: int, empty: Sequence[_Side]) 
     return [side for index in range(len(sides) + 1) for side in (*inserted.get(index, ()), *sides[index : index + 1])]
 
 
-def _escape(text: str, markers: Sequence[Marker], keys: Iterable[str]) -> list[Marker]:
-    """Add an escape before everything in `text` that looks like a marker of one of `keys`, or like an escape.
+def _escape(text: str, markers: Sequence[Marker], keys: Iterable[str], around: Mapping[str, Markers]) -> list[Marker]:
+    """Add an escape before everything in `text` that looks like an escape, a marker of one of `keys` or a text `around` its runs.
 
     The search includes the markers: "[" in the text before a marker "[html: b]" looks like "[[".
     """
-    patterns = [lookalike(key).pattern for key in sorted(keys)]
-    if not patterns or not _MAY_BEGIN.search(text):
+    keys = sorted(keys)
+    patterns = [lookalike(key).pattern for key in keys]
+    runs = [re.escape(run.strip()) for key in keys for run in around.get(key, ()) if run.strip()]
+    if not patterns or not (_MAY_BEGIN.search(text) or any(re.search(run, text) for run in runs)):
         return list(markers)
+    patterns += runs
     looks = re.compile(rf"(?=(?:{'|'.join(patterns)}|\\))")
     marked, mask = insert(text, markers)
     places = [match.start() for match in looks.finditer(marked) if not mask[match.start()]]

@@ -33,6 +33,25 @@ def test_version_2_gets_keys_from_its_columns():
     )
 
 
+def test_null_is_a_missing_field():
+    """Parquet has all fields of a list in each of its items."""
+    items = [
+        {"value": "t"},
+        tag(0, 1, html_attrs={"attrs": ["a"], "values": [None]}),
+        tag(0, 1, html_attrs={"attrs": None, "values": None}),
+    ]
+    names = dict.fromkeys(name for item in items for name in item)
+    full = [{name: item.get(name) for name in (*names, "relative_start_pos", "relative_end_pos")} for item in items]
+    row = {"text": "x", "metadata_title": full[:1], "metadata_html": full[1:]}
+    assert read_row(row, "here").items == (
+        Item("title", "t", column="title"),
+        Item("html", "b", 0, 1, attributes=(("a", ""),), column="html"),
+        Item("html", "b", 0, 1, column="html"),
+    )
+    length = [{"key": None, "type": None, "value": None}]
+    assert read_row({"text": "four", "metadata_generation_length_text": length}, "here").items[0].value == "4"
+
+
 def test_columns_are_named_as_in_version_2_or_by_their_keys():
     """A corpus may have rows of both versions."""
     described = {"type": "global", "value": "d"}
@@ -67,7 +86,7 @@ def test_only_listed_columns_are_read():
         ({"metadata": [tag(0, True)]}, "metadata[0].char_end_idx: expected a number from 0 on, got True."),
         ({"metadata": [tag(0, 1, relative_start_pos=0)]}, "metadata[0].relative_end_pos: missing"),
         ({"metadata": [tag(0, 1, (0, 0)), tag(0, 2)]}, "character 0: 2 markers of the key 'html'"),
-        ({"metadata": [tag(0, 2, (0, 0)), tag(0, 2, (0, 1))]}, "character 0: 'b' and 'b' of the key 'html'"),
+        ({"metadata": [tag(0, 2, (0, 0)), tag(0, 2, (0, 1), value="i")]}, "character 0: 'b' and 'i' of the key 'html'"),
         (
             {"metadata": [tag(0, 1, html_attrs={"attrs": ["a"], "values": []})]},
             "metadata[0].html_attrs: expected lists 'attrs' and 'values'",
@@ -126,6 +145,11 @@ def test_separate_counters_for_starts_and_ends_of_tags():
     assert places([tag(0, 2, (0, 1)), tag(2, 2, (0, 0)), tag(2, 4, (1, 0))]) == [(0, 2), (0, 1), (3, 0)]
     assert places([tag(1, 1, (2, 2))]) == [(0, 1)], "an empty span starts before it ends"
     assert places([tag(0, 2, (0, 0)), tag(0, 4, (0, 0))]) == [(1, 0), (0, 0)], "the longer span is outside"
+
+
+def test_equal_tags_with_equal_positions():
+    """Their order makes no difference."""
+    assert sorted(places([tag(0, 3, (0, 0)), tag(0, 3, (0, 0))])) == [(0, 0), (1, 1)]
 
 
 def test_positions_of_only_some_items_where_the_order_is_clear():

@@ -41,7 +41,7 @@ def document(text: str, *items: dict[str, Any]) -> Annotated:
     return read_row({"text": text, "metadata": list(items)}, "row")
 
 
-def known(key: str, value: str) -> dict[str, str]:
+def global_item(key: str, value: str) -> dict[str, str]:
     return {"key": key, "type": "global", "value": value}
 
 
@@ -49,7 +49,7 @@ def metadata_mask(piece: Piece) -> str:
     return "".join(str(int(not text)) for text in piece.of_text)
 
 
-URL = known("url", "a.b/x%20y+z")
+URL = global_item("url", "a.b/x%20y+z")
 BOLD = item("html", "b", 0, 1, (0, 0))
 
 
@@ -80,7 +80,7 @@ def test_every_block_has_the_prefix_and_the_space():
     """BigScience's code loses the space of all blocks but the first."""
     for linearisation in ("compatible", "nested"):
         make, tokenizer = maker(20, keys=["url"], linearisation=linearisation)
-        pieces = make.pieces(document("0123456789abcdef", known("url", "u")))
+        pieces = make.pieces(document("0123456789abcdef", global_item("url", "u")))
         assert [tokenizer.decode(piece.ids) for piece in pieces] == ["url: u ||| 012345678", "url: u ||| 9abcdef"]
 
 
@@ -89,7 +89,7 @@ def test_truncated_prefix_ends_with_its_separator(linearisation: str):
     """BigScience's code takes the last two tokens for the separator."""
     for merges in ((), (("|", "|"),), (("Ġ", "|"), ("|", "|"), ("Ġ|", "||"))):
         make, tokenizer = maker(40, merges, keys=["url"], linearisation=linearisation)
-        (piece, *_) = make.pieces(document("text" * 3, known("url", "u" * 99)))
+        (piece, *_) = make.pieces(document("text" * 3, global_item("url", "u" * 99)))
         assert tokenizer.decode(piece.ids).startswith("url: uuu")
         assert "u ||| text" in tokenizer.decode(piece.ids)
         assert piece.of_text.index(True) == 20 + (linearisation == "nested"), "half of the row; the space is of the text in one"
@@ -152,7 +152,13 @@ def test_markers_in_the_loss_are_optional():
 
 def test_a_prompt_says_it_in_words():
     example = document(
-        "abc", URL, known("length", "130"), known("datasource", "a > b"), item("entity", "Joe_Biden", 0, 1), item("entity", "A", 1, 2), BOLD
+        "abc",
+        URL,
+        global_item("length", "130"),
+        global_item("datasource", "a > b"),
+        item("entity", "Joe_Biden", 0, 1),
+        item("entity", "A", 1, 2),
+        BOLD,
     )
     text = "url: a.b/x y z; Number of characters: 130; Data source: a > b; Entities: Joe Biden, A; Html"
     keys = ["url", "length", "datasource", "entity", "html"]
@@ -188,7 +194,7 @@ def test_every_block_has_room_for_text():
     with pytest.raises(ConfigError, match=r"prefix_share: 0\.95 of 10 tokens leaves no room for the text"):
         maker(10, prefix_share=0.95, separators={"prefix_end": "|"})
     make, _ = maker(10, prefix_share=0.8, separators={"prefix_end": "|"})
-    assert all(len(piece.ids) == 10 for piece in make.pieces(document("abcdefgh", known("url", "u" * 99))))
+    assert all(len(piece.ids) == 10 for piece in make.pieces(document("abcdefgh", global_item("url", "u" * 99))))
 
 
 @pytest.mark.parametrize("linearisation", ["compatible", "nested"])
@@ -204,6 +210,6 @@ def test_text_cannot_spell_a_control_token(linearisation: str):
 def test_only_the_host_of_an_address():
     make, tokenizer = maker(60, keys=["url"], url="host", separators={"prefix_end": "\n\n"})
     for address in ("https://me:secret@docs.python.org:443/3/", "docs.python.org/3/library", "//docs.python.org"):
-        (piece,) = make.pieces(document("x", known("url", address)))
+        (piece,) = make.pieces(document("x", global_item("url", address)))
         assert tokenizer.decode(piece.ids) == "URL: docs.python.org\n\nx"
-    assert make.prefix(document("x", known("url", "http://[broken"))) == "URL: http://[broken"
+    assert make.prefix(document("x", global_item("url", "http://[broken"))) == "URL: http://[broken"

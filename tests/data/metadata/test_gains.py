@@ -9,7 +9,7 @@ from src.data.metadata import gains
 from src.data.metadata.annotations import read_row
 from src.data.metadata.examples import ExampleMaker, Writing
 from src.data.text.tokenizers import SafeTokenizer
-from tests.data.metadata.test_examples import MERGES, byte_tokenizer, known
+from tests.data.metadata.test_examples import MERGES, byte_tokenizer, global_item
 from tests.data.metadata.test_linearise import item, random_document
 
 
@@ -36,11 +36,11 @@ def test_both_sides_are_scored_at_the_same_tokens(linearisation: Any, room: int,
     assert some > 100
 
 
-def test_blocks_that_one_side_lacks_move_nothing():
+def test_missing_blocks_on_one_side_do_not_shift_gains():
     """With one token of the text in the first block, that block is left out without metadata."""
     make = ExampleMaker(Writing(keys=["title", "html"]), SafeTokenizer(byte_tokenizer()), 30, end_token=False)
     document = read_row(
-        {"text": "abcdefghijklmnopqrstuvwxyz", "metadata": [known("title", "t"), item("html", "x" * 14, 1, 26, (0, 0))]}, "here"
+        {"text": "abcdefghijklmnopqrstuvwxyz", "metadata": [global_item("title", "t"), item("html", "x" * 14, 1, 26, (0, 0))]}, "here"
     )
     both = gains._both(make, document)
     assert len(both.written) != len(both.plain)
@@ -67,7 +67,7 @@ def test_moved_spans_keep_the_marks_around_their_runs():
 
 
 def test_the_control_has_the_metadata_of_another_document():
-    documents = [read_row({"text": f"text {n}", "metadata": [known("title", f"t{n}")]}, "here") for n in range(3)]
+    documents = [read_row({"text": f"text {n}", "metadata": [global_item("title", f"t{n}")]}, "here") for n in range(3)]
     wrong = gains._wrong(documents)
     assert [document.text for document in wrong] == [document.text for document in documents]
     assert all(mine.items != theirs.items for mine, theirs in zip(documents, wrong, strict=True))

@@ -126,6 +126,14 @@ def test_text_that_looks_like_a_marker_is_escaped():
     assert marked(document(text), "html entity", real, "nested").text == text, "nothing is marked, so nothing can be mistaken"
 
 
+@pytest.mark.parametrize("opening", ["<CHAIN>", "{{"])
+def test_text_that_looks_like_the_start_of_a_run_is_escaped(opening: str):
+    annotated = document(f"a {opening} b", item("entity_paragraph", "E", 0, 5, (0, 0)))
+    marked_text = marked(annotated, "entity_paragraph", real, "nested", entity_paragraph=(opening, " </CHAIN> "))
+    assert marked_text.text == f"{opening} |E| </CHAIN> a \\{opening} b"
+    assert "".join(c for c, m in zip(*marked_text, strict=True) if not m) == annotated.text
+
+
 def test_filters():
     keeps = HtmlFilter(longest=0, exceptions=["td"], leave_out=[TagRule(tag="body", shortest=0)]).accepts
     assert [keeps("p", 0), keeps("td", 0), keeps("p", 1), keeps("body", 30)] == [False, True, True, False]

@@ -1,4 +1,4 @@
-"""Whole rows through the data set: those of the seed's own settings are the worked examples, and real rows lose nothing of their text."""
+"""Rows of the data set: the worked examples of the specification, and real documents."""
 
 import gzip
 import json
@@ -18,36 +18,36 @@ from src.data.metadata.processors import HtmlFilter, local_markers
 from src.data.text.tokenizers import SafeTokenizer
 from src.files import new_directory
 from src.registry import DATASETS, bind
-from tests.data.metadata.test_examples import BOLD, URL, byte_tokenizer, known
+from tests.data.metadata.test_examples import BOLD, URL, byte_tokenizer, global_item
 from tests.data.metadata.test_linearise import item
 
 SEED = {"name": "metadata", "corpus": "rows", "end_token": False, "writing": {"linearisation": "compatible"}}
 
 
 def rows_of(tmp_path: Path, text: str, items: list[dict[str, Any]], tokens: int, **changes: Any) -> list[tuple[str, str, str, str]]:
-    """Of each row of a document its text with "#" for padding, and masks of attention, of metadata and of what is learned."""
-    with new_directory(tmp_path / "rows") as made:
+    """Return text (with "#" for padding), attention mask, metadata mask and loss mask of each row of a document."""
+    with new_directory(tmp_path / "rows") as folder:
         for split in ("train", "val"):
-            (made / f"{split}.jsonl").write_text(json.dumps({"text": text, "metadata": items}) + "\n")
+            (folder / f"{split}.jsonl").write_text(json.dumps({"text": text, "metadata": items}) + "\n")
     writing = {**SEED["writing"], **changes.pop("writing", {})}  # type: ignore[dict-item]
     config: Any = bind(DATASETS, {**SEED, "sequence_tokens": tokens, **changes, "writing": writing})
     tokenizer = byte_tokenizer(*config.writing.new_tokens())
     data = config.build(Places(tmp_path, tmp_path), tokenizer, "train", 0)
     pieces = data.documents.maker.pieces(data.documents[0], config.written)
-    found = []
+    rows = []
     for number, (size,) in enumerate(data.sizes(0, 0)):
         sample = data.sample(0, 0, number)
         batch = data.collate([sample])
         assert batch["input_ids"][0, :size].tolist() == sample["input_ids"]
         pad = tokens - size
-        learned = "".join(str(int(bit)) for bit in batch["loss_mask"][0].tolist()).ljust(tokens, "0")
+        in_loss = "".join(str(int(bit)) for bit in batch["loss_mask"][0].tolist()).ljust(tokens, "0")
         metadata = "".join(str(int(not of_text)) for of_text in pieces[number].of_text) + "0" * pad
-        found.append((tokenizer.decode(sample["input_ids"]) + "#" * pad, "1" * size + "0" * pad, metadata, learned))
-    return found
+        rows.append((tokenizer.decode(sample["input_ids"]) + "#" * pad, "1" * size + "0" * pad, metadata, in_loss))
+    return rows
 
 
-def learned(attention: str, metadata: str) -> str:
-    """The specification's rule: attended and not metadata; the first token of a row has nothing before it."""
+def loss_mask(attention: str, metadata: str) -> str:
+    """Compute the loss mask: attended and not metadata; never the first token of a row."""
     return "0" + "".join(str(int(a == "1" and m == "0")) for a, m in zip(attention[1:], metadata[1:], strict=True))
 
 
@@ -59,7 +59,7 @@ def learned(attention: str, metadata: str) -> str:
         (("ab", [BOLD]), 16, {}, "<b>a</b>b#######", "1110111100000000"),
         (("ab", [BOLD]), 24, {"writing": {"announce": True}}, "html ||| <b>a</b>b######", "111111110111011110000000"),
         (
-            ("x", [known("timestamp", "2018-12-10T13:45:00.000Z"), known("title", "X")]),
+            ("x", [global_item("timestamp", "2018-12-10T13:45:00.000Z"), global_item("title", "X")]),
             128,
             {"writing": {"keys": ["timestamp", "title"]}},
             "Year: 2018 | Month: December | Title: X ||| x" + "#" * 83,
@@ -67,46 +67,46 @@ def learned(attention: str, metadata: str) -> str:
         ),
     ],
 )
-def test_the_rows_of_the_seed(document: Any, tokens: int, changes: Any, row: str, metadata: str, tmp_path: Path):
-    """M17, M20, M21 (with what is announced) and M2: tokens, attention and metadata mask of the specification, byte for byte."""
+def test_rows_of_the_specification(document: Any, tokens: int, changes: Any, row: str, metadata: str, tmp_path: Path):
+    """M17, M20, M21 (with announced keys) and M2: tokens, attention and metadata mask, byte for byte."""
     attention = "1" * len(row.rstrip("#")) + "0" * row.count("#")
-    assert rows_of(tmp_path, *document, tokens, **changes) == [(row, attention, metadata, learned(attention, metadata))]
+    assert rows_of(tmp_path, *document, tokens, **changes) == [(row, attention, metadata, loss_mask(attention, metadata))]
 
 
-def test_markers_as_regular_text_are_learned(tmp_path: Path):
-    """M21, `treat_local_metadata_as_regular_text`: here `metadata_loss`."""
-    ((row, attention, _, learned_),) = rows_of(tmp_path, "ab", [BOLD], 16, metadata_loss=True)
+def test_markers_as_regular_text_are_in_the_loss(tmp_path: Path):
+    """M21: `treat_local_metadata_as_regular_text` of the reference is `metadata_loss`."""
+    ((row, attention, _, in_loss),) = rows_of(tmp_path, "ab", [BOLD], 16, metadata_loss=True)
     assert row == "<b>a</b>b#######"
-    assert learned_ == "0" + attention[1:]
+    assert in_loss == "0" + attention[1:]
 
 
-def test_continued_rows_keep_the_space_b11(tmp_path: Path):
-    """B11: the reference glued the text of all rows but the first to the separator."""
-    rows = rows_of(tmp_path, "0123456789abcdef", [known("url", "u")], 20)
+def test_space_after_each_prefix_b11(tmp_path: Path):
+    """B11: the reference has no space between separator and text, except in the first row."""
+    rows = rows_of(tmp_path, "0123456789abcdef", [global_item("url", "u")], 20)
     assert [row.rstrip("#") for row, *_ in rows] == ["url: u ||| 012345678", "url: u ||| 9abcdef"]
 
 
-def test_rows_without_text_are_left_out_b3(tmp_path: Path):
-    """B3: a row of markers alone gave a loss of 0/0."""
+def test_rows_without_text_are_dropped_b3(tmp_path: Path):
+    """B3: the loss of a row without text tokens is 0/0 in the reference."""
     rows = rows_of(tmp_path, "a", [item("html", "b" * 40, 0, 1, (0, 0))], 16)
-    assert len(rows) == 1, "of six blocks the one with the text"
-    assert all("1" in found for *_, found in rows)
+    assert len(rows) == 1, "one of six blocks has text"
+    assert all("1" in in_loss for *_, in_loss in rows)
 
 
-def test_the_baseline_has_the_same_text_and_no_markup_b2(tmp_path: Path):
-    """B2: `without_metadata_same_context` kept markup and the space, and its mask was too short."""
+def test_baseline_has_the_same_text_and_no_markup_b2(tmp_path: Path):
+    """B2: the reference's `without_metadata_same_context` has markup, the space and a mask that is too short."""
     items = [URL, item("html", "b", 2, 9, (0, 0))]
-    told = rows_of(tmp_path, "0123456789abcdefghij", items, 40)
+    annotated = rows_of(tmp_path, "0123456789abcdefghij", items, 40)
     plain = rows_of(tmp_path, "0123456789abcdefghij", items, 40, written=False)
-    assert len(told) == len(plain) == 2
-    for (row, *_), (other, attention, metadata, _) in zip(told, plain, strict=True):
-        assert row.rstrip("#").partition("||| ")[2].replace("<b>", "").replace("</b>", "") == other.rstrip("#")
+    assert len(annotated) == len(plain) == 2
+    for (row, *_), (plain_row, attention, metadata, _) in zip(annotated, plain, strict=True):
+        assert row.rstrip("#").partition("||| ")[2].replace("<b>", "").replace("</b>", "") == plain_row.rstrip("#")
         assert len(attention) == len(metadata) == 40
         assert "1" not in metadata
 
 
-def test_html_is_kept_at_its_rate_b1(tmp_path: Path):
-    """B1: the reference's `html_overall_sample_rate` kept HTML in all documents at 0, and in half of them at 1."""
+def test_html_rate_is_the_share_of_documents_with_html_b1(tmp_path: Path):
+    """B1: with the reference's `html_overall_sample_rate`, all documents have HTML at 0, and half of them at 1."""
     from random import Random
 
     from src.data.metadata.dataset import draw
@@ -114,17 +114,16 @@ def test_html_is_kept_at_its_rate_b1(tmp_path: Path):
     document = read_row({"text": "ab", "metadata": [BOLD, URL]}, "row")
     for rate in (0.0, 0.25, 1.0):
         config = Config(corpus="rows", sequence_tokens=16, html_rate=rate)
-        kept = sum("html" in draw(document, config, Random(f"{number}")).columns for number in range(2000)) / 2000
-        assert kept == pytest.approx(rate, abs=0.03)
+        share = sum("html" in draw(document, config, Random(f"{number}")).columns for number in range(2000)) / 2000
+        assert share == pytest.approx(rate, abs=0.03)
 
 
 def real_documents(folder: Path) -> Iterator[Annotated]:
-    """C4's rows with addresses and dates, mmc4's, and BigScience's toy file for training; in the other a span is not in the text."""
+    """Yield documents of C4 with addresses and dates, of mmc4, and of BigScience's toy training file (its validation file is malformed)."""
     for path in sorted((folder / "lm" / "c4_url_date").glob("*.gz")):
         for row in map(json.loads, gzip.decompress(path.read_bytes()).decode().splitlines()):
-            found = url.extract(row)
             date = {"key": "timestamp", "type": "global", "value": row["date"]}
-            yield read_row({"text": row["text"], **found, "metadata_timestamp": [date]}, str(path))
+            yield read_row({"text": row["text"], **url.extract(row), "metadata_timestamp": [date]}, str(path))
     for path in sorted((folder / "image" / "mmc4_docs_no_pixels").glob("*.jsonl")):
         for row in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
             yield read_row({"text": " ".join(row["text_list"]), **url.extract(row)}, str(path))
@@ -137,10 +136,10 @@ def test_real_rows_keep_their_text(shared_data: Path):
     encoder = SafeTokenizer(byte_tokenizer())
     makers = [ExampleMaker(Writing(linearisation=how), encoder, 1 << 16) for how in ("nested", "compatible")]
 
-    def process(found: Any) -> Any:
-        return local_markers(found, HtmlFilter(), "beginning")
+    def process(entry: Any) -> Any:
+        return local_markers(entry, HtmlFilter(), "beginning")
 
-    counted = 0
+    count = 0
     for document in real_documents(shared_data):
         for how, make in zip(("nested", "compatible"), makers, strict=True):
             marked, mask = insert(document.text, markers(document, ["entity", "html"], process, {}, how))  # type: ignore[arg-type]
@@ -151,5 +150,5 @@ def test_real_rows_keep_their_text(shared_data: Path):
             space = encoder.encode(" ") if how == "compatible" and make.prefix(document) else []
             assert text == [*space, *encoder.encode(document.text), encoder.eos_id]
             assert make.prefix(document).startswith(("url: ", "Year: ")) or not document.items
-        counted += 1
-    assert counted > 90
+        count += 1
+    assert count > 90

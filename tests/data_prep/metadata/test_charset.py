@@ -2,7 +2,7 @@
 
 import pytest
 
-from data_prep.metadata.charset import _euc_jp_table, decode
+from data_prep.metadata.charset import _declared_encoding, _euc_jp_table, decode
 
 TEXTS = {
     "windows-1252": "Die Straße führt über schöne Brücken; fröhliche Lieder – „schön“ – kosten 5 €.",
@@ -16,7 +16,53 @@ TEXTS = {
     "big5": "這是一個中文網頁。今天的天氣很好,明天會下雨。我們討論新聞和體育。",
     "utf-8": "Ein Text mit Umlauten: möse, größer, schön, und ein € und ein 漢字.",
 }
-CODECS = {"windows-1252": "cp1252", "shift_jis": "cp932", "euc-kr": "cp949", "big5": "big5hkscs"}
+CODECS = {"windows-1252": "cp1252", "shift_jis": "cp932", "euc-kr": "cp949", "big5": "big5hkscs", "windows-874": "cp874"}
+
+SENTENCES = (
+    ("windows-1252", "Café crème à emporter, déjà vu, naïve façade, œuvre"),
+    ("windows-1252", "Ärger mit Übergrößen? Öffnungszeiten für Mäßige"),
+    ("windows-1252", "São Paulo não é a capital; informações e ações"),
+    ("windows-1252", "Però è così, perché la città è più bella"),
+    ("windows-1252", "Blåbærsyltetøy og rødgrød med fløde på Ærø"),
+    ("windows-1252", "Hyvää päivää, tämä on äiti ja mökki järvellä"),
+    ("windows-1252", "L'été dernier, “l’Élysée” a annoncé…"),
+    ("windows-1252", "Það er gott veður í Reykjavík, þú ert góður"),
+    ("iso-8859-2", "Dzień dobry, proszę kliknąć tutaj. Część główna, więcej wiadomości, źródło: własne"),
+    ("windows-1250", "Dzień dobry, proszę kliknąć tutaj. Część główna, źródło „własne”"),
+    ("iso-8859-2", "Vítejte na našich stránkách, přihlášení uživatele, český překlad"),
+    ("windows-1250", "Dobrý deň, viac informácií nájdete v časti ďalšie, šťastie, žiaľ"),
+    ("windows-1250", "Šta želite da čitate večeras? Žuta ćuprija, đak"),
+    ("iso-8859-2", "Köszönöm szépen, jó reggelt! Az időjárás ma felhős, később eső"),
+    ("iso-8859-2", "Bună ziua, aţi găsit ştirile zilei în România"),
+    ("iso-8859-9", "Hoş geldiniz, bugün hava çok güzel, yarın yağmur yağacak"),
+    ("windows-1257", "Laba diena, šiandien gražus oras, mėgstu žiūrėti į jūrą"),
+    ("windows-1257", "Latviešu valodā ir garie patskaņi: ā, ē, ī, ū un mīkstinātie līdzskaņi ķ, ļ, ņ"),
+    ("windows-1251", "Добро пожаловать на наш сайт"),
+    ("koi8-r", "Добро пожаловать на наш сайт"),
+    ("windows-1251", "Добре дошли в нашия сайт. Новини от България"),
+    ("windows-1251", "Ласкаво просимо на наш сайт, їжа та її користь"),
+    ("windows-1251", "ПОСЛЕДНИЕ НОВОСТИ МОСКВЫ"),
+    ("koi8-r", "ПОСЛЕДНИЕ НОВОСТИ МОСКВЫ И РОССИИ"),
+    ("iso-8859-7", "Καλώς ήρθατε στην ιστοσελίδα μας"),
+    ("windows-1255", "ברוכים הבאים לאתר שלנו"),
+    ("windows-1256", "مرحبا بكم في موقعنا"),
+    ("gb2312", "欢迎光临我们的网站"),
+    ("gb18030", "今天天气真好，我们去公园散步吧。中国人民很友好。"),
+    ("big5", "計算機科學與技術"),
+    ("big5", "歡迎光臨我們的網站"),
+    ("big5", "台灣最大的購物網站，提供各式各樣的商品"),
+    ("euc-kr", "안녕하세요"),
+    ("euc-kr", "서울의 날씨는 오늘 맑겠습니다"),
+    ("euc-kr", "대한민국 축구 국가대표"),
+    ("shift_jis", "こんにちは世界"),
+    ("euc-jp", "こんにちは世界"),
+    ("shift_jis", "株式会社トヨタ自動車"),
+    ("euc-jp", "株式会社トヨタ自動車"),
+    ("euc-jp", "最新ニュース速報"),
+    ("shift_jis", "東京都の天気予報"),
+    ("windows-874", "ยินดีต้อนรับสู่เว็บไซต์ของเรา"),
+)
+"""Short texts in 25 languages."""
 
 
 def encode(text: str, encoding: str) -> bytes:
@@ -42,6 +88,21 @@ def test_pages_in_ten_charsets_with_and_without_declaration(encoding: str, decla
     assert TEXTS[encoding] in decoded.text
     assert decoded.encoding == encoding
     assert decoded.is_guess == (declaration == "none")
+
+
+@pytest.mark.parametrize(("encoding", "text"), SENTENCES)
+def test_short_sentences_without_declaration(encoding: str, text: str):
+    encoded = encode(text, encoding)
+    menu = b"<html><title>Home</title><ul><li><a href='/contact'>Contact</a></ul>"
+    for raw in (encoded, page(text, encoding), menu + encoded * 30):
+        decoded = decode(raw)
+        assert text in decoded.text
+        assert decoded.is_guess
+
+
+@pytest.mark.parametrize("text", ["© 2024", "£ 5", "20±5", "3 m³", "2½ km²", "10 µm", "21 °C", "it’s", "café", "Öl på", "a ÷ b × c"])
+def test_signs_in_english_text_are_windows_1252(text: str):
+    assert text in decode(page(f"English text: {text}", "windows-1252")).text
 
 
 @pytest.mark.parametrize("encoding", ["utf-16le", "utf-16be"])
@@ -96,6 +157,7 @@ def test_declarations_after_1024_bytes_are_not_read():
         True,
     )
     cut = b"<!--" + b"x" * 1000 + b"-->" + b"<meta charset=koi8-r>" + "größer".encode()
+    assert not _declared_encoding(b"<meta charset=koi8-r title='><meta charset=utf-8>"), "an attribute that has no end"
     assert decode(cut).encoding == "utf-8", "a tag that the 1,024 bytes cut off does not count"
 
 

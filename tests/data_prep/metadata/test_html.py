@@ -180,6 +180,8 @@ def test_rules_have_limits_and_directions():
         ("rules: [{tag: p}, {tag: div, min_chars: 9, max_chars: 3}]", "rules[1]"),
         ("rules: [{tag: p, direction: sideways}]", "rules[0].direction"),
         ("rules: [{max: 3}]", "rules[0]"),
+        ("rules: [{tag: DIV}]", "rules[0]"),
+        ("rules: [{tag: <p>}]", "rules[0]"),
         ("tags: []", ""),
         ("rules: [", ""),
     ],
@@ -285,3 +287,17 @@ def test_random_pages_with_layout_white_space_equal_the_reference():
         content = "".join(element(0) for _ in range(6))
         source = f"<html><head></head><body>{'a sentence that makes the body long ' * 2}{content}</body></html>"
         assert extract(source).text == reference_text(source), source
+
+
+@pytest.mark.parametrize("character", [*range(1, 9), 11, *range(14, 32), 0xFFFE, 0xFFFF])
+@pytest.mark.parametrize("form", ["{}", "&#{:d};", "&#x{:X};", "&#0{:d}"])
+def test_characters_that_are_not_in_xml_are_dropped(character: int, form: str):
+    written = form.format(chr(character) if form == "{}" else character)
+    page = f"<body><p>{'word ' * 20}a{written}b  c<script></script>d<pre>e{written}f<footer></footer>g</pre>"
+    assert html.extract(page).text.split("word ")[-1] == "ab c d\nef g\n"
+
+
+@pytest.mark.parametrize("feed", ["\f", "&#12;", "&#xC;"])
+def test_form_feeds_are_white_space(feed: str):
+    page = f"<body><p>{'word ' * 20}a{feed}b<pre>c{feed}d<footer></footer>e</pre>"
+    assert html.extract(page).text.split("word ")[-1] == "a b\nc d e\n"

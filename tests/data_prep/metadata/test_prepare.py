@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from src.config import Places
 from src.data.metadata.annotations import read_row
 from src.data.metadata.dataset import Config
 from src.data.text import tokenizers
+from src.errors import DataError
 from tests import toy
 from tests.conftest import ROOT
 
@@ -342,6 +344,7 @@ def test_charsets_of_pages_are_read_and_counted(tmp_path: Path, capsys: pytest.C
     assert prepare_warc(tmp_path, records) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: --most_replaced 0.01: 1 of 6 pages")
+    assert f"{tmp_path / 'train.warc'}: record 5" in error
     assert len(error.splitlines()) == 1
     assert prepare_warc(tmp_path, records, "--most_replaced", "0.2") == 0
     assert [row["text"].split()[0] for row in rows(tmp_path, "train")] == ["möse", "größer", "привет", "plain", "kap\ufffdtt"]
@@ -358,6 +361,28 @@ def test_bytes_of_parquet_files_are_decoded_like_pages(tmp_path: Path):
     assert rows(tmp_path, "train")[0]["text"].startswith("möse möse")
 
 
+@pytest.mark.parametrize("replaced", [29, 30])
+def test_most_replaced_is_inclusive(replaced: int, tmp_path: Path):
+    pages = [page("a\ufffd" * (number < replaced) + f"{number} ") for number in range(99)]
+    write_json(tmp_path / "train.jsonl", pages)
+    write_json(tmp_path / "val.jsonl", [page("val")])
+    words = ["--train", str(tmp_path / "train.jsonl"), "--val", str(tmp_path / "val.jsonl"), *EXTRACT, "--most_replaced", "0.29"]
+    assert run(tmp_path, *words) == (replaced > 29)
+
+
+def test_codings_of_warc_responses_are_case_insensitive(tmp_path: Path):
+    html = "Content-Type: text/html"
+    packed = gzip.compress(html_page("packed "))
+    chunked = b"%x\r\n%s\r\n0\r\n\r\n"
+    records = [
+        response(chunked % (len(html_page("one ")), html_page("one ")), html, "TRANSFER-ENCODING: Chunked"),
+        response(chunked % (len(packed), packed), html, "Transfer-Encoding: chunked ", "content-encoding: GZIP"),
+        response(gzip.compress(html_page("x-gzip ")), html, "Content-Encoding: X-GZIP"),
+    ]
+    assert prepare_warc(tmp_path, records) == 0
+    assert [row["text"].split()[0] for row in rows(tmp_path, "train")] == ["one", "packed", "x-gzip"]
+
+
 def test_warc_records_are_counted_by_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     html = ("Content-Type: text/html",)
     records = [
@@ -369,6 +394,9 @@ def test_warc_records_are_counted_by_kind(tmp_path: Path, capsys: pytest.Capture
         response(html_page("moved "), *html, status="301 Moved Permanently"),
         response(b"not a page", "Content-Type: image/png"),
         response(b"\x8b\x02\x80packed", *html, "Content-Encoding: unknown"),
+        response(gzip.compress(html_page("crc "))[:-8] + b"12345678", *html, "Content-Encoding: gzip"),
+        warc_record("response", html_page("no HTTP "), Content_Type="application/http; msgtype=response"),
+        warc_record("", html_page("no type ")),
         warc_record("revisit", b"HTTP/1.1 200 OK\r\n\r\n", Content_Type="application/http; msgtype=response"),
         warc_record("resource", html_page("resource "), Content_Type="TEXT/HTML"),
         warc_record("metadata", b"fetchTimeMs: 3", Content_Type="application/warc-fields"),
@@ -382,6 +410,9 @@ def test_warc_records_are_counted_by_kind(tmp_path: Path, capsys: pytest.Capture
         "response 301": 1,
         "response 200 that is not HTML": 1,
         "response with content encoding unknown": 1,
+        "response with a damaged compressed body": 1,
+        "response without status": 1,
+        "record without WARC-Type": 1,
         "revisit": 1,
         "resource": 1,
         "metadata": 1,
@@ -391,6 +422,14 @@ def test_warc_records_are_counted_by_kind(tmp_path: Path, capsys: pytest.Capture
     assert all(f"{count} {name}" in output for name, count in skipped.items())
     assert prepare_warc(tmp_path, records, "--records", "2xx", "4xx", "resource") == 0
     assert [row["text"].split()[0] for row in rows(tmp_path, "train")] == ["one", "two", "not", "resource"]
+
+
+@pytest.mark.parametrize("header", [rb"WARC-Target-URI: \S+\r\n", rb"Content-Length: \d+\r\n"])
+def test_warc_records_without_a_required_header_are_errors(header: bytes, tmp_path: Path):
+    record = re.sub(header, b"", response(html_page("one "), "Content-Type: text/html"))
+    (tmp_path / "a.warc").write_bytes(record + record)
+    with pytest.raises(DataError, match=re.escape(f"{tmp_path / 'a.warc'}: record 1")):
+        list(page_sources.read_rows(tmp_path / "a.warc"))
 
 
 def test_slow_pages_are_counted_and_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
