@@ -45,6 +45,55 @@ class _Answer(NamedTuple):
     """Blanks of the generation prompt that the template strips before an empty answer."""
 
 
+class _Form(NamedTuple):
+    """The text around an answer without reasoning and calls, after which another message follows.
+
+    Earlier answers of the conversation with the same text around them need no rendering of their own, so time is linear in the messages.
+    """
+
+    lead: str
+    """Text between the previous message and the content."""
+    prompt: int
+    """Length of its part before the answer."""
+    end: str
+    """Text between the content and the end of the answer."""
+
+    @classmethod
+    def of(cls, message: Any, text: str, place: int, answer: _Answer) -> "_Form | None":
+        """The form of an answer; None without one. place: end of the previous message."""
+        for content in _forms_of(message["content"]) if place >= 0 and _is_plain(message) else ():
+            begin = text.find(content, answer.begin, answer.end)
+            if begin >= 0:
+                return cls(text[place:begin], answer.begin - place, text[begin + len(content) : answer.end])
+        return None
+
+    def match(self, message: Any, text: str, place: int, regions: Sequence[tuple[int, int]]) -> _Answer | None:
+        """The answer after `place`; None if it has another form. regions: those within {% generation %}."""
+        if place < 0 or not _is_plain(message) or not text.startswith(self.lead, place):
+            return None
+        begin = place + len(self.lead)
+        for content in _forms_of(message["content"]):
+            end = begin + len(content) + len(self.end)
+            if text.startswith(content + self.end, begin) and (not regions or any(one <= begin and end <= two for one, two in regions)):
+                return _Answer(place + self.prompt, end)
+        return None
+
+
+def _is_plain(message: Any) -> bool:
+    """Whether an answer is only text, without reasoning, which templates can move or drop."""
+    return (
+        bool(message["content"].strip())
+        and not message.get("tool_calls")
+        and not message.get("reasoning_content")
+        and ("think>" not in message["content"])
+    )
+
+
+def _forms_of(content: str) -> tuple[str, ...]:
+    """A content as templates write it."""
+    return content, content.strip(), content.lstrip(), content.rstrip()
+
+
 class _Unlearnable(Exception):
     """Why an answer does not continue its generation prompt."""
 
@@ -83,18 +132,27 @@ class Jinja:
         if tools and text == self._fill(raw, None, answering)[0]:
             raise DataError(f"{WHERE}: the template writes no tools. Remove them, or take another template.")
         parts = self._locate(raw, tools, answering, text)
-        for number, message in enumerate(messages):
-            if message.role == "assistant":
-                try:
-                    answer = self._answer(raw, number, tools, text, regions, answering)
-                except _Unlearnable as reason:
-                    if number == len(messages) - 1:
-                        raise DataError(f"{WHERE}: {reason}") from None
-                    continue
-                if answer is not None:
-                    parts.append((answer.begin, answer.end, Role.ASSISTANT, answer.missing))
+        before = {number: end for number, (_, end, _, _) in parts.items()}
+        form: _Form | None = None
+        for number in reversed(range(len(messages))):
+            if messages[number].role != "assistant":
+                continue
+            place = before.get(number - 1, -1)
+            if form is not None and (answer := form.match(raw[number], text, place, regions)):
+                parts[number] = (answer.begin, answer.end, Role.ASSISTANT, "")
+                continue
+            try:
+                answer = self._answer(raw, number, tools, text, regions, answering)
+            except _Unlearnable as reason:
+                if number == len(messages) - 1:
+                    raise DataError(f"{WHERE}: {reason}") from None
+                continue
+            if answer is not None:
+                parts[number] = (answer.begin, answer.end, Role.ASSISTANT, answer.missing)
+                if number < len(messages) - 1:  # the template can write the last answer in another way
+                    form = form or _Form.of(raw[number], text, place, answer)
         spans, place = list[Span](), 0
-        for begin, end, role, missing in sorted(parts):
+        for begin, end, role, missing in sorted(parts.values()):
             assert place <= begin <= end, "an answer follows the messages of its prompt"
             spans += [Span(text[place:begin] + missing, Role.TEMPLATE, True), Span(text[begin:end], role, True)]
             place = end
@@ -172,8 +230,8 @@ class Jinja:
             "Take a template that writes both the same."
         )
 
-    def _locate(self, raw: Sequence[Any], tools: Any, answering: bool, text: str) -> list[tuple[int, int, Role, str]]:
-        """Places in `text` of the messages that are not answers.
+    def _locate(self, raw: Sequence[Any], tools: Any, answering: bool, text: str) -> dict[int, tuple[int, int, Role, str]]:
+        """Places in `text` of the messages that are not answers, by their numbers.
 
         Raises:
             DataError: the template omits or repeats one.
@@ -188,14 +246,15 @@ class Jinja:
         if sorted(numbers) != expected:
             written = f"messages {' '.join(map(str, numbers)) or 'none'} of {' '.join(map(str, expected))}"
             raise DataError(f"{WHERE}: the template writes {written}. Take one that writes each message once.")
-        parts, place = list[tuple[int, int, Role, str]](), len(first)
+        parts, place = dict[int, tuple[int, int, Role, str]](), len(first)
         for number, following in zip(numbers, pieces[1::2], strict=True) if text.startswith(first) else ():
             content = raw[number]["content"]
-            forms = (content, content.strip(), content.lstrip(), content.rstrip(), json_line(content)[1:-1])
-            form = next((form for form in forms if text.startswith(form + following, place)), None)
+            form = next(
+                (form for form in (*_forms_of(content), json_line(content)[1:-1]) if text.startswith(form + following, place)), None
+            )
             if form is None:  # the template reads contents: the rest has the role of the template
                 break
-            parts.append((place, place + len(form), ROLE_OF[raw[number]["role"]], ""))
+            parts[number] = (place, place + len(form), ROLE_OF[raw[number]["role"]], "")
             place += len(form) + len(following)
         return parts
 
@@ -205,7 +264,6 @@ class Jinja:
         Raises:
             DataError: the template fails.
         """
-        from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
         if self._in_parts:
@@ -220,7 +278,7 @@ class Jinja:
                 return_assistant_tokens_mask=self.marks_answers,
                 **more,
             )
-        except (TemplateError, TypeError, KeyError, IndexError, AttributeError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001  a template can raise anything, such as ZeroDivisionError
             roles, reason = " ".join(message["role"] for message in raw), " ".join(str(error).split())[:200]
             raise DataError(f"{WHERE}: the template refuses {roles} ({reason}).") from None
         return texts[0], regions[0] if self.marks_answers else []
@@ -253,6 +311,12 @@ class Jinja:
                 continue
             counts = [text.count(turn.content) for turn in turns]
             if counts == [1] * len(turns):
+                _, *between = re.split("|".join(re.escape(turn.content) for turn in turns), text)
+                if between[2] == between[3] != between[1]:
+                    raise DataError(
+                        f"{WHERE}: the template writes the generation prompt {shorten(between[3])} after the last answer too. "
+                        "Write it only if add_generation_prompt is true."
+                    )
                 return
             written = " ".join(str(number) for number, count in enumerate(counts) for _ in range(count)) or "none"
             advice = "Take one that writes each message once."
