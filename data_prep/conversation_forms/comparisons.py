@@ -10,7 +10,19 @@ from pydantic import Field
 
 from data_prep.conversation_forms.columns import fill, look_up, remove_references
 from data_prep.conversation_forms.layouts import pair
-from data_prep.conversation_forms.rows import Form, Row, alternate, column, objects_of, pick, rank_replies, rows_of, text_of, texts_of
+from data_prep.conversation_forms.rows import (
+    Form,
+    Row,
+    add_change,
+    alternate,
+    column,
+    objects_of,
+    pick,
+    rank_replies,
+    rows_of,
+    text_of,
+    texts_of,
+)
 from src.errors import DataError
 
 _TURN = re.compile(r"(?:^|\n\n)(Human|Assistant):")
@@ -106,6 +118,7 @@ class Dialogues(Form):
             role = "user" if speaker == "Human" else "assistant"
             if found and found[-1]["role"] == role:
                 found[-1]["content"] += f"\n\n{said.strip()}"
+                add_change(found[-1], "joined")
             else:
                 found.append({"role": role, "content": said.strip()})
         return found if found and found[0]["role"] == "user" else []

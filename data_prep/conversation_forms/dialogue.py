@@ -10,14 +10,17 @@ from data_prep.conversation_forms.columns import remove_references
 from data_prep.conversation_forms.rows import (
     Form,
     Row,
+    add_change,
     add_message,
     alternate,
     column,
     objects_of,
     pick,
+    reasoning_of,
     text_of,
     texts_of,
     up_to_last_answer,
+    up_to_length,
 )
 from src.errors import DataError
 
@@ -44,11 +47,11 @@ class ShareGPT(Form):
             if not said and each["from"] == "gpt":
                 return
             said = remove_references(said.replace(r"\_", "_").replace(r"\*", "*")).strip() if said else pick(_GO_ON, row, place)
-            add_message(messages, "user" if each["from"] == "human" else "assistant", said)
+            add_message(messages, "user" if each["from"] == "human" else "assistant", said, more=reasoning_of(each))
         messages = up_to_last_answer(messages)
         if messages and messages[0]["role"] == "user":
             lang = {"lang": self.lang} if self.lang else {}
-            yield {"messages": [{**message, "content": message["content"][: self.characters], **lang} for message in messages]}
+            yield {"messages": [{**up_to_length(message, self.characters), **lang} for message in messages]}
 
 
 class Soda(Form):
@@ -65,7 +68,7 @@ class Soda(Form):
         if not (first and second and len(set(speakers)) == 2 and len(speakers) == len(said) and len(said) % 2 == 0):
             return
         texts = [f"{narrative} You are {speakers[1]}. {said[0]}", *said[1:]]
-        yield {"messages": alternate([text[: self.characters] for text in texts])}
+        yield {"messages": [up_to_length(message, self.characters) for message in alternate(texts)]}
 
 
 class Marked(Form):
@@ -85,9 +88,11 @@ class Marked(Form):
         turns = [
             ("user" if mark == self.marks[0] else "assistant", said.strip()) for mark, said in zip(parts[::2], parts[1::2], strict=True)
         ]
-        messages = list[Row]()
-        for role, said in turns if self.whole else _good_pairs(turns):
+        messages, valid = list[Row](), turns if self.whole else [*_good_pairs(turns)]
+        for role, said in valid:
             add_message(messages, role, said)
+        if messages and len(valid) < len(turns):
+            add_change(messages[-1], "removed", len(turns) - len(valid))
         if messages and messages[0]["role"] == "user" and len(messages) % 2 == 0 and all(each["content"] for each in messages):
             yield {"messages": messages}
 

@@ -6,6 +6,7 @@ import gzip
 import json
 import re
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -29,17 +30,18 @@ Record = dict[str, Any]
 Bytes = BinaryIO | gzip.GzipFile
 
 
-def records(path: Path, columns: Sequence[str] = ()) -> Iterator[tuple[str, Record]]:
+def records(path: Path, columns: Sequence[str] = (), counts: Counter[str] | None = None) -> Iterator[tuple[str, Record]]:
     """("FILE:LINE" or "FILE: item N", record) for all records of a file, in its order. One record is in memory at a time.
 
     columns: members to read of a file of columns, {"name": {"0": value, "1": value}}, whose keys are in the same order in each.
+    counts: gets the number of lines without a record as "blank".
 
     Raises:
         DataError: the file is missing, empty, cut off or damaged, or a record is no JSON object; names the file and the place.
     """
     form, key = _form(path)
     if form == "lines":
-        yield from _lines(path)
+        yield from _lines(path, counts)
     elif form == "columns":
         yield from _rows_of_columns(path, columns)
     else:
@@ -92,12 +94,14 @@ def _form(path: Path) -> tuple[str, str | None]:
     return "lines", None
 
 
-def _lines(path: Path) -> Iterator[tuple[str, Record]]:
+def _lines(path: Path, counts: Counter[str] | None) -> Iterator[tuple[str, Record]]:
     with open_bytes(path) as file:
         for number, line in enumerate(file, 1):
             if line.strip():
                 where = f"{path}:{number}"
                 yield where, jsonl.parse(line, where)
+            elif counts is not None:
+                counts["blank"] += 1
 
 
 def _items(path: Path, key: str | None) -> Iterator[tuple[int, Any]]:

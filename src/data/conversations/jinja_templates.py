@@ -114,6 +114,7 @@ class Jinja:
         names = {*tokens.values(), *controls, *re.findall(_CONTROL, source)} - {""}
         longest_first = sorted(names, key=lambda name: (-len(name), name))  # a name must not hide a longer one
         self._controls = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self.opening: Sequence[Message] = ()
         self._in_parts = False
         """Whether the template reads content as a list of parts, as those of vision models do."""
         self._check()
@@ -280,13 +281,22 @@ class Jinja:
             )
         except Exception as error:  # noqa: BLE001  a template can raise anything, such as ZeroDivisionError
             roles, reason = " ".join(message["role"] for message in raw), " ".join(str(error).split())[:200]
-            raise DataError(f"{WHERE}: the template refuses {roles} ({reason}).") from None
+            advice = "Change the messages, or take another template."
+            raise DataError(f"{WHERE}: the template refuses {roles} ({reason}). {advice}") from None
         return texts[0], regions[0] if self.marks_answers else []
 
     def _check(self) -> None:
         """Raises DataError if the template cannot be trained with. Tries two turns and one, plain and with reasoning."""
         turns = [Message(("user", "assistant")[number % 2], f"Probe {number}.") for number in range(4)]
-        self._set_parts(turns)
+        try:
+            self._set_parts(turns)
+        except DataError as error:
+            self.opening = [Message("system", "Probe.")]
+            try:
+                self._set_parts(turns)
+            except DataError:
+                raise error from None
+            log.info("%s: it requires a system message in each conversation.", WHERE)
         errors = list[DataError]()
         for change in (lambda turn: turn, _with_reasoning, _with_inline_reasoning):
             probe = [change(turn) if turn.role == "assistant" else turn for turn in turns]
@@ -302,7 +312,7 @@ class Jinja:
 
     def _set_parts(self, turns: Sequence[Message]) -> None:
         """Find out whether contents must be lists of parts. Raises DataError if the template omits or repeats a message either way."""
-        raw, errors = [_Mask(self._controls).message(turn) for turn in turns], list[DataError]()
+        raw, errors = [_Mask(self._controls).message(turn) for turn in (*self.opening, *turns)], list[DataError]()
         for self._in_parts in (False, True):
             try:
                 text = self._fill(raw, None)[0]
@@ -324,10 +334,10 @@ class Jinja:
         raise errors[0]
 
     def _check_probe(self, turns: Sequence[Message]) -> None:
-        learned = [span.text for span in self.spans(turns) if span.role is Role.ASSISTANT]
+        learned = [span.text for span in self.spans([*self.opening, *turns]) if span.role is Role.ASSISTANT]
         if not any(turns[1].content in text for text in learned):
             log.info("%s: it changes an answer once another message follows, so only the last answer of a conversation is learned.", WHERE)
-        self.spans(turns[:2])
+        self.spans([*self.opening, *turns[:2]])
 
 
 def _with_reasoning(message: Message) -> Message:
