@@ -186,7 +186,7 @@ def test_row_without_the_key_of_a_reward_is_refused_before_the_start(
     exp = override(GRPO, {"data.prompts": {**TALK, "corpus": "asked"}, "rewards": [{"name": "letters", "reads": "answer"}]})
     for words in (["--dry-run"], []):
         assert toy.main(["-e", "x", *words], {"x": [exp]}, tmp_path) == 1
-        assert "asked: row 1: a reward reads 'answer', which is missing or empty; the row has 'prompt'." in capsys.readouterr().err
+        assert "asked: row 1: a reward reads 'answer'; the row has 'prompt'." in capsys.readouterr().err
     monkeypatch.setattr(prompts, "_LOOKED_AT", 1)  # a large file is looked through when it is opened
     assert toy.main(["-e", "x", "--dry-run"], {"x": [exp]}, tmp_path) == 0
     assert toy.main(["-e", "x"], {"x": [exp]}, tmp_path) == 1

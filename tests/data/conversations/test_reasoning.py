@@ -1,5 +1,6 @@
 """Reasoning before answers, and where an answer starts and ends: written by the template or refused."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 from src.config import Places
 from src.data.conversations.entries import Message, read_entry
 from src.data.conversations.rendering import Renderer, Role
-from src.data.conversations.templates import find
+from src.data.conversations.templates import Jinja, find
 from src.data.rollouts.prompts import Prompts
 from src.errors import DataError
 from src.recipes.shared.policy import write_with
@@ -208,3 +209,63 @@ def test_prompt_with_reasoning_that_no_template_writes_is_refused_with_its_row(t
     assert len(prompts[0].messages) == 1
     with pytest.raises(DataError, match=r"talk: row 1: data\.writing\.template: .*'one, two'"):
         prompts[1]
+
+
+class Counted(Jinja):
+    """Counts how often the template is filled."""
+
+    fills = 0
+
+    def _fill(self, *args: Any, **options: Any) -> Any:
+        self.fills += 1
+        return super()._fill(*args, **options)
+
+
+def talk_of(pairs: int) -> list[Message]:
+    answers = (" two\n", "two<|im_end|>x", "t", "")
+    messages = [[Message("user", f" {n}?"), Message("assistant", answers[n % 3])] for n in range(pairs)]
+    messages[3][1] = Message("assistant", "two", reasoning="one, two")
+    messages[5][1] = Message("assistant", "")
+    return [message for pair in messages for message in pair]
+
+
+@pytest.mark.parametrize("source", [THINKS, STRIPS, PAIR])
+def test_each_answer_of_a_long_conversation_is_learned(source: str):
+    messages = [replace(message, reasoning="") for message in talk_of(9)] if source is not THINKS else talk_of(9)
+    parts = learned(source, *messages)
+    expected = [learned(source, ASK, message)[0] for message in messages if message.role == "assistant"]
+    assert parts == [part for part in expected if part != "<|im_end|>" or source is not STRIPS]
+
+
+def test_rendering_takes_linear_time_in_the_messages():
+    fills = list[int]()
+    for pairs in (8, 16, 32):
+        template = Counted(THINKS, {}, ["<|im_end|>"])
+        template.fills = 0
+        template.spans(talk_of(pairs))
+        fills.append(template.fills)
+    assert fills[0] == fills[1] == fills[2]
+
+
+def test_template_that_requires_a_system_message():
+    source = "{% if messages[0]['role'] != 'system' %}{{ raise_exception('No system.') }}{% endif %}" + THINKS
+    system = Message("system", "Count.")
+    assert learned(source, system, ASK, ANSWER) == learned(THINKS, system, ASK, ANSWER)
+    made = renderer(source)
+    assert made.answer_ends() == renderer(THINKS).answer_ends()
+    assert made.read_answer("<think>\nhm\n</think>\ntwo").reasoning == "hm"
+    with pytest.raises(DataError, match=r"^data\.writing\.template: .*user assistant \(No system\.\)"):
+        made.render([ASK, ANSWER])
+
+
+@pytest.mark.parametrize(
+    ("source", "value"),
+    [
+        (THINKS.replace("{% if add_generation_prompt %}", "{% if true %}"), r"<\|im_start\|>assistant\\n"),
+        ("{{ 1 // (messages | length - 4) }}" + THINKS, "zero"),
+        ("{{ messages[0]['content'] | unknown }}", "unknown"),
+    ],
+)
+def test_template_that_cannot_be_trained_with_is_refused(source: str, value: str):
+    with pytest.raises(DataError, match=rf"^data\.writing\.template: .*{value}"):
+        renderer(source)
