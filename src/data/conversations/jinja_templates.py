@@ -19,8 +19,8 @@ log = logging.getLogger(__name__)
 WHERE = "data.writing.template"
 _CONTROL = r"<\|[^|\s]+\|>"
 _MASK = "\x7f"
-"""Surrounds the number of a masked text, and "m" and the number of a marked message. JSON does not escape it."""
-_MARK = re.compile(f"{_MASK}m([0-9]+){_MASK}")
+"""Surrounds the number of a masked text; twice before "m" and the number of a marked message. JSON does not escape it."""
+_MARK = re.compile(f"{_MASK}{_MASK}m([0-9]+){_MASK}")
 _GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")
 _DATE = {"%Y": "2025", "%y": "25", "%m": "01", "%d": "01", "%B": "January", "%b": "Jan", "%A": "Wednesday", "%a": "Wed", "%H": "00"}
 _FIXED_DATE = (
@@ -154,7 +154,10 @@ class Jinja:
                     form = form or _Form.of(raw[number], text, place, answer)
         spans, place = list[Span](), 0
         for begin, end, role, missing in sorted(parts.values()):
-            assert place <= begin <= end, "an answer follows the messages of its prompt"
+            if begin < place:
+                marks = " within {% generation %}" if self.marks_answers else ""
+                advice = "Mark only answers" if self.marks_answers else "Take one that writes messages in order"
+                raise DataError(f"{WHERE}: an answer{marks} overlaps another message: {shorten(text[begin:place])}. {advice}.")
             spans += [Span(text[place:begin] + missing, Role.TEMPLATE, True), Span(text[begin:end], role, True)]
             place = end
         return [part for span in (*spans, Span(text[place:], Role.TEMPLATE, True)) for part in mask.restore(span)]
@@ -238,7 +241,7 @@ class Jinja:
             DataError: the template omits or repeats one.
         """
         marked = [
-            {**message, "content": f"{_MASK}m{number}{_MASK}"} if message["role"] != "assistant" and message["content"] else message
+            {**message, "content": f"{_MASK}{_MASK}m{number}{_MASK}"} if message["role"] != "assistant" and message["content"] else message
             for number, message in enumerate(raw)
         ]
         first, *pieces = _MARK.split(self._fill(marked, tools, answering)[0])
@@ -297,18 +300,19 @@ class Jinja:
             except DataError:
                 raise error from None
             log.info("%s: it requires a system message in each conversation.", WHERE)
-        errors = list[DataError]()
-        for change in (lambda turn: turn, _with_reasoning, _with_inline_reasoning):
-            probe = [change(turn) if turn.role == "assistant" else turn for turn in turns]
+        errors, learned = dict[str, DataError](), dict[str, bool]()
+        for name, change in (("answer", lambda turn: turn), ("reasoning", _with_reasoning), ("inline reasoning", _with_inline_reasoning)):
             try:
-                self._check_probe(probe)
+                learned[name] = self._learns_earlier([change(turn) if turn.role == "assistant" else turn for turn in turns])
             except DataError as error:
-                errors.append(error)
-                continue
-            if errors:
-                log.info("%s: only answers with reasoning can be learned: the generation prompt starts the reasoning.", WHERE)
-            return
-        raise errors[0]
+                errors[name] = error
+        if not learned:
+            raise errors["answer"]
+        if "answer" in errors:
+            log.info("%s: only answers with reasoning can be learned: the generation prompt starts the reasoning.", WHERE)
+        for name in (name for name, earlier in learned.items() if not earlier):
+            kind = "" if name == "answer" else f" with {name}"
+            log.info("%s: it changes an answer%s once another message follows. Only a last answer%s is learned.", WHERE, kind, kind)
 
     def _set_parts(self, turns: Sequence[Message]) -> None:
         """Find out whether contents must be lists of parts. Raises DataError if the template omits or repeats a message either way."""
@@ -333,11 +337,11 @@ class Jinja:
             errors.append(DataError(f"{WHERE}: the template writes messages {written} of 0 1 2 3. {advice}"))
         raise errors[0]
 
-    def _check_probe(self, turns: Sequence[Message]) -> None:
+    def _learns_earlier(self, turns: Sequence[Message]) -> bool:
+        """Whether both answers of a conversation are learned. Raises DataError if the last is not, with or without the first two turns."""
         learned = [span.text for span in self.spans([*self.opening, *turns]) if span.role is Role.ASSISTANT]
-        if not any(turns[1].content in text for text in learned):
-            log.info("%s: it changes an answer once another message follows, so only the last answer of a conversation is learned.", WHERE)
         self.spans([*self.opening, *turns[:2]])
+        return any(turns[1].content in text for text in learned)
 
 
 def _with_reasoning(message: Message) -> Message:

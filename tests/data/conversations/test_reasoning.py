@@ -269,3 +269,22 @@ def test_template_that_requires_a_system_message():
 def test_template_that_cannot_be_trained_with_is_refused(source: str, value: str):
     with pytest.raises(DataError, match=rf"^data\.writing\.template: .*{value}"):
         renderer(source)
+
+
+def test_lost_earlier_answers_are_logged_at_load(caplog: pytest.LogCaptureFixture):
+    caplog.set_level("INFO")
+    renderer(THINKS)
+    assert not caplog.messages
+    renderer(THINKS.replace("m['reasoning_content'] %}", "m['reasoning_content'] and loop.last %}"))
+    (message,) = caplog.messages
+    assert "an answer with reasoning" in message
+
+
+def test_mark_around_a_complete_conversation_is_refused():
+    source = "{% generation %}" + THINKS.replace("{% if add", "{% endgeneration %}{% if add")
+    with pytest.raises(DataError, match=r"^data\.writing\.template: .*generation.*Probe 2"):
+        renderer(source)
+
+
+def test_content_that_spells_a_mask_is_plain_text():
+    assert learned(THINKS, Message("user", "\x7f0\x7f"), Message("assistant", "\x7fm0\x7f")) == ["\x7fm0\x7f<|im_end|>"]
