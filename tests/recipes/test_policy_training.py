@@ -170,7 +170,7 @@ def test_a_prompt_longer_than_its_room_is_refused_or_left_out(folder: Path, tmp_
     talk.write_rows(tmp_path / "world/data/asked", {"train": [short, long, short], "val": [talk.row("1?", "one")] * 4})
     exp = override(GRPO, {"data.prompts": {**TALK, "corpus": "asked"}})
     assert toy.main(["-e", "x"], {"x": [exp]}, tmp_path / "world") == 1
-    assert "row 1: its prompt has" in capsys.readouterr().err
+    assert "train.jsonl:2: its prompt has" in capsys.readouterr().err
     without = override(exp, {"data.long_prompts": "leave_out"})
     assert toy.main(["-e", "x"], {"x": [without]}, tmp_path / "world") == 0
     assert {row["prompt"] for row in rollouts(run_of(tmp_path / "world", without))} == {"b"}
@@ -186,11 +186,11 @@ def test_row_without_the_key_of_a_reward_is_refused_before_the_start(
     exp = override(GRPO, {"data.prompts": {**TALK, "corpus": "asked"}, "rewards": [{"name": "letters", "reads": "answer"}]})
     for words in (["--dry-run"], []):
         assert toy.main(["-e", "x", *words], {"x": [exp]}, tmp_path) == 1
-        assert "asked: row 1: a reward reads 'answer'; the row has 'prompt'." in capsys.readouterr().err
+        assert "asked/train.jsonl:2: a reward reads 'answer'; the row has 'prompt'." in capsys.readouterr().err
     monkeypatch.setattr(prompts, "_LOOKED_AT", 1)  # a large file is looked through when it is opened
     assert toy.main(["-e", "x", "--dry-run"], {"x": [exp]}, tmp_path) == 0
     assert toy.main(["-e", "x"], {"x": [exp]}, tmp_path) == 1
-    assert "asked: row 1: a reward reads 'answer'" in capsys.readouterr().err
+    assert "asked/train.jsonl:2: a reward reads 'answer'" in capsys.readouterr().err
     assert not (run_of(tmp_path, exp) / "rollouts.jsonl").exists()
 
 

@@ -101,7 +101,7 @@ def test_rows_without_the_column_are_refused_before_training(reward: dict[str, A
     path.write_text("".join(json.dumps({name: row[name] for name in row if name != key}) + "\n" for row in rows))
     exp = override(read_experiment(), {"rewards": [reward]})
     assert toy.main(["-e", "all", "--dry-run"], {"all": [SFT, exp]}, tmp_path) == 1
-    assert f"gsm8k: row 0: a reward reads '{key}'" in capsys.readouterr().err
+    assert f"gsm8k/train.jsonl:1: a reward reads '{key}'" in capsys.readouterr().err
 
 
 @needs_bubblewrap

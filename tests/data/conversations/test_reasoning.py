@@ -88,7 +88,7 @@ def test_template_that_cannot_write_reasoning_is_refused_at_the_start(name: str,
     talk.write_rows(tmp_path / "talk", {"train": [plain, wrong], "val": [plain]})
     config: Any = bind(DATASETS, {"name": name, "corpus": "talk", "sequence_tokens": 90, "writing": {"template": template}})
     without = THINKS.replace("m['reasoning_content']", "''")
-    with pytest.raises(DataError, match=r"talk: row 1: data\.writing\.template: .*'one, two'"):
+    with pytest.raises(DataError, match=r"talk/train\.jsonl:2: data\.writing\.template: .*'one, two'"):
         config.build(Places(tmp_path, tmp_path), talk.tokenizer(template=without), "train", 0)
 
 
@@ -207,7 +207,7 @@ def test_prompt_with_reasoning_that_no_template_writes_is_refused_with_its_row(t
     plain = Renderer(talk.tokenizer(), find("oasst", talk.tokenizer()))
     prompts = Prompts(config.read(Places(tmp_path, tmp_path), "train"), plain, config.writing, "talk")
     assert len(prompts[0].messages) == 1
-    with pytest.raises(DataError, match=r"talk: row 1: data\.writing\.template: .*'one, two'"):
+    with pytest.raises(DataError, match=r"talk/train\.jsonl:2: data\.writing\.template: .*'one, two'"):
         prompts[1]
 
 
