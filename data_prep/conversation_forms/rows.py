@@ -140,7 +140,7 @@ def up_to_last_answer(messages: list[Row]) -> list[Row]:
 
 
 def up_to_length(message: Row, characters: int) -> Row:
-    """A message with at most so many characters. Counts a longer one as shortened."""
+    """A message truncated to `characters`, which is counted."""
     if len(message["content"]) > characters:
         message = {**message, "content": message["content"][:characters]}
         add_change(message, "shortened")

@@ -173,8 +173,8 @@ def test_skipped_and_joined_rows_are_counted(tmp_path: Path, capsys: pytest.Capt
     words = ["--form", "messages", "--train", write(tmp_path / "rows.jsonl", rows), "--val_rate", "0.4", "--name", "own"]
     train, val = prepare(tmp_path, *words)
     assert len(train) + len(val) == 21
-    found = counts(tmp_path / "own")
-    assert {name: found[name] for name in ("silent", "empty", "unusable", "joined")} == {
+    numbers = counts(tmp_path / "own")
+    assert {name: numbers[name] for name in ("silent", "empty", "unusable", "joined")} == {
         "silent": 2,
         "empty": 1,
         "unusable": 1,

@@ -32,14 +32,14 @@ PAIR += "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 
 
 def renderer(source: str, *tokens: str) -> Renderer:
-    made = talk.tokenizer([*talk.TOKENS, *tokens], template=source)
-    return Renderer(made, find("tokenizer", made))
+    tokenizer = talk.tokenizer([*talk.TOKENS, *tokens], template=source)
+    return Renderer(tokenizer, find("tokenizer", tokenizer))
 
 
 def learned(source: str, *messages: Message) -> list[str]:
     """The learned parts of a conversation."""
-    made = renderer(source, "<|E|>")
-    rendered = made.render(messages)
+    writer = renderer(source, "<|E|>")
+    rendered = writer.render(messages)
     parts, previous = list[list[int]](), False
     for token, is_learned in zip(rendered.ids, rendered.learned, strict=True):
         if is_learned:
@@ -60,9 +60,9 @@ def row(name: str = "reasoning_content", reasoning: Any = "one, two") -> dict[st
 def test_reasoning_of_a_row_is_learned(name: str, tmp_path: Path):
     talk.write_rows(tmp_path / "talk", {"train": [row(name)], "val": [row(name)]})
     config = bind(DATASETS, {"name": "conversations", "corpus": "talk", "sequence_tokens": 90, "writing": {"template": "tokenizer"}})
-    made = talk.tokenizer(template=THINKS)
-    data: Any = config.build(Places(tmp_path, tmp_path), made, "train", 0)
-    assert talk.shown(data.render(0, 0), made, [Role.ASSISTANT]) == "<think>\none, two\n</think>\ntwo<|im_end|>"
+    tokenizer = talk.tokenizer(template=THINKS)
+    data: Any = config.build(Places(tmp_path, tmp_path), tokenizer, "train", 0)
+    assert talk.shown(data.render(0, 0), tokenizer, [Role.ASSISTANT]) == "<think>\none, two\n</think>\ntwo<|im_end|>"
 
 
 def test_reasoning_of_ranked_replies_is_learned(tmp_path: Path):
@@ -70,9 +70,9 @@ def test_reasoning_of_ranked_replies_is_learned(tmp_path: Path):
     ranked = {"messages": row()["messages"][:1], "replies": replies}
     talk.write_rows(tmp_path / "talk", {"train": [ranked], "val": [ranked]})
     config = bind(DATASETS, {"name": "ranked_replies", "corpus": "talk", "sequence_tokens": 90, "writing": {"template": "tokenizer"}})
-    made = talk.tokenizer(template=THINKS)
-    data: Any = config.build(Places(tmp_path, tmp_path), made, "train", 0)
-    texts = [talk.shown(rendered, made, [Role.ASSISTANT]) for rendered in data.render(0, 0)]
+    tokenizer = talk.tokenizer(template=THINKS)
+    data: Any = config.build(Places(tmp_path, tmp_path), tokenizer, "train", 0)
+    texts = [talk.shown(rendered, tokenizer, [Role.ASSISTANT]) for rendered in data.render(0, 0)]
     assert texts == ["<think>\none, two\n</think>\ntwo<|im_end|>", "<think>\nhm\n</think>\ntwo<|im_end|>"]
 
 
@@ -95,8 +95,8 @@ def test_template_that_cannot_write_reasoning_is_refused_at_the_start(name: str,
 def test_reasoning_reaches_the_prompt_of_a_reward_model():
     entry = read_entry({"prompt": [*row()["messages"], {"role": "user", "content": "3?"}]}, "here")
     rollout = Rollout([message.raw for message in entry.messages], "three", {}, [], 1, True)
-    made = talk.tokenizer(template=THINKS)
-    assert "<think>\none, two\n</think>\ntwo<|im_end|>" in made.decode(write_with(made, "tokenizer")(rollout))
+    tokenizer = talk.tokenizer(template=THINKS)
+    assert "<think>\none, two\n</think>\ntwo<|im_end|>" in tokenizer.decode(write_with(tokenizer, "tokenizer")(rollout))
 
 
 @pytest.mark.parametrize(
@@ -129,20 +129,20 @@ def test_answer_starts_where_the_generation_prompt_ends():
 
 def test_end_of_two_tokens_is_learned():
     assert learned(PAIR, ASK, Message("assistant", "two"), ASK, Message("assistant", "")) == ["two<|E|><|im_end|>", "<|E|><|im_end|>"]
-    made = renderer(PAIR, "<|E|>")
-    ends, never = made.answer_ends()
-    assert [made.safe.control_id(token) for token in ("<end>", "<|im_end|>")] == ends
-    assert made.safe.control_id("<|im_start|>") in never
-    assert made.safe.control_id("<|E|>") not in never
+    writer = renderer(PAIR, "<|E|>")
+    ends, never = writer.answer_ends()
+    assert [writer.safe.control_id(token) for token in ("<end>", "<|im_end|>")] == ends
+    assert writer.safe.control_id("<|im_start|>") in never
+    assert writer.safe.control_id("<|E|>") not in never
 
 
 def test_empty_answer_of_a_stripping_template_follows_its_prompt():
-    made = renderer(STRIPS)
-    prompt = made.render([ASK], answering=True).ids
-    rendered = made.render([ASK, Message("assistant", "")])
+    writer = renderer(STRIPS)
+    prompt = writer.render([ASK], answering=True).ids
+    rendered = writer.render([ASK, Message("assistant", "")])
     assert rendered.ids[: len(prompt)] == prompt
-    assert [rendered.ids[place] for place in rendered.last_answer()] == [made.safe.control_id("<|im_end|>")]
-    several = made.render([ASK, Message("assistant", ""), ASK, Message("assistant", "two")])
+    assert [rendered.ids[place] for place in rendered.last_answer()] == [writer.safe.control_id("<|im_end|>")]
+    several = writer.render([ASK, Message("assistant", ""), ASK, Message("assistant", "two")])
     assert sum(several.learned) == len("two") + 1, "an earlier empty answer is not learned"
 
 
@@ -155,9 +155,9 @@ def test_prompt_ids_are_a_prefix_although_tokens_would_merge(scheme: str, conten
     base = talk.tokenizer(merges=merges) if scheme == "bytes" else talk.metaspace_tokenizer(scheme, merges)
     for source in (THINKS, PAIR.replace("<|E|>", "<|im_end|>")):
         base.chat_template = source
-        made = Renderer(base, find("tokenizer", base))
-        prompt = made.render([ASK], answering=True).ids
-        rendered = made.render([ASK, Message("assistant", content)])
+        writer = Renderer(base, find("tokenizer", base))
+        prompt = writer.render([ASK], answering=True).ids
+        rendered = writer.render([ASK, Message("assistant", content)])
         assert rendered.ids[: len(prompt)] == prompt
         assert rendered.last_answer().start == len(prompt)
         text = base.decode(rendered.ids[len(prompt) :])
@@ -166,8 +166,10 @@ def test_prompt_ids_are_a_prefix_although_tokens_would_merge(scheme: str, conten
 
 def test_date_of_a_template_is_fixed():
     source = "{{ strftime_now('%d %B %Y') }}" + THINKS
-    made = talk.tokenizer(template=source)
-    assert made.decode(Renderer(made, find("tokenizer", made)).render([ASK, ANSWER]).ids).startswith("01 January 2025<|im_start|>user")
+    tokenizer = talk.tokenizer(template=source)
+    assert tokenizer.decode(Renderer(tokenizer, find("tokenizer", tokenizer)).render([ASK, ANSWER]).ids).startswith(
+        "01 January 2025<|im_start|>user"
+    )
 
 
 @pytest.mark.parametrize(
@@ -251,11 +253,11 @@ def test_template_that_requires_a_system_message():
     source = "{% if messages[0]['role'] != 'system' %}{{ raise_exception('No system.') }}{% endif %}" + THINKS
     system = Message("system", "Count.")
     assert learned(source, system, ASK, ANSWER) == learned(THINKS, system, ASK, ANSWER)
-    made = renderer(source)
-    assert made.answer_ends() == renderer(THINKS).answer_ends()
-    assert made.read_answer("<think>\nhm\n</think>\ntwo").reasoning == "hm"
+    writer = renderer(source)
+    assert writer.answer_ends() == renderer(THINKS).answer_ends()
+    assert writer.read_answer("<think>\nhm\n</think>\ntwo").reasoning == "hm"
     with pytest.raises(DataError, match=r"^data\.writing\.template: .*user assistant \(No system\.\)"):
-        made.render([ASK, ANSWER])
+        writer.render([ASK, ANSWER])
 
 
 @pytest.mark.parametrize(
