@@ -173,7 +173,8 @@ class Jinja:
         """
         message = raw[number]
         prompt = self._fill(raw[:number], tools, answering=True)[0]
-        last, of_last = self._fill(raw[: number + 1], tools)
+        is_all = number + 1 == len(raw) and not answering
+        last, of_last = (text, regions) if is_all else self._fill(raw[: number + 1], tools)
         start = _shared_length(prompt, last)
         self._require_content(raw, number, tools, last, start, answering)
         if start < len(prompt):
