@@ -327,7 +327,7 @@ class Jinja:
             counts = [text.count(turn.content) for turn in turns]
             if counts == [1] * len(turns):
                 _, *between = re.split("|".join(re.escape(turn.content) for turn in turns), text)
-                if between[2] == between[3] != between[1]:
+                if between[2] == between[3] and not between[1].startswith(between[3]):
                     raise DataError(
                         f"{WHERE}: the template writes the generation prompt {shorten(between[3])} after the last answer too. "
                         "Write it only if add_generation_prompt is true."

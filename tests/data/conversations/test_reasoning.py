@@ -290,3 +290,8 @@ def test_mark_around_a_complete_conversation_is_refused():
 
 def test_content_that_spells_a_mask_is_plain_text():
     assert learned(THINKS, Message("user", "\x7f0\x7f"), Message("assistant", "\x7fm0\x7f")) == ["\x7fm0\x7f<|im_end|>"]
+
+
+def test_template_without_a_generation_prompt():
+    source = "{% for m in messages %}{{ ('user: ' if m['role'] == 'user' else '') + m['content'] + '<|im_end|>' }}{% endfor %}"
+    assert learned(source, ASK, Message("assistant", "two"), ASK, Message("assistant", "")) == ["two<|im_end|>", "<|im_end|>"]
