@@ -31,10 +31,9 @@ from data_prep.conversation_forms.rows import CHANGES, SPLIT_NAME, Form, Row, co
 from data_prep.conversation_table import FORMS, Mode, Release
 from data_prep.qa_releases import json_stream
 from src.config import load as load_config
-from src.data.conversations.entries import Entry, read_entry
+from src.data.conversations.entries import Entry, check_strings, read_entry
 from src.data.conversations.refusals import refuses
 from src.data.conversations.rows import EMPTY, kind_of
-from src.data.jsonl import check_text
 from src.errors import ConfigError, DataError
 
 COMMAND = "python -m data_prep.prepare_conversations"
@@ -261,9 +260,10 @@ class _Work:
         if name not in row:
             raise missing_column(row, name, where)
         try:
-            check_text(json.dumps(row[name], allow_nan=False, ensure_ascii=False), f"{where}: column {name!r}")
+            json.dumps(row[name], allow_nan=False)
         except (TypeError, ValueError):
             raise DataError(f"{where}: column {name!r}: JSON cannot write {row[name]!r:.60}. Remove it from `keep`.") from None
+        check_strings(row[name], f"{where}: column {name!r}")
         return row[name]
 
     def _skips_negative(self, row: Row, converted: Sequence[Row], where: str) -> bool:

@@ -121,6 +121,7 @@ def test_group_with_different_values_is_refused(tmp_path: Path, capsys: pytest.C
         ([chat("a", "b", answer=1), chat("c", "d")], ["--keep", "answer"], ["rows.jsonl:2: ", "'answer'", "--columns answer=COLUMN"]),
         ([chat("a", "b")], ["--keep", "messages"], ["--keep: keep: 'messages'"]),
         ([chat("a", "b", x="\ud800")], ["--keep", "x"], ["rows.jsonl:1: column 'x': ", "\\ud800"]),
+        ([chat("a", "b", x={"y": ["a\0"]})], ["--keep", "x"], ["rows.jsonl:1: column 'x': ", "U+0000"]),
         ([chat("a", "b", x=float("nan"))], ["--keep", "x"], ["rows.jsonl:1: column 'x': "]),
         ([chat("a", "b\0c")], [], ["rows.jsonl:1: messages[1]: content: ", "U+0000", "character 1"]),
         ([chat("a", "b"), chat("a", "b", label=False)], [], ["rows.jsonl:2: label: False", "--negatives"]),
