@@ -59,7 +59,7 @@ class _Form(NamedTuple):
     """Text between the content and the end of the answer."""
 
     @classmethod
-    def of(cls, message: Any, text: str, place: int, answer: _Answer) -> "_Form | None":
+    def find(cls, message: Any, text: str, place: int, answer: _Answer) -> "_Form | None":
         """The form of an answer; None without one. place: end of the previous message."""
         for content in _forms_of(message["content"]) if place >= 0 and _is_plain(message) else ():
             begin = text.find(content, answer.begin, answer.end)
@@ -151,7 +151,7 @@ class Jinja:
             if answer is not None:
                 parts[number] = (answer.begin, answer.end, Role.ASSISTANT, answer.missing)
                 if number < len(messages) - 1:  # the template can write the last answer in another way
-                    form = form or _Form.of(raw[number], text, place, answer)
+                    form = form or _Form.find(raw[number], text, place, answer)
         spans, place = list[Span](), 0
         for begin, end, role, missing in sorted(parts.values()):
             if begin < place:

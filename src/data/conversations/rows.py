@@ -50,7 +50,7 @@ class ConversationRows(Sequence[dict[str, Any]]):
     def __getitem__(self, index: Any) -> Any:
         return [self[i] for i in range(*index.indices(len(self)))] if isinstance(index, slice) else self._rows[self._chosen[index]]
 
-    def where(self, index: int) -> str:
+    def location(self, index: int) -> str:
         """FILE:LINE of a row."""
         return f"{self._rows.path}:{self._chosen[index] + 1}"
 

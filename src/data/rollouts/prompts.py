@@ -63,7 +63,7 @@ class Prompts:
         longer = next((index for index, length in enumerate(lengths) if length > tokens), None)
         if longer is not None and (long == "refuse" or not fit):
             raise DataError(
-                f"{self._rows.where(self._chosen[longer])}: its prompt has {lengths[longer]} tokens, more than the {tokens} of "
+                f"{self._rows.location(self._chosen[longer])}: its prompt has {lengths[longer]} tokens, more than the {tokens} of "
                 "data.prompts.sequence_tokens. Make room, or write data.long_prompts: leave_out."
             )
         if not fit:
@@ -76,7 +76,7 @@ class Prompts:
     def require(self, keys: Sequence[str]) -> None:
         """Raises DataError where a prompt's row has nothing under one of `keys`, which rewards read; names the row."""
         for number, key in itertools.product(self._chosen if keys else (), keys):
-            row_entry(self._rows[number], key, self._rows.where(number))
+            row_entry(self._rows[number], key, self._rows.location(number))
 
     def __len__(self) -> int:
         return len(self._chosen)
@@ -84,13 +84,13 @@ class Prompts:
     def __getitem__(self, index: int) -> Prompt:
         number = self._chosen[index]
         row = self._rows[number]
-        entry = read_entry(row, self._rows.where(number))
+        entry = read_entry(row, self._rows.location(number))
         answered = not entry.is_prompt and not entry.replies
         messages, answer = (entry.messages[:-1], entry.messages[-1]) if answered else (entry.messages, None)
         try:
             return Prompt(render_prompt(self.renderer, self._writing, messages, answer), messages, row)
         except DataError as error:
-            raise DataError(f"{self._rows.where(number)}: {error}") from None
+            raise DataError(f"{self._rows.location(number)}: {error}") from None
 
     def collate(self, prompts: Sequence[Prompt]) -> TokenBatch:
         """Padded on the left, for `generate`."""
