@@ -27,14 +27,13 @@ from typing import Any
 
 from data_prep import command, conversation_joining, conversation_table, sources
 from data_prep.conversation_forms.columns import Columns, is_there, look_up
-from data_prep.conversation_forms.rows import JOINED, SPLIT_NAME, Form, Row, contradicts_itself, missing_column, rows_of
+from data_prep.conversation_forms.rows import CHANGES, SPLIT_NAME, Form, Row, contradicts_itself, missing_column, pop_change, rows_of
 from data_prep.conversation_table import FORMS, Mode, Release
 from data_prep.qa_releases import json_stream
 from src.config import load as load_config
-from src.data.conversations.entries import Entry, read_entry
+from src.data.conversations.entries import Entry, check_strings, read_entry
 from src.data.conversations.refusals import refuses
 from src.data.conversations.rows import EMPTY, kind_of
-from src.data.jsonl import check_text
 from src.errors import ConfigError, DataError
 
 COMMAND = "python -m data_prep.prepare_conversations"
@@ -146,7 +145,13 @@ _SKIPPED = {
     "duplicate": "of the validation split that are also in the training split",
 }
 """Rows that are not written, by the name of their count."""
-_CHANGED = {"joined": "messages joined to the previous one, of the same role", "tied": "rows with only tied replies"}
+_CHANGED = {
+    "joined": "messages joined to the previous one, of the same role",
+    "removed": "messages removed, such as those after the last answer",
+    "shortened": "messages truncated",
+    "tied": "rows with only tied replies",
+    "blank": "blank lines",
+}
 
 
 class _Work:
@@ -208,7 +213,10 @@ class _Work:
         skipped = "; ".join(f"{counts[name]:,} {text}" for name, text in _SKIPPED.items() if counts[name] or name == "unusable")
         for split in SPLITS:
             if not counts[split]:
-                raise DataError(f"{self._name}: no row for the split {split!r} of {counts['read']:,} rows. Skipped: {skipped}.")
+                raise DataError(
+                    f"{self._name}: no row for the split {split!r} of {counts['read']:,} rows. Skipped: {skipped}. Add rows, or use other "
+                    "--val_rate or --val."
+                )
         changed = "".join(f" {counts[name]:,} {text}." for name, text in _CHANGED.items() if counts[name])
         print(f"{self._name}: {counts['train']:,} train, {counts['val']:,} val, of {counts['read']:,} rows. Skipped: {skipped}.{changed}")
         return {"counts": dict(counts), "licence": self._release.licence}
@@ -224,8 +232,9 @@ class _Work:
             rows = [{**each, **copied} for each in converted if not contradicts_itself(each)]
             self._counts["contradictory"] += len(converted) - len(rows)
             for each in rows:
-                for message in each.get("messages", ()):
-                    self._counts["joined"] += message.pop(JOINED, 0) if isinstance(message, dict) else 0
+                lists = [value for name in ("messages", "replies") if isinstance(value := each.get(name), list)]
+                messages = [message for value in lists for message in value if isinstance(message, dict)]
+                self._counts.update({change: sum(pop_change(message, change) for message in messages) for change in CHANGES})
             entries = [read_entry(each, where) for each in rows]
             for each, entry in zip(rows, entries, strict=True):
                 if reason := self._reason_to_skip(each, entry):
@@ -251,9 +260,10 @@ class _Work:
         if name not in row:
             raise missing_column(row, name, where)
         try:
-            check_text(json.dumps(row[name], allow_nan=False, ensure_ascii=False), f"{where}: column {name!r}")
+            json.dumps(row[name], allow_nan=False)
         except (TypeError, ValueError):
             raise DataError(f"{where}: column {name!r}: JSON cannot write {row[name]!r:.60}. Remove it from `keep`.") from None
+        check_strings(row[name], f"{where}: column {name!r}")
         return row[name]
 
     def _skips_negative(self, row: Row, converted: Sequence[Row], where: str) -> bool:
@@ -281,7 +291,7 @@ class _Work:
 
     def _reason_to_skip(self, row: Row, entry: Entry) -> str:
         """The name of a count in `_SKIPPED`, or "" for a row to write."""
-        if kind_of(row) == EMPTY:
+        if kind_of(row) == EMPTY or (entry.replies and not any(reply.content.strip() for reply in entry.replies)):
             return "silent"
         prompts = [message for message in entry.messages if message.role in ("user", "tool")]
         if prompts and not any(message.content.strip() for message in prompts):
@@ -307,20 +317,20 @@ class _Work:
     def _rows(self, source: str) -> Iterator[tuple[str, Row]]:
         """(where, row) of a source, with the form's column names and `SPLIT_NAME`."""
         split = {SPLIT_NAME: sources.hub_id(source)[2] if source.startswith(sources.HUB) else Path(source).name.partition(".")[0]}
-        for where, row in _read(source, self._opened[source]):
+        for where, row in _read(source, self._opened[source], self._counts):
             self._counts["read"] += 1
             renamed = {name: look_up(row, column, where) for name, column in self._release.columns.items() if is_there(row, column)}
             yield where, {**split, **row, **renamed}
 
 
-def _read(source: str, rows: Any) -> Iterator[tuple[str, Row]]:
-    """(where, row) of a source. rows: those of `sources.open_rows`; None for a file."""
+def _read(source: str, rows: Any, counts: Counter[str]) -> Iterator[tuple[str, Row]]:
+    """(where, row) of a source. rows: those of `sources.open_rows`; None for a file. counts: gets the number of blank lines."""
     if rows is not None:
         yield from ((f"{source}: row {number}", dict(row)) for number, row in enumerate(rows, 1))
     elif source.endswith(".parquet"):
         yield from sources.parquet_rows(Path(source), lambda names: names)
     else:
-        yield from json_stream.records(Path(source))
+        yield from json_stream.records(Path(source), counts=counts)
 
 
 def parse_fold(text: str) -> tuple[float, float]:

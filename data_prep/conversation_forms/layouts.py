@@ -5,7 +5,18 @@ from collections.abc import Iterator, Sequence
 
 from pydantic import Field
 
-from data_prep.conversation_forms.rows import Form, Row, column, messages_of, pick, reasoning_of, text_of, up_to_last_answer
+from data_prep.conversation_forms.rows import (
+    Form,
+    Row,
+    add_change,
+    changes_of,
+    column,
+    messages_of,
+    pick,
+    reasoning_of,
+    text_of,
+    up_to_last_answer,
+)
 from src.errors import DataError
 
 _NO_INPUT = re.compile(r"\W*(input\W+)?(no ?input(\W+(is\W+)?(required|needed|necessary|provided|given))?|n/a)\W*", re.IGNORECASE)
@@ -71,14 +82,18 @@ class Pairs(Form):
             return  # one has no reply
         if context is None and rejected[:-1] != prompt:
             return  # they answer different conversations
-        yield from ({**each, **_tools(row)} for each in pair(prompt, *(_reply(talk[-1], where) for talk in (chosen, rejected))))
+        replies = [_reply(talk[-1], where) for talk in (chosen, rejected)]
+        for talk, reply in zip((chosen, rejected), replies, strict=True):
+            if talk[:-1] and talk[:-1] != prompt[1 - len(talk) :]:
+                add_change(reply, "removed", len(talk) - 1)
+        yield from ({**each, **_tools(row)} for each in pair(prompt, *replies))
 
 
 def _reply(message: Row, where: str) -> Row:
-    """The content and the reasoning of an answer."""
+    """The content and the reasoning of an answer, and the counts of its changes."""
     if message.get("tool_calls"):
         raise DataError(f"{where}: tool_calls: expected replies of text, got {str(message['tool_calls'])[:60]}. Remove the row.")
-    return {"content": message["content"], **reasoning_of(message)}
+    return {"content": message["content"], **reasoning_of(message), **changes_of(message)}
 
 
 def pair(messages: list[Row], chosen: str | Row, rejected: str | Row) -> Iterator[Row]:

@@ -13,8 +13,10 @@ Row = dict[str, Any]
 T = TypeVar("T")
 SPLIT_NAME = "split_name"
 """Column that is added to every row: the name of its split on the hub, or of its file."""
-JOINED = "joined"
-"""Key of a message that other messages of the same role were joined to: how many. Preparation counts and removes it."""
+CHANGES = ("joined", "removed", "shortened")
+"""Changes of a conversation. `add_change` counts them on a message; preparation sums the counts and removes them from the row."""
+_CHANGE = "\0"
+"""Start of the key of such a count, so that no key of a published message equals it."""
 ROLES: Mapping[str, str] = {
     "human": "user", "user": "user", "prompter": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
     "bot": "assistant", "function_call": "assistant", "system": "system", "observation": "tool", "tool": "tool", "function": "tool",
@@ -119,7 +121,7 @@ def add_message(messages: list[Row], role: str, text: str, calls: Any = None, mo
     last = messages[-1] if messages else {}
     if last.get("role") == role and role != "tool" and not calls and not more and "tool_calls" not in last:
         last["content"] += f"\n{text}"
-        last[JOINED] = last.get(JOINED, 0) + 1
+        add_change(last, "joined")
     else:
         messages.append({"role": role, "content": text, **({"tool_calls": calls} if calls else {}), **(more or {})})
 
@@ -130,9 +132,34 @@ def alternate(texts: Sequence[str]) -> list[Row]:
 
 
 def up_to_last_answer(messages: list[Row]) -> list[Row]:
-    """The messages up to the last answer."""
+    """The messages up to the last answer. Counts the rest as removed."""
     end = max((place for place, message in enumerate(messages, 1) if message["role"] == "assistant"), default=0)
+    if 0 < end < len(messages):
+        add_change(messages[end - 1], "removed", len(messages) - end)
     return messages[:end]
+
+
+def up_to_length(message: Row, characters: int) -> Row:
+    """A message truncated to `characters`, which is counted."""
+    if len(message["content"]) > characters:
+        message = {**message, "content": message["content"][:characters]}
+        add_change(message, "shortened")
+    return message
+
+
+def add_change(message: Row, change: str, count: int = 1) -> None:
+    """Add to the count of a change, one of `CHANGES`, on a message."""
+    message[_CHANGE + change] = message.get(_CHANGE + change, 0) + count
+
+
+def changes_of(message: Row) -> Row:
+    """The counts on a message, by their keys."""
+    return {key: count for key, count in message.items() if key.startswith(_CHANGE)}
+
+
+def pop_change(message: Row, change: str) -> int:
+    """Remove a count from a message."""
+    return message.pop(_CHANGE + change, 0)
 
 
 def contradicts_itself(row: Row) -> bool:

@@ -6,6 +6,7 @@ import gzip
 import json
 import re
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -16,11 +17,11 @@ from src.errors import DataError
 from src.files import reading
 
 LISTS = ("data", "Data")
-"""Members of a top-level object whose list holds the records, as in SQuAD and TriviaQA."""
+"""Members of a top-level object with the list of records, as in SQuAD and TriviaQA."""
 
 _GZIP = b"\x1f\x8b"
 _PIECE = 1 << 20
-_NEAR_END = 16  # characters: no literal, number or escape of JSON that was cut off begins further from the end
+_NEAR_END = 16  # characters: a truncated literal, number or escape of JSON is never longer
 _SPACE = " \t\n\r"
 _SPACES = re.compile(r"[ \t\n\r]*")
 _DECODER = json.JSONDecoder()
@@ -29,17 +30,18 @@ Record = dict[str, Any]
 Bytes = BinaryIO | gzip.GzipFile
 
 
-def records(path: Path, columns: Sequence[str] = ()) -> Iterator[tuple[str, Record]]:
+def records(path: Path, columns: Sequence[str] = (), counts: Counter[str] | None = None) -> Iterator[tuple[str, Record]]:
     """("FILE:LINE" or "FILE: item N", record) for all records of a file, in its order. One record is in memory at a time.
 
-    columns: members to read of a file of columns, {"name": {"0": value, "1": value}}, whose keys are in the same order in each.
+    columns: members to read from a file of columns, {"name": {"0": value, "1": value}}. Each column has its keys in the same order.
+    counts: gets the number of lines without a record as "blank".
 
     Raises:
         DataError: the file is missing, empty, cut off or damaged, or a record is no JSON object; names the file and the place.
     """
     form, key = _form(path)
     if form == "lines":
-        yield from _lines(path)
+        yield from _lines(path, counts)
     elif form == "columns":
         yield from _rows_of_columns(path, columns)
     else:
@@ -52,7 +54,7 @@ def records(path: Path, columns: Sequence[str] = ()) -> Iterator[tuple[str, Reco
 
 @contextlib.contextmanager
 def open_bytes(path: Path, packed: bool | None = None) -> Iterator[Bytes]:
-    """The bytes of a file, decompressed if it is `packed` (None: if it begins as gzip files do). Raises DataError if it is damaged."""
+    """The bytes of a file, decompressed if it is `packed` (None: if it has the signature of gzip). Raises DataError if it is damaged."""
     try:
         with reading(path, DataError):
             if packed is None:
@@ -77,7 +79,7 @@ def _form(path: Path) -> tuple[str, str | None]:
         if first == "[":
             return "list", None
         if first != "{":
-            raise DataError(f"{path}: {'empty' if not first else f'begins with {first!r}'}. Expected JSON: a list, an object, or lines.")
+            raise DataError(f"{path}: {'empty' if not first else f'starts with {first!r}'}. Expected JSON: a list, an object, or lines.")
         for key in text.members():
             first = text.peek()
             if first == "[" and key in LISTS:
@@ -92,12 +94,14 @@ def _form(path: Path) -> tuple[str, str | None]:
     return "lines", None
 
 
-def _lines(path: Path) -> Iterator[tuple[str, Record]]:
+def _lines(path: Path, counts: Counter[str] | None) -> Iterator[tuple[str, Record]]:
     with open_bytes(path) as file:
         for number, line in enumerate(file, 1):
             if line.strip():
                 where = f"{path}:{number}"
                 yield where, jsonl.parse(line, where)
+            elif counts is not None:
+                counts["blank"] += 1
 
 
 def _items(path: Path, key: str | None) -> Iterator[tuple[int, Any]]:
@@ -123,28 +127,28 @@ def _rows_of_columns(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, 
     for cells in zip_longest(*readers, fillvalue=("nothing", None)):
         keys = [key for key, _ in cells]
         if len(set(keys)) > 1:
-            raise DataError(f"{path}: the columns {', '.join(columns)} do not go on with the same row, but with {', '.join(keys)}.")
+            raise DataError(f"{path}: the columns {', '.join(columns)} have different next rows: {', '.join(keys)}. Get the file again.")
         yield f"{path}: row {keys[0]!r}", {column: value for column, (_, value) in zip(columns, cells, strict=True)}
 
 
 def _column(path: Path, column: str) -> Iterator[tuple[str, Any]]:
     with open_bytes(path) as file:
         text = _Scanner(file, path)
-        found = []
+        names = []
         for name in text.members():
-            found.append(name)
+            names.append(name)
             if name == column:
                 for key in text.members():
                     yield key, text.value()
             else:
                 text.skip()
         text.end()
-        if column not in found:
-            raise DataError(f"{path}: has no {column!r}. It holds: {', '.join(found)}.")
+        if column not in names:
+            raise DataError(f"{path}: has no {column!r}. It holds: {', '.join(names)}.")
 
 
 class _Scanner:
-    """Reads a JSON text forwards, and keeps only the current part in memory."""
+    """Reads a JSON text forwards with only the current part in memory."""
 
     def __init__(self, file: Bytes, path: Path) -> None:
         self._file = file
@@ -201,7 +205,7 @@ class _Scanner:
             except ValueError as bad:
                 raise DataError(f"{self._path}: a number cannot be read, {self._place()}: {str(bad).split(';')[0]}.") from None
             if end == len(self._text) and type(value) in {int, float} and self._more():
-                continue  # the number may go on
+                continue  # the number can continue
             self._at = end
             return value
 
@@ -241,10 +245,10 @@ class _Scanner:
             raise self._syntax_error(repr(character))
         self._at += 1
 
-    def _syntax_error(self, wanted: str) -> DataError:
+    def _syntax_error(self, expected: str) -> DataError:
         if not (got := self.peek()):
-            return DataError(f"{self._path}: ends {self._place()}, where {wanted} should follow: it is cut off. Get it again.")
-        return DataError(f"{self._path}: not valid JSON, {self._place()}: expected {wanted}, got {got!r}.")
+            return DataError(f"{self._path}: ends {self._place()}, where {expected} should follow: it is cut off. Get it again.")
+        return DataError(f"{self._path}: not valid JSON, {self._place()}: expected {expected}, got {got!r}.")
 
     def _place(self) -> str:
         return f"at character {self._passed + self._at + 1}"

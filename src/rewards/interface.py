@@ -92,10 +92,10 @@ def row_entry(row: Mapping[str, Any], key: str, where: str = "a row") -> Any:
         DataError: it has no such entry, or an empty one.
     """
     if row.get(key) in (None, "", []):
+        if key in row:
+            raise DataError(f"{where}: a reward reads {key!r}, which is {row[key]!r}. Remove the row, or fill the column.")
         keys = ", ".join(map(repr, row)) or "nothing"
-        raise DataError(
-            f"{where}: a reward reads {key!r}, which is missing or empty; the row has {keys}. Add it: prepare_conversations --keep {key}."
-        )
+        raise DataError(f"{where}: a reward reads {key!r}; the row has {keys}. Add it: prepare_conversations --keep {key}.")
     return row[key]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from data_prep import prepare_conversations
+from data_prep.conversation_forms.rows import CHANGES
 from src.errors import DataError
 from src.files import read_manifest
 from src.rewards.math import Judge
@@ -120,6 +121,7 @@ def test_group_with_different_values_is_refused(tmp_path: Path, capsys: pytest.C
         ([chat("a", "b", answer=1), chat("c", "d")], ["--keep", "answer"], ["rows.jsonl:2: ", "'answer'", "--columns answer=COLUMN"]),
         ([chat("a", "b")], ["--keep", "messages"], ["--keep: keep: 'messages'"]),
         ([chat("a", "b", x="\ud800")], ["--keep", "x"], ["rows.jsonl:1: column 'x': ", "\\ud800"]),
+        ([chat("a", "b", x={"y": ["a\0"]})], ["--keep", "x"], ["rows.jsonl:1: column 'x': ", "U+0000"]),
         ([chat("a", "b", x=float("nan"))], ["--keep", "x"], ["rows.jsonl:1: column 'x': "]),
         ([chat("a", "b\0c")], [], ["rows.jsonl:1: messages[1]: content: ", "U+0000", "character 1"]),
         ([chat("a", "b"), chat("a", "b", label=False)], [], ["rows.jsonl:2: label: False", "--negatives"]),
@@ -172,8 +174,8 @@ def test_skipped_and_joined_rows_are_counted(tmp_path: Path, capsys: pytest.Capt
     words = ["--form", "messages", "--train", write(tmp_path / "rows.jsonl", rows), "--val_rate", "0.4", "--name", "own"]
     train, val = prepare(tmp_path, *words)
     assert len(train) + len(val) == 21
-    found = counts(tmp_path / "own")
-    assert {name: found[name] for name in ("silent", "empty", "unusable", "joined")} == {
+    numbers = counts(tmp_path / "own")
+    assert {name: numbers[name] for name in ("silent", "empty", "unusable", "joined")} == {
         "silent": 2,
         "empty": 1,
         "unusable": 1,
@@ -219,3 +221,66 @@ def test_duplicates_are_in_one_split(tmp_path: Path):
     prompts = [{row["messages"][0]["content"].strip().casefold() for row in split} for split in (train, val)]
     assert len(train) + len(val) == 120
     assert not prompts[0] & prompts[1]
+
+
+def test_blank_lines_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    source = tmp_path / "rows.jsonl"
+    source.write_text("\n" + "".join(json.dumps(chat(f"{n}?", "x")) + "\n \n" for n in range(20)))
+    train, val = prepare(tmp_path, "--name", "own", "--form", "messages", "--train", str(source), "--val_rate", "0.4")
+    assert len(train) + len(val) == counts(tmp_path / "own")["read"] == 20
+    assert counts(tmp_path / "own")["blank"] == 21
+    assert "21 blank lines" in capsys.readouterr().out
+
+
+def turns(*texts: str) -> list[dict[str, str]]:
+    return [{"from": ("human", "gpt")[i % 2], "value": text} for i, text in enumerate(texts)]
+
+
+@pytest.mark.parametrize(
+    ("form", "row", "change", "count"),
+    [
+        ("messages", chat("{n}", "x", "bye"), "removed", 1),
+        ("sharegpt", {"conversations": turns("{n}", "x", "bye")}, "removed", 1),
+        ("sharegpt", {"conversations": turns("{n}", "x" * 32_769)}, "shortened", 1),
+        ("soda", {"narrative": "{n}", "dialogue": ["a", "x" * 32_769], "speakers": ["A", "B"]}, "shortened", 1),
+        ("dialogues", {name: f"\n\nHuman: {{n}}\n\nHuman: b\n\nAssistant: {name}" for name in ("chosen", "rejected")}, "joined", 1),
+        ("pairs", {"prompt": "{n}", "chosen": chat("a", "b", "c", "d")["messages"], "rejected": "e"}, "removed", 3),
+        ("pairs", {"prompt": "{n}", "chosen": [{"role": "assistant", "content": "a"}] * 2, "rejected": "e"}, "joined", 1),
+    ],
+)  # fmt: skip
+def test_changed_conversations_are_counted(form: str, row: dict[str, Any], change: str, count: int, tmp_path: Path):
+    rows = [json.loads(json.dumps(row).replace("{n}", f"{n}?")) for n in range(20)]
+    train, val = prepare(tmp_path, "--name", "own", "--form", form, "--train", write(tmp_path / "rows.jsonl", rows), "--val_rate", "0.4")
+    assert {name: counts(tmp_path / "own")[name] for name in CHANGES} == {**dict.fromkeys(CHANGES, 0), change: 20 * count}
+    messages = [message for each in (*train, *val) for message in (*each["messages"], *each.get("replies", ()))]
+    assert not {key for message in messages for key in message} - {"role", "content", "rank"}
+
+
+def test_key_named_like_a_count_stays_in_its_message(tmp_path: Path):
+    rows = [chat(f"{n}?", "x") for n in range(20)]
+    for row in rows:
+        row["messages"][0]["joined"] = "2020"
+        row |= {"messages": row["messages"][:1], "replies": [{"content": "a", "rank": 0}, {"content": "b", "rank": 1}]}
+    train, _ = prepare(tmp_path, "--name", "own", "--form", "ranked", "--train", write(tmp_path / "rows.jsonl", rows), "--val_rate", "0.4")
+    assert train[0]["messages"][0]["joined"] == "2020"
+    assert counts(tmp_path / "own")["joined"] == 0
+
+
+def test_messages_that_are_no_list_are_refused_with_their_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    rows = [{"messages": 5, "replies": [{"content": "a", "rank": 0}]}]
+    prepare(tmp_path, "--name", "own", "--form", "ranked", "--train", write(tmp_path / "rows.jsonl", rows), code=1)
+    assert "rows.jsonl:1: " in capsys.readouterr().err
+
+
+def test_blank_replies_are_skipped(tmp_path: Path):
+    rows = [{"prompt": f"{n}?", "chosen": "a", "rejected": "b"} for n in range(20)] + [{"prompt": "?", "chosen": " ", "rejected": ""}]
+    prepare(tmp_path, "--name", "own", "--form", "pairs", "--train", write(tmp_path / "rows.jsonl", rows), "--val_rate", "0.4")
+    assert counts(tmp_path / "own")["silent"] == 1
+
+
+def test_reasoning_in_the_form_of_sharegpt_reaches_prepared_rows(tmp_path: Path):
+    rows = [{"conversations": [{"from": "human", "value": f"{n}?"}, {"from": "gpt", "value": "5", "thinking": "Hm"}]} for n in range(20)]
+    train, val = prepare(
+        tmp_path, "--name", "own", "--form", "sharegpt", "--train", write(tmp_path / "rows.jsonl", rows), "--val_rate", "0.4"
+    )
+    assert {row["messages"][1].get("thinking") for row in (*train, *val)} == {"Hm"}

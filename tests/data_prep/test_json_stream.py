@@ -43,7 +43,7 @@ def test_every_form_gives_its_records(tmp_path, form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_pieces_may_end_anywhere(tmp_path, form, small_pieces):
+def test_pieces_can_end_anywhere(tmp_path, form, small_pieces):
     assert [record for _, record in read(tmp_path, FORMS[form])] == RECORDS
 
 
@@ -83,7 +83,7 @@ def test_a_gzip_file_that_is_cut_off_or_damaged_is_refused(tmp_path):
     ("text", "message"),
     [
         ("", "file.json: empty. Expected JSON: a list, an object, or lines."),
-        ("question,answer", "file.json: begins with 'q'. Expected JSON"),
+        ("question,answer", "file.json: starts with 'q'. Expected JSON"),
         ('[{"a": 1}, {"a" 2}]' + " " * 40, "file.json: not valid JSON, at character 17: Expecting ':' delimiter."),
         ('[{"a": 1} {"a": 2}]', "file.json: not valid JSON, at character 11: expected ',', got '{'."),
         ('[{"a": 1}, {"a": 2', "file.json: ends within a value, at character 19: it is cut off. Get it again."),
@@ -97,7 +97,7 @@ def test_a_gzip_file_that_is_cut_off_or_damaged_is_refused(tmp_path):
         ('[{"a": %s}]' % ("1" * 5000), "file.json: a number cannot be read, at character 2: Exceeds the limit"),
     ],
 )
-def test_what_is_wrong_is_named_with_its_place(tmp_path, text, message):
+def test_wrong_files_are_refused_with_the_place(tmp_path, text, message):
     with pytest.raises(DataError, match=re.escape(message)):
         read(tmp_path, text)
 
@@ -105,9 +105,9 @@ def test_what_is_wrong_is_named_with_its_place(tmp_path, text, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"n": {"0": 1, "1": 2}, "q": {"1": "b", "0": "a"}}', "the columns n, q do not go on with the same row, but with 0, 1."),
-        ('{"n": {"0": 1, "1": 2}, "q": {"0": "a"}}', "not go on with the same row, but with 1, nothing."),
-        ('{"n": {"0": 1}, "q": {"0": "a", "1": "b"}}', "not go on with the same row, but with nothing, 1."),
+        ('{"n": {"0": 1, "1": 2}, "q": {"1": "b", "0": "a"}}', "the columns n, q have different next rows: 0, 1."),
+        ('{"n": {"0": 1, "1": 2}, "q": {"0": "a"}}', "different next rows: 1, nothing."),
+        ('{"n": {"0": 1}, "q": {"0": "a", "1": "b"}}', "different next rows: nothing, 1."),
         ('{"n": {"0": 1}}', "has no 'q'. It holds: n."),
         (COLUMN_TEXT + "]", "not valid JSON, at character 103: expected the end of the file, got ']'."),
     ],
@@ -129,7 +129,7 @@ def test_a_byte_order_mark_is_no_character(tmp_path):
     assert [record for _, record in read(tmp_path, b'\xef\xbb\xbf{"a": 1}\n')] == [{"a": 1}]
 
 
-def test_a_long_list_is_never_whole_in_memory(tmp_path):
+def test_a_long_list_is_never_completely_in_memory(tmp_path):
     path = tmp_path / "file.json"
     path.write_text("[" + ", ".join(json.dumps({"text": "x" * 4000, "n": i}) for i in range(5000)) + "]")
     assert path.stat().st_size > 20_000_000

@@ -40,8 +40,8 @@ def _rewards_of_tests() -> Iterator[None]:
 
 def project(folder: Path, exp: dict[str, Any]) -> Path:
     """A project whose group "x" is one experiment, and which knows the rewards of tests."""
-    known = "from src.registry import REWARDS\nREWARDS.modules['letters'] = 'tests.rl.letters'\n"
-    root = toy.project(folder, f"{known}EXP_GROUPS = {{'x': [{exp!r}]}}\n")
+    code = "from src.registry import REWARDS\nREWARDS.modules['letters'] = 'tests.rl.letters'\n"
+    root = toy.project(folder, f"{code}EXP_GROUPS = {{'x': [{exp!r}]}}\n")
     (root / "tests").symlink_to(ROOT / "tests")
     return root
 
@@ -71,8 +71,8 @@ def rollouts(run: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_row_says_what_rollouts_are_worth(folder: Path, name: str):
     row = toy.rows(folder, exp_id(RECIPES[name]))[-1]
-    wanted = {"reward", "reward/letters", "answer_tokens", "ended", "entropy", "clipped", "em_mean@2", "em_mean@2_interval", "em_pass@2"}
-    assert wanted | ({"kl", "kl_weight", "explained_variance", "value_loss"} if name == "ppo" else {"equal_groups"}) <= row.keys()
+    names = {"reward", "reward/letters", "answer_tokens", "ended", "entropy", "clipped", "em_mean@2", "em_mean@2_interval", "em_pass@2"}
+    assert names | ({"kl", "kl_weight", "explained_variance", "value_loss"} if name == "ppo" else {"equal_groups"}) <= row.keys()
     assert 0 <= row["reward"] <= 1
     assert 1 <= row["answer_tokens"] <= 4
     perf = [json.loads(line) for line in (run_of(folder, RECIPES[name]) / "perf.jsonl").read_text().splitlines()]
@@ -81,11 +81,11 @@ def test_a_row_says_what_rollouts_are_worth(folder: Path, name: str):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_each_iteration_is_recorded_once(folder: Path, name: str):
-    found = rollouts(run_of(folder, RECIPES[name]))
+    samples = rollouts(run_of(folder, RECIPES[name]))
     steps = 4  # of an iteration: 2 passes over 16 rollouts, 8 at a time
-    assert [(row["step"], row["iteration"]) for row in found] == [(i * steps, i) for i in range(2) for _ in range(16)]
+    assert [(row["step"], row["iteration"]) for row in samples] == [(i * steps, i) for i in range(2) for _ in range(16)]
     if name == "grpo":
-        assert all(len({row["prompt"] for row in found[first : first + 8]}) == 1 for first in range(0, 32, 8)), "groups of one prompt"
+        assert all(len({row["prompt"] for row in samples[first : first + 8]}) == 1 for first in range(0, 32, 8)), "groups of one prompt"
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -95,11 +95,11 @@ def test_resume_from_any_step_of_an_iteration_is_bit_exact(folder: Path, tmp_pat
     world = tmp_path / "world"
     shutil.copytree(folder, world)
     run = run_of(world, exp)
-    wanted, told = weights(run), rollouts(run)
+    expected, samples = weights(run), rollouts(run)
     assert interventions.main(["rewind", str(run), "--to", str(step), "--why", "a test"]) == 0
     assert toy.main(["-e", "x"], {"x": [exp]}, world) == 0
-    assert weights(run) == wanted
-    assert rollouts(run) == told
+    assert weights(run) == expected
+    assert rollouts(run) == samples
 
 
 def test_a_kl_of_the_reference_is_0_where_nothing_was_learned(folder: Path):
@@ -170,7 +170,7 @@ def test_a_prompt_longer_than_its_room_is_refused_or_left_out(folder: Path, tmp_
     talk.write_rows(tmp_path / "world/data/asked", {"train": [short, long, short], "val": [talk.row("1?", "one")] * 4})
     exp = override(GRPO, {"data.prompts": {**TALK, "corpus": "asked"}})
     assert toy.main(["-e", "x"], {"x": [exp]}, tmp_path / "world") == 1
-    assert "row 1: its prompt has" in capsys.readouterr().err
+    assert "train.jsonl:2: its prompt has" in capsys.readouterr().err
     without = override(exp, {"data.long_prompts": "leave_out"})
     assert toy.main(["-e", "x"], {"x": [without]}, tmp_path / "world") == 0
     assert {row["prompt"] for row in rollouts(run_of(tmp_path / "world", without))} == {"b"}
@@ -181,16 +181,16 @@ def test_row_without_the_key_of_a_reward_is_refused_before_the_start(
 ):
     shutil.copytree(folder / "data", tmp_path / "data")
     shutil.copytree(folder / "runs", tmp_path / "runs")
-    asked = [{"prompt": [{"role": "user", "content": "1?"}], **more} for more in ({"answer": "one"}, {}, {"answer": "two"})]
-    talk.write_rows(tmp_path / "data/asked", {"train": asked, "val": [talk.row("1?", "one")] * 4})
+    prompts_only = [{"prompt": [{"role": "user", "content": "1?"}], **more} for more in ({"answer": "one"}, {}, {"answer": "two"})]
+    talk.write_rows(tmp_path / "data/asked", {"train": prompts_only, "val": [talk.row("1?", "one")] * 4})
     exp = override(GRPO, {"data.prompts": {**TALK, "corpus": "asked"}, "rewards": [{"name": "letters", "reads": "answer"}]})
     for words in (["--dry-run"], []):
         assert toy.main(["-e", "x", *words], {"x": [exp]}, tmp_path) == 1
-        assert "asked: row 1: a reward reads 'answer', which is missing or empty; the row has 'prompt'." in capsys.readouterr().err
+        assert "asked/train.jsonl:2: a reward reads 'answer'; the row has 'prompt'." in capsys.readouterr().err
     monkeypatch.setattr(prompts, "_LOOKED_AT", 1)  # a large file is looked through when it is opened
     assert toy.main(["-e", "x", "--dry-run"], {"x": [exp]}, tmp_path) == 0
     assert toy.main(["-e", "x"], {"x": [exp]}, tmp_path) == 1
-    assert "asked: row 1: a reward reads 'answer'" in capsys.readouterr().err
+    assert "asked/train.jsonl:2: a reward reads 'answer'" in capsys.readouterr().err
     assert not (run_of(tmp_path, exp) / "rollouts.jsonl").exists()
 
 
@@ -206,10 +206,10 @@ def test_values_can_come_from_a_separate_model(folder: Path, tmp_path: Path):
     assert not torch.equal(policy, before[name])
     assert not torch.equal(critic, before[name])
     assert not torch.equal(policy, critic)
-    wanted = weights(run)
+    expected = weights(run)
     assert interventions.main(["rewind", str(run), "--to", "6", "--why", "a test"]) == 0
     assert toy.main(["-e", "x"], {"x": [exp]}, tmp_path / "world") == 0
-    assert weights(run) == wanted
+    assert weights(run) == expected
 
 
 @pytest.mark.slow
@@ -218,10 +218,10 @@ def test_answers_of_continuous_batches_are_learned_from(folder: Path, tmp_path: 
     exp = override(GRPO, {"data.sampling": {"batching": "continuous"}, "data.generation_batch": 16, "loop.steps": 1, "loop.eval_every": 1})
     shutil.copytree(folder, tmp_path / "world")
     assert toy.main(["-e", "x"], {"x": [exp]}, tmp_path / "world") == 0
-    found = rollouts(run_of(tmp_path / "world", exp))
-    assert len(found) == 16
-    assert len({row["answer"] for row in found}) > 4
-    assert all(1 <= row["answer_tokens"] <= 4 for row in found)
+    samples = rollouts(run_of(tmp_path / "world", exp))
+    assert len(samples) == 16
+    assert len({row["answer"] for row in samples}) > 4
+    assert all(1 <= row["answer_tokens"] <= 4 for row in samples)
     shutil.copytree(folder, tmp_path / "shared")
     done = toy.run(project(tmp_path / "shared", exp), ["-e", "x", "--fsdp"], tmp_path / "shared", processes=2)
     assert done.returncode == 1
@@ -235,9 +235,9 @@ def test_draws_of_an_evaluation_do_not_depend_on_the_micro_batch(folder: Path, t
     exps = [{**SFT, "model": ref(SFT), "evaluation": {"micro_batch": size}, "sampled": sampled} for size in (2, 4, 8)]
     exps = [{key: value for key, value in exp.items() if key != "loop"} for exp in exps]
     assert toy.main(["-e", "x"], {"x": exps}, tmp_path / "world") == 0
-    found = [toy.rows(tmp_path / "world", exp_id(exp))[-1] for exp in exps]
-    assert 0 < found[0]["digest_mean@2"] < 1
-    assert [row["digest_mean@2"] for row in found] == [found[0]["digest_mean@2"]] * 3
+    samples = [toy.rows(tmp_path / "world", exp_id(exp))[-1] for exp in exps]
+    assert 0 < samples[0]["digest_mean@2"] < 1
+    assert [row["digest_mean@2"] for row in samples] == [samples[0]["digest_mean@2"]] * 3
 
 
 def test_a_reward_model_with_another_vocabulary_needs_a_template(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -247,8 +247,8 @@ def test_a_reward_model_with_another_vocabulary_needs_a_template(folder: Path, t
     exp = override(GRPO, {"rewards": [{"name": "reward_model", "model": judge}]})
     assert toy.main(["-e", "x"], {"x": [exp]}, tmp_path / "world") == 1
     assert "another vocabulary than the policy" in capsys.readouterr().err
-    told = override(exp, {"rewards": [{"name": "reward_model", "model": judge, "template": "oasst"}]})
-    assert toy.main(["-e", "x"], {"x": [told]}, tmp_path / "world") == 0
+    exp_on_text = override(exp, {"rewards": [{"name": "reward_model", "model": judge, "template": "oasst"}]})
+    assert toy.main(["-e", "x"], {"x": [exp_on_text]}, tmp_path / "world") == 0
 
 
 def test_a_reward_model_reads_the_longest_rollout(folder: Path, capsys: pytest.CaptureFixture[str]):
@@ -274,10 +274,10 @@ def test_run_without_its_server_stops_with_code_75(folder: Path, tmp_path: Path,
     assert toy.main(["-e", "x"], {"x": [JUDGED]}, tmp_path / "world") == 0
 
 
-@pytest.mark.parametrize("found", [[1.0], [1.0, math.nan], [1.0, "2"], "12", None, [True, 1.0], [1.0, math.inf], [1.0, 10**400]])
-def test_a_reward_that_gives_no_numbers_is_named(found: object):
+@pytest.mark.parametrize("samples", [[1.0], [1.0, math.nan], [1.0, "2"], "12", None, [True, 1.0], [1.0, math.inf], [1.0, 10**400]])
+def test_a_reward_that_gives_no_numbers_is_named(samples: object):
     with pytest.raises(RunError, match="reward 'mine'"):
-        require_scores("mine", found, 2)
+        require_scores("mine", samples, 2)
 
 
 LEARNING = {"loop.learning_rate": 1e-2, "data.rollouts": 64, "data.generation_batch": 64, "loop.sequences_per_step": 64}
@@ -303,9 +303,9 @@ def test_a_known_optimum_is_reached_and_noise_moves_nothing(folder: Path, tmp_pa
     assert toy.main(["-e", "x"], {"x": [*learned, noisy]}, tmp_path) == 0
 
     def share(exp: dict[str, Any], last: bool) -> float:
-        found = rollouts(run_of(tmp_path, exp))
-        wanted = (max if last else min)(row["iteration"] for row in found)
-        texts = [row["answer"] for row in found if row["iteration"] == wanted]
+        samples = rollouts(run_of(tmp_path, exp))
+        iteration = (max if last else min)(row["iteration"] for row in samples)
+        texts = [row["answer"] for row in samples if row["iteration"] == iteration]
         return sum("a" <= text[:1] <= "z" for text in texts) / len(texts)
 
     for exp in learned:
@@ -332,16 +332,16 @@ def test_a_training_that_is_killed_ends_with_the_same_bits(folder: Path, tmp_pat
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_any_number_of_processes_draws_the_same_rollouts(folder: Path, tmp_path: Path, name: str):
-    found = {}
+    samples = {}
     exp = override(RECIPES[name], {"loop.steps": 1, "loop.eval_every": 1, "data.generation_batch": 6})  # three batches: some only keep step
     for processes in (1, 2, 4):
         world = tmp_path / str(processes)
         shutil.copytree(folder, world)
         done = toy.run(project(world, exp), ["-e", "x"], world, processes)
         assert done.returncode == 0, done.stderr
-        found[processes] = rollouts(run_of(world, exp))
+        samples[processes] = rollouts(run_of(world, exp))
     for processes in (2, 4):
-        for one, other in zip(found[1], found[processes], strict=True):
+        for one, other in zip(samples[1], samples[processes], strict=True):
             assert (one["prompt"], one["answer"]) == (other["prompt"], other["answer"])
             assert {k: v for k, v in other.items() if isinstance(v, float)} == pytest.approx(
                 {k: v for k, v in one.items() if isinstance(v, float)}, abs=1e-6
@@ -381,16 +381,16 @@ def test_every_mode_of_two_processes_makes_the_same_rollouts(folder: Path, tmp_p
     off = {"reference": "adapters_off"}
     changes = {"model.base": LORA, "ppo.kl": off} if name == "ppo" else {"model": LORA, "grpo": {"kl_weight": 0.1, **off}}
     exp = override(RECIPES[name], changes)
-    found, rows = {}, {}
+    samples, rows = {}, {}
     for mode, words in MODES.items():
         world = tmp_path / mode
         shutil.copytree(folder, world)
         done = toy.run(project(world, exp), ["-e", "x", *words], world, processes=2)
         assert done.returncode == 0, (mode, done.stderr[-3000:])
-        found[mode] = [(row["prompt"], row["answer"]) for row in rollouts(run_of(world, exp)) if row["iteration"] == 0]
+        samples[mode] = [(row["prompt"], row["answer"]) for row in rollouts(run_of(world, exp)) if row["iteration"] == 0]
         rows[mode] = toy.rows(world, exp_id(exp))[0]
     for mode in MODES:
-        assert found[mode] == found["replicated"], mode
+        assert samples[mode] == samples["replicated"], mode
         assert rows[mode]["train_loss"] == pytest.approx(rows["replicated"]["train_loss"], rel=1e-3, abs=1e-4), mode
 
 
@@ -457,9 +457,9 @@ def test_an_entropy_bonus_has_a_gradient_and_its_absence_none():
     batch = {"input_ids": torch.tensor([[0, 1, 2]]), "attention_mask": torch.ones(1, 3, dtype=torch.bool)}
     model = Model()
     assert not score_tokens(model, batch).entropies.requires_grad
-    found = score_tokens(model, batch, temperature=2.0, entropy_gradient=True)
-    assert found.entropies.requires_grad
+    samples = score_tokens(model, batch, temperature=2.0, entropy_gradient=True)
+    assert samples.entropies.requires_grad
     halved = torch.distributions.Categorical(logits=model.table[torch.tensor([0, 1])] / 2)
-    assert torch.allclose(found.entropies[0, 1:], halved.entropy())
-    assert torch.allclose(found.logps[0, 1:], halved.log_prob(torch.tensor([1, 2])))
-    assert found.logps[0, 0] == 0
+    assert torch.allclose(samples.entropies[0, 1:], halved.entropy())
+    assert torch.allclose(samples.logps[0, 1:], halved.log_prob(torch.tensor([1, 2])))
+    assert samples.logps[0, 0] == 0

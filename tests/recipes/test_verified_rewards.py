@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,9 @@ def read_experiment() -> dict[str, Any]:
     return override(exp, small)
 
 
-def prepare(folder: Path) -> None:
+def prepare(folder: Path, rows: Sequence[dict[str, Any]] = GSM8K) -> None:
     source = folder / "rows.jsonl"
-    source.write_text("".join(json.dumps(row) + "\n" for row in GSM8K))
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert prepare_conversations.main(["--name", "gsm8k", "--train", str(source), "--data_path", str(folder / "data")]) == 0
     talk.tokenizer().save_pretrained(folder / "data" / "talk_tokenizer")
 
@@ -69,6 +70,27 @@ def test_grpo_learns_from_reward_math_on_prepared_rows(tmp_path: Path):
         assert {json.loads(line)["reward/math"] for line in lines} == {0, 1}
 
 
+def test_grpo_learns_from_reward_math_on_rows_of_gsm8k(shared_data: Path, tmp_path: Path):
+    """Short rows with one of two answers, which a small model learns to guess."""
+    lines = (shared_data / "instruct" / "gsm8k" / "train.jsonl").read_text().splitlines()
+    rows = [row for row in map(json.loads, lines) if len(row["question"]) < 140 and row["answer"].endswith(("\n#### 6", "\n#### 10"))]
+    prepare(tmp_path, rows)
+    guesses = tmp_path / "data" / "guesses"
+    guesses.mkdir()
+    for split in ("train", "val"):
+        prepared = [json.loads(line) for line in (tmp_path / "data" / "gsm8k" / f"{split}.jsonl").read_text().splitlines()]
+        answers = ["#### " + row["answer"].rpartition("#### ")[2] for row in prepared]
+        guessed = [
+            {"messages": [row["messages"][0], {"role": "assistant", "content": a}]} for row, a in zip(prepared, answers, strict=True)
+        ]
+        (guesses / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in guessed))
+    sft = override(SFT, {"data.corpus": "guesses", "data.sequence_tokens": 192, "model.max_positions": 224, "loop.steps": 80})
+    exp = override(read_experiment(), {"model": ref(sft), "data.prompts.sequence_tokens": 160, "loop.steps": 4})
+    assert toy.main(["-e", "all"], {"all": [sft, exp]}, tmp_path) == 0
+    lines = (tmp_path / "runs" / exp_id(exp) / "rollouts.jsonl").read_text().splitlines()
+    assert {json.loads(line)["reward/math"] for line in lines} == {0, 1}
+
+
 @pytest.mark.parametrize("reward", [{"name": "math"}, {"name": "python", "by": "value"}, {"name": "python", "by": "tests"}])
 def test_rows_without_the_column_are_refused_before_training(reward: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     prepare(tmp_path)
@@ -79,7 +101,7 @@ def test_rows_without_the_column_are_refused_before_training(reward: dict[str, A
     path.write_text("".join(json.dumps({name: row[name] for name in row if name != key}) + "\n" for row in rows))
     exp = override(read_experiment(), {"rewards": [reward]})
     assert toy.main(["-e", "all", "--dry-run"], {"all": [SFT, exp]}, tmp_path) == 1
-    assert f"gsm8k: row 0: a reward reads '{key}'" in capsys.readouterr().err
+    assert f"gsm8k/train.jsonl:1: a reward reads '{key}'" in capsys.readouterr().err
 
 
 @needs_bubblewrap

@@ -155,7 +155,7 @@ class Conversations:
     def _choose(self) -> Sequence[int]:
         """Numbers of the rows that are read."""
         if prompts := self._rows.numbers_of(PROMPT):
-            raise DataError(f"{self._name}: row {prompts[0]} is a prompt without an answer. Use data 'rollouts', or add an answer.")
+            raise DataError(f"{self._rows.location(prompts[0])}: a prompt without an answer. Use data 'rollouts', or add an answer.")
         total = range(len(self._rows))
         saying = total if self.config.learn_all else self._rows.numbers_of(EMPTY, others=True)
         if not saying:
@@ -184,7 +184,7 @@ class Conversations:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         config, row = self.config, self._chosen[index]
-        entry = read_entry(self._rows[row], f"{self._name}: row {row}")
+        entry = read_entry(self._rows[row], self._rows.location(row))
         key = None if self._seed is None else (self._seed, epoch, index)
         if entry.text is not None:
             return window(self.renderer.render_text(entry.text), config.sequence_tokens, 0.0, None)
@@ -194,14 +194,14 @@ class Conversations:
         try:
             whole = self.renderer.render(messages, tags)
         except DataError as error:
-            raise DataError(f"{self._name}: row {row}: {error}") from None
+            raise DataError(f"{self._rows.location(row)}: {error}") from None
         return window(whole, config.sequence_tokens, config.random_offset, (lambda: draws("window", *key)) if key else None)
 
     def _another_answer(self, index: int, entry: Entry) -> Sequence[Message]:
         """The conversation with the assistant's last answer from another, the same in every epoch."""
         messages = entry.conversation
         other = (index + draws("answers", self._seed, index).randrange(1, len(self))) % len(self) if len(self) > 1 else index
-        others = read_entry(self._rows[self._chosen[other]], f"{self._name}: row {self._chosen[other]}").conversation
+        others = read_entry(self._rows[self._chosen[other]], self._rows.location(self._chosen[other])).conversation
         place = max(place for place, message in enumerate(messages) if message.role == "assistant")
         answer = next((message for message in reversed(others) if message.role == "assistant"), messages[place])
         return [*messages[:place], replace(answer, tags={}, tools=()), *messages[place + 1 :]]
@@ -229,7 +229,7 @@ class Conversations:
     def row(self, index: int) -> dict[str, Any]:
         """The last question of conversation `index` and its answer."""
         row = self._chosen[self._answered[index]]
-        *before, answer = read_entry(self._rows[row], f"{self._name}: row {row}").messages
+        *before, answer = read_entry(self._rows[row], self._rows.location(row)).messages
         return {"question": before[-1].written, "answer": answer.written, "context": "", "dataset": self.config.corpus}
 
     def source(self, index: int) -> str:

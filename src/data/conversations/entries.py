@@ -198,16 +198,16 @@ def _objects(raw: Any, where: str) -> list[dict[str, Any]]:
     value = _parse_json(raw, where) if isinstance(raw, str) else raw
     if value is not None and not (isinstance(value, list) and all(isinstance(each, dict) for each in value)):
         raise DataError(f"{where}: expected a list of objects, got {raw!r:.60} ({type(raw).__name__}).")
-    _check_strings(value, where)
+    check_strings(value, where)
     return value or []
 
 
-def _check_strings(value: Any, where: str) -> None:
+def check_strings(value: Any, where: str) -> None:
     """Raises DataError if a string within JSON cannot be encoded or has NUL."""
     if isinstance(value, str):
         _text(value, where)
     for part in [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ():
-        _check_strings(part, where)
+        check_strings(part, where)
 
 
 def _call(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -217,7 +217,7 @@ def _call(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     arguments = _parse_json(value, f"{where}: arguments") if isinstance(value, str) else value
     if not isinstance(name, str) or not isinstance(arguments, dict):
         raise DataError(f"{where}: expected the name of a tool, and its arguments as an object; got {raw!r:.80}.")
-    _check_strings(arguments, f"{where}: arguments")
+    check_strings(arguments, f"{where}: arguments")
     return {"name": name, "arguments": arguments}
 
 

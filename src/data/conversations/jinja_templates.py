@@ -19,8 +19,8 @@ log = logging.getLogger(__name__)
 WHERE = "data.writing.template"
 _CONTROL = r"<\|[^|\s]+\|>"
 _MASK = "\x7f"
-"""Surrounds the number of a masked text, and "m" and the number of a marked message. JSON does not escape it."""
-_MARK = re.compile(f"{_MASK}m([0-9]+){_MASK}")
+"""Surrounds the number of a masked text; twice before "m" and the number of a marked message. JSON does not escape it."""
+_MARK = re.compile(f"{_MASK}{_MASK}m([0-9]+){_MASK}")
 _GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")
 _DATE = {"%Y": "2025", "%y": "25", "%m": "01", "%d": "01", "%B": "January", "%b": "Jan", "%A": "Wednesday", "%a": "Wed", "%H": "00"}
 _FIXED_DATE = (
@@ -45,6 +45,55 @@ class _Answer(NamedTuple):
     """Blanks of the generation prompt that the template strips before an empty answer."""
 
 
+class _Form(NamedTuple):
+    """The text around an answer without reasoning and calls, after which another message follows.
+
+    Earlier answers of the conversation with the same text around them need no rendering of their own, so time is linear in the messages.
+    """
+
+    lead: str
+    """Text between the previous message and the content."""
+    prompt: int
+    """Length of its part before the answer."""
+    end: str
+    """Text between the content and the end of the answer."""
+
+    @classmethod
+    def find(cls, message: Any, text: str, place: int, answer: _Answer) -> "_Form | None":
+        """The form of an answer; None without one. place: end of the previous message."""
+        for content in _forms_of(message["content"]) if place >= 0 and _is_plain(message) else ():
+            begin = text.find(content, answer.begin, answer.end)
+            if begin >= 0:
+                return cls(text[place:begin], answer.begin - place, text[begin + len(content) : answer.end])
+        return None
+
+    def match(self, message: Any, text: str, place: int, regions: Sequence[tuple[int, int]]) -> _Answer | None:
+        """The answer after `place`; None if it has another form. regions: those within {% generation %}."""
+        if place < 0 or not _is_plain(message) or not text.startswith(self.lead, place):
+            return None
+        begin = place + len(self.lead)
+        for content in _forms_of(message["content"]):
+            end = begin + len(content) + len(self.end)
+            if text.startswith(content + self.end, begin) and (not regions or any(one <= begin and end <= two for one, two in regions)):
+                return _Answer(place + self.prompt, end)
+        return None
+
+
+def _is_plain(message: Any) -> bool:
+    """Whether an answer is only text, without reasoning, which templates can move or drop."""
+    return (
+        bool(message["content"].strip())
+        and not message.get("tool_calls")
+        and not message.get("reasoning_content")
+        and ("think>" not in message["content"])
+    )
+
+
+def _forms_of(content: str) -> tuple[str, ...]:
+    """A content as templates write it."""
+    return content, content.strip(), content.lstrip(), content.rstrip()
+
+
 class _Unlearnable(Exception):
     """Why an answer does not continue its generation prompt."""
 
@@ -65,6 +114,7 @@ class Jinja:
         names = {*tokens.values(), *controls, *re.findall(_CONTROL, source)} - {""}
         longest_first = sorted(names, key=lambda name: (-len(name), name))  # a name must not hide a longer one
         self._controls = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self.opening: Sequence[Message] = ()
         self._in_parts = False
         """Whether the template reads content as a list of parts, as those of vision models do."""
         self._check()
@@ -83,19 +133,31 @@ class Jinja:
         if tools and text == self._fill(raw, None, answering)[0]:
             raise DataError(f"{WHERE}: the template writes no tools. Remove them, or take another template.")
         parts = self._locate(raw, tools, answering, text)
-        for number, message in enumerate(messages):
-            if message.role == "assistant":
-                try:
-                    answer = self._answer(raw, number, tools, text, regions, answering)
-                except _Unlearnable as reason:
-                    if number == len(messages) - 1:
-                        raise DataError(f"{WHERE}: {reason}") from None
-                    continue
-                if answer is not None:
-                    parts.append((answer.begin, answer.end, Role.ASSISTANT, answer.missing))
+        before = {number: end for number, (_, end, _, _) in parts.items()}
+        form: _Form | None = None
+        for number in reversed(range(len(messages))):
+            if messages[number].role != "assistant":
+                continue
+            place = before.get(number - 1, -1)
+            if form is not None and (answer := form.match(raw[number], text, place, regions)):
+                parts[number] = (answer.begin, answer.end, Role.ASSISTANT, "")
+                continue
+            try:
+                answer = self._answer(raw, number, tools, text, regions, answering)
+            except _Unlearnable as reason:
+                if number == len(messages) - 1:
+                    raise DataError(f"{WHERE}: {reason}") from None
+                continue
+            if answer is not None:
+                parts[number] = (answer.begin, answer.end, Role.ASSISTANT, answer.missing)
+                if number < len(messages) - 1:  # the template can write the last answer in another way
+                    form = form or _Form.find(raw[number], text, place, answer)
         spans, place = list[Span](), 0
-        for begin, end, role, missing in sorted(parts):
-            assert place <= begin <= end, "an answer follows the messages of its prompt"
+        for begin, end, role, missing in sorted(parts.values()):
+            if begin < place:
+                marks = " within {% generation %}" if self.marks_answers else ""
+                advice = "Mark only answers" if self.marks_answers else "Take one that writes messages in order"
+                raise DataError(f"{WHERE}: an answer{marks} overlaps another message: {shorten(text[begin:place])}. {advice}.")
             spans += [Span(text[place:begin] + missing, Role.TEMPLATE, True), Span(text[begin:end], role, True)]
             place = end
         return [part for span in (*spans, Span(text[place:], Role.TEMPLATE, True)) for part in mask.restore(span)]
@@ -111,7 +173,8 @@ class Jinja:
         """
         message = raw[number]
         prompt = self._fill(raw[:number], tools, answering=True)[0]
-        last, of_last = self._fill(raw[: number + 1], tools)
+        is_all = number + 1 == len(raw) and not answering
+        last, of_last = (text, regions) if is_all else self._fill(raw[: number + 1], tools)
         start = _shared_length(prompt, last)
         self._require_content(raw, number, tools, last, start, answering)
         if start < len(prompt):
@@ -172,14 +235,14 @@ class Jinja:
             "Take a template that writes both the same."
         )
 
-    def _locate(self, raw: Sequence[Any], tools: Any, answering: bool, text: str) -> list[tuple[int, int, Role, str]]:
-        """Places in `text` of the messages that are not answers.
+    def _locate(self, raw: Sequence[Any], tools: Any, answering: bool, text: str) -> dict[int, tuple[int, int, Role, str]]:
+        """Places in `text` of the messages that are not answers, by their numbers.
 
         Raises:
             DataError: the template omits or repeats one.
         """
         marked = [
-            {**message, "content": f"{_MASK}m{number}{_MASK}"} if message["role"] != "assistant" and message["content"] else message
+            {**message, "content": f"{_MASK}{_MASK}m{number}{_MASK}"} if message["role"] != "assistant" and message["content"] else message
             for number, message in enumerate(raw)
         ]
         first, *pieces = _MARK.split(self._fill(marked, tools, answering)[0])
@@ -188,14 +251,15 @@ class Jinja:
         if sorted(numbers) != expected:
             written = f"messages {' '.join(map(str, numbers)) or 'none'} of {' '.join(map(str, expected))}"
             raise DataError(f"{WHERE}: the template writes {written}. Take one that writes each message once.")
-        parts, place = list[tuple[int, int, Role, str]](), len(first)
+        parts, place = dict[int, tuple[int, int, Role, str]](), len(first)
         for number, following in zip(numbers, pieces[1::2], strict=True) if text.startswith(first) else ():
             content = raw[number]["content"]
-            forms = (content, content.strip(), content.lstrip(), content.rstrip(), json_line(content)[1:-1])
-            form = next((form for form in forms if text.startswith(form + following, place)), None)
+            form = next(
+                (form for form in (*_forms_of(content), json_line(content)[1:-1]) if text.startswith(form + following, place)), None
+            )
             if form is None:  # the template reads contents: the rest has the role of the template
                 break
-            parts.append((place, place + len(form), ROLE_OF[raw[number]["role"]], ""))
+            parts[number] = (place, place + len(form), ROLE_OF[raw[number]["role"]], "")
             place += len(form) + len(following)
         return parts
 
@@ -205,7 +269,6 @@ class Jinja:
         Raises:
             DataError: the template fails.
         """
-        from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
         if self._in_parts:
@@ -220,31 +283,41 @@ class Jinja:
                 return_assistant_tokens_mask=self.marks_answers,
                 **more,
             )
-        except (TemplateError, TypeError, KeyError, IndexError, AttributeError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001  a template can raise anything, such as ZeroDivisionError
             roles, reason = " ".join(message["role"] for message in raw), " ".join(str(error).split())[:200]
-            raise DataError(f"{WHERE}: the template refuses {roles} ({reason}).") from None
+            advice = "Change the messages, or take another template."
+            raise DataError(f"{WHERE}: the template refuses {roles} ({reason}). {advice}") from None
         return texts[0], regions[0] if self.marks_answers else []
 
     def _check(self) -> None:
         """Raises DataError if the template cannot be trained with. Tries two turns and one, plain and with reasoning."""
         turns = [Message(("user", "assistant")[number % 2], f"Probe {number}.") for number in range(4)]
-        self._set_parts(turns)
-        errors = list[DataError]()
-        for change in (lambda turn: turn, _with_reasoning, _with_inline_reasoning):
-            probe = [change(turn) if turn.role == "assistant" else turn for turn in turns]
+        try:
+            self._set_parts(turns)
+        except DataError as error:
+            self.opening = [Message("system", "Probe.")]
             try:
-                self._check_probe(probe)
+                self._set_parts(turns)
+            except DataError:
+                raise error from None
+            log.info("%s: it requires a system message in each conversation.", WHERE)
+        errors, learned = dict[str, DataError](), dict[str, bool]()
+        for name, change in (("answer", lambda turn: turn), ("reasoning", _with_reasoning), ("inline reasoning", _with_inline_reasoning)):
+            try:
+                learned[name] = self._learns_earlier([change(turn) if turn.role == "assistant" else turn for turn in turns])
             except DataError as error:
-                errors.append(error)
-                continue
-            if errors:
-                log.info("%s: only answers with reasoning can be learned: the generation prompt starts the reasoning.", WHERE)
-            return
-        raise errors[0]
+                errors[name] = error
+        if not learned:
+            raise errors["answer"]
+        if "answer" in errors:
+            log.info("%s: only answers with reasoning can be learned: the generation prompt starts the reasoning.", WHERE)
+        for name in (name for name, earlier in learned.items() if not earlier):
+            kind = "" if name == "answer" else f" with {name}"
+            log.info("%s: it changes an answer%s once another message follows. Only a last answer%s is learned.", WHERE, kind, kind)
 
     def _set_parts(self, turns: Sequence[Message]) -> None:
         """Find out whether contents must be lists of parts. Raises DataError if the template omits or repeats a message either way."""
-        raw, errors = [_Mask(self._controls).message(turn) for turn in turns], list[DataError]()
+        raw, errors = [_Mask(self._controls).message(turn) for turn in (*self.opening, *turns)], list[DataError]()
         for self._in_parts in (False, True):
             try:
                 text = self._fill(raw, None)[0]
@@ -253,17 +326,23 @@ class Jinja:
                 continue
             counts = [text.count(turn.content) for turn in turns]
             if counts == [1] * len(turns):
+                _, *between = re.split("|".join(re.escape(turn.content) for turn in turns), text)
+                if between[2] == between[3] and not between[1].startswith(between[3]):
+                    raise DataError(
+                        f"{WHERE}: the template writes the generation prompt {shorten(between[3])} after the last answer too. "
+                        "Write it only if add_generation_prompt is true."
+                    )
                 return
             written = " ".join(str(number) for number, count in enumerate(counts) for _ in range(count)) or "none"
             advice = "Take one that writes each message once."
             errors.append(DataError(f"{WHERE}: the template writes messages {written} of 0 1 2 3. {advice}"))
         raise errors[0]
 
-    def _check_probe(self, turns: Sequence[Message]) -> None:
-        learned = [span.text for span in self.spans(turns) if span.role is Role.ASSISTANT]
-        if not any(turns[1].content in text for text in learned):
-            log.info("%s: it changes an answer once another message follows, so only the last answer of a conversation is learned.", WHERE)
-        self.spans(turns[:2])
+    def _learns_earlier(self, turns: Sequence[Message]) -> bool:
+        """Whether both answers of a conversation are learned. Raises DataError if the last is not, with or without the first two turns."""
+        learned = [span.text for span in self.spans([*self.opening, *turns]) if span.role is Role.ASSISTANT]
+        self.spans([*self.opening, *turns[:2]])
+        return any(turns[1].content in text for text in learned)
 
 
 def _with_reasoning(message: Message) -> Message:

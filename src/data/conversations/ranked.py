@@ -97,13 +97,13 @@ class RankedReplies:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         row = self._chosen[index]
-        entry = read_entry(self._rows[row], f"{self._name}: row {row}")
+        entry = read_entry(self._rows[row], self._rows.location(row))
         key = None if self._seed is None else (self._seed, epoch, index)
         replies, ranks = self._choose(entry.replies, epoch, index)
         try:
             rendered = [render_reply(self.config, self.renderer, entry.messages, reply, key, place) for place, reply in enumerate(replies)]
         except DataError as error:
-            raise DataError(f"{self._name}: row {row}: {error}") from None
+            raise DataError(f"{self._rows.location(row)}: {error}") from None
         first = dict[tuple[int, ...], int]()
         return rendered, [first.setdefault(tuple(each.ids), rank) for each, rank in zip(rendered, ranks, strict=True)]
 

@@ -53,6 +53,11 @@ class Span(NamedTuple):
 class Template(Protocol):
     """Writes messages as text."""
 
+    @property
+    def opening(self) -> Sequence[Message]:
+        """A system message that each conversation must start with, or nothing."""
+        ...
+
     def spans(self, messages: Sequence[Message], tags: Sequence[str] = (), answering: bool = False) -> list[Span]:
         """The text of a conversation.
 
@@ -122,7 +127,7 @@ class Renderer:
         answers = list[list[Span]]()
         for probe in probes:
             try:
-                spans = [span for span in self._strip(self._split(self.template.spans(probe))) if span.text]
+                spans = [span for span in self._strip(self._split(self.template.spans([*self.template.opening, *probe]))) if span.text]
             except DataError:
                 continue  # the template needs reasoning, or writes none, or writes no tools
             answers += [[*part] for role, part in groupby(spans, key=lambda span: span.role) if role is Role.ASSISTANT]
@@ -143,7 +148,9 @@ class Renderer:
         forms, marks = list[tuple[str, str]](), ("\u2042reasoning", "\u2042content")
         for reasoning in (marks[0], ""):
             try:
-                spans = self.template.spans([Message("user", "?"), Message("assistant", marks[1], reasoning=reasoning)])
+                spans = self.template.spans(
+                    [*self.template.opening, Message("user", "?"), Message("assistant", marks[1], reasoning=reasoning)]
+                )
             except DataError:
                 continue  # the template needs reasoning, or writes none
             answer = "".join(span.text for span in spans if span.role is Role.ASSISTANT).partition(marks[1])[0]

@@ -50,6 +50,10 @@ class ConversationRows(Sequence[dict[str, Any]]):
     def __getitem__(self, index: Any) -> Any:
         return [self[i] for i in range(*index.indices(len(self)))] if isinstance(index, slice) else self._rows[self._chosen[index]]
 
+    def location(self, index: int) -> str:
+        """FILE:LINE of a row."""
+        return f"{self._rows.path}:{self._chosen[index] + 1}"
+
     def numbers_of(self, kind: str, others: bool = False) -> Sequence[int]:
         """Places of the rows of a kind, or of all other kinds: four bytes each, or a range if all match."""
         import numpy as np

@@ -59,6 +59,7 @@ class OpenAssistant:
 
     end: str
     """The end token."""
+    opening: Sequence[Message] = ()
 
     def spans(self, messages: Sequence[Message], tags: Sequence[str] = (), answering: bool = False) -> list[Span]:
         """See `rendering.Template`. A tag is a system turn before its answer."""
@@ -77,6 +78,8 @@ class OpenAssistant:
 @dataclass(frozen=True)
 class ChatML:
     """<|im_start|>ROLE, a line break, the text, <|im_end|> and a line break."""
+
+    opening: Sequence[Message] = ()
 
     def spans(self, messages: Sequence[Message], tags: Sequence[str] = (), answering: bool = False) -> list[Span]:
         """See `rendering.Template`."""

@@ -36,8 +36,8 @@ _LOOKED_AT = 1000
 def check_beginning(path: Path, keys: Sequence[str]) -> None:
     """Raises DataError if a prompt in the first thousand rows of a file has no value for one of `keys`; names the row."""
     with open(path, "rb") as file:
-        for number, line in enumerate(itertools.islice(file, _LOOKED_AT if keys else 0)):
-            where = f"{path.parent}: row {number}"
+        for number, line in enumerate(itertools.islice(file, _LOOKED_AT if keys else 0), 1):
+            where = f"{path}:{number}"
             row = jsonl.parse(line, where)
             check_row(row, where)
             for key in keys if kind_of(row) in _KINDS else ():
@@ -63,7 +63,7 @@ class Prompts:
         longer = next((index for index, length in enumerate(lengths) if length > tokens), None)
         if longer is not None and (long == "refuse" or not fit):
             raise DataError(
-                f"{self._name}: row {self._chosen[longer]}: its prompt has {lengths[longer]} tokens, more than the {tokens} of "
+                f"{self._rows.location(self._chosen[longer])}: its prompt has {lengths[longer]} tokens, more than the {tokens} of "
                 "data.prompts.sequence_tokens. Make room, or write data.long_prompts: leave_out."
             )
         if not fit:
@@ -76,7 +76,7 @@ class Prompts:
     def require(self, keys: Sequence[str]) -> None:
         """Raises DataError where a prompt's row has nothing under one of `keys`, which rewards read; names the row."""
         for number, key in itertools.product(self._chosen if keys else (), keys):
-            row_entry(self._rows[number], key, f"{self._name}: row {number}")
+            row_entry(self._rows[number], key, self._rows.location(number))
 
     def __len__(self) -> int:
         return len(self._chosen)
@@ -84,13 +84,13 @@ class Prompts:
     def __getitem__(self, index: int) -> Prompt:
         number = self._chosen[index]
         row = self._rows[number]
-        entry = read_entry(row, f"{self._name}: row {number}")
+        entry = read_entry(row, self._rows.location(number))
         answered = not entry.is_prompt and not entry.replies
         messages, answer = (entry.messages[:-1], entry.messages[-1]) if answered else (entry.messages, None)
         try:
             return Prompt(render_prompt(self.renderer, self._writing, messages, answer), messages, row)
         except DataError as error:
-            raise DataError(f"{self._name}: row {number}: {error}") from None
+            raise DataError(f"{self._rows.location(number)}: {error}") from None
 
     def collate(self, prompts: Sequence[Prompt]) -> TokenBatch:
         """Padded on the left, for `generate`."""

@@ -103,7 +103,7 @@ class SafeTokenizer:
         self.start: list[int] = _start_ids(tokenizer)
         self.chat: tuple[tuple[str, ...], tuple[str, ...]] | None = _chat_pieces(tokenizer, [*self._controls], bool(self.start))
         """Text of the tokenizer's chat template before and after a user message, up to the answer; each control token is one piece. None
-        without such a template."""
+        without a template for a single message."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -207,9 +207,11 @@ def _chat_pieces(
         return None
     probe = "The message of a user."
     # A date in a prompt is that of the template, or a fixed one: the same run must read the same prompt tomorrow.
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": probe}], tokenize=False, add_generation_prompt=True, date_string="01 Jan 2025"
-    )
+    messages = [{"role": "user", "content": probe}]
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, date_string="01 Jan 2025")
+    except Exception:  # noqa: BLE001  a template can raise anything; this one refuses a single message
+        return None
     before, probe, after = str(text).partition(probe)
     if not probe or ("strftime_now" in tokenizer.chat_template and "date_string" not in tokenizer.chat_template):
         return None
