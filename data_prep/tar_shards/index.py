@@ -211,8 +211,8 @@ def _load_index(tar: Path) -> tar_index.TarIndex | None:
 
 
 def _is_newer(tar: Path, place: Path) -> bool:
-    """Whether a tar was written after its index at a place."""
-    return tar.stat().st_mtime_ns > place.with_name(place.name + tar_index.SUFFIX).stat().st_mtime_ns
+    """Whether a tar was written, moved or copied to its path after its index at a place. A copy can have an old modification time."""
+    return tar.stat().st_ctime_ns > place.with_name(place.name + tar_index.SUFFIX).stat().st_mtime_ns
 
 
 def _index_listed(one: Listed, output: Path, how: Making) -> Indexed:

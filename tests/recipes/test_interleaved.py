@@ -54,7 +54,7 @@ def damage_images(train: Path, images: int) -> None:
         content = bytearray((train / shard.url).read_bytes())
         for part in parts[parts["kind"] == tar_index.IMAGE][:images]:
             content[int(part["offset"]) + 20] ^= 0xFF
-        (train / shard.url).write_bytes(content)
+        pages.damage(train / shard.url, content)
 
 
 def test_a_run_stopped_by_its_error_budget_resumes_with_another_budget(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -40,10 +40,12 @@ class ReadAhead:
                 lane.coming.clear()
                 lane.reshuffles = list(reshuffles)
             while lane.coming and lane.taken < taken:
-                self.coming -= Counter([lane.coming.popleft()])
+                shard = lane.open[lane.taken] = lane.coming.popleft()
+                self.coming -= Counter([shard])
                 lane.taken += 1
             lane.taken = taken
-            in_rows |= dict.fromkeys(self._find(lane, number) for row in rows for number in row[::2])
+            lane.open = {number: lane.open.get(number) or self._find(lane, number) for row in rows for number in row[::2]}
+            in_rows |= dict.fromkeys(lane.open.values())
         while len(self.coming) <= self._count and len(self._lanes[0].coming) * len(self._lanes) < HORIZON:
             for lane in self._lanes:
                 shard = self._find(lane, lane.taken + len(lane.coming))
@@ -70,3 +72,5 @@ class _Lane:
     reshuffles: list[Any] = field(default_factory=list)
     coming: deque[Shard] = field(default_factory=deque)
     """The tars of the documents from `taken` on."""
+    open: dict[int, Shard] = field(default_factory=dict)
+    """The tars of the documents in open rows."""
