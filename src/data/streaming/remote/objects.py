@@ -266,6 +266,11 @@ def _translate_hub_errors(url: str) -> Generator[None]:
         raise Interruption(_first_line(error)) from None
 
 
+def module_environment() -> dict[str, str]:
+    """Environment in which a subprocess finds our modules. It stays in the current folder, as the user's paths can be relative."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join((str(Path(__file__).resolve().parents[4]), os.environ.get("PYTHONPATH", "")))}
+
+
 _readers: dict[int, subprocess.Popen[bytes]] = {}
 """The subprocess that reads for each process."""
 
@@ -274,8 +279,8 @@ def _read_by_subprocess(url: str, etag: str | None, begin: int, end: int, second
     """`read_range` in this process's reader. It answers with a line of JSON, then with chunks, each after its size."""
     reader = _readers.get(os.getpid())
     if reader is None or reader.poll() is not None:
-        command, root = [sys.executable, "-m", "src.data.streaming.remote.objects"], Path(__file__).resolve().parents[4]
-        reader = subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        command = [sys.executable, "-m", "src.data.streaming.remote.objects"]
+        reader = subprocess.Popen(command, env=module_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         _readers[os.getpid()] = reader
     assert reader.stdin
     assert reader.stdout
