@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -188,7 +189,7 @@ class StreamedDataset:
 
     def locate(self, document: int) -> tuple[int, int]:
         """The number of its source, and its own there."""
-        source = max(i for i, start in enumerate(self._starts) if start <= document)
+        source = bisect_right(self._starts, document) - 1
         return source, document - self._starts[source]
 
     def first(self, source: int) -> int:
