@@ -53,7 +53,7 @@ class Interleaving:
 
     def _sort_around(self, index: int) -> tuple[int, list[tuple[float, int, int]]]:
         """The slot of a sample: the index of its first sample, and (time, part, number) of each in order."""
-        near, room = index * self._slots // self._total, len(self.counts) // self._slot + 2  # a slot starts within parts / 2 samples of its time
+        near, room = index * self._slots // self._total, len(self.counts) // self._slot + 2  # a slot starts within parts / 2 samples
         slot = bisect_right(range(self._slots), index, max(0, near - room), min(self._slots, near + room), key=self._start) - 1
         first, last = self._before(slot), self._before(slot + 1)
         samples = [

@@ -72,7 +72,7 @@ def write_pages(
     )
 
 
-def damage(tar: Path, content: bytes) -> None:
+def damage(tar: Path, content: bytes | bytearray) -> None:
     """Change bytes of a tar as a bad disk does: its modification time stays."""
     times = tar.stat()
     tar.write_bytes(content)

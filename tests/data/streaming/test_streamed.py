@@ -192,9 +192,7 @@ def test_a_long_answer_is_cut_after_its_first_tokens_with_the_prompt(tmp_path: P
     rows = [data.read_piece(0, piece) for piece in data.pieces(0)]
     shown = [TOKENIZER.decode(row.input_ids).replace(" ", "") for row in rows]
     assert "".join(shown) == "a" * before + "q" * ask + "b" * answer + "c<end>"
-    assert [row for row in shown if "q" in row] == [row for row in shown if "q" * ask + "b" in row], (
-        "with the first token of its answer"
-    )
+    assert [row for row in shown if "q" in row] == [row for row in shown if "q" * ask + "b" in row], "with the first token of its answer"
     assert sum(row.counted[0][COUNTED.index("left_out_parts")] for row in rows) == 0
 
 
