@@ -108,8 +108,8 @@ class Streams:
         """
         first = lane * PERIOD // lanes
         period, place = divmod(first + number, PERIOD)
-        source, taken = self._schedule[place]
-        return source, period * self.counts[source] + taken - self._before[first][source]
+        source, earlier = self._schedule[place]
+        return source, period * self.counts[source] + earlier - self._before[first][source]
 
     def count_of_source(self, lane: int, lanes: int, number: int, source: int) -> int:
         """Documents of a source among the first `number` of a lane."""

@@ -146,29 +146,29 @@ class Documents:
         elements = self.elements(document)
         around = len(self.texts.begin) + len(self.texts.end)
 
-        def fit(own: Sequence[Element]) -> bool:
-            tokens, frames = _size(own)
+        def fit(group: Sequence[Element]) -> bool:
+            tokens, frames = _size(group)
             return around + tokens <= room[0] and frames <= room[1]
 
         if fit(elements):
-            found = [elements] if elements else []
+            groups = [elements] if elements else []
         elif self.rules.too_long == "drop":
             return []
         else:
-            found = [own for own in self._split(elements, fit) if any(element.kind == TEXT for element in own)]
-        left_out = len(elements) - len({element.part for own in found for element in own})
-        last = len(found) - 1
-        return [self._piece(own, place == 0, place == last, left_out if place == last else 0) for place, own in enumerate(found)]
+            groups = [group for group in self._split(elements, fit) if any(element.kind == TEXT for element in group)]
+        left_out = len(elements) - len({element.part for group in groups for element in group})
+        last = len(groups) - 1
+        return [self._piece(group, place == 0, place == last, left_out if place == last else 0) for place, group in enumerate(groups)]
 
-    def _piece(self, own: Sequence[Element], begins: bool, ends: bool, left_out: int) -> Piece:
-        tokens, frames = _size(own)
-        return Piece(own, begins, ends, tokens + begins * len(self.texts.begin) + ends * len(self.texts.end), frames, left_out)
+    def _piece(self, group: Sequence[Element], begins: bool, ends: bool, left_out: int) -> Piece:
+        tokens, frames = _size(group)
+        return Piece(group, begins, ends, tokens + begins * len(self.texts.begin) + ends * len(self.texts.end), frames, left_out)
 
     def _split(self, elements: Sequence[Element], fit: Callable[[Sequence[Element]], bool]) -> list[list[Element]]:
         """Elements in groups that fit into a row each."""
         groups: list[list[Element]] = [[]]
-        for given in elements:
-            element = given
+        for original in elements:
+            element = original
             if not fit([*groups[-1], element]):
                 count = 0  # of prompts before an answer
                 while count < len(groups[-1]) and groups[-1][-1 - count].kind == PROMPT:
@@ -320,10 +320,10 @@ class Documents:
         )
 
     def _load_index(self, shard: int) -> TarIndex:
-        own = self.manifest.shards[shard]
-        index = tar_index.load_file(self.manifest.folder / own.index, own.bytes, own.url, own.index_digest)
-        if len(index) != own.documents:
-            raise DataError(f"{own.index}: of {len(index)} documents, and the list says {own.documents}. Index the tars again.")
+        listed = self.manifest.shards[shard]
+        index = tar_index.load_file(self.manifest.folder / listed.index, listed.bytes, listed.url, listed.index_digest)
+        if len(index) != listed.documents:
+            raise DataError(f"{listed.index}: of {len(index)} documents, and the list says {listed.documents}. Index the tars again.")
         return index
 
 

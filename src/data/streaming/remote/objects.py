@@ -265,6 +265,8 @@ def _read_from_hub(url: str, etag: str | None, begin: int, end: int) -> Range:
 def _translate_hub_errors(url: str) -> Generator[None]:
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 
+    http_error: Any = HfHubHTTPError.__bases__[0]
+    """Of its HTTP library, also for connections that fail."""
     try:
         yield
     except FileNotFoundError:
@@ -273,7 +275,7 @@ def _translate_hub_errors(url: str) -> Generator[None]:
         raise ShardUnavailable(f"{url}: no such repository, or access denied. Log in with `hf auth login`, then start again.") from None
     except (ValueError, NotImplementedError) as error:
         raise ConfigError(f"{url}: expected hf://datasets/USER/NAME/PATH: {_first_line(error)}.") from None
-    except (HfHubHTTPError.__bases__[0], OSError) as error:  # also failed connections, an error of its HTTP library
+    except (http_error, OSError) as error:
         raise Interruption(_first_line(error)) from None
 
 
