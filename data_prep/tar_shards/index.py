@@ -216,8 +216,8 @@ def _describe_local(tar: Path) -> dict[str, Any]:
 
 
 def _is_newer(tar: Path, place: Path) -> bool:
-    """Whether a tar was written after its index at a place."""
-    return tar.stat().st_mtime_ns > place.with_name(place.name + tar_index.SUFFIX).stat().st_mtime_ns
+    """Whether a tar was written, moved or copied to its path after its index at a place. A copy can have an old modification time."""
+    return tar.stat().st_ctime_ns > place.with_name(place.name + tar_index.SUFFIX).stat().st_mtime_ns
 
 
 def _index_listed(one: Listed, output: Path, how: Making) -> Indexed:

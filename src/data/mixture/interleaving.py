@@ -4,7 +4,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 _SLOT = 32
-"""Samples that are sorted at once."""
+"""Samples that are sorted at once; with more parts, as many as parts."""
 
 
 def rates(examples: Sequence[float], cap: int | None, temperature: float) -> list[float]:
@@ -33,7 +33,8 @@ class Interleaving:
     def __init__(self, counts: Sequence[int]) -> None:
         self.counts = counts
         self._total = sum(counts)
-        self._slots = max(1, self._total // _SLOT)
+        self._slot = max(_SLOT, len(counts))
+        self._slots = max(1, self._total // self._slot)
         self._recent: tuple[int, list[tuple[float, int, int]]] = (0, [])
         """The last slot that was sorted: neighbours are read together."""
 
@@ -52,7 +53,7 @@ class Interleaving:
 
     def _sort_around(self, index: int) -> tuple[int, list[tuple[float, int, int]]]:
         """The slot of a sample: the index of its first sample, and (time, part, number) of each in order."""
-        near, room = index * self._slots // self._total, len(self.counts) // _SLOT + 2  # a slot starts within parts / 2 samples of its time
+        near, room = index * self._slots // self._total, len(self.counts) // self._slot + 2  # a slot starts within parts / 2 samples
         slot = bisect_right(range(self._slots), index, max(0, near - room), min(self._slots, near + room), key=self._start) - 1
         first, last = self._before(slot), self._before(slot + 1)
         samples = [

@@ -72,9 +72,9 @@ class Joined:
     def document(self, lane: int, lanes: int, number: int, reshuffles: Sequence[Sequence[int]] = ()) -> tuple[int, int]:
         """See `packing.lanes.Arrangement`. A reshuffle moves blocks of documents, as `_block` says."""
         epoch = self.epoch(lane, lanes, number)
-        block = max(_block(source, lanes) for source in self.sources)
         for start, branch in reversed(reshuffles):
             if start <= number and self.epoch(lane, lanes, start) == epoch:
+                block = max(_block(source, lanes) for source in self.sources)
                 end = -((lane - (epoch + 1) * self.count) // lanes)  # the first of the next epoch
                 number = start + _permute_blocks(number - start, end - start, block, f"{self.sources[0].seed}/{branch}")
         place = (number * lanes + lane + epoch) % self.count  # shifted in each epoch, or a lane could read the same few documents for ever
@@ -108,8 +108,8 @@ class Streams:
         """
         first = lane * PERIOD // lanes
         period, place = divmod(first + number, PERIOD)
-        source, taken = self._schedule[place]
-        return source, period * self.counts[source] + taken - self._before[first][source]
+        source, earlier = self._schedule[place]
+        return source, period * self.counts[source] + earlier - self._before[first][source]
 
     def count_of_source(self, lane: int, lanes: int, number: int, source: int) -> int:
         """Documents of a source among the first `number` of a lane."""

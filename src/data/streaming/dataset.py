@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -188,7 +189,7 @@ class StreamedDataset:
 
     def locate(self, document: int) -> tuple[int, int]:
         """The number of its source, and its own there."""
-        source = max(i for i, start in enumerate(self._starts) if start <= document)
+        source = bisect_right(self._starts, document) - 1
         return source, document - self._starts[source]
 
     def first(self, source: int) -> int:
@@ -197,8 +198,8 @@ class StreamedDataset:
 
     def pieces(self, document: int) -> list[Piece]:
         """The pieces of a document that are put into rows; none where it is left out."""
-        source, own = self.locate(document)
-        return self.documents[source].pieces(own, self._room)
+        source, local = self.locate(document)
+        return self.documents[source].pieces(local, self._room)
 
     def sizes(self, epoch: int, document: int) -> list[tuple[int, int]]:
         """Tokens and frames of each piece of a document."""
@@ -247,12 +248,12 @@ class StreamedDataset:
             DataError: the share of a source is less than one document per period of the schedule.
         """
         config = self.config
-        made = [
+        places = [
             Source(documents.sizes, config.shuffle, config.window, f"{seed}/{name}")
             for name, documents in zip(self.source_names, self.documents, strict=True)
         ]
         rates = [rate for name in self.source_names if (rate := config.sources[name].rate) is not None]
-        order = arrange(made, rates)
+        order = arrange(places, rates)
         if isinstance(order, Streams) and 0 in order.counts:
             name = self.source_names[order.counts.index(0)]
             raise DataError(f"data.sources.{name}.rate: its share is less than one document of {PERIOD}. Write a larger rate.")
@@ -278,8 +279,8 @@ class StreamedDataset:
 
     def shard_of(self, document: int) -> manifest.Shard:
         """The tar of a document."""
-        source, own = self.locate(document)
-        return self.documents[source].shard(own)
+        source, local = self.locate(document)
+        return self.documents[source].shard(local)
 
     def sample(self, epoch: int, index: int, *more: int, swaps: Swaps | None = None) -> Sample:
         """The row of a key. swaps: other images that are read, by document of their own source.
@@ -307,10 +308,10 @@ class StreamedDataset:
 
     def _add(self, row: Sample, document: int, piece: Piece, place: int, swaps: Swaps | None) -> None:
         """place: of the piece in its document."""
-        source, own = self.locate(document)
+        source, local = self.locate(document)
         counters = self.documents[source].files.counters
         before = counters["hits"], counters["misses"]
-        content = self._read(source, own, piece, place, swaps)
+        content = self._read(source, local, piece, place, swaps)
         hits, misses = counters["hits"] - before[0], counters["misses"] - before[1]
         row.cached = row.cached[0] + hits, row.cached[1] + hits + misses
         counted = row.counted[source]
@@ -329,25 +330,25 @@ class StreamedDataset:
         row.lengths += content.lengths
         row.source_ids += [source] * len(content.ids)
 
-    def _read(self, source: int, own: int, piece: Piece, place: int, swaps: Swaps | None) -> Content | None:
+    def _read(self, source: int, local: int, piece: Piece, place: int, swaps: Swaps | None) -> Content | None:
         documents, name = self.documents[source], self.source_names[source]
-        shard, number = documents.locate(own)
+        shard, number = documents.locate(local)
         url = documents.manifest.shards[shard].url
         if self.quarantine.holds(name, url, number, place):
             return None
         try:
-            content = documents.read(own, piece, swaps)
+            content = documents.read(local, piece, swaps)
         except DataError as error:
             if not swaps:  # a swapped image can belong to another document
-                self.quarantine.add(error, name, url, number, place, documents.offset(own))
+                self.quarantine.add(error, name, url, number, place, documents.offset(local))
             return None
         self.quarantine.note_success()
         return content
 
     def is_unreadable(self, document: int, piece: int) -> bool:
         """Whether a piece of a document is in the quarantine."""
-        source, own = self.locate(document)
-        shard, number = self.documents[source].locate(own)
+        source, local = self.locate(document)
+        shard, number = self.documents[source].locate(local)
         return self.quarantine.holds(self.source_names[source], self.documents[source].manifest.shards[shard].url, number, piece)
 
     def collate(self, samples: Sequence[Sample]) -> InterleavedBatch:
@@ -359,8 +360,8 @@ class StreamedDataset:
 
         ids, masks, most = [row.input_ids for row in samples], [row.loss_mask for row in samples], self.config.sequence_tokens
         side = self.config.images.frame_size
-        found = [frames for row in samples for frames in row.frames]
-        frames = np.concatenate(found) if found else np.zeros((0, 3, side, side), dtype=np.float32)
+        images = [frames for row in samples for frames in row.frames]
+        frames = np.concatenate(images) if images else np.zeros((0, 3, side, side), dtype=np.float32)
         source_ids, _ = collate.pad_ids([row.source_ids for row in samples], 0, most)
         batch: InterleavedBatch = {
             **collate.pack_tokens(ids, masks, [row.lengths for row in samples], 0, most),

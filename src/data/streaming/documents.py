@@ -42,8 +42,8 @@ class Rules(StrictConfig):
     """A document of more images is left out."""
     too_long: Literal["cut", "drop"] = "cut"
     """cut: a document longer than a row is cut between its parts, but not between a prompt and its answer. A text longer than a row is cut
-    after any token, as the data set 'packed' does. Left out and counted: an image, a prompt or an answer larger than a row, and rows
-    without text. drop: such a document is left out."""
+    after any token, as the data set 'packed' does; the first tokens of an answer stay with its prompt. Left out and counted: an image or a
+    prompt larger than a row, a prompt that leaves no room for its answer, and rows without text. drop: such a document is left out."""
 
 
 class Element(NamedTuple):
@@ -146,59 +146,63 @@ class Documents:
         elements = self.elements(document)
         around = len(self.texts.begin) + len(self.texts.end)
 
-        def fit(own: Sequence[Element]) -> bool:
-            tokens, frames = _size(own)
+        def fit(group: Sequence[Element]) -> bool:
+            tokens, frames = _size(group)
             return around + tokens <= room[0] and frames <= room[1]
 
         if fit(elements):
-            found = [elements] if elements else []
+            groups = [elements] if elements else []
         elif self.rules.too_long == "drop":
             return []
         else:
-            found = [own for own in self._split(elements, fit) if any(element.kind == TEXT for element in own)]
-        left_out = len(elements) - len({element.part for own in found for element in own})
-        last = len(found) - 1
-        return [self._piece(own, place == 0, place == last, left_out if place == last else 0) for place, own in enumerate(found)]
+            groups = [group for group in self._split(elements, fit) if any(element.kind == TEXT for element in group)]
+        left_out = len(elements) - len({element.part for group in groups for element in group})
+        last = len(groups) - 1
+        return [self._piece(group, place == 0, place == last, left_out if place == last else 0) for place, group in enumerate(groups)]
 
-    def _piece(self, own: Sequence[Element], begins: bool, ends: bool, left_out: int) -> Piece:
-        tokens, frames = _size(own)
-        return Piece(own, begins, ends, tokens + begins * len(self.texts.begin) + ends * len(self.texts.end), frames, left_out)
+    def _piece(self, group: Sequence[Element], begins: bool, ends: bool, left_out: int) -> Piece:
+        tokens, frames = _size(group)
+        return Piece(group, begins, ends, tokens + begins * len(self.texts.begin) + ends * len(self.texts.end), frames, left_out)
 
     def _split(self, elements: Sequence[Element], fit: Callable[[Sequence[Element]], bool]) -> list[list[Element]]:
         """Elements in groups that fit into a row each."""
         groups: list[list[Element]] = [[]]
-        for given in elements:
-            element = given
-            if not fit([element]):
-                if element.kind == TEXT and not any(before.kind == PROMPT for before in groups[-1][-1:]):
-                    self._split_text(element, groups, fit)
-                continue
+        for original in elements:
+            element = original
             if not fit([*groups[-1], element]):
-                asked = 0  # prompts before an answer
-                while asked < len(groups[-1]) and groups[-1][-1 - asked].kind == PROMPT:
-                    asked += 1
-                kept, moved = groups[-1][: len(groups[-1]) - asked], groups[-1][len(groups[-1]) - asked :]
-                if fit([*moved, element]):
-                    groups[-1:] = [kept, moved]
+                count = 0  # of prompts before an answer
+                while count < len(groups[-1]) and groups[-1][-1 - count].kind == PROMPT:
+                    count += 1
+                earlier, prompts = groups[-1][: len(groups[-1]) - count], groups[-1][len(groups[-1]) - count :]
+                if fit([*prompts, element]):
+                    groups[-1:] = [earlier, prompts]
+                elif element.kind == TEXT:
+                    self._split_text(element, prompts, groups, fit)
+                    continue
+                elif fit([element]):  # no row has room for both
+                    groups[-1:] = [earlier, []]
                 else:
-                    groups.append([])
-            if element.grid and not groups[-1]:  # what two images share is there once more
+                    continue
+            if element.grid and not groups[-1]:  # the token that it shared with the image before it
                 element = element._replace(tokens=len(self.images.token_ids(element.grid)))
             groups[-1].append(element)
         return groups
 
     @staticmethod
-    def _split_text(text: Element, groups: list[list[Element]], fit: Callable[[Sequence[Element]], bool]) -> None:
-        """Add the tokens of a text to the last group while they fit, then to new ones."""
+    def _split_text(
+        text: Element, prompts: Sequence[Element], groups: list[list[Element]], fit: Callable[[Sequence[Element]], bool]
+    ) -> None:
+        """Add the tokens of a text to the last group while they fit, then to new ones. prompts: at the end of the last group, its own."""
         while text.tokens:
             room = bisect_right(range(1, text.tokens + 1), False, key=lambda n: not fit([*groups[-1], text._replace(tokens=n)]))
-            if not room and not groups[-1]:
-                return  # no row has room for any text
             if room:
                 groups[-1].append(text._replace(tokens=room, rest=text.rest + text.tokens - room))
-            text = text._replace(tokens=text.tokens - room, first=text.first + room)
-            if text.tokens:
-                groups.append([])
+                text, prompts = text._replace(tokens=text.tokens - room, first=text.first + room), []
+            elif len(groups[-1]) > len(prompts):
+                groups[-1:] = [groups[-1][: len(groups[-1]) - len(prompts)], list(prompts)]
+            else:  # no row has room for the prompts and one token
+                groups[-1] = []
+                return
 
     def read(self, document: int, piece: Piece, swaps: Swaps | None = None) -> Content:
         """A piece of a document. swaps: other images that are read instead of its own.
@@ -316,10 +320,10 @@ class Documents:
         )
 
     def _load_index(self, shard: int) -> TarIndex:
-        own = self.manifest.shards[shard]
-        index = tar_index.load_file(self.manifest.folder / own.index, own.bytes, own.url, own.index_digest)
-        if len(index) != own.documents:
-            raise DataError(f"{own.index}: of {len(index)} documents, and the list says {own.documents}. Index the tars again.")
+        listed = self.manifest.shards[shard]
+        index = tar_index.load_file(self.manifest.folder / listed.index, listed.bytes, listed.url, listed.index_digest)
+        if len(index) != listed.documents:
+            raise DataError(f"{listed.index}: of {len(index)} documents, and the list says {listed.documents}. Index the tars again.")
         return index
 
 

@@ -34,23 +34,25 @@ class ReadAhead:
         """
         in_rows = dict[Shard, None]()
         for lane in self._lanes:
-            taken, _, _, reshuffles, rows, _ = cursor.get(str(lane.number), (0, 0, 0, [], [], []))
+            position, _, _, reshuffles, rows, _ = cursor.get(str(lane.number), (0, 0, 0, [], [], []))
             if lane.reshuffles != reshuffles:  # other documents come next
                 self.coming -= Counter(lane.coming)
                 lane.coming.clear()
                 lane.reshuffles = list(reshuffles)
-            while lane.coming and lane.taken < taken:
-                self.coming -= Counter([lane.coming.popleft()])
-                lane.taken += 1
-            lane.taken = taken
-            in_rows |= dict.fromkeys(self._find(lane, number) for row in rows for number in row[::2])
+            while lane.coming and lane.position < position:
+                shard = lane.open[lane.position] = lane.coming.popleft()
+                self.coming -= Counter([shard])
+                lane.position += 1
+            lane.position = position
+            lane.open = {number: lane.open.get(number) or self._find(lane, number) for row in rows for number in row[::2]}
+            in_rows |= dict.fromkeys(lane.open.values())
         while len(self.coming) <= self._count and len(self._lanes[0].coming) * len(self._lanes) < HORIZON:
             for lane in self._lanes:
-                shard = self._find(lane, lane.taken + len(lane.coming))
+                shard = self._find(lane, lane.position + len(lane.coming))
                 lane.coming.append(shard)
                 self.coming[shard] += 1
-        wanted = [*in_rows, *list(self.coming)[: self._count]]
-        self._downloads.request([shard for shard in dict.fromkeys(wanted) if shard.url.startswith(REMOTE)])
+        requests = [*in_rows, *list(self.coming)[: self._count]]
+        self._downloads.request([shard for shard in dict.fromkeys(requests) if shard.url.startswith(REMOTE)])
 
     def close(self) -> None:
         """Stop downloading."""
@@ -66,7 +68,9 @@ class _Lane:
     """How far one lane has read and looked ahead."""
 
     number: int
-    taken: int = 0
+    position: int = 0
     reshuffles: list[Any] = field(default_factory=list)
     coming: deque[Shard] = field(default_factory=deque)
-    """The tars of the documents from `taken` on."""
+    """The tars of the documents from `position` on."""
+    open: dict[int, Shard] = field(default_factory=dict)
+    """The tars of the documents in open rows."""

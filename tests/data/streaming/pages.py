@@ -1,6 +1,7 @@
 """Small tars of pages, whose texts and images tell which page they are of."""
 
 import io
+import os
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,6 +70,13 @@ def write_pages(
         {"count": count, "seed": seed},
         Writing(per_shard, source, texts=texts),
     )
+
+
+def damage(tar: Path, content: bytes | bytearray) -> None:
+    """Change bytes of a tar as a bad disk does: its modification time stays."""
+    times = tar.stat()
+    tar.write_bytes(content)
+    os.utime(tar, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
 def config(sources: dict[str, Any], **more: Any) -> dict[str, Any]:

@@ -147,6 +147,13 @@ def test_another_mapping_makes_the_index_again(tmp_path: Path):
     assert (facts["fields"], facts["passed_over"]) == ({"image": ["jpg"], "text": ["json:caption"]}, {"not in --fields": {".txt": [1, 4]}})
 
 
+def test_members_of_a_document_with_other_json_are_counted_by_the_reason(tmp_path: Path):
+    members = [("a.jpg", A), ("a.json", b"{not"), ("b.jpg", A), ("b.json", b'{"caption": "words"}')]
+    assert make(tmp_path, members, {"text": "json:caption"}) == 0
+    facts = manifest.load(tmp_path / "x" / "train").facts
+    assert facts["passed_over"] == {"its JSON does not have the mapped fields": {".jpg": [1, len(A)], ".json": [1, 4]}}
+
+
 @pytest.mark.parametrize(
     ("value", "bad"),
     [

@@ -173,6 +173,14 @@ def test_index_and_training_refuse_the_same_images(verify: bool):
         assert tar_index.REASONS[index.documents["bad"][0]] == reason
 
 
+def test_only_the_limit_of_the_index_counts(monkeypatch: pytest.MonkeyPatch):
+    """Pillow refuses more than twice its own limit."""
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+    for kind in ("PNG", "GIF"):
+        content = encoded(gradient((100, 100)), kind)
+        assert open_image(content, 10_000).size == image_size(memoryview(content), 10_000) == (100, 100)
+
+
 def test_no_format_that_runs_programs_is_opened():
     assert not {"EPS", "WMF", "PDF"} & set(image_files.FORMATS)
     for content in (

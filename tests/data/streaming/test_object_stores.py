@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -129,3 +130,28 @@ def test_a_damaged_profile_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
     with pytest.raises(objects.ConfigError, match=str(tmp_path / "credentials")):
         objects.head("s3://bucket/key", 1)
+
+
+@pytest.mark.parametrize("settings", ["role_arn = arn:x\nsource_profile = default", "sso_session = x", "credential_process = echo"])
+def test_a_profile_without_keys_is_refused(settings: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    (tmp_path / "config").write_text(f"[profile lab]\n{settings}\n")
+    for profile, value in (("lab", settings.partition(" ")[0]), ("typo", "typo")):
+        monkeypatch.setenv("AWS_PROFILE", profile)
+        with pytest.raises(objects.ConfigError, match=f"AWS_PROFILE {profile}.*{value}"):
+            objects.head("s3://bucket/key", 1)
+
+
+@pytest.mark.parametrize("url", ["s3://", "s3://bucket", "s3://a b/key", "gs:///key", "az://container"])
+def test_an_incomplete_url_is_refused(url: str):
+    with pytest.raises(objects.ConfigError, match=re.escape(url)):
+        objects.head(url, 1)
+
+
+def test_a_hub_out_of_reach_is_reported_in_one_line(server: ObjectServer, tmp_path: Path):
+    server.environment["HF_ENDPOINT"] = "http://127.0.0.1:1"
+    read = "from src.data.streaming.remote import objects\nobjects.read_range('hf://datasets/user/pages/a.tar', None, 0, 1, 1)"
+    done = run(server, "-c", read)
+    assert "objects.Interruption" in done.stderr.splitlines()[-1]

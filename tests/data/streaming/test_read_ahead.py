@@ -117,6 +117,17 @@ def test_a_training_reads_on_if_the_downloads_are_killed(server: ObjectServer, t
     ahead.close()
 
 
+def test_relative_paths_are_those_of_the_training(server: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SHARD_CACHE", "cache")
+    data = build(Path(), "remote", shuffle="none")
+    ahead = data.read_ahead(data.order(0, LANES, 4, []), RankShare(LANES, LANES, 0, 1))
+    assert ahead
+    ahead.advance({})
+    wait_until(lambda: any((tmp_path / "cache").glob("*.tar")))
+    ahead.close()
+
+
 def test_local_tars_and_a_prefetch_of_none_start_no_process(server: ObjectServer, tmp_path: Path):
     share = RankShare(LANES, LANES, 0, 1)
     for data in (build(tmp_path, "local"), build(tmp_path, "remote", prefetch_shards=0)):

@@ -1,7 +1,6 @@
 """Rows of streamed documents: what they hold, what becomes of documents that are too long or bad, and the controls."""
 
 import json
-import os
 import pickle
 import random
 from collections import Counter
@@ -185,11 +184,24 @@ def test_texts_longer_than_a_row_are_read_completely(tmp_path: Path, length: int
     assert shown == "".join(chr(97 + i % 26) for i in range(length)) * 5 + "<end>"
 
 
-def test_an_answer_longer_than_a_row_is_left_out(tmp_path: Path):
-    data = built(write_one(tmp_path, [Part("text", b"a" * 10), Part("prompt", b"ask"), Part("text", b"b" * 200), Part("text", b"c")]))
+@pytest.mark.parametrize(("before", "ask", "answer"), [(10, 3, 200), (0, 3, 77), (60, 40, 78), (79, 70, 30), (0, 77, 5)])
+def test_a_long_answer_is_cut_after_its_first_tokens_with_the_prompt(tmp_path: Path, before: int, ask: int, answer: int):
+    """A text before the prompt fits into a row; prompt and answer together do not."""
+    parts = [Part("text", b"a" * before)] * bool(before) + [Part("prompt", b"q" * ask), Part("text", b"b" * answer), Part("text", b"c")]
+    data = built(write_one(tmp_path, parts))
     rows = [data.read_piece(0, piece) for piece in data.pieces(0)]
-    assert "b" not in "".join(TOKENIZER.decode(row.input_ids) for row in rows)
-    assert sum(row.counted[0][COUNTED.index("left_out_parts")] for row in rows) == 1
+    shown = [TOKENIZER.decode(row.input_ids).replace(" ", "") for row in rows]
+    assert "".join(shown) == "a" * before + "q" * ask + "b" * answer + "c<end>"
+    assert [row for row in shown if "q" in row] == [row for row in shown if "q" * ask + "b" in row], "with the first token of its answer"
+    assert sum(row.counted[0][COUNTED.index("left_out_parts")] for row in rows) == 0
+
+
+def test_a_prompt_without_room_for_its_answer_is_left_out_with_it(tmp_path: Path):
+    parts = [Part("text", b"a"), Part("prompt", b"q" * 78), Part("text", b"b" * 20), Part("text", b"c" * 5)]
+    data = built(write_one(tmp_path, parts))
+    rows = [data.read_piece(0, piece) for piece in data.pieces(0)]
+    assert [TOKENIZER.decode(row.input_ids) for row in rows] == ["a", " ccccc<end>"]
+    assert sum(row.counted[0][COUNTED.index("left_out_parts")] for row in rows) == 2
 
 
 def test_rows_without_text_are_left_out_of_a_document(tmp_path: Path):
@@ -256,10 +268,9 @@ def damage(folder: Path, chosen: int, image: bool = True) -> None:
     parts = documents._index(shard).parts_of(number)
     (part, *_) = parts[parts["kind"] == (1 if image else 0)]
     path = documents.manifest.folder / documents.manifest.shards[shard].url
-    content, facts = bytearray(path.read_bytes()), path.stat()
+    content = bytearray(path.read_bytes())
     content[int(part["offset"]) + (20 if image else 0)] ^= 0xFF
-    path.write_bytes(content)
-    os.utime(path, ns=(facts.st_atime_ns, facts.st_mtime_ns))  # a disk that loses bits changes no time
+    pages.damage(path, content)
 
 
 def test_what_turns_out_bad_is_padding_and_no_row_moves(tmp_path: Path):
@@ -319,9 +330,7 @@ def test_all_unreadable_is_an_error_soon(tmp_path: Path):
 
     contents = {shard.url: (listed.folder / shard.url).read_bytes() for shard in listed.shards}
     for url, content in contents.items():
-        facts = (listed.folder / url).stat()
-        (listed.folder / url).write_bytes(content.replace(b"\x89PNG", b"PNG\x89"))
-        os.utime(listed.folder / url, ns=(facts.st_atime_ns, facts.st_mtime_ns))
+        pages.damage(listed.folder / url, content.replace(b"\x89PNG", b"PNG\x89"))
     with pytest.raises(DataError, match="None of 7 documents in a row can be read"):
         read(most_documents=1.0, most_in_a_row=7, bad_document="skip_document")
     for url in contents:

@@ -1,5 +1,6 @@
 """The command that indexes tars: each once, the cut ones named, the others made."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -121,3 +122,20 @@ def test_tars_that_were_written_here_can_be_verified(tmp_path: Path):
     tokens = tar_index.load(folder / shard.url).tokens
     assert tokens is not None
     assert sorted(tokens.tolist())[-2:] == [1, 3], "what was counted stays"
+
+
+@pytest.mark.parametrize("output", [True, False])
+def test_a_tar_in_place_of_an_indexed_one_is_indexed_again(tmp_path: Path, output: bool):
+    """Of the same size, and older than the index, as `cp -p` or `mv` leave it."""
+    for name, texts in (("a.tar", (b"words", b"x")), ("b.tar", (b"w", b"other"))):
+        (tmp_path / name).write_bytes(tar_of([(f"{i}.txt", text) for i, text in enumerate(texts)]))
+    (tmp_path / "b.tar").rename(tmp_path / "elsewhere")
+    arguments = [str(tmp_path / "a.tar"), *(["--output", str(tmp_path / "out")] if output else [])]
+    assert index.main(arguments) == 0
+    (path,) = [*tmp_path.glob("a.tar.idx"), *tmp_path.glob("out/*.idx")]
+    (tmp_path / "elsewhere").rename(tmp_path / "a.tar")
+    facts = (tmp_path / "a.tar").stat()
+    os.utime(path, ns=(facts.st_atime_ns, facts.st_ctime_ns - 1))  # all of this takes less than a tick of the clock
+    os.utime(tmp_path / "a.tar", ns=(0, 0))
+    assert index.main(arguments) == 0
+    assert tar_index.load_file(path, (tmp_path / "a.tar").stat().st_size, "a").parts["size"].tolist() == [1, 5]

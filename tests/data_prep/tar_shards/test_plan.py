@@ -71,7 +71,7 @@ def test_a_small_sample_and_many_open_rows_expect_no_more_than_a_large_one(folde
 def test_documents_that_are_too_long_are_counted_by_source(folder: Path, tmp_path: Path):
     texts = TextTokens(pages.tokenizer())
     lengths = [10, 200] * 20
-    documents = [Document(str(i), [Part("text", b"a"), Part("prompt", b"?"), Part("text", b"x" * n)]) for i, n in enumerate(lengths)]
+    documents = [Document(str(i), [Part("text", b"a"), Part("prompt", b"?" * n), Part("text", b"x")]) for i, n in enumerate(lengths)]
     documents.append(Document("blank", [Part("image", pages.picture(0), "png")]))
     write(tmp_path / "long", documents, {}, Writing(10, "long", texts=texts))
     data = plan.open_data([tmp_path / "long", folder / "more"], str(folder / "tokenizer"), [0.9, 0.1], OPTIONS)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from src.data.streaming.manifest import Shard
 from src.data.streaming.remote.cache import ShardCache
+from src.data.streaming.remote.objects import module_environment
 from src.errors import UserError
 
 
@@ -29,8 +30,8 @@ class Downloads:
     def request(self, shards: Sequence[Shard]) -> None:
         """Have these tars in the cache, the first ones first, in place of the earlier request. Does not wait."""
         if self._process is None:
-            command, root = [sys.executable, "-m", "src.data.streaming.remote.downloads"], Path(__file__).resolve().parents[4]
-            self._process = subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+            command = [sys.executable, "-m", "src.data.streaming.remote.downloads"]
+            self._process = subprocess.Popen(command, env=module_environment(), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
             self._send(self._settings)
         self._send([asdict(shard) for shard in shards])
 

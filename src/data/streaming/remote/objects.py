@@ -110,6 +110,8 @@ def _import_obstore(url: str) -> Any:
 def _locate(url: str, seconds: float) -> tuple[Any, str]:
     """The bucket, as obstore opens it, and the key."""
     scheme, bucket, key = split(url)
+    if not re.fullmatch(r"[\w.-]+", bucket, re.ASCII) or not (key or url.endswith("/")):  # obstore would panic
+        raise ConfigError(f"{url}: expected {scheme}BUCKET/KEY.")
     _started_in.add(os.getpid())
     return _OPEN[scheme](bucket, f"{max(round(seconds * 1000), 1)}ms"), key
 
@@ -137,13 +139,14 @@ _OPEN: Mapping[str, Callable[[str, str], Any]] = {"s3://": _open_s3, "gs://": _o
 def _open(kind: str, bucket: str, timeout: str, settings: tuple[tuple[str, str], ...]) -> Any:
     """A bucket. With other settings, such as renewed keys, it is opened again."""
     import obstore.store
+    from obstore.exceptions import BaseError
 
     options: dict[str, Any] = dict(settings)
     plain = str(options.get("endpoint") or "").startswith("http:") or "AZURE_ALLOW_HTTP" in os.environ or "GOOGLE_ALLOW_HTTP" in os.environ
     client: Any = {"timeout": timeout, "connect_timeout": f"{_CONNECT_SECONDS}s", "allow_http": plain}
     try:
         return getattr(obstore.store, kind)(bucket, client_options=client, retry_config={"max_retries": 0}, **options)
-    except (obstore.store.BaseError, ValueError) as error:
+    except (BaseError, ValueError) as error:
         raise ConfigError(f"{bucket}: {_first_line(error)}. Check the credentials in the environment.") from None
 
 
@@ -160,6 +163,12 @@ def _read_profile() -> dict[str, str]:
     credentials = _read_ini(Path(os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or folder / "credentials"))
     section = name if name == "default" else f"profile {name}"
     profile = {**(config[section] if config.has_section(section) else {}), **(credentials[name] if credentials.has_section(name) else {})}
+    unread = [key for key in profile if key in ("role_arn", "credential_process") or key.startswith("sso_")]
+    if "aws_access_key_id" not in profile and (unread or (name != "default" and not profile)):
+        raise ConfigError(
+            f"AWS_PROFILE {name}: {f'{unread[0]} is not read here' if unread else f'not in {folder}'}. "
+            f'Export its keys: eval "$(aws configure export-credentials --profile {name} --format env)"'
+        )
     names = {"aws_access_key_id": "access_key_id", "aws_secret_access_key": "secret_access_key", "aws_session_token": "token"}
     names |= {"endpoint_url": "endpoint"} | (
         {} if "AWS_REGION" in os.environ or "AWS_DEFAULT_REGION" in os.environ else {"region": "region"}
@@ -256,14 +265,23 @@ def _read_from_hub(url: str, etag: str | None, begin: int, end: int) -> Range:
 def _translate_hub_errors(url: str) -> Generator[None]:
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 
+    http_error: Any = HfHubHTTPError.__bases__[0]
+    """Of its HTTP library, also for connections that fail."""
     try:
         yield
     except FileNotFoundError:
         raise ShardUnavailable(f"{url}: no such object.") from None
     except (GatedRepoError, RepositoryNotFoundError):
         raise ShardUnavailable(f"{url}: no such repository, or access denied. Log in with `hf auth login`, then start again.") from None
-    except (HfHubHTTPError, OSError) as error:
+    except (ValueError, NotImplementedError) as error:
+        raise ConfigError(f"{url}: expected hf://datasets/USER/NAME/PATH: {_first_line(error)}.") from None
+    except (http_error, OSError) as error:
         raise Interruption(_first_line(error)) from None
+
+
+def module_environment() -> dict[str, str]:
+    """Environment in which a subprocess finds our modules. It stays in the current folder, as the user's paths can be relative."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join((str(Path(__file__).resolve().parents[4]), os.environ.get("PYTHONPATH", "")))}
 
 
 _readers: dict[int, subprocess.Popen[bytes]] = {}
@@ -274,8 +292,8 @@ def _read_by_subprocess(url: str, etag: str | None, begin: int, end: int, second
     """`read_range` in this process's reader. It answers with a line of JSON, then with chunks, each after its size."""
     reader = _readers.get(os.getpid())
     if reader is None or reader.poll() is not None:
-        command, root = [sys.executable, "-m", "src.data.streaming.remote.objects"], Path(__file__).resolve().parents[4]
-        reader = subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        command = [sys.executable, "-m", "src.data.streaming.remote.objects"]
+        reader = subprocess.Popen(command, env=module_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         _readers[os.getpid()] = reader
     assert reader.stdin
     assert reader.stdout
@@ -287,7 +305,7 @@ def _read_by_subprocess(url: str, etag: str | None, begin: int, end: int, second
         _end_reader()
         raise Interruption("the process that reads objects has ended") from None
     if isinstance(first, list):
-        raise {"ShardChanged": ShardChanged, "ShardUnavailable": ShardUnavailable}.get(first[0], Interruption)(first[1])
+        raise {error.__name__: error for error in (ShardChanged, ShardUnavailable, ConfigError, Interruption)}[first[0]](first[1])
     chunks = _chunks_from(reader.stdout)
     next(chunks)
     return Range(first["total"], first["etag"], chunks)
@@ -318,7 +336,7 @@ def main() -> None:
     for line in sys.stdin:
         try:
             response = read_range(*json.loads(line))
-        except (ShardChanged, ShardUnavailable, Interruption) as error:
+        except (ShardChanged, ShardUnavailable, ConfigError, Interruption) as error:
             out.write(json.dumps([type(error).__name__, str(error)]).encode() + b"\n")
         else:
             out.write(json.dumps({"total": response.total, "etag": response.etag}).encode() + b"\n")

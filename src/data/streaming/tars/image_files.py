@@ -58,13 +58,11 @@ def open_image(content: bytes, most_pixels: int = MOST_PIXELS) -> "Image":
     Raises:
         ImageError: it has more than `most_pixels` pixels, or cannot be decoded for any reason.
     """
-    from PIL import Image
 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            with Image.open(io.BytesIO(content), formats=FORMATS) as image:
-                _check_pixels(image.size, most_pixels)
+            with _open(content, most_pixels) as image:
                 image.load()
                 turn = _turns().get(_orientation(image))
                 rgb = _to_rgb(image)
@@ -94,6 +92,16 @@ def _check_pixels(size: tuple[int, int], most_pixels: int) -> tuple[int, int]:
     if width * height > most_pixels:
         raise ImageError(TOO_LARGE, f"{width} x {height}, and the index allows {most_pixels}")
     return size
+
+
+def _open(content: bytes | memoryview, most_pixels: int) -> Any:
+    """Open an image with Pillow, which has a lower limit of pixels of its own."""
+    from PIL import Image
+
+    Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS or 0, most_pixels)
+    image = Image.open(io.BytesIO(content), formats=FORMATS)
+    _check_pixels(image.size, most_pixels)
+    return image
 
 
 def _refusal(error: Exception) -> ImageError:
@@ -156,13 +164,12 @@ def _jpeg(data: memoryview) -> tuple[int, int] | None:
 
 
 def _pillow_size(data: memoryview, most_pixels: int) -> tuple[int, int]:
-    from PIL import Image
 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-                width, height = _check_pixels(image.size, most_pixels)
+            with _open(data, most_pixels) as image:
+                width, height = image.size
                 turned = image.format != "TIFF" and _orientation(image) in _TURNED  # Pillow turns a TIFF itself
                 return (height, width) if turned else (width, height)
     except Exception as error:  # noqa: BLE001  decoders raise errors of any class on damaged content

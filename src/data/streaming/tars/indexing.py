@@ -164,7 +164,9 @@ class _Builder:
             if (entry := self.fields.members.get(ending)) is not None:
                 kind, reason = KINDS.index(self.fields.entries[entry].kind), ""
                 order = (1, _ORDER[kind], entry)
-            elif KINDS[kind] in self.fields.kinds or ending in self.fields.json_members:
+            elif ending in self.fields.json_members:
+                kind, reason = OTHER, ""
+            elif KINDS[kind] in self.fields.kinds:
                 kind, reason = OTHER, UNMAPPED
         self.roles[ending] = order, kind, reason
         return order, kind, reason
@@ -204,8 +206,6 @@ class _Builder:
         contents = {suffix: self._bytes(part.data, part.size) for suffix, part in json_parts.items()}
         items, ordered = fields.items(contents)
         key = split_names([name.lower()])[0][0].rpartition("/")[2]
-        for suffix in contents:
-            unread.pop(places[suffix], None)
         entries.update(item.entry for item in items)
         images = self._find_images([item.name for item in items if item.name], places, key)
         derived, lost = list[_Part](), 0
