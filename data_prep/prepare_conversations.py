@@ -168,6 +168,8 @@ class _Work:
             source: sources.open_rows(source, sources.HUB_SPLITS[split], **(pinned if release.hub else {})) for split, source in named
         }
         self._counts = Counter[str]()
+        self._shares = dict[bytes, float]()
+        """By `_digest` of the first message: `_share_of` the first such row, so that case and blanks do not part equal questions."""
         self._has_val = any(split == "val" for split, _ in named)
         self._is_shared = len({source for _, source in named}) < len(named)
 
@@ -301,7 +303,10 @@ class _Work:
     def _split_of(self, split: str, row: Row, entry: Entry) -> str:
         if self._release.split_column is not None:
             return "val" if str(row.get(self._release.split_column)).startswith(("val", "test")) else "train"
-        return "val" if split == "val" or (not self._has_val and self._part[0] <= _share_of(entry) < self._part[1]) else "train"
+        if split == "val" or self._has_val:
+            return split
+        share = self._shares.setdefault(_digest(_texts_of(entry)[0]), _share_of(entry))
+        return "val" if self._part[0] <= share < self._part[1] else "train"
 
     def _groups(self, source: str) -> Iterator[tuple[str, Row]]:
         """(where, row); with `group_by` (where, {"rows": the rows of a group}), in the order of their first rows."""
@@ -357,8 +362,9 @@ def _digest(*texts: str) -> bytes:
 
 
 def _share_of(entry: Entry) -> float:
-    """A number from 0 to 1 by the first message, so that rows with the same question are in the same split."""
-    return int.from_bytes(_digest(_texts_of(entry)[0]), "big") / 2**64
+    """A number from 0 to 1 that depends only on the first message."""
+    question = next((message.content for message in entry.conversation if message.role != "system"), entry.text or "")
+    return int.from_bytes(hashlib.sha256(question.encode()).digest()[:8], "big") / 2**64
 
 
 main = command.main_of(COMMAND, __doc__, _add_options, prepare)
