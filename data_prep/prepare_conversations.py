@@ -108,7 +108,7 @@ def prepare(  # noqa: PLR0913  the options of the command
     reader = _with_options(entry.form_of(mode or entry.modes[0]), lang, top_k, synthetic)
     options: dict[str, Any] = {
         "val_rate": val_rate or entry.val_rate,
-        "columns": {**entry.columns, **dict(_renaming(text) for text in columns)},
+        "columns": {**entry.columns, **_renamings(columns)},
         "keep": [*dict.fromkeys([*entry.keep, *keep])],
         "negatives": negatives or entry.negatives,
     }
@@ -128,11 +128,16 @@ def _with_options(form: Form, lang: str | None, top_k: int | None, synthetic: bo
     return load_config(type(form), {**form.model_dump(), **options}, "--top_k") if options else form
 
 
-def _renaming(text: str) -> tuple[str, str]:
-    name, sign, column = text.partition("=")
-    if not sign or not name or not column:
-        raise ConfigError(f"--columns {text!r}: expected NAME=COLUMN, such as prompt=question.")
-    return name, column
+def _renamings(texts: Sequence[str]) -> dict[str, str]:
+    columns = dict[str, str]()
+    for text in texts:
+        name, _, column = text.partition("=")
+        if not name or not column:
+            raise ConfigError(f"--columns {text!r}: expected NAME=COLUMN, such as prompt=question.")
+        if name in columns:
+            raise ConfigError(f"--columns {text}: {name} is {columns[name]} already. Remove one of them.")
+        columns[name] = column
+    return columns
 
 
 _SKIPPED = {

@@ -25,6 +25,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -43,7 +44,7 @@ from src.data.streaming.tars.image_files import MOST_PIXELS
 from src.data.streaming.tars.indexing import build
 from src.data.streaming.texts import TextTokens, count_tokens
 from src.data.text import tokenizers
-from src.errors import ConfigError, DataError
+from src.errors import ConfigError, DataError, RunError
 from src.files import reading, writing
 
 COMMAND = "python -m data_prep.tar_shards.index"
@@ -141,6 +142,11 @@ def _index_all(index: Callable[[Any], Indexed], tars: Sequence[Any], processes: 
                 results.append(futures[number].result() if futures else index(tar))
             except DataError as error:
                 errors.append(str(error))
+            except BrokenProcessPool:
+                raise RunError(
+                    f"--processes {processes}: a process was killed, perhaps for lack of memory. Finished indexes remain: start again "
+                    "with fewer processes."
+                ) from None
             else:
                 if results[-1].cut:
                     errors.append(f"{results[-1].tar}: {results[-1].cut}")

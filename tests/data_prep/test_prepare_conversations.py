@@ -223,6 +223,7 @@ def test_each_question_is_for_validation_in_one_fold(tmp_path: Path):
             for words in (["--fold", "1/5"], ["--val_rate", "0.5"], ["--val", "b.jsonl"])
         ),
         (["--form", "messages", "--val_rate", "1.5"], "--val_rate: expected a number between 0 and 1, got 1.5."),
+        (["--form", "completion", "--columns", "prompt=a", "prompt=b"], "--columns prompt=b: prompt is a already. Remove one of them."),
         (["--form", "messages", "--columns", "x"], "--columns 'x': expected NAME=COLUMN, such as prompt=question."),
         (["--form", "messages"], "expected messages with role and content, or from and value"),
     ],

@@ -33,6 +33,17 @@ def test_tars_are_indexed_once(processes: str, tmp_path: Path, capsys: pytest.Ca
     assert tar_index.load(tmp_path / "a.tar").facts["verified"]
 
 
+def test_a_killed_process_is_reported_and_finished_indexes_remain(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "a.tar").write_bytes(WHOLE)
+    words = [str(tmp_path / "a.tar"), "pipe:kill -9 $PPID", "--processes", "2", "--output", str(tmp_path / "listed")]
+    assert index.main(words) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: --processes 2: a process was killed")
+    assert not (tmp_path / "listed" / manifest.NAME).exists()
+    assert index.main([*words[:1], *words[2:]]) == 0
+    assert len(manifest.load(tmp_path / "listed").shards) == 1
+
+
 def test_cut_tar_is_reported_and_the_rest_is_indexed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     between = int(build(memoryview(WHOLE)).documents["offset"][2])
     contents = {"between.tar": WHOLE[:between], "within.tar": WHOLE[: between + 600], "empty.tar": b"", "whole.tar": WHOLE}
