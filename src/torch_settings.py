@@ -1,6 +1,6 @@
-"""Settings of torch that decide rounding, memory, and how a hanging training ends: they are made here and nowhere else.
+"""Settings of torch for rounding, memory and the end of hanging trainings: the only place that makes them.
 
-What a user has set in the environment is left as it is. docs/long_trainings.md says what each choice means; env.json what was in force.
+Settings in the environment take precedence. docs/long_trainings.md explains each choice; env.json records the settings in force.
 """
 
 import os
@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-"""How long a process waits for the others. Rank 0 alone scores answers and writes checkpoints meanwhile."""
+"""Timeout of a collective. Only rank 0 scores answers and writes checkpoints meanwhile."""
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Environment variables that configure the allocator of GPU memory: the name of torch 2.9 and later, and the older one."""
 ENVIRONMENT = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",  # a failed or late collective ends the process; without it the GPU would wait for ever
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",  # a failed or late collective ends the process; else the GPU would wait forever
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
     "TORCH_FR_BUFFER_SIZE": "2000",
 }
 """Environment variables of NCCL's watchdog, and of its flight recorder: the last collectives of each process."""
 DUMP = "TORCH_FR_DUMP_TEMP_FILE"
-"""Environment variable: the beginning of the flight recorder's files, to which torch adds the rank."""
+"""Environment variable: the path prefix of the flight recorder's files. torch appends the rank."""
 GRADIENT_CHECKPOINTING = ("full", "selective")
 """Ways to recompute layers in the backward pass; see `training.parallel.memory.checkpoint_layers`."""
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
@@ -31,20 +31,21 @@ def make(deterministic: bool = False) -> None:
     """Make the settings in this process, before it touches a GPU or joins a process group.
 
     Products of float32 matrices are of float32, never TF32, and no kernel is chosen by a race. deterministic: only algorithms that give
-    the same bits each time; torch raises a RuntimeError at an operation that has none.
+    the same bits each time; torch raises a RuntimeError at an operation without one.
     """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if not any(name in os.environ for name in ALLOCATOR):
         os.environ[ALLOCATOR[0]] = "expandable_segments:True"  # batches have many lengths, and fixed segments would fragment
     if deterministic:
-        os.environ.setdefault(WORKSPACE, ":4096:8")  # what cuBLAS asks for
+        os.environ.setdefault(WORKSPACE, ":4096:8")  # required by cuBLAS
     import torch
 
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cudnn.benchmark = False
-    torch.use_deterministic_algorithms(deterministic)
+    if deterministic or torch.are_deterministic_algorithms_enabled():  # any call imports torch._inductor, for 0.8 s of processor time
+        torch.use_deterministic_algorithms(deterministic)
 
 
 def place_flight_recorder(folder: Path) -> None:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,15 +29,24 @@ def test_float32_is_float32_and_it_is_recorded():
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.benchmark = True
     torch_settings.make()
-    found = json.loads(json.dumps(torch_settings.describe()))
-    assert (found["float32_matmul"], found["cudnn_tf32"], found["cudnn_benchmark"]) == ("highest", False, False)
-    assert not found["deterministic"]
+    settings = json.loads(json.dumps(torch_settings.describe()))
+    assert (settings["float32_matmul"], settings["cudnn_tf32"], settings["cudnn_benchmark"]) == ("highest", False, False)
+    assert not settings["deterministic"]
     torch_settings.make(deterministic=True)
     assert torch_settings.describe()["deterministic"]
 
 
+def test_settings_import_no_compiler_unless_deterministic():
+    code = "import sys; from src import torch_settings; torch_settings.make(); print('torch._inductor' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=toy.ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+    torch.use_deterministic_algorithms(True)
+    torch_settings.make()
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
 @pytest.mark.parametrize("name", torch_settings.ALLOCATOR)
-def test_an_allocator_that_the_user_has_set_is_left_alone(name: str):
+def test_an_allocator_set_by_the_user_stays(name: str):
     os.environ[name] = "max_split_size_mb:64"
     torch_settings.make()
     assert {each: os.environ.get(each) for each in torch_settings.ALLOCATOR if each in os.environ} == {name: "max_split_size_mb:64"}
