@@ -95,15 +95,15 @@ def act(args: argparse.Namespace) -> int:
     chosen = {item.exp_id for item in selected}
     if args.job_option in ("status", "logs", "kill", "throttle"):
         return look(args, planned, places)
-    given = resources.load_named(args.job_scheduler, places.runs, [item.exp for item in planned]) if args.job_scheduler else None
-    queued = actions.pending_parents(places.runs, planned) if given else ()
+    target = resources.load_named(args.job_scheduler, places.runs, [item.exp for item in planned]) if args.job_scheduler else None
+    queued = actions.pending_parents(places.runs, planned) if target else ()
     reset = chosen if args.reset or args.job_option == "reset" else ()
-    lacks = plan.find_problems(planned, places, reset, queued, args.micro_batch, here=given is None)
+    lacks = plan.find_problems(planned, places, reset, queued, args.micro_batch, here=target is None)
     if args.dry_run:
         return show(planned, lacks, places, known) | (show_memory(args, planned, places) if args.memory else 0)
     if lacks:
         raise ConfigError("\n".join(plan.merge_problems(lacks, known)))
-    return submit(given, args, planned, chosen, places) if given else train(args, planned, chosen, places)
+    return submit(target, args, planned, chosen, places) if target else train(args, planned, chosen, places)
 
 
 def select(args: argparse.Namespace, groups: Any) -> list[Any]:
@@ -115,15 +115,15 @@ def select(args: argparse.Namespace, groups: Any) -> list[Any]:
     if args.steps is not None:
         combinations = [[*assignments, ("loop.steps", args.steps)] for assignments in combinations]
     if args.exp_group:
-        found = plan.load_combinations(groups, args.exp_group, combinations)
+        experiments = plan.load_combinations(groups, args.exp_group, combinations)
     else:
         item = plan.find(args.exp_id, plan.load_all(groups), args.savedir_base)
         group = {item.group: [item.with_operational]}
-        found = [item] if combinations == [[]] else plan.load_combinations(group, [item.group], combinations)
-    return found if args.where is None else choose(found, args)
+        experiments = [item] if combinations == [[]] else plan.load_combinations(group, [item.group], combinations)
+    return experiments if args.where is None else choose(experiments, args)
 
 
-def choose(found: Sequence[Any], args: argparse.Namespace) -> list[Any]:
+def choose(experiments: Sequence[Any], args: argparse.Namespace) -> list[Any]:
     """The experiments for which --where holds: of their dicts, and `exp_id`, `group` and `state`."""
     from src.errors import ConfigError
     from src.runs.metadata import flatten
@@ -133,10 +133,10 @@ def choose(found: Sequence[Any], args: argparse.Namespace) -> list[Any]:
         facts = {"exp_id": item.exp_id, "group": item.group, "state": state_or_damage(args.savedir_base / item.exp_id)}
         return rows.Row({**flatten(item.exp), **facts})
 
-    chosen = {each["exp_id"] for each in rows.filter_rows([row(item) for item in found], args.where)}
+    chosen = {each["exp_id"] for each in rows.filter_rows([row(item) for item in experiments], args.where)}
     if not chosen:
-        raise ConfigError(f"--where: none of {len(found)} experiments answers {args.where!r}.")
-    return [item for item in found if item.exp_id in chosen]
+        raise ConfigError(f"--where: none of {len(experiments)} experiments answers {args.where!r}.")
+    return [item for item in experiments if item.exp_id in chosen]
 
 
 def state_or_damage(run: Path) -> str:
@@ -181,7 +181,7 @@ def show_memory(args: argparse.Namespace, planned: Sequence[Any], places: Any) -
     return 1 if mistakes else 0
 
 
-def submit(given: Any, args: argparse.Namespace, planned: Sequence[Any], chosen: set[str], places: Any) -> int:
+def submit(target: Any, args: argparse.Namespace, planned: Sequence[Any], chosen: set[str], places: Any) -> int:
     """Hand one job per experiment to the launcher. -r resets only the `chosen` ids."""
     from src.launch import actions
 
@@ -191,7 +191,7 @@ def submit(given: Any, args: argparse.Namespace, planned: Sequence[Any], chosen:
         return ["trainval.py", *arguments.child_arguments(args, exp_id), *by_id[exp_id].set_arguments]
 
     request = actions.Request(places.runs, planned, chosen, ROOT, command, args.python_binary, args.reset, (places.data,))
-    actions.run(request, given, args.job_option)
+    actions.run(request, target, args.job_option)
     return 0
 
 
@@ -313,10 +313,10 @@ def carry_out(item: Any, run: Any) -> None:
         mark("failed", reason=str(error))
         raise
     except Exception as error:
-        asked = distributed.stop_requested()
-        if asked and distributed.world_size() > 1:  # another process left at the same signal while this one waited for it
-            mark("stopped", reason=f"{asked.by}: stopped while it was starting; start it again to continue", stopped_by=asked.kind)
-            raise distributed.TrainingStopped(asked) from error
+        request = distributed.stop_requested()
+        if request and distributed.world_size() > 1:  # another process left at the same signal while this one waited for it
+            mark("stopped", reason=f"{request.by}: stopped while it was starting; start it again to continue", stopped_by=request.kind)
+            raise distributed.TrainingStopped(request) from error
         mark("failed", reason=f"{type(error).__name__}: {error}")
         raise
     if distributed.is_main():

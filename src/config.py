@@ -156,14 +156,14 @@ def problems(cls: type[Config], error: ValidationError) -> Iterator[tuple[str, s
             yield path, f"{_describe_expected(item['type'], item['msg'], context)}, got {describe_value(item['input'])}."
 
 
-def unknown(kind: str, got: str, known: Iterable[str], where: str) -> ConfigError:
+def unknown(kind: str, got: str, choices: Iterable[str], where: str) -> ConfigError:
     """An error that names the place, the unknown name, the nearest valid spelling and all choices."""
-    return ConfigError(f"{where}: {unknown_text(kind, got, known)}")
+    return ConfigError(f"{where}: {unknown_text(kind, got, choices)}")
 
 
-def unknown_text(kind: str, got: str, known: Iterable[str]) -> str:
+def unknown_text(kind: str, got: str, choices: Iterable[str]) -> str:
     """The message of `unknown` without the place."""
-    choices = sorted(map(str, known))
+    choices = sorted(map(str, choices))
     close = get_close_matches(got, choices, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     return f"unknown {kind} {shorten(got)}.{hint} Known: {', '.join(choices) or 'none'}."
@@ -247,7 +247,7 @@ def top_level(module: str, name: str) -> dict[str, Any]:
         ConfigError: the file does not run (names the line), or has no such dict.
     """
     try:
-        found = getattr(import_module(module), name, None)
+        value = getattr(import_module(module), name, None)
     except ConfigError as error:
         at = [place for place in traceback.extract_tb(error.__traceback__) if Path(place.filename).parent.name != "experiments"][-1]
         raise ConfigError(f"{at.filename}:{at.lineno}: {error}") from None
@@ -256,6 +256,6 @@ def top_level(module: str, name: str) -> dict[str, Any]:
     except Exception as error:  # noqa: BLE001  the file is the user's: whatever it raises is reported with its line
         at = traceback.extract_tb(error.__traceback__)[-1]
         raise ConfigError(f"{at.filename}:{at.lineno}: {type(error).__name__}: {error}") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{module}.py: expected a dict called {name}, got {type(found).__name__}.")
-    return found
+    if not isinstance(value, dict):
+        raise ConfigError(f"{module}.py: expected a dict called {name}, got {type(value).__name__}.")
+    return value

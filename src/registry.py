@@ -116,7 +116,7 @@ TABLES = (RECIPES, MODELS, DATASETS, METRICS, REWARDS, LAUNCHERS)
 def name_of(component: Config) -> str:
     """The name of a component in its table."""
     module = type(component).__module__
-    names = [name for table in TABLES for name, known in table.modules.items() if known == module]
+    names = [name for table in TABLES for name, path in table.modules.items() if path == module]
     if not names:
         raise LookupError(f"{module} is in no table of src/registry.py")
     return names[0]

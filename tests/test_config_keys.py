@@ -32,14 +32,14 @@ def nested(annotation: Any) -> Iterator[type[Config]]:
 
 def classes() -> set[type[Config]]:
     """Every Config that the registry names, and those of their fields."""
-    found: set[type[Config]] = set()
+    configs: set[type[Config]] = set()
     waiting = [import_module(module).Config for table in registry.TABLES for module in table.modules.values()]
     while waiting:
         cls = waiting.pop()
-        if cls not in found:
-            found.add(cls)
+        if cls not in configs:
+            configs.add(cls)
             waiting += [below for field in cls.model_fields.values() for below in nested(field.annotation)]
-    return {cls for cls in found if cls.model_fields}
+    return {cls for cls in configs if cls.model_fields}
 
 
 def keys_of(cls: type[Config]) -> dict[str, Any]:
@@ -50,15 +50,15 @@ def keys_of(cls: type[Config]) -> dict[str, Any]:
     return {**entry, "added": json.loads(json.dumps(absences, sort_keys=True))} if absences else entry
 
 
-def mistakes(known: Keys, now: Keys) -> list[str]:
+def mistakes(golden: Keys, now: Keys) -> list[str]:
     """What to do about each difference, one sentence each."""
-    file, found = "tests/golden/config_keys.json", []
+    file, messages = "tests/golden/config_keys.json", []
     for name, entry in sorted(now.items()):
-        if name not in known:
-            found.append(f'{file}: add the new class: "{name}": {json.dumps(entry)}')
+        if name not in golden:
+            messages.append(f'{file}: add the new class: "{name}": {json.dumps(entry)}')
             continue
-        before, before_added = set(known[name]["original"]), known[name].get("added", {})
-        found += [
+        before, before_added = set(golden[name]["original"]), golden[name].get("added", {})
+        messages += [
             f"{name}.{key}: runs were made before this field, so write `{key}: ... = added_field(ABSENCE)` (src/config.py), "
             f'where ABSENCE is what they did, and "added": {{"{key}": ABSENCE}} into {file}.'
             for key in sorted(set(entry["original"]) - before)
@@ -68,32 +68,32 @@ def mistakes(known: Keys, now: Keys) -> list[str]:
                 continue
             if key in before_added:
                 was = json.dumps(before_added[key])
-                found.append(f"{name}.{key}: its absence meant {was} when it was added; {json.dumps(absence)} would change those runs.")
+                messages.append(f"{name}.{key}: its absence meant {was} when it was added; {json.dumps(absence)} would change those runs.")
             elif key in before:
-                found.append(f"{name}.{key}: was there from the start, so write its default as usual, not with `added_field`.")
+                messages.append(f"{name}.{key}: was there from the start, so write its default as usual, not with `added_field`.")
             else:
-                found.append(f'{file}: write "{key}": {json.dumps(absence)} under "added" of "{name}".')
-        found += [
+                messages.append(f'{file}: write "{key}": {json.dumps(absence)} under "added" of "{name}".')
+        messages += [
             f"{name}.{key}: runs that have this field could no longer be opened. Keep it, or note the loss in CHANGELOG.md."
             for key in sorted((before | before_added.keys()) - set(entry["original"]) - entry.get("added", {}).keys())
         ]
-    return found
+    return messages
 
 
 def test_every_new_setting_says_what_its_absence_meant():
     now = {f"{cls.__module__}.{cls.__name__}": keys_of(cls) for cls in classes()}
-    known = json.loads(GOLDEN.read_text())
-    assert mistakes(known, now) == []
-    gone = known.keys() - now.keys()
+    golden = json.loads(GOLDEN.read_text())
+    assert mistakes(golden, now) == []
+    gone = golden.keys() - now.keys()
     assert not gone, f"tests/golden/config_keys.json: take out {sorted(gone)}, which no registered Config uses."
 
 
 def test_each_difference_is_reported_with_its_remedy():
-    known = {"m.C": {"original": ["old"], "added": {"later": 1}}}
-    assert mistakes(known, known) == []
+    golden = {"m.C": {"original": ["old"], "added": {"later": 1}}}
+    assert mistakes(golden, golden) == []
 
     def only(original: list[str], later: dict[str, Any]) -> str:
-        (text,) = mistakes(known, {"m.C": {"original": original, "added": later}})
+        (text,) = mistakes(golden, {"m.C": {"original": original, "added": later}})
         return text
 
     assert "m.C.new: runs were made before this field, so write `new: ... = added_field(ABSENCE)`" in only(["new", "old"], {"later": 1})
@@ -120,5 +120,5 @@ def test_a_default_that_is_not_the_absence_is_refused():
 
 
 if __name__ == "__main__":
-    made = {f"{cls.__module__}.{cls.__name__}": keys_of(cls) for cls in classes()}
-    GOLDEN.write_text("{\n" + ",\n".join(f" {json.dumps(name)}: {json.dumps(made[name])}" for name in sorted(made)) + "\n}\n")
+    entries = {f"{cls.__module__}.{cls.__name__}": keys_of(cls) for cls in classes()}
+    GOLDEN.write_text("{\n" + ",\n".join(f" {json.dumps(name)}: {json.dumps(entries[name])}" for name in sorted(entries)) + "\n}\n")

@@ -47,10 +47,10 @@ def uninterrupted(started: tuple[Path, Path]) -> dict[str, str]:
     """Fingerprints of a run with two processes that nobody disturbed; its save directory is moved to `undisturbed`."""
     root, folder = started
     finish(root, folder)
-    found = fingerprints(folder)
+    hashes = fingerprints(folder)
     (folder / "undisturbed").mkdir()
     (folder / "runs" / exp_id(CHILD)).rename(folder / "undisturbed" / "runs")
-    return found
+    return hashes
 
 
 @pytest.fixture(autouse=True)
@@ -79,13 +79,13 @@ def ranks(torchrun: Started) -> dict[int, psutil.Process]:
     """The training processes by rank."""
     if isinstance(torchrun, warm.Process):
         return torchrun.ranks()
-    found = {}
+    processes = {}
     for child in psutil.Process(torchrun.pid).children():
         try:
-            found[int(child.environ()["RANK"])] = child
+            processes[int(child.environ()["RANK"])] = child
         except (psutil.Error, KeyError):
             continue
-    return found
+    return processes
 
 
 def start(root: Path, folder: Path, arguments: Sequence[str] = ARGUMENTS, processes: int = 2) -> warm.Process:
@@ -193,8 +193,8 @@ def tell(torchrun: Started, everyone: dict[int, psutil.Process], victim: int | N
     # A thread that is not yet suspended would take the signal, and nothing would ever be pending.
     assert wait_until(lambda: all(stands_still(rank) for rank in everyone.values()), torchrun)
     os.kill(torchrun.pid if victim is None else everyone[victim].pid, number)
-    told = everyone.values() if victim is None else [everyone[victim]]
-    assert wait_until(lambda: all(pending(rank) >> (number - 1) & 1 for rank in told), torchrun)
+    receivers = everyone.values() if victim is None else [everyone[victim]]
+    assert wait_until(lambda: all(pending(rank) >> (number - 1) & 1 for rank in receivers), torchrun)
     for rank in everyone.values():
         rank.resume()
 
@@ -223,11 +223,11 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(started: tuple[Path, Pa
         tell(process, everyone, victim, number)
         assert process.wait(timeout=300) == 1, "what torchrun makes of exit code 75"
         assert not psutil.wait_procs(everyone.values(), timeout=300)[1], "some live on"
-        found = status(folder)
-        assert found["state"] == "stopped"
-        assert found["reason"] == f"{number.name}: stopped at step {found['step']}; start it again to continue"
-        assert moment <= found["step"] < STEPS
-        assert max(checkpoints.glob("step-*")).name == f"step-{found['step']:08d}"
+        record = status(folder)
+        assert record["state"] == "stopped"
+        assert record["reason"] == f"{number.name}: stopped at step {record['step']}; start it again to continue"
+        assert moment <= record["step"] < STEPS
+        assert max(checkpoints.glob("step-*")).name == f"step-{record['step']:08d}"
         assert not (folder / "runs" / exp_id(CHILD) / "lease").exists(), "it was not unlocked"
     finish(root, folder)
     log = (folder / "runs" / exp_id(CHILD) / "logs" / "train.log").read_text()
@@ -277,15 +277,15 @@ def test_three_processes_continue_bit_for_bit(started: tuple[Path, Path]):
     wide = {**CHILD, "seed": 3, "loop": {**CHILD["loop"], "steps": 8, "sequences_per_step": 6}}
     (root / "exp_configs.py").write_text(f"EXP_GROUPS = {{'base': [{BASE!r}], 'child': [{CHILD!r}], 'wide': [{wide!r}]}}\n")
     run = folder / "runs" / exp_id(wide)
-    found = []
+    contents = []
     for _ in range(2):
         finish(root, folder, ["-e", "wide", "--log_every", "2"], processes=3)
         last = run / "checkpoints" / "step-00000008"
-        found.append([(last / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors", "state.json")])
-        found[-1].append((run / "scores.jsonl").read_bytes())
+        contents.append([(last / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors", "state.json")])
+        contents[-1].append((run / "scores.jsonl").read_bytes())
         shutil.rmtree(last)
         (run / "status.json").unlink()
-    assert found[0] == found[1]
+    assert contents[0] == contents[1]
 
 
 def test_restarts_that_would_hang_are_refused(started: tuple[Path, Path], tmp_path: Path):

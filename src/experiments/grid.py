@@ -172,13 +172,13 @@ def _values(value: Any) -> list[Any]:
 
 def _fill(base: Any, axes: Axes, combinations: Iterable[Sequence[Any]]) -> list[Experiment]:
     """An experiment for each combination of values. A path that is not in `base` must be a field of its config."""
-    made = [list(zip(axes, values, strict=True)) for values in combinations]
+    assignments = [list(zip(axes, values, strict=True)) for values in combinations]
     try:
-        return [_combine(base, values) for values in made]
+        return [_combine(base, values) for values in assignments]
     except ConfigError as error:
-        if not made:
+        if not assignments:
             raise
-        experiments = [_combine(base, values, must_exist=False) for values in made]
+        experiments = [_combine(base, values, must_exist=False) for values in assignments]
         try:
             load_experiment(experiments[0], "grid")
         except ConfigError as other:
@@ -238,8 +238,8 @@ def _default_of(exp: Experiment, keys: Sequence[str], path: str) -> Any:
     for depth, key in enumerate(keys):
         fields = dict(value) if isinstance(value, Config) else value
         if not isinstance(fields, dict) or key not in fields:
-            known = map(str, fields) if isinstance(fields, dict) else ()
-            raise unknown("key", key, known, ".".join(keys[:depth]) or path)
+            names = map(str, fields) if isinstance(fields, dict) else ()
+            raise unknown("key", key, names, ".".join(keys[:depth]) or path)
         value = fields[key]
     return sparse_dict(value)
 

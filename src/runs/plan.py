@@ -139,12 +139,12 @@ def load_combinations(groups: Groups, names: Sequence[str], combinations: Sequen
     Raises:
         ConfigError: as `load_groups`.
     """
-    found: dict[str, Planned] = {}
+    planned: dict[str, Planned] = {}
     for assignments in combinations:
         differs = [f" {path}={value}" for i, (path, value) in enumerate(assignments) if len({str(each[i][1]) for each in combinations}) > 1]
         for item in load_groups(groups, names, assignments):
-            found.setdefault(item.exp_id, replace(item, where=item.where + "".join(differs)))
-    return list(found.values())
+            planned.setdefault(item.exp_id, replace(item, where=item.where + "".join(differs)))
+    return list(planned.values())
 
 
 def _select(groups: Groups, text: str) -> tuple[str, Sequence[int]]:
@@ -181,13 +181,13 @@ def _assign(exp: Experiment, assignments: Sequence[tuple[str, Any]], group: str,
 
 def load_all(groups: Groups) -> dict[str, Planned]:
     """Every valid experiment of `groups` by its id."""
-    found: dict[str, Planned] = {}
+    planned: dict[str, Planned] = {}
     for name, experiments in groups.items():
         for i, exp in enumerate(experiments if isinstance(experiments, list) and not isinstance(experiments, BrokenGroup) else []):
             with contextlib.suppress(ConfigError):
                 item = load(exp, name, f"{name}[{i}]")
-                found.setdefault(item.exp_id, item)
-    return found
+                planned.setdefault(item.exp_id, item)
+    return planned
 
 
 def _join_groups(planned: list[Planned], made_equal: bool) -> list[Planned]:
@@ -204,28 +204,28 @@ def _join_groups(planned: list[Planned], made_equal: bool) -> list[Planned]:
     return [replace(items[0], groups=tuple(dict.fromkeys(item.group for item in items))) for items in places.values()]
 
 
-def find(wanted: str, known: Mapping[str, Planned], runs: Path) -> Planned:
-    """The experiment with an id that starts with `wanted`, from exp_configs.py or its save directory, with the groups recorded there.
+def find(prefix: str, known: Mapping[str, Planned], runs: Path) -> Planned:
+    """The experiment with an id that starts with `prefix`, from exp_configs.py or its save directory, with the groups recorded there.
 
     Raises:
         ConfigError: neither has it, or there are several.
         RunError: the dict in the save directory is damaged, or has another id.
     """
-    ids = {name for name in known if name.startswith(wanted)}
-    ids |= {path.parent.name for path in runs.glob(f"{wanted}*/{metadata.EXP_DICT}")} if wanted.isalnum() else set()
-    if wanted not in ids and len(ids) > 1:
-        raise ConfigError(f"--exp_id {wanted}: {len(ids)} experiments start with it: {', '.join(sorted(ids))}. Write more of the id.")
-    wanted = wanted if wanted in ids or not ids else ids.pop()
-    run = runs / wanted
+    ids = {name for name in known if name.startswith(prefix)}
+    ids |= {path.parent.name for path in runs.glob(f"{prefix}*/{metadata.EXP_DICT}")} if prefix.isalnum() else set()
+    if prefix not in ids and len(ids) > 1:
+        raise ConfigError(f"--exp_id {prefix}: {len(ids)} experiments start with it: {', '.join(sorted(ids))}. Write more of the id.")
+    prefix = prefix if prefix in ids or not ids else ids.pop()
+    run = runs / prefix
     file = run / metadata.EXP_DICT
-    if wanted in known:
-        item = known[wanted]
+    if prefix in known:
+        item = known[prefix]
     elif file.exists():
         item = load(metadata.read_exp_dict(run), "", str(file))
-        if item.exp_id != wanted:
-            raise RunError(f"{file}: as numbers are spelled now its id is {item.exp_id}, not {wanted}. Train that one with -e.")
+        if item.exp_id != prefix:
+            raise RunError(f"{file}: as numbers are spelled now its id is {item.exp_id}, not {prefix}. Train that one with -e.")
     else:
-        raise ConfigError(f"--exp_id {wanted}: neither in exp_configs.py nor in {runs}.")
+        raise ConfigError(f"--exp_id {prefix}: neither in exp_configs.py nor in {runs}.")
     return replace(item, groups=tuple(metadata.read_groups(run)) or item.groups)
 
 
@@ -253,9 +253,9 @@ def find_problems(
     micro_batch: see `replace_micro_batch`.
     here: whether they are to run on this machine, so that its devices are looked at too.
     """
-    found: dict[str, list[str]] = {}
+    problems: dict[str, list[str]] = {}
     before = set(ahead)
-    seen: parents.Seen = {}
+    checked: parents.Seen = {}
     for item in planned:
         lacks: list[str] = []
         try:
@@ -263,7 +263,7 @@ def find_problems(
                 continue
         except UserError as error:
             lacks.append(str(error))
-        lacks += parents.missing_parents(item.exp, places, before, seen)
+        lacks += parents.missing_parents(item.exp, places, before, checked)
         try:
             replace_micro_batch(item, micro_batch).recipe.check(places)
             if here:
@@ -271,16 +271,16 @@ def find_problems(
         except UserError as error:
             lacks.append(str(error))
         if lacks:
-            found[item.exp_id] = [f"{item.where}: {line}" for lack in lacks for line in lack.splitlines()]
+            problems[item.exp_id] = [f"{item.where}: {line}" for lack in lacks for line in lack.splitlines()]
         before.add(item.exp_id)
-    return found
+    return problems
 
 
 def merge_problems(lacks: Mapping[str, Sequence[str]], known: Mapping[str, Planned]) -> list[str]:
     """What `find_problems` found, each cause once, with the places of `known` parents."""
 
-    def name(found: re.Match[str]) -> str:
-        return f"{known[found[1]].where} ({found[1]})" if found[1] in known else found[0]
+    def name(match: re.Match[str]) -> str:
+        return f"{known[match[1]].where} ({match[1]})" if match[1] in known else match[0]
 
     return [_PARENT.sub(name, line) for line in merge_mistakes(message for messages in lacks.values() for message in messages)]
 
@@ -289,8 +289,8 @@ def merge_mistakes(lines: Iterable[str]) -> list[str]:
     """Each cause once, with its first place and how many more there are: "lm[0].model and 7 more: unknown key 'stride'"."""
     places: dict[tuple[str, str], list[str]] = {}
     for line in dict.fromkeys(lines):
-        found = _MISTAKE.fullmatch(line)
-        key, place = ((found["path"], found["text"]), found["place"] + found["set"]) if found else (("", line), "")
+        match = _MISTAKE.fullmatch(line)
+        key, place = ((match["path"], match["text"]), match["place"] + match["set"]) if match else (("", line), "")
         places.setdefault(key, []).append(place)
     return [
         f"{found[0]}{f' and {len(found) - 1} more' * (len(found) > 1)}: {text}" if found[0] else text for (_, text), found in places.items()

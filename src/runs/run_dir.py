@@ -183,11 +183,11 @@ class RunDir:
         file = self.path / EXP_DICT
         if file.exists():
             try:
-                found = read_json(file, RunError)
+                saved = read_json(file, RunError)
             except RunError as error:
                 log.warning("%s Writing it again: the id proves its content.", error)
             else:
-                changes = differences(found, self.exp)
+                changes = differences(saved, self.exp)
                 if changes:
                     raise RunError(
                         f"{file}: another experiment has the id {self.exp_id}: {_describe(changes)}. "
@@ -201,11 +201,11 @@ class RunDir:
         resolved = json.loads(json.dumps(resolved, allow_nan=False))
         if file.exists():
             try:
-                found = read_json(file, RunError)
+                saved = read_json(file, RunError)
             except RunError as error:
                 raise RunError(f"{error} Delete it if no default has changed since the run started, or start over with -r 1.") from None
             paths = tuple(operational_values(resolved, recipe))
-            changes = differences(fill_absences(found, recipe), resolved)
+            changes = differences(fill_absences(saved, recipe), resolved)
             policy = [change for change in changes if f"{change[0]}.".startswith(tuple(f"{path}." for path in paths))]
             if len(policy) < len(changes):
                 raise RunError(

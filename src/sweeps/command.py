@@ -119,15 +119,15 @@ def find_source(command: Command, groups: Any, runs: Path) -> Source:
     if command.chosen is None:
         assert command.exp_id is not None
         item = plan.find(command.exp_id, known, runs)
-        found = plan.load_groups({command.exp_id: [item.with_operational]}, [command.exp_id], command.assignments)
+        items = plan.load_groups({command.exp_id: [item.with_operational]}, [command.exp_id], command.assignments)
     else:
         name = command.chosen
         if isinstance(groups.get(name), list) and len(groups[name]) > 1:
             raise ConfigError(
                 f"{command.where}: -e {name}: a sweep starts from one experiment; choose {name}[0] to {name}[{len(groups[name]) - 1}]."
             )
-        found = plan.load_groups(groups, [name], command.assignments)
-    return Source(found[0].with_operational, known, found[0].where)
+        items = plan.load_groups(groups, [name], command.assignments)
+    return Source(items[0].with_operational, known, items[0].where)
 
 
 def check_metric(item: plan.Planned, metric: str, places: Places, where: str) -> None:

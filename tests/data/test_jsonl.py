@@ -147,14 +147,14 @@ def test_a_data_set_has_both_splits(places, write_corpus):
 
 
 def test_fingerprint_follows_the_data_and_nothing_else(tmp_path):
-    def made(name, text, facts):
+    def fingerprint_of(name, text, facts):
         with new_directory(tmp_path / name, facts) as beside:
             (beside / "train.jsonl").write_text(text)
         return jsonl.fingerprint(tmp_path / name)
 
-    first = made("a", "x", {"python": "3.11"})
-    assert first == made("b", "x", {"python": "3.12"})
-    assert first != made("c", "y", {"python": "3.11"})
+    first = fingerprint_of("a", "x", {"python": "3.11"})
+    assert first == fingerprint_of("b", "x", {"python": "3.12"})
+    assert first != fingerprint_of("c", "y", {"python": "3.11"})
     assert re.fullmatch(r"[0-9a-f]{64}", first)
 
 

@@ -74,7 +74,7 @@ def pieces(steps: Sequence[Sequence[Sequence[int]]]) -> Pieces:
     return Counter(piece for step in steps for key in step for piece in zip(key[::3], key[1::3], key[2::3], strict=True))
 
 
-def wanted(packed: Packing, epoch: int) -> Pieces:
+def pieces_of_epoch(packed: Packing, epoch: int) -> Pieces:
     return Counter((epoch, d, p) for d in range(packed.arrangement.count) for p in range(len(packed.sizes(epoch, d))))
 
 
@@ -87,10 +87,10 @@ def test_a_lane_reads_each_piece_of_an_epoch_exactly_once(lanes: int, too_long: 
     while min(lane.epoch(lane.taken) for lane in rows) < 3:
         read.append([lane.next_row() for lane in rows])
     ends = [row for lane in rows for row in lane.flush()]
-    found = pieces([*read, ends])
+    counts = pieces([*read, ends])
     for epoch in range(3):
-        assert Counter({key: n for key, n in found.items() if key[0] == epoch}) == wanted(packed, epoch)
-    assert max(found.values()) == 1
+        assert Counter({key: n for key, n in counts.items() if key[0] == epoch}) == pieces_of_epoch(packed, epoch)
+    assert max(counts.values()) == 1
     for key in (key for step in read for key in step):
         assert sum(packed.sizes(e, d)[p][0] for e, d, p in zip(key[::3], key[1::3], key[2::3], strict=True)) <= ROOM
     left_out = sum(lane.left_out for lane in rows)
@@ -185,18 +185,18 @@ def test_a_rewind_reads_no_document_of_an_epoch_twice(kind: str, at: int):
     plain, _ = read_steps(LaneOrder(packed, LANES), 70)
     order = LaneOrder(packed, LANES, branches)
     branch, end = read_steps(order, 70 - at, 2, at, cursor)
-    found = pieces([*trunk, *branch])
-    assert max(found.values()) == 1
+    counts = pieces([*trunk, *branch])
+    assert max(counts.values()) == 1
     assert (branch == plain[at:]) == (kind == "same")
     if kind in ("same", "reshuffle"):
-        left = [row for v in range(LANES) for row in Lane(packed, v, LANES, end[str(v)]).flush()]
-        assert not wanted(packed, 0) - pieces([*trunk, *branch, left]), "nothing is lost"
+        last_rows = [row for v in range(LANES) for row in Lane(packed, v, LANES, end[str(v)]).flush()]
+        assert not pieces_of_epoch(packed, 0) - pieces([*trunk, *branch, last_rows]), "nothing is lost"
     if kind == "skip":
         skipped, _ = read_steps(LaneOrder(packed, LANES), 77 - at, 1, at, cursor)
         assert branch == skipped[7:]
     if kind == "reshuffle":
-        first_epoch = Counter({piece: n for piece, n in found.items() if piece[0] == 0})
-        assert first_epoch <= wanted(packed, 0)
+        first_epoch = Counter({piece: n for piece, n in counts.items() if piece[0] == 0})
+        assert first_epoch <= pieces_of_epoch(packed, 0)
     for crash in (0, 1, 2, 3, 5):  # before the branch's first checkpoint (0) and behind it
         first, behind = read_steps(order, crash, 1, at, cursor)
         rest, last = read_steps(order, 70 - at - crash, 3, at + crash, behind if crash else cursor)
@@ -234,11 +234,11 @@ def test_the_order_describes_where_it_is():
     order = LaneOrder(packed, LANES)
     assert order.describe(0, {}) == {"epoch": 0, "documents": 0, "left_out": 0}
     steps, cursor = read_steps(order, 60)
-    told = order.describe(60, cursor)
-    assert told["documents"] == len({(e, d) for e, d, _ in pieces(steps)})
-    assert told["left_out"] > 0
-    assert told["epoch"] == min(Lane(packed, v, LANES, cursor[str(v)]).epoch(cursor[str(v)][0]) for v in range(LANES))
-    json.dumps(told)
+    description = order.describe(60, cursor)
+    assert description["documents"] == len({(e, d) for e, d, _ in pieces(steps)})
+    assert description["left_out"] > 0
+    assert description["epoch"] == min(Lane(packed, v, LANES, cursor[str(v)]).epoch(cursor[str(v)][0]) for v in range(LANES))
+    json.dumps(description)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -246,15 +246,15 @@ def test_counters_report_dropped_documents_and_padding(world_size: int):
     packed = packing(lengths(), "drop")
     order = LaneOrder(packed, LANES)
     steps, cursor = read_steps(order, 60)
-    found: Counter[str] = Counter()
+    totals: Counter[str] = Counter()
     for rank in range(world_size):
         share = RankShare(LANES, MICRO_BATCH, rank, world_size)
         for each in islice(order.micro_batches(0, share, {}), 60 * len(share.numbers)):
             assert each.counters.keys() == {"left_out", "padding"}
             for name, (total, count) in each.counters.items():
-                found += {name: total, f"all {name}": count}
+                totals += {name: total, f"all {name}": count}
     used = sum(packed.sizes(e, d)[p][0] for e, d, p in pieces(steps))
-    assert found == {
+    assert totals == {
         "left_out": order.describe(60, cursor)["left_out"],
         "all left_out": sum(cursor[str(v)][0] for v in range(LANES)),
         "padding": 60 * LANES * ROOM - used,
@@ -265,7 +265,7 @@ def test_counters_report_dropped_documents_and_padding(world_size: int):
 def test_an_epoch_is_packed_once_for_evaluation():
     packed = packing(lengths())
     rows = pack_epoch(packed)
-    assert pieces([rows]) == wanted(packed, 0)
+    assert pieces([rows]) == pieces_of_epoch(packed, 0)
 
 
 class Counting:
@@ -316,8 +316,8 @@ def test_a_field_that_is_added_leaves_the_digest_of_older_runs():
 
     config = bind(DATASETS, {"name": "packed", "documents": DOCUMENTS, "sequence_tokens": 4})
     older, *later = (
-        PackedDataset(made, Counting()).fingerprint
-        for made in (
+        PackedDataset(dataset_config, Counting()).fingerprint
+        for dataset_config in (
             config,
             Later(documents=config.documents, sequence_tokens=4),
             Later(documents=config.documents, sequence_tokens=4, spread=True),
@@ -325,7 +325,7 @@ def test_a_field_that_is_added_leaves_the_digest_of_older_runs():
     )
     options = ["counting", {"sequence_tokens": 4, "open_rows": 16, "too_long": "cut"}]
     assert older == hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()
-    assert [found == older for found in later] == [True, False]
+    assert [fingerprint == older for fingerprint in later] == [True, False]
 
 
 class Measured(Counting):
@@ -345,9 +345,9 @@ def test_sizes_use_known_lengths_and_check_no_protocol_per_document():
     called: set[str] = set()
     before = sys.getprofile()
     sys.setprofile(lambda frame, event, argument: called.add(frame.f_code.co_name))
-    found = [data.sizes(0, i) for i in range(12)]
+    sizes = [data.sizes(0, i) for i in range(12)]
     sys.setprofile(before)
-    assert found == [[(1,)], [(2,)], [(3,)], [(4,)], [(4,), (1,)], [(4,), (2,)]] * 2
+    assert sizes == [[(1,)], [(2,)], [(3,)], [(4,)], [(4,), (1,)], [(4,), (2,)]] * 2
     assert {"sizes", "length", "sample"} <= called
     assert "__instancecheck__" not in called
 
@@ -399,8 +399,8 @@ def test_documents_of_a_mixture_are_packed_by_its_counts(places: Any, tokenizer:
     )
     assert loader.sources(data) == (), "a row is of several parts"
     val: Any = config.build(places, tokenizer, "val", 0)
-    found = [text for i in range(len(val)) for text in split(val.sample(0, i)["input_ids"], val.sample(0, i)["lengths"])]
-    assert Counter(map(len, found)) == {10: 8, 3: 3}
+    texts = [text for i in range(len(val)) for text in split(val.sample(0, i)["input_ids"], val.sample(0, i)["lengths"])]
+    assert Counter(map(len, texts)) == {10: 8, 3: 3}
 
 
 def split(ids: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, ...]]:

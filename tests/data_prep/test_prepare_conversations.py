@@ -12,7 +12,7 @@ from src.data.conversations.entries import read_entry
 from src.errors import DataError
 
 
-def found(form: str, row: dict[str, Any], **options: Any) -> list[str]:
+def read_rows(form: str, row: dict[str, Any], **options: Any) -> list[str]:
     """The rows of a row, each message or reply by its first letters."""
     rows = list(load_form({"name": form, **options}, "form").read(row, "here"))
     for each in rows:
@@ -29,7 +29,7 @@ HF = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
 @pytest.mark.parametrize(
-    ("form", "row", "wanted"),
+    ("form", "row", "expected"),
     [
         ("messages", {"messages": HF}, ["u:a a:b"]),
         ("messages", {"conversations": SAID}, ["u:a a:b"]),
@@ -54,8 +54,8 @@ HF = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         ("ranked", {"messages": HF[:1], "replies": [{"content": "b", "rank": 1}, {"content": "c", "rank": 0}]}, ["u:a 1=b 0=c"]),
     ],
 )
-def test_a_row_of_each_layout(form: str, row: dict[str, Any], wanted: list[str]):
-    assert found(form, row) == wanted
+def test_a_row_of_each_layout(form: str, row: dict[str, Any], expected: list[str]):
+    assert read_rows(form, row) == expected
 
 
 def test_calls_of_tools_are_unchanged(tmp_path: Path):
@@ -70,36 +70,36 @@ def test_calls_of_tools_are_unchanged(tmp_path: Path):
     assert entry.messages[0].tools == [{"name": "add"}]
 
 
-@pytest.mark.parametrize("said", ["No input", "<noinput>", "N/A", "n/a.", " Input: none... no input required ", "Input: N/A"])
-def test_input_without_content_is_removed(said: str):
-    wanted = ["u:a a:b"] if "none" not in said else [f"u:a\n{said} a:b"]
-    assert found("alpaca", {"instruction": "a", "input": said, "output": "b"}, skip_no_input=True) == wanted
+@pytest.mark.parametrize("text", ["No input", "<noinput>", "N/A", "n/a.", " Input: none... no input required ", "Input: N/A"])
+def test_input_without_content_is_removed(text: str):
+    expected = ["u:a a:b"] if "none" not in text else [f"u:a\n{text} a:b"]
+    assert read_rows("alpaca", {"instruction": "a", "input": text, "output": "b"}, skip_no_input=True) == expected
 
 
-@pytest.mark.parametrize("said", ["The Kenya/Namibia border", "def f(x): # n/a values", "There is no input device."])
-def test_input_with_similar_letters_stays(said: str):
-    assert found("alpaca", {"instruction": "a", "input": said, "output": "b"}, skip_no_input=True) == [f"u:a\n{said} a:b"]
+@pytest.mark.parametrize("text", ["The Kenya/Namibia border", "def f(x): # n/a values", "There is no input device."])
+def test_input_with_similar_letters_stays(text: str):
+    assert read_rows("alpaca", {"instruction": "a", "input": text, "output": "b"}, skip_no_input=True) == [f"u:a\n{text} a:b"]
 
 
 def test_worst_of_many_scored_replies_stays():
     """Five that are tied would tell nothing."""
     rows = [{"q": "a", "x": f"x{n}", "y": f"y{n}", "s": 9, "t": 9 if n < 2 else n} for n in range(4)]
-    told = found("scored", {"rows": rows}, prompt="{q}", replies=[["x", "s"], ["y", "t"]], most=4)
-    assert told == ["u:a 0=x0 0=y0 0=x1 2=y2"]
+    result = read_rows("scored", {"rows": rows}, prompt="{q}", replies=[["x", "s"], ["y", "t"]], most=4)
+    assert result == ["u:a 0=x0 0=y0 0=x1 2=y2"]
 
 
 def test_what_ranks_nothing_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     def ranked(number: int, *replies: tuple[str, int]) -> dict[str, Any]:
-        told = [{"content": text, "rank": rank} for text, rank in replies]
-        return {"messages": [{"role": "user", "content": str(number)}], "replies": told}
+        raw_replies = [{"content": text, "rank": rank} for text, rank in replies]
+        return {"messages": [{"role": "user", "content": str(number)}], "replies": raw_replies}
 
     rows = [ranked(number, ("a", 0), ("b", 1)) for number in range(20)]
     rows += [ranked(90, ("a", 0), ("b", 0)), ranked(91, ("a", 0), ("b", 1), ("a", 2)), ranked(92, ("a", 0), ("a", 2))]
     words = ["--form", "ranked", "--train", write(tmp_path / "a.jsonl", rows), "--name", "own", "--data_path", str(tmp_path)]
     assert prepare_conversations.main([*words, "--val_rate", "0.3"]) == 0
-    told = capsys.readouterr().out
-    assert "2 with one reply at two ranks" in told
-    assert "1 rows with only tied replies" in told
+    output = capsys.readouterr().out
+    assert "2 with one reply at two ranks" in output
+    assert "1 rows with only tied replies" in output
     assert sum(len((tmp_path / "own" / f"{split}.jsonl").read_text().splitlines()) for split in ("train", "val")) == 21
 
 
@@ -134,17 +134,17 @@ def tree(**more: Any) -> dict[str, Any]:
 
 def test_threads_of_a_tree():
     """The fixture of the specification: a parent that people answered, but nobody after them, is there once."""
-    assert found("oasst", tree()) == ["u:p a:a0 u:p0 a:x", "u:p a:a0 u:p0 a:y", "u:p a:a1", "u:p a:a2"]
-    assert found("oasst", tree(), top_k=1) == ["u:p a:a0 u:p0 a:x"]
-    assert found("oasst_ranked", tree()) == ["u:p 0=a0 1=a1 2=a2", "u:p a:a0 u:p0 0=x 1=y"]
+    assert read_rows("oasst", tree()) == ["u:p a:a0 u:p0 a:x", "u:p a:a0 u:p0 a:y", "u:p a:a1", "u:p a:a2"]
+    assert read_rows("oasst", tree(), top_k=1) == ["u:p a:a0 u:p0 a:x"]
+    assert read_rows("oasst_ranked", tree()) == ["u:p 0=a0 1=a1 2=a2", "u:p a:a0 u:p0 0=x 1=y"]
 
 
 def test_trees_that_are_not_finished_not_good_or_of_another_language_are_left_out():
-    assert found("oasst", {**tree(), "tree_state": "prompt_lottery_waiting"}) == []
+    assert read_rows("oasst", {**tree(), "tree_state": "prompt_lottery_waiting"}) == []
     for more in ({"review_result": False}, {"lang": "de"}, {"deleted": True}, {"synthetic": True}):
-        assert found("oasst", tree(**more)) == []
-    assert len(found("oasst", tree(lang="de"), languages=["en", "de"])) == 4
-    assert len(found("oasst", tree(synthetic=True), synthetic=True)) == 4
+        assert read_rows("oasst", tree(**more)) == []
+    assert len(read_rows("oasst", tree(lang="de"), languages=["en", "de"])) == 4
+    assert len(read_rows("oasst", tree(synthetic=True), synthetic=True)) == 4
 
 
 def test_labels_become_tags():
@@ -167,7 +167,7 @@ def test_labels_become_tags():
 )
 def test_rows_of_another_layout_are_refused(form: str, row: dict[str, Any], match: str):
     with pytest.raises(DataError, match=match):
-        found(form, row)
+        read_rows(form, row)
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> str:
@@ -182,11 +182,11 @@ def test_splits_of_a_file_share_no_question(tmp_path: Path, capsys: pytest.Captu
         assert prepare_conversations.main([*words, "--val_rate", "0.3", "--name", "own", "--data_path", str(tmp_path)]) == 0
     assert "nothing to do" in capsys.readouterr().out
     splits = [[json.loads(line) for line in (tmp_path / "own" / f"{split}.jsonl").read_text().splitlines()] for split in ("train", "val")]
-    asked = [{row["messages"][0]["content"] for row in split} for split in splits]
+    questions = [{row["messages"][0]["content"] for row in split} for split in splits]
     assert sum(map(len, splits)) == 100
-    assert asked[0]
-    assert asked[1]
-    assert not asked[0] & asked[1]
+    assert questions[0]
+    assert questions[1]
+    assert not questions[0] & questions[1]
 
 
 def test_each_question_is_for_validation_in_one_fold(tmp_path: Path):
@@ -238,8 +238,8 @@ def test_mistakes_are_refused(tmp_path: Path, words: list[str], message: str, ca
 def count_forks(message: dict[str, Any]) -> int:
     """Messages of a person below which more than one reply is ranked."""
     ranked = [reply for reply in message["replies"] if type(reply.get("rank")) is int]
-    own = message["role"] == "prompter" and len(ranked) > 1
-    return own + sum(map(count_forks, message["replies"]))
+    is_fork = message["role"] == "prompter" and len(ranked) > 1
+    return is_fork + sum(map(count_forks, message["replies"]))
 
 
 def test_released_files(shared_data: Path, tmp_path: Path):
@@ -247,14 +247,14 @@ def test_released_files(shared_data: Path, tmp_path: Path):
     instruct, pairs = shared_data / "instruct", shared_data / "preference" / "llamafactory_demos" / "dpo_en_demo.json"
     trees = str(instruct / "oasst_format" / "en_100_tree.jsonl")
     forks = sum(count_forks(json.loads(line)["prompt"]) for line in Path(trees).read_text().splitlines())
-    wanted = {
+    expected = {
         "gsm8k": (["completion", str(instruct / "gsm8k" / "train.jsonl"), "--columns", "prompt=question", "completion=answer"], 7473),
         "alpaca": (["alpaca", str(instruct / "alpaca_demo" / "alpaca_en_demo.json")], 999),
         "sharegpt": (["messages", str(instruct / "fastchat" / "dummy_conversation.json")], 500),
         "pairs": (["pairs", str(pairs)], 299),
         "forks": (["oasst_ranked", trees, "--synthetic"], forks),
     }
-    for name, ((form, source, *more), count) in wanted.items():
+    for name, ((form, source, *more), count) in expected.items():
         assert prepare_conversations.main(["--form", form, "--train", source, *more, "--name", name, "--data_path", str(tmp_path)]) == 0
         lines = sum(len((tmp_path / name / f"{split}.jsonl").read_text().splitlines()) for split in ("train", "val"))
         assert abs(lines - count) <= count // 100, (name, lines)

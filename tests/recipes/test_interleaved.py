@@ -121,17 +121,17 @@ def audited(folder: Path, run: Path, step: int | None = None) -> audit.Delivered
 
 def test_an_audit_reports_the_documents_read(folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path):
     run = folder / "runs" / exp_id(PAGES)
-    found = audited(folder, run)
-    assert found.step == 24
-    assert audited(folder, run, 16).documents() <= found.documents()
+    audit_report = audited(folder, run)
+    assert audit_report.step == 24
+    assert audited(folder, run, 16).documents() <= audit_report.documents()
     arguments = [str(run), "--data_path", str(folder / "data"), "--documents", str(tmp_path / "documents.tsv")]
     assert audit.main(arguments) == 0
-    said = capsys.readouterr().out
-    assert "up to step 24" in said
-    assert "shard-00002.tar" in said
+    output = capsys.readouterr().out
+    assert "up to step 24" in output
+    assert "shard-00002.tar" in output
     counts = [int(line.split("\t")[3]) for line in (tmp_path / "documents.tsv").read_text().splitlines()]
     assert len(counts) == 100
-    assert sum(counts) == found.documents().total()
+    assert sum(counts) == audit_report.documents().total()
     assert audit.main([str(run), "--data_path", str(folder / "data"), "--step", "5"]) == 1
     assert "no checkpoint of step 5" in capsys.readouterr().err
 
@@ -162,9 +162,9 @@ def test_denied_documents_are_not_read_again(tmp_path: Path, capsys: pytest.Capt
     assert [branch.denied for branch in branches.read(run)] == [None]
     assert interventions.main(["deny", str(run), str(listed), "--why", "spoilt"]) == 0
     assert toy.main(["-e", "pages"], whole, tmp_path) == 0
-    found, first = audited(tmp_path, run), audited(tmp_path, run, 16)
-    later = found.documents() - first.documents()
-    data = found.data
+    last, first = audited(tmp_path, run), audited(tmp_path, run, 16)
+    later = last.documents() - first.documents()
+    data = last.data
     denied = {*data.find("source more"), *data.find("shard pages shard-00001.tar")}
     assert first.documents().keys() & denied
     assert not later.keys() & denied
@@ -249,11 +249,11 @@ def test_pages_without_images_have_no_control(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_frames_must_be_those_of_the_model(folder: Path):
-    found: Any = load_experiment(override(PAGES, {"data.images.image_tokens": 4}), "here")
+    experiment: Any = load_experiment(override(PAGES, {"data.images.image_tokens": 4}), "here")
     with pytest.raises(
         ConfigError, match="the model reads frames of 8 pixels a side as 1 tokens each, and frame_size is 8 and image_tokens 4"
     ):
-        found.check(Places(folder / "data", folder / "runs"))
+        experiment.check(Places(folder / "data", folder / "runs"))
 
 
 def test_bad_documents_are_counted_and_recorded_in_the_run(tmp_path: Path):
@@ -267,17 +267,19 @@ def test_bad_documents_are_counted_and_recorded_in_the_run(tmp_path: Path):
     records = [json.loads(line) for line in (run / "quarantine.jsonl").read_text().splitlines()]
     assert {record["document"] for record in records} <= {3, 20}
     assert sum(row["unreadable/pages"] for row in toy.evaluations(tmp_path, exp_id(PAGES))) > 0
-    seen = audited(tmp_path, run)
+    audit_report = audited(tmp_path, run)
     read = {(record["shard"], record["document"]) for record in records}
-    assert {seen.data.documents[1].locate(document - seen.data.first(1)) for _, document, _ in seen.unreadable} == {
+    assert {audit_report.data.documents[1].locate(document - audit_report.data.first(1)) for _, document, _ in audit_report.unreadable} == {
         (int(shard[-9:-4]), document) for shard, document in read
     }
-    assert not seen.documents().keys() & {document for _, document, _ in seen.unreadable}, "an audit takes padding for no reading"
+    assert not audit_report.documents().keys() & {document for _, document, _ in audit_report.unreadable}, (
+        "an audit takes padding for no reading"
+    )
     strict = override(PAGES, {"data.errors": {"bad_document": "raise"}})
     assert toy.main(["-e", "pages", "-r", "1"], {"pages": [strict]}, tmp_path) == 1
     assert not multiprocessing.active_children(), "a process that reads ends with the training, also where that fails"
-    found: Any = load_experiment(strict, "here")
-    data = found.data.build(Places(tmp_path / "data", tmp_path), pages.tokenizer(), "train", 0)
+    experiment: Any = load_experiment(strict, "here")
+    data = experiment.data.build(Places(tmp_path / "data", tmp_path), pages.tokenizer(), "train", 0)
     with pytest.raises(DataError, match=r"pages: document 3 of shard-00000\.tar"):
         data.sample(0, data.first(1) + 3)
 
@@ -305,15 +307,15 @@ def test_ten_trainings_are_killed_and_end_with_the_same_bits(tmp_path: Path):
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--rdzv-backend", "c10d"]
     command = [sys.executable, *launcher, "--rdzv-endpoint", "localhost:0", train_pages.__file__, str(tmp_path)]
     training = harness.Training(command, tmp_path / "runs" / exp_id(train_pages.EXP), toy.environment(), warm=True)
-    wanted = harness.undisturbed(training, log)
+    expected = harness.undisturbed(training, log)
     for number in range(10):
         for path in tmp_path.glob("keys-*.jsonl"):
             path.unlink()
         report = harness.Report(("SIGKILL", "SIGTERM"))
         harness._train(training, 2, draw, log, 2, report)
-        assert training.fingerprints() == wanted, f"training {number}: {report.faults}"
-        found = audited(tmp_path, training.run)
-        assert found.pieces == train_pages.delivered(tmp_path, found.step), f"training {number}: {report.faults}"
+        assert training.fingerprints() == expected, f"training {number}: {report.faults}"
+        audit_report = audited(tmp_path, training.run)
+        assert audit_report.pieces == train_pages.delivered(tmp_path, audit_report.step), f"training {number}: {report.faults}"
         shutil.rmtree(training.run)
 
 
@@ -331,16 +333,16 @@ def test_trainings_resume_with_other_numbers_of_processes(tmp_path: Path):
             words = [*command, "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", train_pages.__file__, str(tmp_path), *stop]
             training = harness.Training(words, tmp_path / "runs" / exp_id(train_pages.EXP), toy.environment(), warm=True)
             training.start(tmp_path / "log").wait(300)
-        found = audited(tmp_path, training.run)
-        ends.append(train_pages.delivered(tmp_path, found.step))
-        assert found.pieces == ends[-1]
+        audit_report = audited(tmp_path, training.run)
+        ends.append(train_pages.delivered(tmp_path, audit_report.step))
+        assert audit_report.pieces == ends[-1]
         shutil.rmtree(training.run)
     assert ends[0] == ends[1]
 
 
 def test_a_control_token_of_an_image_is_never_learned(folder: Path):
-    found: Any = load_experiment(PAGES, "here")
-    data = found.data.build(Places(folder / "data", folder), pages.tokenizer(), "train", 0)
+    experiment: Any = load_experiment(PAGES, "here")
+    data = experiment.data.build(Places(folder / "data", folder), pages.tokenizer(), "train", 0)
     ids = torch.tensor([pages.tokenizer().convert_tokens_to_ids(token) for token in pages.TOKENS])
     for document in range(len(data)):
         for piece in data.pieces(document):

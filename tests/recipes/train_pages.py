@@ -60,17 +60,17 @@ EXP.pop("answers")
 
 def delivered(folder: Path, step: int) -> Counter[Any]:
     """How often each (epoch, document, piece) was trained on up to a step: of each step what its last start has read."""
-    found: dict[tuple[int, int], tuple[int, list[Key]]] = {}
+    last_reads: dict[tuple[int, int], tuple[int, list[Key]]] = {}
     for path in folder.glob("keys-*.jsonl"):
         for line in path.read_text().splitlines():
             record = json.loads(line)
             for number, key in zip(record["numbers"], record["keys"], strict=True):
                 place = (record["step"], number)
-                if place not in found or found[place][0] <= record["start"]:
-                    found[place] = (record["start"], key)
+                if place not in last_reads or last_reads[place][0] <= record["start"]:
+                    last_reads[place] = (record["start"], key)
     pieces: Counter[Any] = Counter()
-    for (own, _), (_, key) in found.items():
-        if own <= step:
+    for (read_step, _), (_, key) in last_reads.items():
+        if read_step <= step:
             pieces.update(zip(key[::3], key[1::3], key[2::3], strict=True))
     return pieces
 
@@ -78,31 +78,31 @@ def delivered(folder: Path, step: int) -> Counter[Any]:
 def main(folder: Path, stop_at: int | None = None) -> None:
     """Train, or go on. Each process appends the keys of each step to <folder>/keys-RANK.jsonl."""
     experiment: Any = load_experiment(EXP, "here")
-    asked: list[Key] = []
+    keys: list[Key] = []
     read = dataset.StreamedDataset.sample
 
     def sample(data: Any, *key: int, **more: Any) -> Any:
         if "swaps" not in more:  # else it is for an evaluation
-            asked.append(key)
+            keys.append(key)
         return read(data, *key, **more)
 
     def training_loss(config: Any, loss: Callable[..., Any]) -> Callable[..., Any]:
         whole, calls = interleaved.Config.training_loss(config, loss), itertools.count()
         share = RankShare(6, 1, distributed.rank(), distributed.world_size())
 
-        def told(model: Any, batch: Any) -> Any:
+        def recording_loss(model: Any, batch: Any) -> Any:
             finished, number = divmod(next(calls), share.passes)
             if number == 0:
                 starts = [event for event in ledger.read(run.path) if event["event"] == "start"]
-                record = {"step": starts[-1]["step"] + finished + 1, "start": len(starts), "numbers": [*share.numbers], "keys": asked[:]}
+                record = {"step": starts[-1]["step"] + finished + 1, "start": len(starts), "numbers": [*share.numbers], "keys": keys[:]}
                 with open(folder / f"keys-{distributed.rank()}.jsonl", "a") as file:
                     file.write(json.dumps(record) + "\n")
-                asked.clear()
+                keys.clear()
                 if record["step"] == stop_at and distributed.is_main():
                     os.kill(os.getpid(), signal.SIGTERM)
             return whole(model, batch)
 
-        return told
+        return recording_loss
 
     dataset.StreamedDataset.sample = sample  # pyright: ignore[reportAttributeAccessIssue]
     experiment.__class__ = type("Told", (interleaved.Config,), {"training_loss": training_loss, "__module__": interleaved.__name__})

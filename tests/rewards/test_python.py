@@ -103,10 +103,10 @@ def test_the_code_of_an_answer():
 
 
 def test_what_agrees():
-    for found, expected in [(1000, "1,000"), ("0.50", 0.5), (10**30, str(10**30)), ("1/2", "0.5"), (None, None), ((1, 2), "(1, 2)")]:
-        assert agrees(found, expected)
-    for found, expected in [(10**30 + 1, str(10**30)), (True, 1), ("", "0"), ("1/0", "0"), (float("nan"), "nan"), ([1], (1,)), (1, "one")]:
-        assert not agrees(found, expected)
+    for answer, expected in [(1000, "1,000"), ("0.50", 0.5), (10**30, str(10**30)), ("1/2", "0.5"), (None, None), ((1, 2), "(1, 2)")]:
+        assert agrees(answer, expected)
+    for answer, expected in [(10**30 + 1, str(10**30)), (True, 1), ("", "0"), ("1/0", "0"), (float("nan"), "nan"), ([1], (1,)), (1, "one")]:
+        assert not agrees(answer, expected)
 
 
 @pytest.mark.parametrize(

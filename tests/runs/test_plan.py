@@ -58,26 +58,26 @@ def test_one_experiment_of_a_group_is_named_by_its_place():
 
 
 def test_an_experiment_looked_up_by_id_has_the_groups_in_its_directory(tmp_path: Path):
-    known = plan.load_all({"a": [ONE], "b": [ONE]})
-    assert plan.find(exp_id(ONE), known, tmp_path).groups == ("a",)
+    items = plan.load_all({"a": [ONE], "b": [ONE]})
+    assert plan.find(exp_id(ONE), items, tmp_path).groups == ("a",)
     run = saved(tmp_path, ONE, exp_id(ONE))
     assert plan.find(exp_id(ONE), {}, tmp_path).groups == ()
     join_groups(run, ["c", "b"])
     assert plan.find(exp_id(ONE), {}, tmp_path).groups == ("c", "b")
-    assert plan.find(exp_id(ONE), known, tmp_path).groups == ("c", "b")
+    assert plan.find(exp_id(ONE), items, tmp_path).groups == ("c", "b")
     with pytest.raises(ConfigError, match=r"^--exp_id 0{32}: neither in exp_configs\.py nor in "):
-        plan.find("0" * 32, known, tmp_path)
+        plan.find("0" * 32, items, tmp_path)
 
 
 def test_a_unique_prefix_of_an_id_is_enough(tmp_path: Path):
-    known = {item.exp_id: item for item in (plan.load({**ONE, "seed": seed}, "a", f"a[{seed}]") for seed in range(40))}
-    for wanted in known:
-        length = next(n for n in range(1, 33) if sum(other.startswith(wanted[:n]) for other in known) == 1)
-        assert plan.find(wanted[:length], known, tmp_path).exp_id == wanted
+    items = {item.exp_id: item for item in (plan.load({**ONE, "seed": seed}, "a", f"a[{seed}]") for seed in range(40))}
+    for full_id in items:
+        length = next(n for n in range(1, 33) if sum(other.startswith(full_id[:n]) for other in items) == 1)
+        assert plan.find(full_id[:length], items, tmp_path).exp_id == full_id
     run = saved(tmp_path, ONE, exp_id(ONE))
     assert plan.find(exp_id(ONE)[:6], {}, tmp_path).exp_id == run.name
     with pytest.raises(ConfigError, match=r"^--exp_id : 40 experiments start with it: .+\. Write more of the id\.$"):
-        plan.find("", known, tmp_path / "none")
+        plan.find("", items, tmp_path / "none")
 
 
 def test_equal_causes_are_one_line():
@@ -103,8 +103,8 @@ def test_a_missing_parent_is_named_by_its_place():
 def test_experiments_that_assignments_make_equal_are_planned_once():
     (item,) = plan.load_groups({"a": [ONE, TWO]}, ["a"], [("seed", 7)])
     assert (item.where, item.groups, item.exp["seed"]) == ("a[0]", ("a",), 7)
-    found = plan.load_combinations({"a": [ONE, TWO]}, ["a"], [[("seed", 7)], [("seed", 8)]])
-    assert [each.where for each in found] == ["a[0] seed=7", "a[0] seed=8"]
+    items = plan.load_combinations({"a": [ONE, TWO]}, ["a"], [[("seed", 7)], [("seed", 8)]])
+    assert [each.where for each in items] == ["a[0] seed=7", "a[0] seed=8"]
 
 
 def test_a_dict_that_was_edited_is_not_trained_under_its_old_id(tmp_path: Path):
@@ -153,10 +153,10 @@ def test_a_damaged_status_is_reported_and_the_remaining_experiments_are_checked(
     places = Places(data=tmp_path, runs=tmp_path)
     orphan = child_of("c" * 32)
     heir = {**child_of(exp_id(ONE)), "seed": 8}
-    found = plan.find_problems([item(heir), item(ONE), item(orphan)], places)
-    assert list(found) == [exp_id(heir), exp_id(ONE), exp_id(orphan)]
-    assert "status.json" in found[exp_id(heir)][0]
-    assert found[exp_id(ONE)][0].startswith(f"g[1]: {run}/status.json")
+    problems = plan.find_problems([item(heir), item(ONE), item(orphan)], places)
+    assert list(problems) == [exp_id(heir), exp_id(ONE), exp_id(orphan)]
+    assert "status.json" in problems[exp_id(heir)][0]
+    assert problems[exp_id(ONE)][0].startswith(f"g[1]: {run}/status.json")
     assert plan.find_problems([item(ONE)], places, {exp_id(ONE)}) == {}
 
 

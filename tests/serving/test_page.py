@@ -69,8 +69,8 @@ def test_conversation_continues_with_the_preferred_reply(conversation: Conversat
     second = ask(conversation, "more?")
     third = ask(conversation, "é?")
     conversation.prefer(0)
-    asked = [*zip(("user", "assistant") * 2, ("2?", first[1], "more?", second[0]), strict=True), ("user", "é?")]
-    assert [[(message["role"], message["content"]) for message in row["messages"]] for row in rows(conversation)] == [asked[:1], asked]
+    turns = [*zip(("user", "assistant") * 2, ("2?", first[1], "more?", second[0]), strict=True), ("user", "é?")]
+    assert [[(message["role"], message["content"]) for message in row["messages"]] for row in rows(conversation)] == [turns[:1], turns]
     by = f"{exp_id(TALKER)[:8]} step-00000004"
     assert rows(conversation)[0]["replies"] == [{"content": text, "rank": rank, "by": by} for text, rank in zip(first, (1, 0), strict=True)]
     assert [reply["content"] for reply in rows(conversation)[1]["replies"]] == third

@@ -50,41 +50,43 @@ def make(runs: Path, exp: dict[str, Any], group: str = "g", state: str = "done",
     return run.exp_id
 
 
-def states(found: Lineage) -> dict[str, str]:
-    return {name: node.state for name, node in found.nodes.items()}
+def states(graph: Lineage) -> dict[str, str]:
+    return {name: node.state for name, node in graph.nodes.items()}
 
 
 def test_ancestry_of_three_generations(tmp_path: Path):
     old, middle, young = make(tmp_path, OLD, "first"), make(tmp_path, MIDDLE, "second"), make(tmp_path, YOUNG, "third")
-    found = lineage.build(tmp_path)
-    assert set(found.edges) == {Edge(middle, old, "last"), Edge(young, middle, "last"), Edge(young, old, "last")}
-    assert [edge.parent for edge in found.parents(young)] == [middle, old]
-    assert {edge.child for edge in found.children(old)} == {middle, young}
-    assert (found.problems, found.warnings) == ((), ())
-    node = found.nodes[middle]
+    graph = lineage.build(tmp_path)
+    assert set(graph.edges) == {Edge(middle, old, "last"), Edge(young, middle, "last"), Edge(young, old, "last")}
+    assert [edge.parent for edge in graph.parents(young)] == [middle, old]
+    assert {edge.child for edge in graph.children(old)} == {middle, young}
+    assert (graph.problems, graph.warnings) == ((), ())
+    node = graph.nodes[middle]
     assert (node.state, node.group, node.recipe, node.step, node.scores, node.reason) == ("done", "second", "lm", 1, {"val_loss": 0.5}, "")
 
 
 def test_the_checkpoint_of_the_parent_is_shown(tmp_path: Path):
     old = make(tmp_path, OLD)
     child = make(tmp_path, child_of(OLD, which="best"))
-    found = lineage.build(tmp_path)
-    assert found.edges == (Edge(child, old, "best"),)
-    (problem,) = found.problems
+    graph = lineage.build(tmp_path)
+    assert graph.edges == (Edge(child, old, "best"),)
+    (problem,) = graph.problems
     assert problem.startswith(f"{child}: it starts from experiment {old}, which cannot be used: {tmp_path / old}: has no best checkpoint")
 
 
 def test_a_missing_and_a_failed_parent_are_named(tmp_path: Path):
     middle = make(tmp_path, MIDDLE, state="failed", reason="out of memory")
     young = make(tmp_path, YOUNG, state="stopped")
-    found = lineage.build(tmp_path)
-    assert states(found) == {middle: "failed", young: "stopped", exp_id(OLD): "missing"}
-    assert found.nodes[middle].reason == "out of memory"
-    assert found.nodes[exp_id(OLD)].reason == f"no directory in {tmp_path}"
-    told = sorted(found.problems)
-    assert len(told) == 3
-    assert any(line.startswith(f"{young}: it starts from experiment {middle}, which is failed, not done") for line in told)
-    assert any(line.startswith(f"{middle}: it starts from experiment {exp_id(OLD)}, which is neither in exp_configs.py") for line in told)
+    graph = lineage.build(tmp_path)
+    assert states(graph) == {middle: "failed", young: "stopped", exp_id(OLD): "missing"}
+    assert graph.nodes[middle].reason == "out of memory"
+    assert graph.nodes[exp_id(OLD)].reason == f"no directory in {tmp_path}"
+    problems = sorted(graph.problems)
+    assert len(problems) == 3
+    assert any(line.startswith(f"{young}: it starts from experiment {middle}, which is failed, not done") for line in problems)
+    assert any(
+        line.startswith(f"{middle}: it starts from experiment {exp_id(OLD)}, which is neither in exp_configs.py") for line in problems
+    )
 
 
 @pytest.mark.parametrize("file", ["exp_dict.json", "status.json"])
@@ -92,22 +94,22 @@ def test_a_damaged_directory_is_named_and_skipped(tmp_path: Path, file: str):
     old, middle, other = make(tmp_path, OLD), make(tmp_path, MIDDLE), make(tmp_path, OTHER)
     for damaged in (old, other):
         (tmp_path / damaged / file).write_text("{")
-    found = lineage.build(tmp_path)
-    assert states(found) == {middle: "done", old: "damaged"}
-    assert len(found.warnings) == 2
-    assert f"{old}/{file}:1: not valid JSON" in found.nodes[old].reason
-    assert [f"{old}, which cannot be used" in problem for problem in found.problems] == ([True] if file == "status.json" else [])
+    graph = lineage.build(tmp_path)
+    assert states(graph) == {middle: "done", old: "damaged"}
+    assert len(graph.warnings) == 2
+    assert f"{old}/{file}:1: not valid JSON" in graph.nodes[old].reason
+    assert [f"{old}, which cannot be used" in problem for problem in graph.problems] == ([True] if file == "status.json" else [])
 
 
 def test_planned_experiments_are_new_and_not_missing(tmp_path: Path):
     part = NoRecipe()
     planned = {exp_id(e): Planned(exp_id(e), e, part, ("g",), f"g[{i}]") for i, e in enumerate((OLD, MIDDLE, YOUNG))}
     make(tmp_path, MIDDLE, state="failed")
-    found = lineage.build(tmp_path, planned)
-    assert states(found) == {exp_id(MIDDLE): "failed", exp_id(OLD): "new", exp_id(YOUNG): "new"}
-    assert (found.nodes[exp_id(YOUNG)].recipe, found.nodes[exp_id(YOUNG)].group) == ("lm", "g")
-    assert [edge.parent for edge in found.parents(exp_id(YOUNG))] == [exp_id(MIDDLE), exp_id(OLD)]
-    assert any("has not been run" in problem and "--with-parents" in problem for problem in found.problems)
+    graph = lineage.build(tmp_path, planned)
+    assert states(graph) == {exp_id(MIDDLE): "failed", exp_id(OLD): "new", exp_id(YOUNG): "new"}
+    assert (graph.nodes[exp_id(YOUNG)].recipe, graph.nodes[exp_id(YOUNG)].group) == ("lm", "g")
+    assert [edge.parent for edge in graph.parents(exp_id(YOUNG))] == [exp_id(MIDDLE), exp_id(OLD)]
+    assert any("has not been run" in problem and "--with-parents" in problem for problem in graph.problems)
     shutil.rmtree(tmp_path / exp_id(MIDDLE))
     assert set(states(lineage.build(tmp_path / "nowhere", planned)).values()) == {"new"}
 
@@ -116,31 +118,31 @@ def test_a_family_has_ancestors_and_descendants(tmp_path: Path):
     names = [make(tmp_path, exp) for exp in (OLD, MIDDLE, YOUNG, OTHER, child_of(OLD, seed=3))]
     old, middle, young, other, sister = names
     make(tmp_path, child_of({"recipe": "lm", "seed": 99}))
-    found = lineage.build(tmp_path)
-    assert set(found.family([middle]).nodes) == {old, middle, young}
-    assert set(found.family([sister]).nodes) == {old, sister}
-    assert set(found.family([other]).nodes) == {other}
-    assert len(found.problems) == 1
-    assert found.family([middle]).problems == ()
-    assert found.family([middle]).edges == tuple(e for e in found.edges if e.child in (middle, young))
+    graph = lineage.build(tmp_path)
+    assert set(graph.family([middle]).nodes) == {old, middle, young}
+    assert set(graph.family([sister]).nodes) == {old, sister}
+    assert set(graph.family([other]).nodes) == {other}
+    assert len(graph.problems) == 1
+    assert graph.family([middle]).problems == ()
+    assert graph.family([middle]).edges == tuple(e for e in graph.edges if e.child in (middle, young))
 
 
 def test_a_group_brings_its_ancestors(tmp_path: Path):
     old, middle, _ = make(tmp_path, OLD, "first"), make(tmp_path, MIDDLE, "second"), make(tmp_path, OTHER, "apart")
-    found = lineage.build(tmp_path)
-    assert set(lineage.group_family(tmp_path, found, "second").nodes) == {old, middle}
+    graph = lineage.build(tmp_path)
+    assert set(lineage.group_family(tmp_path, graph, "second").nodes) == {old, middle}
     with pytest.raises(ConfigError, match=r"unknown group 'secnd'\. Did you mean 'second'\?"):
-        lineage.group_family(tmp_path, found, "secnd")
+        lineage.group_family(tmp_path, graph, "secnd")
 
 
 def test_a_unique_prefix_of_an_id_is_enough(tmp_path: Path):
     ids = [make(tmp_path, {"recipe": "lm", "seed": seed}) for seed in range(17)]  # two of 17 begin with the same of 16 characters
-    found = lineage.build(tmp_path)
-    assert found.find(ids[0][:12]) == ids[0]
+    graph = lineage.build(tmp_path)
+    assert graph.find(ids[0][:12]) == ids[0]
     with pytest.raises(ConfigError, match="17 experiments begin like that"):
-        found.find("")
+        graph.find("")
     with pytest.raises(ConfigError, match="--exp_id zz: no experiment among these 17 has"):
-        found.find("zz")
+        graph.find("zz")
 
 
 def test_an_empty_folder_is_said(tmp_path: Path):
@@ -155,5 +157,5 @@ def test_a_long_chain(tmp_path: Path):
     for _ in range(1500):
         planned[exp_id(exp)] = Planned(exp_id(exp), exp, part, (), "")
         exp = child_of(exp)
-    found = lineage.build(tmp_path, planned)
-    assert len(found.family([exp_id(OLD)]).nodes) == 1500
+    graph = lineage.build(tmp_path, planned)
+    assert len(graph.family([exp_id(OLD)]).nodes) == 1500

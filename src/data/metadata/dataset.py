@@ -168,7 +168,7 @@ class MetadataDataset:
     def __init__(self, documents: Documents, seed: int) -> None:
         self.documents, self.seed, self.config = documents, seed, documents.config
         self.fingerprint = documents.fingerprint
-        self._made = lru_cache(1024)(self._make)
+        self._pieces_of = lru_cache(1024)(self._make)
         """An order reads the sizes of documents shortly before their content."""
 
     def __getstate__(self) -> tuple[Documents, int]:
@@ -187,7 +187,7 @@ class MetadataDataset:
 
     def sizes(self, epoch: int, document: int) -> list[tuple[int]]:
         """Number of tokens in each piece of a document; empty if no token is in the loss."""
-        return [(len(piece.ids),) for piece in self._made(epoch, document)]
+        return [(len(piece.ids),) for piece in self._pieces_of(epoch, document)]
 
     def order(self, seed: int, per_step: int, steps: int, branches: Sequence[Branch]) -> LaneOrder:
         """See `orders.OrderedDataset`. Rows do not depend on `steps`."""
@@ -203,7 +203,7 @@ class MetadataDataset:
         key = (epoch, index, *(more or (0,)))
         row: Sample = {"input_ids": [], "loss_mask": [], "lengths": []}
         for own_epoch, document, number in zip(key[::3], key[1::3], key[2::3], strict=True):
-            pieces = self._made(own_epoch, document)
+            pieces = self._pieces_of(own_epoch, document)
             if number >= len(pieces):
                 continue  # a document without a token in the loss, which an order skips
             row["input_ids"] += pieces[number].ids

@@ -107,7 +107,7 @@ class ExampleMaker:
             ConfigError: the tokenizer has no token for a special token or the separator, or the rows are too short.
         """
         self._writing, self._encoder, self._room = writing, encoder, room
-        self._given = metadata_loss, end_token
+        self._settings = metadata_loss, end_token
         self._metadata_loss, self._end = metadata_loss, [encoder.eos_id] if end_token else []
         specials = writing.new_tokens()
         # Until tokenisation, special tokens are characters that no text has, so that no text can spell one.
@@ -137,7 +137,7 @@ class ExampleMaker:
 
     def rewritten(self, **changes: Any) -> "ExampleMaker":
         """Return a maker with `changes` of the writing."""
-        return ExampleMaker(self._writing.model_copy(update=changes), self._encoder, self._room, *self._given)
+        return ExampleMaker(self._writing.model_copy(update=changes), self._encoder, self._room, *self._settings)
 
     def prefix(self, document: Annotated) -> str:
         """Write the prefix without the separator at its end; empty without metadata. The last item of a key counts."""

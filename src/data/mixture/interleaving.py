@@ -13,9 +13,9 @@ def rates(examples: Sequence[float], cap: int | None, temperature: float) -> lis
     return [weight / sum(weights) for weight in weights]
 
 
-def shares(wanted: Sequence[float], total: int) -> list[int]:
-    """`total` samples divided in proportion to `wanted`, by largest remainders."""
-    quotas = [total * rate / sum(wanted) for rate in wanted]
+def shares(weights: Sequence[float], total: int) -> list[int]:
+    """Divide `total` samples in proportion to `weights`, by largest remainders."""
+    quotas = [total * weight / sum(weights) for weight in weights]
     counts = [int(quota) for quota in quotas]
     by_remainder = sorted(range(len(quotas)), key=lambda part: (counts[part] - quotas[part], part))
     for part in by_remainder[: total - sum(counts)]:

@@ -44,6 +44,22 @@ class Arrangement(Protocol):
         ...
 
 
+def permute_rest(
+    number: int, share: tuple[int, int, int], reshuffles: Sequence[Sequence[int]], permute: Callable[[int, int, int], int]
+) -> int:
+    """The number of the document that comes in place of document `number` of a lane, after reshuffles of the rest of its epoch.
+
+    share: (lane, lanes, documents of an epoch). reshuffles: see `Arrangement.document`. permute: maps (place, size, branch) to a place.
+    """
+    lane, lanes, count = share
+    epoch = (number * lanes + lane) // count
+    end = -((lane - (epoch + 1) * count) // lanes)  # the first number of the next epoch
+    for start, branch in reversed(reshuffles):
+        if start <= number and (start * lanes + lane) // count == epoch:
+            number = start + permute(number - start, end - start, branch)
+    return number
+
+
 @dataclass(frozen=True)
 class Permuted:
     """Each epoch is a permutation of all documents, of which lane v of V takes the places v, v + V, ..."""
@@ -58,10 +74,11 @@ class Permuted:
     def document(self, lane: int, lanes: int, number: int, reshuffles: Sequence[Sequence[int]] = ()) -> tuple[int, int]:
         """See `Arrangement`."""
         epoch = self.epoch(lane, lanes, number)
-        for start, branch in reversed(reshuffles):
-            if start <= number and self.epoch(lane, lanes, start) == epoch:
-                end = -((lane - (epoch + 1) * self.count) // lanes)  # the first of the next epoch
-                number = start + feistel_permute(number - start, end - start, f"{self.seed}/{lane}/{branch}")
+
+        def permute(place: int, size: int, branch: int) -> int:
+            return feistel_permute(place, size, f"{self.seed}/{lane}/{branch}")
+
+        number = permute_rest(number, (lane, lanes, self.count), reshuffles, permute)
         place = (number * lanes + lane) % self.count
         return epoch, feistel_permute(place, self.count, f"{self.seed}/{epoch}")
 
@@ -252,8 +269,8 @@ class LaneOrder:
                 left_out, documents, padding, *by_group = (now - then for now, then in zip(_totals(lanes), before, strict=True))
                 header = {HEADER: self._header()} if lanes[0].number == 0 else {}
                 counters = {"left_out": (left_out, documents), "padding": (padding, len(lanes) * self.packing.room[0])}
-                for name, *own in zip(self.packing.groups, by_group[::2], by_group[1::2], strict=True):
-                    counters[f"left_out/{name}"] = (own[0], own[1])
+                for name, *pair in zip(self.packing.groups, by_group[::2], by_group[1::2], strict=True):
+                    counters[f"left_out/{name}"] = (pair[0], pair[1])
                 yield MicroBatch(keys, {**header, **{str(lane.number): lane.state() for lane in lanes}}, counters)
             step += 1
 
@@ -294,7 +311,7 @@ class LaneOrder:
 
 def _totals(lanes: Sequence[Lane]) -> list[int]:
     """Documents that were left out, all that were taken, tokens of padding; and of each group the first two."""
-    rows = ((lane.left_out, lane.taken, lane.padding, *(n for own in lane.by_group for n in own)) for lane in lanes)
+    rows = ((lane.left_out, lane.taken, lane.padding, *(n for counts in lane.by_group for n in counts)) for lane in lanes)
     return [sum(values) for values in zip(*rows, strict=True)]
 
 

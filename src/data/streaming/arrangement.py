@@ -6,12 +6,13 @@ V-th place of each source; each source has its own epochs. Without rates, all so
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Literal
 
 from src.data.mixture.interleaving import Interleaving, shares
+from src.data.packing.lanes import permute_rest
 from src.orders import feistel_permute
 
 _EPOCHS = 4
@@ -72,11 +73,9 @@ class Joined:
     def document(self, lane: int, lanes: int, number: int, reshuffles: Sequence[Sequence[int]] = ()) -> tuple[int, int]:
         """See `packing.lanes.Arrangement`. A reshuffle moves blocks of documents, as `_block` says."""
         epoch = self.epoch(lane, lanes, number)
-        for start, branch in reversed(reshuffles):
-            if start <= number and self.epoch(lane, lanes, start) == epoch:
-                block = max(_block(source, lanes) for source in self.sources)
-                end = -((lane - (epoch + 1) * self.count) // lanes)  # the first of the next epoch
-                number = start + _permute_blocks(number - start, end - start, block, f"{self.sources[0].seed}/{branch}")
+        if reshuffles:
+            permute = _block_permutation(max(_block(source, lanes) for source in self.sources), self.sources[0].seed)
+            number = permute_rest(number, (lane, lanes, self.count), reshuffles, permute)
         place = (number * lanes + lane + epoch) % self.count  # shifted in each epoch, or a lane could read the same few documents for ever
         source, place = (0, place) if len(self.sources) == 1 else self._spread.place(place)
         return epoch, self.starts[source] + self.sources[source].document(epoch, place)
@@ -127,11 +126,8 @@ class Streams:
         number_of_source, turn = self.turn(lane, lanes, number)
         source = self.sources[number_of_source]
         epoch = (turn * lanes + lane) // source.count
-        for start, branch in reversed(reshuffles):
-            first = self.count_of_source(lane, lanes, start, number_of_source)
-            if first <= turn and (first * lanes + lane) // source.count == epoch:
-                end = -((lane - (epoch + 1) * source.count) // lanes)  # the first turn of the next epoch
-                turn = first + _permute_blocks(turn - first, end - first, _block(source, lanes), f"{source.seed}/{branch}")
+        firsts = [(self.count_of_source(lane, lanes, start, number_of_source), branch) for start, branch in reshuffles]
+        turn = permute_rest(turn, (lane, lanes, source.count), firsts, _block_permutation(_block(source, lanes), source.seed))
         place = (turn * lanes + lane + epoch) % source.count  # shifted in each epoch, or a lane could read the same few documents for ever
         return epoch, self.starts[number_of_source] + source.document(epoch, place)
 
@@ -145,6 +141,10 @@ def _block(source: Source, lanes: int) -> int:
     """Documents of a lane in a window, or in a shard. A reshuffle moves such blocks, so that it opens no more shards than before."""
     together = source.window if source.shuffle == "window" else source.count // len(source.sizes)
     return max(1, together // lanes)
+
+
+def _block_permutation(block: int, seed: str) -> Callable[[int, int, int], int]:
+    return lambda place, size, branch: _permute_blocks(place, size, block, f"{seed}/{branch}")
 
 
 def _permute_blocks(position: int, size: int, block: int, key: str) -> int:

@@ -46,7 +46,7 @@ class Quarantine:
         self.path: Path | None = None
         self._max = {"document": max(1, int(policy.most_documents * documents)), "shard": max(1, int(policy.most_shards * shards))}
         self._total = {"document": documents, "shard": shards}
-        self._known: set[tuple[str, str, int | None, int]] = set()
+        self._recorded: set[tuple[str, str, int | None, int]] = set()
         self._in_a_row = 0
 
     def open(self, run: Path) -> None:
@@ -66,7 +66,7 @@ class Quarantine:
 
     def holds(self, source: str, shard: str, document: int, piece: int) -> bool:
         """Whether a piece of a document, by its number in its shard, is skipped."""
-        return (source, shard, document, piece) in self._known or (source, shard, None, 0) in self._known
+        return (source, shard, document, piece) in self._recorded or (source, shard, None, 0) in self._recorded
 
     def note_success(self) -> None:
         """Take note that a document was read."""
@@ -92,7 +92,7 @@ class Quarantine:
             raise DataError(f"{where}: {text}. To skip it, resume the same run with --set data.errors.{kind}={skip}") from None
         number, piece = (None, 0) if of_shard else (document, piece)
         self._read()  # entries of other processes
-        if (source, shard, number, piece) not in self._known:
+        if (source, shard, number, piece) not in self._recorded:
             record = {"source": source, "shard": shard, "document": number, "piece": piece, "offset": offset, "reason": str(error)}
             self._append(record)
         self._in_a_row += 1
@@ -104,7 +104,7 @@ class Quarantine:
             )
 
     def _require_few(self, kind: str, where: str) -> None:
-        unreadable = len({key[:3] for key in self._known if (key[2] is None) == (kind == "shard")})
+        unreadable = len({key[:3] for key in self._recorded if (key[2] is None) == (kind == "shard")})
         if unreadable > self._max[kind]:
             total = self._total[kind]
             raise DataError(
@@ -114,7 +114,7 @@ class Quarantine:
             )
 
     def _append(self, record: dict[str, Any]) -> None:
-        self._known.add((record["source"], record["shard"], record["document"], record["piece"]))
+        self._recorded.add((record["source"], record["shard"], record["document"], record["piece"]))
         if self.path is not None:
             with writing(self.path):
                 descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)  # one write: lines of processes do not mix
@@ -133,7 +133,7 @@ class Quarantine:
         for line in lines:
             try:
                 record = json.loads(line)
-                self._known.add((record["source"], record["shard"], record["document"], record["piece"]))
+                self._recorded.add((record["source"], record["shard"], record["document"], record["piece"]))
             except (ValueError, KeyError, TypeError):
                 continue  # cut by a kill or a full disk: that document is recorded again
 

@@ -43,7 +43,7 @@ class ShardFiles:
         self.folder, self.most_open, self.counters = folder, most_open, Counter()
         self.cache = None if cache is None else ShardCache(cache, cache_bytes, patience)
         self.max_cached = max_cached
-        self._given = folder, most_open, cache, cache_bytes, patience, max_cached
+        self._arguments = folder, most_open, cache, cache_bytes, patience, max_cached
         self._open: OrderedDict[str, int] = OrderedDict()
         self._elsewhere = set[str]()
         self._first_seen = dict[str, tuple[int, int]]()
@@ -51,7 +51,7 @@ class ShardFiles:
         _all.add(self)
 
     def __reduce__(self) -> Any:
-        return ShardFiles, self._given
+        return ShardFiles, self._arguments
 
     def __del__(self) -> None:
         if hasattr(self, "_open"):

@@ -21,7 +21,7 @@ _COMPRESSED = (".gz", ".tgz", ".bz2", ".xz", ".zst")
 
 
 class Listed(NamedTuple):
-    """A shard that was given."""
+    """A shard in a list."""
 
     url: str
     """An absolute path, "s3://BUCKET/KEY" or "pipe:COMMAND"."""
@@ -29,8 +29,8 @@ class Listed(NamedTuple):
     """The source under which a prepared folder counts it."""
 
 
-def list_shards(given: Sequence[str]) -> list[Listed]:
-    """The shards that are given, in order: each a path, "s3://BUCKET/KEY" or "pipe:COMMAND", or several of them as
+def list_shards(words: Sequence[str]) -> list[Listed]:
+    """List the shards of `words`, in order: each word is a path, "s3://BUCKET/KEY" or "pipe:COMMAND", or several of them as
 
     - a file NAME.txt with one on each line; paths go from the folder of that file;
     - a folder with shards.json;
@@ -38,24 +38,24 @@ def list_shards(given: Sequence[str]) -> list[Listed]:
     - a range {000..123} in any of them, also within a command.
 
     Raises:
-        DataError: nothing is given or matched, a shard is given twice, or is compressed; names the place.
+        DataError: nothing matches, or a shard is a duplicate or compressed; names the place.
         ConfigError: obstore is not installed, which lists keys of S3.
     """
-    found, places = list[Listed](), dict[str, str]()
-    for name in given:
+    shards, places = list[Listed](), dict[str, str]()
+    for name in words:
         for place, one in _entries(name):
             for listed in one:
                 if before := places.get(listed.url):
-                    raise DataError(f"{place}: {listed.url} is given twice, first by {before}. Each document would be read twice.")
+                    raise DataError(f"{place}: {listed.url} is listed twice, first by {before}. Each document would be read twice.")
                 places[listed.url] = place
-                found.append(listed)
-    if not found:
-        raise DataError("no shards are given.")
-    return found
+                shards.append(listed)
+    if not shards:
+        raise DataError("no shards are listed.")
+    return shards
 
 
 def _entries(name: str) -> Iterator[tuple[str, list[Listed]]]:
-    """(Where it was said, shards) of a word that was given."""
+    """(Place, shards) for each line of a word."""
     path = Path(name)
     if name.startswith(PIPE) or path.suffix != ".txt":
         yield name, _expand(name, Path(), name)
@@ -81,15 +81,15 @@ def _expand(text: str, folder: Path, place: str) -> list[Listed]:
 
 def _expand_ranges(text: str, place: str) -> list[str]:
     """Expand the ranges of a text, the last one fastest, with leading zeros, as a shell does."""
-    found = _RANGE.search(text)
-    if not found:
+    match = _RANGE.search(text)
+    if not match:
         return [text]
-    first, last = found.groups()
+    first, last = match.groups()
     if int(first) > int(last):
-        raise DataError(f"{place}: the range {found[0]} is empty.")
+        raise DataError(f"{place}: the range {match[0]} is empty.")
     width = max(len(first), len(last)) if first.startswith("0") or last.startswith("0") else 0
-    rest = _expand_ranges(text[found.end() :], place)
-    return [f"{text[: found.start()]}{number:0{width}}{end}" for number in range(int(first), int(last) + 1) for end in rest]
+    rest = _expand_ranges(text[match.end() :], place)
+    return [f"{text[: match.start()]}{number:0{width}}{end}" for number in range(int(first), int(last) + 1) for end in rest]
 
 
 def _match(text: str, folder: Path, place: str) -> list[Listed]:

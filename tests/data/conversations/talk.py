@@ -27,12 +27,12 @@ def tokenizer(tokens: Sequence[str] = TOKENS, template: str | None = None, strip
     backend = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(pieces)}, merges=[*merges]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", pad_token="<pad>")
+    fast_tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", pad_token="<pad>")
     after = [token.startswith(("<|a", "<|p", "<|im_s")) for token in tokens]
     added = [AddedToken(t, special=True, rstrip=strips and a, lstrip=strips and not a) for t, a in zip(tokens, after, strict=True)]
-    made.add_special_tokens({"extra_special_tokens": added}, replace_extra_special_tokens=False)
-    made.chat_template = template
-    return made
+    fast_tokenizer.add_special_tokens({"extra_special_tokens": added}, replace_extra_special_tokens=False)
+    fast_tokenizer.chat_template = template
+    return fast_tokenizer
 
 
 def metaspace_tokenizer(scheme: str, merges: Merges = ()) -> Any:
@@ -44,31 +44,31 @@ def metaspace_tokenizer(scheme: str, merges: Merges = ()) -> Any:
     backend = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[*merges], unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
     backend.decoder = decoders.Metaspace(prepend_scheme=scheme)
-    made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", pad_token="<pad>", unk_token="<unk>")
-    made.add_special_tokens({"extra_special_tokens": TOKENS}, replace_extra_special_tokens=False)
-    return made
+    fast_tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", pad_token="<pad>", unk_token="<unk>")
+    fast_tokenizer.add_special_tokens({"extra_special_tokens": TOKENS}, replace_extra_special_tokens=False)
+    return fast_tokenizer
 
 
-def messages(*said: str, system: str | None = None) -> list[Message]:
+def messages(*contents: str, system: str | None = None) -> list[Message]:
     """Messages of a user and the assistant in turn."""
-    turns = [Message(("user", "assistant")[i % 2], text) for i, text in enumerate(said)]
+    turns = [Message(("user", "assistant")[i % 2], text) for i, text in enumerate(contents)]
     return [Message("system", system), *turns] if system is not None else turns
 
 
-def shown(found: Rendered, made: Any, roles: Sequence[Role]) -> str:
+def shown(sample: Rendered, tokenizer: Any, roles: Sequence[Role]) -> str:
     """The text of the tokens of some roles."""
-    return made.decode([token for token, role in zip(found.ids, found.roles, strict=True) if role in roles])
+    return tokenizer.decode([token for token, role in zip(sample.ids, sample.roles, strict=True) if role in roles])
 
 
-def row(*said: str, **more: Any) -> dict[str, Any]:
+def row(*contents: str, **more: Any) -> dict[str, Any]:
     """A row of `messages`, whose last may have tags."""
-    talk: list[dict[str, Any]] = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
+    talk: list[dict[str, Any]] = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]
     talk[-1] |= more
     return {"messages": talk}
 
 
 def write_rows(folder: Path, splits: Mapping[str, Sequence[dict[str, Any]]]) -> None:
     """A prepared folder."""
-    with new_directory(folder) as made:
+    with new_directory(folder) as directory:
         for split, rows in splits.items():
-            (made / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            (directory / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

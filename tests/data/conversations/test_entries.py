@@ -79,7 +79,7 @@ def test_samples_learn_the_answers_of_the_assistant(tmp_path: Path):
     data = write(tmp_path)
     assert len(data) == 4
     learned = [
-        MADE.decode([token for token, wanted in zip(sample["input_ids"], sample["loss_mask"], strict=True) if wanted])
+        MADE.decode([token for token, is_learned in zip(sample["input_ids"], sample["loss_mask"], strict=True) if is_learned])
         for sample in (data.sample(0, i) for i in range(4))
     ]
     assert learned[:3] == ["Hello<end>", "5<end>", "nce upon a time.<end>"]
@@ -95,8 +95,8 @@ def test_samples_learn_the_answers_of_the_assistant(tmp_path: Path):
 def test_of_ranked_replies_the_best_is_learned(tmp_path: Path):
     """As of webgpt's, to learn answers from."""
     ranked = {**row("a"), "replies": [{"content": "worse", "rank": 3}, {"content": "best", "rank": 1}]}
-    found = write(tmp_path, [ranked]).render(0, 0)
-    assert MADE.decode(found.ids) == "<|prompter|>a<end><|assistant|>best<end>"
+    sample = write(tmp_path, [ranked]).render(0, 0)
+    assert MADE.decode(sample.ids) == "<|prompter|>a<end><|assistant|>best<end>"
 
 
 def test_options_change_the_fingerprint(tmp_path: Path):
@@ -108,20 +108,20 @@ def test_options_change_the_fingerprint(tmp_path: Path):
 
 def test_tags_come_before_their_answer_and_are_not_learned(tmp_path: Path):
     data = write(tmp_path, writing={"tags": {"length": True}})
-    found = built(tmp_path, "val", writing={"tags": {"length": True}}).render(0, 1)
-    wanted = "<|prompter|>2 + 3?<end><|system|>lang: en\nquality: 0.8\nlength: 1\n<end><|assistant|>5<end>"
-    assert MADE.decode(found.ids) == wanted
-    assert talk.shown(found, MADE, [Role.ASSISTANT]) == "5<end>"
-    seen = Counter(MADE.decode(data.render(epoch, 1).ids) for epoch in range(60))
-    assert len(seen) > 8, "each property is dropped by itself, and their order is drawn"
+    sample = built(tmp_path, "val", writing={"tags": {"length": True}}).render(0, 1)
+    expected = "<|prompter|>2 + 3?<end><|system|>lang: en\nquality: 0.8\nlength: 1\n<end><|assistant|>5<end>"
+    assert MADE.decode(sample.ids) == expected
+    assert talk.shown(sample, MADE, [Role.ASSISTANT]) == "5<end>"
+    texts = Counter(MADE.decode(data.render(epoch, 1).ids) for epoch in range(60))
+    assert len(texts) > 8, "each property is dropped by itself, and their order is drawn"
     assert [data.sample(7, 1), data.sample(8, 1)] == [
         built(tmp_path, "train", writing={"tags": {"length": True}}).sample(e, 1) for e in (7, 8)
     ]
 
 
-@pytest.mark.parametrize(("words", "wanted"), [(0, 1), (4, 1), (5, 2), (9, 2), (10, 3), (14, 3), (25, 6)])
-def test_the_length_is_that_of_open_assistant(words: int, wanted: int):
-    assert Tags(length=True).write(Message("assistant", "word " * words), None) == f"length: {wanted}\n"
+@pytest.mark.parametrize(("words", "expected"), [(0, 1), (4, 1), (5, 2), (9, 2), (10, 3), (14, 3), (25, 6)])
+def test_the_length_is_that_of_open_assistant(words: int, expected: int):
+    assert Tags(length=True).write(Message("assistant", "word " * words), None) == f"length: {expected}\n"
 
 
 def test_a_context_comes_last():
@@ -139,11 +139,11 @@ def test_a_window_always_has_something_to_learn(roles: list[Role], most: int, pr
     """If the whole has. In evaluations it is always the same; the answers of long prompts were lost (spec 1.3)."""
     whole = Rendered(list(range(len(roles))), [*roles])
     for draw in (lambda: draws(seed), None):
-        found = window(whole, most, probability, draw)
-        assert len(found.ids) == min(most, len(roles))
-        assert found.ids == whole.ids[found.ids[0] : found.ids[0] + len(found.ids)]
-        assert any(found.learned) == any(whole.learned)
-        assert found == window(whole, most, probability, draw)
+        part = window(whole, most, probability, draw)
+        assert len(part.ids) == min(most, len(roles))
+        assert part.ids == whole.ids[part.ids[0] : part.ids[0] + len(part.ids)]
+        assert any(part.learned) == any(whole.learned)
+        assert part == window(whole, most, probability, draw)
 
 
 def test_windows_start_everywhere():
@@ -154,7 +154,7 @@ def test_windows_start_everywhere():
 
 
 @pytest.mark.parametrize(
-    ("said", "wanted"),
+    ("text", "is_refusal"),
     [
         ("As an AI language model, I do.", True),
         ("I\u2019m sorry, but I can\u2019t.", True),
@@ -162,28 +162,28 @@ def test_windows_start_everywhere():
         ("it was an ai", False),
     ],
 )
-def test_refusals_match_complete_words(said: str, wanted: bool, tmp_path: Path):
+def test_refusals_match_complete_words(text: str, is_refusal: bool, tmp_path: Path):
     """Spec 1.2: substrings took "As a machine learning engineer" and any "OpenAI"."""
-    assert refuses(talk.messages("a", said)) == wanted
-    assert not refuses(talk.messages(said, "a")), "what a user says does not matter"
-    rows = [row("a", "b"), row("a", said)]
-    assert len(write(tmp_path, rows, without_refusals=True)) == 2 - wanted
-    if wanted:
+    assert refuses(talk.messages("a", text)) == is_refusal
+    assert not refuses(talk.messages(text, "a")), "what a user says does not matter"
+    rows = [row("a", "b"), row("a", text)]
+    assert len(write(tmp_path, rows, without_refusals=True)) == 2 - is_refusal
+    if is_refusal:
         talk.write_rows(tmp_path / "talk", {"train": rows[1:], "val": rows})
         with pytest.raises(DataError, match="the assistant refuses in every conversation"):
             built(tmp_path, "train", without_refusals=True)
 
 
 def test_control_ends_training_conversations_with_other_answers(tmp_path: Path):
-    def said(data: Any, epoch: int = 0) -> list[str]:
+    def sample_texts(data: Any, epoch: int = 0) -> list[str]:
         return [MADE.decode(data.sample(epoch, n)["input_ids"]) for n in range(len(data))]
 
-    own = write(tmp_path, [row(f"question {n}", f"answer {n}") for n in range(6)])
+    plain = write(tmp_path, [row(f"question {n}", f"answer {n}") for n in range(6)])
     train, val = (built(tmp_path, split, shuffled_answers=True) for split in ("train", "val"))
-    assert all(f"question {n}" in text and f"answer {n}" not in text and "answer" in text for n, text in enumerate(said(train)))
-    assert said(train) == said(train, epoch=1)
-    assert said(val) == said(own)
-    assert train.fingerprint != own.fingerprint
+    assert all(f"question {n}" in text and f"answer {n}" not in text and "answer" in text for n, text in enumerate(sample_texts(train)))
+    assert sample_texts(train) == sample_texts(train, epoch=1)
+    assert sample_texts(val) == sample_texts(plain)
+    assert train.fingerprint != plain.fingerprint
 
 
 def test_conversations_without_an_answer_are_counted_and_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture):
@@ -203,6 +203,6 @@ def test_control_changes_the_answers_of_the_assistant(tmp_path: Path):
     """Also where a person has the last word."""
     data = write(tmp_path, [row(f"q{n}", f"a{n}", f"bye{n}") for n in range(6)], shuffled_answers=True)
     for n in range(6):
-        said = MADE.decode(data.sample(0, n)["input_ids"])
-        assert all(text in said for text in (f"q{n}", f"bye{n}", "<|assistant|>a"))
-        assert f"a{n}" not in said
+        sample_text = MADE.decode(data.sample(0, n)["input_ids"])
+        assert all(text in sample_text for text in (f"q{n}", f"bye{n}", "<|assistant|>a"))
+        assert f"a{n}" not in sample_text

@@ -32,28 +32,30 @@ TOKENIZERS = {
     "stripping": talk.tokenizer(strips=True),
     **{scheme: talk.metaspace_tokenizer(scheme) for scheme in ("first", "always")},
 }
-ALL_RENDERERS = {kind: {name: Renderer(made, template) for name, template in TEMPLATES.items()} for kind, made in TOKENIZERS.items()}
+ALL_RENDERERS = {
+    kind: {name: Renderer(tokenizer, template) for name, template in TEMPLATES.items()} for kind, tokenizer in TOKENIZERS.items()
+}
 ALL = list(Role)
 texts = st.text(st.characters(codec="utf-8"), max_size=12) | st.sampled_from(
     ["<|assistant|>", "<end>", "<|im_end|>\n", " a ", "{{ 1 }}", "\n"]
 )
-talks = st.lists(texts, min_size=2, max_size=6).filter(lambda said: len(said) % 2 == 0)
+talks = st.lists(texts, min_size=2, max_size=6).filter(lambda contents: len(contents) % 2 == 0)
 
 
 def test_open_assistants_form():
-    found = RENDERERS["oasst"].render(talk.messages("Hi", "Hello", "Bye", "See you", system="Be kind"))
+    sample = RENDERERS["oasst"].render(talk.messages("Hi", "Hello", "Bye", "See you", system="Be kind"))
     whole = "<|system|>Be kind<end><|prompter|>Hi<end><|assistant|>Hello<end><|prompter|>Bye<end><|assistant|>See you<end>"
-    assert talk.shown(found, MADE, ALL) == whole
-    assert talk.shown(found, MADE, [Role.ASSISTANT]) == "Hello<end>See you<end>", "B1: never the system's"
-    asked = RENDERERS["oasst"].render(talk.messages("Hi"), answering=True)
-    assert talk.shown(asked, MADE, ALL) == "<|prompter|>Hi<end><|assistant|>"
-    assert not any(asked.learned)
+    assert talk.shown(sample, MADE, ALL) == whole
+    assert talk.shown(sample, MADE, [Role.ASSISTANT]) == "Hello<end>See you<end>", "B1: never the system's"
+    prompt = RENDERERS["oasst"].render(talk.messages("Hi"), answering=True)
+    assert talk.shown(prompt, MADE, ALL) == "<|prompter|>Hi<end><|assistant|>"
+    assert not any(prompt.learned)
 
 
 def test_chatml():
-    found = RENDERERS["chatml"].render(talk.messages("Hi", "Hello"))
-    assert talk.shown(found, MADE, ALL) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n"
-    assert talk.shown(found, MADE, [Role.ASSISTANT]) == "Hello<|im_end|>"
+    sample = RENDERERS["chatml"].render(talk.messages("Hi", "Hello"))
+    assert talk.shown(sample, MADE, ALL) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n"
+    assert talk.shown(sample, MADE, [Role.ASSISTANT]) == "Hello<|im_end|>"
 
 
 @settings(max_examples=100, deadline=None)
@@ -62,31 +64,33 @@ def test_chatml():
 @example([" a ", " b "], " ", "chatml", "stripping")
 @example(["a", "b"], None, "oasst", "first")
 @example(["", "\x1f"], None, "oasst", "stripping")
-def test_ours_and_jinjas_are_the_same(said: list[str], system: str | None, name: str, kind: str):
+def test_ours_and_jinjas_are_the_same(contents: list[str], system: str | None, name: str, kind: str):
     """With whatever is said, and with what other programs make of the template where it spells no control token."""
-    conversation, made = talk.messages(*said, system=system), TOKENIZERS[kind]
+    conversation, tokenizer = talk.messages(*contents, system=system), TOKENIZERS[kind]
     ours, theirs = (ALL_RENDERERS[kind][template].render(conversation) for template in (name, f"{name}.jinja"))
     assert ours == theirs
     if not any("<" in message.content for message in conversation):
-        wanted = made.apply_chat_template(
+        expected = tokenizer.apply_chat_template(
             [{"role": message.role, "content": message.content} for message in conversation], chat_template=SOURCES[name], return_dict=False
         )
-        assert ours.ids == wanted
+        assert ours.ids == expected
 
 
 @settings(max_examples=100, deadline=None)
 @given(talks, st.none() | texts, st.sampled_from([*RENDERERS]))
-def test_prompt_is_a_prefix_of_its_conversation(said: list[str], system: str | None, name: str):
+def test_prompt_is_a_prefix_of_its_conversation(contents: list[str], system: str | None, name: str):
     """Each answer is learned behind exactly what it is asked with; and text never becomes a control token."""
-    renderer, conversation = RENDERERS[name], talk.messages(*said, system=system)
+    renderer, conversation = RENDERERS[name], talk.messages(*contents, system=system)
     whole = renderer.render(conversation)
     assert len(whole.ids) == len(whole.roles)
     for number, message in enumerate(conversation):
         if message.role == "assistant":
-            asked = renderer.render(conversation[:number], answering=True)
-            assert whole.ids[: len(asked.ids)] == asked.ids
+            prompt = renderer.render(conversation[:number], answering=True)
+            assert whole.ids[: len(prompt.ids)] == prompt.ids
             answered = renderer.render(conversation[: number + 1])
-            learned = [token for token, wanted in list(zip(answered.ids, answered.learned, strict=True))[len(asked.ids) :] if wanted]
+            learned = [
+                token for token, is_learned in list(zip(answered.ids, answered.learned, strict=True))[len(prompt.ids) :] if is_learned
+            ]
             assert MADE.decode(learned) == message.content + ("<end>" if "oasst" in name else "<|im_end|>")
     controls = {MADE.convert_tokens_to_ids(token) for token in (*talk.TOKENS, "<end>", "<pad>")}
     turns = sum(token in controls for token in whole.ids)
@@ -96,9 +100,9 @@ def test_prompt_is_a_prefix_of_its_conversation(said: list[str], system: str | N
 def test_a_template_that_strips_is_heeded():
     source = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] | trim }}{{ eos_token }}{% endfor %}"
     source += "{% if add_generation_prompt %}assistant: {% endif %}"
-    found = Renderer(MADE, Jinja(source, {"eos_token": "<end>"})).render(talk.messages(" a ", " b "))
-    assert talk.shown(found, MADE, ALL) == "user: a<end>assistant: b<end>"
-    assert talk.shown(found, MADE, [Role.ASSISTANT]) == "b<end>"
+    sample = Renderer(MADE, Jinja(source, {"eos_token": "<end>"})).render(talk.messages(" a ", " b "))
+    assert talk.shown(sample, MADE, ALL) == "user: a<end>assistant: b<end>"
+    assert talk.shown(sample, MADE, [Role.ASSISTANT]) == "b<end>"
 
 
 NO_END = (
@@ -143,12 +147,14 @@ GEMMA = (
 
 def test_ends_of_turns_are_learned_whatever_they_are_called():
     """Gemma's are neither among the tokenizer's named tokens nor written as <|...|>."""
-    made = talk.tokenizer(["<start_of_turn>", "<end_of_turn>", "<bos>"], template=GEMMA)
-    made.bos_token = "<bos>"
-    found = Renderer(made, find("tokenizer", made)).render(talk.messages("Hi", "Hello", "Bye", ""))
-    assert talk.shown(found, made, [Role.ASSISTANT]) == "Hello<end_of_turn><end_of_turn>"
-    assert made.decode([found.ids[place] for place in found.last_answer()]) == "<end_of_turn>", "of an empty answer: not the one before"
-    assert found.ids == made.apply_chat_template(
+    tokenizer = talk.tokenizer(["<start_of_turn>", "<end_of_turn>", "<bos>"], template=GEMMA)
+    tokenizer.bos_token = "<bos>"
+    sample = Renderer(tokenizer, find("tokenizer", tokenizer)).render(talk.messages("Hi", "Hello", "Bye", ""))
+    assert talk.shown(sample, tokenizer, [Role.ASSISTANT]) == "Hello<end_of_turn><end_of_turn>"
+    assert tokenizer.decode([sample.ids[place] for place in sample.last_answer()]) == "<end_of_turn>", (
+        "of an empty answer: not the one before"
+    )
+    assert sample.ids == tokenizer.apply_chat_template(
         [{"role": m.role, "content": m.content} for m in talk.messages("Hi", "Hello", "Bye", "")], return_dict=False
     )
 
@@ -156,8 +162,8 @@ def test_ends_of_turns_are_learned_whatever_they_are_called():
 def test_end_token_that_also_starts_sequences_is_learned():
     """As where a vocabulary has one control token."""
     source = "{{ eos_token }}" + NO_END.replace("{{ m['content'] }}", "{{ m['content'] + eos_token }}")
-    found = Renderer(MADE, Jinja(source, {"eos_token": "<end>"})).render(talk.messages("a", "b", "c", "d"))
-    assert talk.shown(found, MADE, [Role.ASSISTANT]) == "b<end>d<end>"
+    sample = Renderer(MADE, Jinja(source, {"eos_token": "<end>"})).render(talk.messages("a", "b", "c", "d"))
+    assert talk.shown(sample, MADE, [Role.ASSISTANT]) == "b<end>d<end>"
 
 
 @pytest.mark.parametrize("marks", [False, True])
@@ -185,9 +191,9 @@ def test_missing_control_tokens_are_refused():
 
 def test_plain_text_is_learned_to_its_end():
     """B12: its last token was trained on the first one."""
-    found = RENDERERS["oasst"].render_text("ab<|assistant|>")
-    assert MADE.decode(found.ids) == "ab<|assistant|><end>"
-    assert found.learned == [False] + [True] * (len(found.ids) - 1)
+    sample = RENDERERS["oasst"].render_text("ab<|assistant|>")
+    assert MADE.decode(sample.ids) == "ab<|assistant|><end>"
+    assert sample.learned == [False] + [True] * (len(sample.ids) - 1)
 
 
 def test_ids_do_not_depend_on_the_seed_of_hashes():
@@ -195,38 +201,39 @@ def test_ids_do_not_depend_on_the_seed_of_hashes():
     code = (
         "from tests.data.conversations import talk; from src.data.conversations.rendering import Renderer, Role;"
         "from src.data.conversations.templates import find;"
-        "own = '{% for m in messages %}{{ m.role }}:{{ m.content }}<e>x{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}';"
-        "made = talk.tokenizer([*talk.TOKENS, '<e>', '<e>x', '<e>xx'], template=own);"
-        "found = [Renderer(made, find(n, made)).render(talk.messages('a', 'b', system='c')) for n in ('oasst', 'chatml', 'tokenizer')];"
-        "print([(each.ids, each.learned) for each in found], talk.shown(found[2], made, [Role.ASSISTANT]))"
+        "source = '{% for m in messages %}{{ m.role }}:{{ m.content }}<e>x{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}';"
+        "tokenizer = talk.tokenizer([*talk.TOKENS, '<e>', '<e>x', '<e>xx'], template=source);"
+        "renderers = [Renderer(tokenizer, find(name, tokenizer)) for name in ('oasst', 'chatml', 'tokenizer')];"
+        "samples = [renderer.render(talk.messages('a', 'b', system='c')) for renderer in renderers];"
+        "print([(each.ids, each.learned) for each in samples], talk.shown(samples[2], tokenizer, [Role.ASSISTANT]))"
     )
-    told = {
+    outputs = {
         subprocess.run(
             [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "PYTHONHASHSEED": seed}, check=True, capture_output=True, text=True
         ).stdout
         for seed in ("1", "2", "77")
     }
-    assert len(told) == 1
-    assert told.pop().strip().endswith(" b<e>x"), "the longest control token, where one begins with another"
+    assert len(outputs) == 1
+    assert outputs.pop().strip().endswith(" b<e>x"), "the longest control token, where one begins with another"
 
 
 def test_a_tool_speaks_after_the_assistant():
-    found = RENDERERS["chatml"].render([*talk.messages("2 + 3?", "add(2, 3)"), Message("tool", "5"), Message("assistant", "It is 5.")])
-    assert talk.shown(found, MADE, [Role.TOOL]) == "5"
-    assert talk.shown(found, MADE, [Role.ASSISTANT]) == "add(2, 3)<|im_end|>It is 5.<|im_end|>"
+    sample = RENDERERS["chatml"].render([*talk.messages("2 + 3?", "add(2, 3)"), Message("tool", "5"), Message("assistant", "It is 5.")])
+    assert talk.shown(sample, MADE, [Role.TOOL]) == "5"
+    assert talk.shown(sample, MADE, [Role.ASSISTANT]) == "add(2, 3)<|im_end|>It is 5.<|im_end|>"
 
 
 def test_a_tokenizer_is_saved_with_the_template_that_was_trained_with(tmp_path: Path):
     """Whatever it came with, which is its own as long as it is in memory."""
     from transformers import AutoTokenizer
 
-    made = talk.tokenizer(template=SOURCES["chatml"])
+    tokenizer = talk.tokenizer(template=SOURCES["chatml"])
     for _ in range(2):
-        find("oasst", made)
-        own = find("tokenizer", made)
-        assert isinstance(own, Jinja)
-        assert own.source == SOURCES["chatml"]
-    made.save_pretrained(tmp_path)
+        find("oasst", tokenizer)
+        template = find("tokenizer", tokenizer)
+        assert isinstance(template, Jinja)
+        assert template.source == SOURCES["chatml"]
+    tokenizer.save_pretrained(tmp_path)
     assert AutoTokenizer.from_pretrained(tmp_path).chat_template == SOURCES["oasst"]
 
 
@@ -234,15 +241,15 @@ def test_no_start_token_is_within_a_conversation():
     """B24: a tokenizer that begins with one put it before every reply, too, as prompt and reply were tokenised apart."""
     from tokenizers.processors import TemplateProcessing
 
-    made = talk.tokenizer([*talk.TOKENS, "<s>"])
-    start = made.convert_tokens_to_ids("<s>")
-    made.bos_token = "<s>"
-    made.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", start)])
+    tokenizer = talk.tokenizer([*talk.TOKENS, "<s>"])
+    start = tokenizer.convert_tokens_to_ids("<s>")
+    tokenizer.bos_token = "<s>"
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", start)])
     config = bind(DATASETS, {"name": "ranked_replies", "corpus": "any", "sequence_tokens": 64})
     for template in (OpenAssistant("<end>"), ChatML()):
-        renderer = Renderer(made, template)
-        asked = renderer.render(talk.messages("a"), answering=True)
-        found = ranked.render_reply(config, renderer, talk.messages("a"), Reply("b", 0))
-        assert found.ids[: len(asked.ids)] == asked.ids
-        assert [place for place, token in enumerate(found.ids) if token == start] == [0]
-        assert not found.learned[0]
+        renderer = Renderer(tokenizer, template)
+        prompt = renderer.render(talk.messages("a"), answering=True)
+        sample = ranked.render_reply(config, renderer, talk.messages("a"), Reply("b", 0))
+        assert sample.ids[: len(prompt.ids)] == prompt.ids
+        assert [place for place, token in enumerate(sample.ids) if token == start] == [0]
+        assert not sample.learned[0]

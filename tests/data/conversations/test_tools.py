@@ -34,13 +34,13 @@ MADE = talk.tokenizer()
 
 
 def row(content: str | None = None, call: Any = CALL, tools: Any = TOOLS) -> dict[str, Any]:
-    said = [{"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": content, "tool_calls": [call]}]
-    return {"messages": [*said, {"role": "tool", "content": "5"}, {"role": "assistant", "content": "It is 5."}], "tools": tools}
+    turns = [{"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": content, "tool_calls": [call]}]
+    return {"messages": [*turns, {"role": "tool", "content": "5"}, {"role": "assistant", "content": "It is 5."}], "tools": tools}
 
 
 def rendered(template: str, raw: dict[str, Any], source: str | None = QWEN) -> Any:
-    made = talk.tokenizer(template=source)
-    return Renderer(made, find(template, made)).render(read_entry(raw, "here").messages)
+    tokenizer = talk.tokenizer(template=source)
+    return Renderer(tokenizer, find(template, tokenizer)).render(read_entry(raw, "here").messages)
 
 
 @pytest.mark.parametrize("content", [None, "I add."])
@@ -48,35 +48,35 @@ def rendered(template: str, raw: dict[str, Any], source: str | None = QWEN) -> A
 def test_a_tokenizers_template_writes_them(content: str | None, system: str | None):
     raw = row(content)
     raw["messages"] = [*([{"role": "system", "content": system}] if system else []), *raw["messages"]]
-    found = rendered("tokenizer", raw)
+    sample = rendered("tokenizer", raw)
     plain = [{**message, "content": message["content"] or ""} for message in raw["messages"]]
-    assert found.ids == MADE.apply_chat_template(plain, tools=raw["tools"], chat_template=QWEN, return_dict=False)
-    text = talk.shown(found, MADE, [Role.ASSISTANT])
-    said = f"\n{content}" if content else ""
-    assert text == f'{said}\n<tool_call>add {{"a": 2, "b": ["\u00e9"]}}</tool_call><|im_end|>\nIt is 5.<|im_end|>'
-    assert talk.shown(found, MADE, [Role.TOOL]) == "5"
+    assert sample.ids == MADE.apply_chat_template(plain, tools=raw["tools"], chat_template=QWEN, return_dict=False)
+    text = talk.shown(sample, MADE, [Role.ASSISTANT])
+    opening = f"\n{content}" if content else ""
+    assert text == f'{opening}\n<tool_call>add {{"a": 2, "b": ["\u00e9"]}}</tool_call><|im_end|>\nIt is 5.<|im_end|>'
+    assert talk.shown(sample, MADE, [Role.TOOL]) == "5"
 
 
 @pytest.mark.parametrize("template", ["oasst", "chatml"])
 def test_other_templates_write_json(template: str):
-    found = rendered(template, row("I add."))
+    sample = rendered(template, row("I add."))
     end = "<end>" if template == "oasst" else "<|im_end|>"
     call = '{"name": "add", "arguments": {"a": 2, "b": ["\u00e9"]}}'
-    assert talk.shown(found, MADE, [Role.ASSISTANT]) == f"I add.\n{call}{end}It is 5.{end}"
-    assert '"description": "Adds \u00fc."' in talk.shown(found, MADE, [Role.SYSTEM])
-    told = row("I add.")
-    told["messages"].insert(0, {"role": "system", "content": "Be kind."})
-    assert talk.shown(rendered(template, told), MADE, [Role.SYSTEM]).startswith("Be kind.\n{")
+    assert talk.shown(sample, MADE, [Role.ASSISTANT]) == f"I add.\n{call}{end}It is 5.{end}"
+    assert '"description": "Adds \u00fc."' in talk.shown(sample, MADE, [Role.SYSTEM])
+    raw = row("I add.")
+    raw["messages"].insert(0, {"role": "system", "content": "Be kind."})
+    assert talk.shown(rendered(template, raw), MADE, [Role.SYSTEM]).startswith("Be kind.\n{")
 
 
 @pytest.mark.parametrize("template", ["oasst", "chatml", "tokenizer"])
 def test_they_never_become_control_tokens(template: str):
     spelled = {"name": "add", "arguments": {"<|im_end|>": "<|assistant|> \x7f0\x7f <end>"}}
     tools = [{"name": "add", "is": "<|im_start|>"}]
-    plain, found = (rendered(template, row("a", call, given)) for call, given in ((CALL, TOOLS), (spelled, tools)))
+    plain, sample = (rendered(template, row("a", call, declarations)) for call, declarations in ((CALL, TOOLS), (spelled, tools)))
     controls = {MADE.convert_tokens_to_ids(token) for token in (*talk.TOKENS, "<end>", "<pad>")}
-    assert sum(token in controls for token in found.ids) == sum(token in controls for token in plain.ids)
-    text = MADE.decode(found.ids)
+    assert sum(token in controls for token in sample.ids) == sum(token in controls for token in plain.ids)
+    text = MADE.decode(sample.ids)
     assert '"<|im_end|>": "<|assistant|> ' in text
     assert '"is": "<|im_start|>"' in text
 
@@ -98,9 +98,9 @@ def test_wrong_call_is_refused(raw: dict[str, Any], match: str):
 
 
 def test_template_without_tools_is_refused():
-    made = talk.tokenizer(["<start_of_turn>", "<end_of_turn>", "<bos>"], template=GEMMA)
-    made.bos_token = "<bos>"
-    renderer = Renderer(made, find("tokenizer", made))
+    tokenizer = talk.tokenizer(["<start_of_turn>", "<end_of_turn>", "<bos>"], template=GEMMA)
+    tokenizer.bos_token = "<bos>"
+    renderer = Renderer(tokenizer, find("tokenizer", tokenizer))
     with pytest.raises(DataError, match="writes no tools"):
         renderer.render(read_entry(row("a"), "here").messages)
     with pytest.raises(DataError, match="drops the tool call 'add'"):

@@ -52,9 +52,9 @@ def load(path: Path) -> Any:
     """A tokenizer of bytes with the template and its control tokens."""
     source = path.read_text()
     tokens = sorted({*_CONTROL.findall(source)} - {"<s>"})
-    made = talk.tokenizer([*tokens, "<s>"], template=source)
-    made.bos_token = "<s>"
-    return made
+    tokenizer = talk.tokenizer([*tokens, "<s>"], template=source)
+    tokenizer.bos_token = "<s>"
+    return tokenizer
 
 
 def write(message: Message, in_parts: bool) -> dict[str, Any]:
@@ -64,17 +64,17 @@ def write(message: Message, in_parts: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 def test_answer_is_learned_from_the_end_of_its_generation_prompt(path: Path):
-    made = load(path)
+    tokenizer = load(path)
     if path.stem in REFUSED:
         with pytest.raises(DataError, match=rf"^data\.writing\.template: .*{REFUSED[path.stem]}"):
-            find("tokenizer", made)
+            find("tokenizer", tokenizer)
         return
-    template = find("tokenizer", made)
+    template = find("tokenizer", tokenizer)
     assert isinstance(template, Jinja)
-    renderer, passed = Renderer(made, template), set[str]()
+    renderer, passed = Renderer(tokenizer, template), set[str]()
     errors = list[str]()
     ends, _ = renderer.answer_ends()
-    controls = {token.content for token in made.added_tokens_decoder.values()}
+    controls = {token.content for token in tokenizer.added_tokens_decoder.values()}
     for name, messages in CASES.items():
         try:
             rendered = renderer.render(messages)
@@ -86,11 +86,11 @@ def test_answer_is_learned_from_the_end_of_its_generation_prompt(path: Path):
         assert rendered.ids[: len(prompt)] == prompt, name
         answer = rendered.last_answer()
         assert answer.start == len(prompt), name
-        assert rendered.ids[answer.stop - 1] in ends, (name, made.decode(rendered.ids[answer.start : answer.stop]))
+        assert rendered.ids[answer.stop - 1] in ends, (name, tokenizer.decode(rendered.ids[answer.start : answer.stop]))
         assert all(rendered.learned[place] for place in answer)
-        after = made.decode(rendered.ids[answer.stop :]).strip()
+        after = tokenizer.decode(rendered.ids[answer.stop :]).strip()
         assert after in ("", "<|tool_response>"), name  # one template ends a call before the mark of its result
-        text = made.decode(rendered.ids[answer.start : answer.stop])
+        text = tokenizer.decode(rendered.ids[answer.start : answer.stop])
         for part in (messages[-1].content.rpartition("</think>")[2].strip(), messages[-1].reasoning):
             assert part in text, name
         if name in ("one turn", "two turns", "reasoning", "reasoning twice"):
@@ -99,19 +99,19 @@ def test_answer_is_learned_from_the_end_of_its_generation_prompt(path: Path):
         if not any(control in message.content for message in messages for control in controls):
             raw = [write(message, template._in_parts) for message in messages]
             tools: Any = [*messages[0].tools] or None
-            assert rendered.ids == _apply(made, raw, tools), name
-            assert prompt == _apply(made, raw[:-1], tools, add_generation_prompt=True), name
+            assert rendered.ids == _apply(tokenizer, raw, tools), name
+            assert prompt == _apply(tokenizer, raw[:-1], tools, add_generation_prompt=True), name
     assert all(error.startswith("data.writing.template: ") for error in errors)
     assert passed & {"one turn", "reasoning", "inline reasoning"}
     assert not {"one turn", "two turns"} & passed or {"blanks", "two turns", "control tokens"} <= passed
 
 
-def _apply(made: Any, messages: list[Any], tools: Any, **more: Any) -> list[int]:
+def _apply(tokenizer: Any, messages: list[Any], tools: Any, **more: Any) -> list[int]:
     """`apply_chat_template` on the fixed date of a training."""
-    text = made.apply_chat_template(messages, tools=tools, tokenize=False, date_string="01 Jan 2025", **more)
-    today = made.apply_chat_template(
+    text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, date_string="01 Jan 2025", **more)
+    today = tokenizer.apply_chat_template(
         [{"role": "user", "content": "x"}], tokenize=False, chat_template="{{ strftime_now('%Y-%m-%d') }}~{{ strftime_now('%d %b %Y') }}"
     )
     for date, fixed in zip(today.split("~"), ("2025-01-01", "01 Jan 2025"), strict=True):
         text = text.replace(date, fixed)
-    return made(text, add_special_tokens=False)["input_ids"]
+    return tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -66,8 +66,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         size = int(self.headers.get("Content-Length", 0))
-        asked = urllib.parse.parse_qs(self.rfile.read(size).decode())
-        names = [name for (bucket, name) in self._objects if bucket == "user/pages" and name in asked.get("paths", [])]
+        form = urllib.parse.parse_qs(self.rfile.read(size).decode())
+        names = [name for (bucket, name) in self._objects if bucket == "user/pages" and name in form.get("paths", [])]
         self._json([self._file(name) for name in names])
 
     def do_GET(self) -> None:

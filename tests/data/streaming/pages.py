@@ -41,9 +41,9 @@ def tokenizer(images: bool = True) -> Any:
     backend = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", pad_token="<pad>")
-    made.add_special_tokens({"extra_special_tokens": TOKENS if images else []}, replace_extra_special_tokens=False)
-    return made
+    fast_tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", pad_token="<pad>")
+    fast_tokenizer.add_special_tokens({"extra_special_tokens": TOKENS if images else []}, replace_extra_special_tokens=False)
+    return fast_tokenizer
 
 
 def page(number: int, draw: random.Random, longest: int = 12, asking: bool = False) -> Document:

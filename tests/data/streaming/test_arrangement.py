@@ -18,30 +18,34 @@ def numbers(streams: Joined | Streams, lanes: int, each: int, reshuffles: tuple[
 
 @settings(max_examples=60, deadline=None)
 @given(sizes, st.sampled_from(SHUFFLES), st.integers(2, 50), st.integers(1, 7), st.integers(0, 3))
-def test_an_epoch_has_every_document_once(own: list[int], shuffle: str, window: int, lanes: int, seed: int):
-    source = Source(own, shuffle, window, str(seed))  # pyright: ignore[reportArgumentType]
+def test_an_epoch_has_every_document_once(shard_sizes: list[int], shuffle: str, window: int, lanes: int, seed: int):
+    source = Source(shard_sizes, shuffle, window, str(seed))  # pyright: ignore[reportArgumentType]
     streams = Joined([source])
     epochs = 3
     each = -(-epochs * source.count // lanes)
-    found = Counter(pair for lane in numbers(streams, lanes, each) for pair in lane)
+    counts = Counter(pair for lane in numbers(streams, lanes, each) for pair in lane)
     for epoch in range(epochs):
-        assert [found[epoch, document] for document in range(source.count)] == [1] * source.count
+        assert [counts[epoch, document] for document in range(source.count)] == [1] * source.count
     if shuffle == "none":
         assert [source.document(1, place) for place in range(source.count)] == list(range(source.count))
 
 
 @settings(max_examples=40, deadline=None)
 @given(sizes, st.sampled_from(SHUFFLES), st.integers(2, 50), st.integers(1, 5), st.integers(0, 20), st.integers(0, 20))
-def test_a_reshuffle_changes_only_the_order_of_the_rest(own: list[int], shuffle: str, window: int, lanes: int, first: int, second: int):
-    source = Source(own, shuffle, window, "s")  # pyright: ignore[reportArgumentType]
+def test_a_reshuffle_changes_only_the_order_of_the_rest(
+    shard_sizes: list[int], shuffle: str, window: int, lanes: int, first: int, second: int
+):
+    source = Source(shard_sizes, shuffle, window, "s")  # pyright: ignore[reportArgumentType]
     streams = Joined([source])
     each = -(-2 * source.count // lanes)
     plain = numbers(streams, lanes, each)
     again = numbers(streams, lanes, each, ((first, 1), (first + second, 2)))
     for before, after in zip(plain, again, strict=True):
         assert before[:first] == after[:first]
-    wanted, found = (Counter(pair for lane in lanes_ for pair in lane) for lanes_ in (plain, again))
-    assert {pair: n for pair, n in wanted.items() if pair[0] == 0} == {pair: n for pair, n in found.items() if pair[0] == 0}
+    plain_counts, reshuffled_counts = (Counter(pair for lane in lanes_ for pair in lane) for lanes_ in (plain, again))
+    assert {pair: n for pair, n in plain_counts.items() if pair[0] == 0} == {
+        pair: n for pair, n in reshuffled_counts.items() if pair[0] == 0
+    }
 
 
 def test_another_epoch_and_another_seed_have_another_order():
@@ -72,16 +76,16 @@ def test_shards_stay_together_and_windows_mix_few_of_them():
 @pytest.mark.parametrize("lanes", [1, 3, 16])
 def test_sources_have_their_rates_and_epochs_of_their_own(lanes: int):
     """Bug 5 of m4: where one source ended, all began anew, and of a large one most was never seen."""
-    made = [Source([5], "window", 3, "small"), Source([50, 50], "window", 30, "big")]
-    streams = Streams(made, [0.5, 0.5])
+    sources = [Source([5], "window", 3, "small"), Source([50, 50], "window", 30, "big")]
+    streams = Streams(sources, [0.5, 0.5])
     each = 4 * 100 // lanes + 8
-    for lane, own in enumerate(numbers(streams, lanes, each)):
+    for lane, pairs in enumerate(numbers(streams, lanes, each)):
         for end in range(1, each):
-            taken = sum(document < 5 for _, document in own[:end])
-            assert abs(taken - end / 2) <= 1, f"lane {lane} after {end} documents"
-    found = Counter(pair for lane in numbers(streams, lanes, each) for pair in lane)
-    assert all(found[0, document] == 1 for document in range(5, 105))
-    assert all(found[epoch, document] == 1 for epoch in range(20) for document in range(5))
+            of_small = sum(document < 5 for _, document in pairs[:end])
+            assert abs(of_small - end / 2) <= 1, f"lane {lane} after {end} documents"
+    counts = Counter(pair for lane in numbers(streams, lanes, each) for pair in lane)
+    assert all(counts[0, document] == 1 for document in range(5, 105))
+    assert all(counts[epoch, document] == 1 for epoch in range(20) for document in range(5))
 
 
 @pytest.mark.parametrize(
@@ -126,9 +130,9 @@ def test_documents_of_a_source_are_counted():
     streams = Streams([Source([7], "none", 2, ""), Source([9], "none", 2, "")], [2, 1])
     for lane in range(3):
         for number in (0, 1, 50, PERIOD - 1, PERIOD, 3 * PERIOD + 17):
-            wanted = [0, 0]
+            expected = [0, 0]
             if number <= 50:
                 for n in range(number):
-                    wanted[streams.turn(lane, 3, n)[0]] += 1
-                assert [streams.count_of_source(lane, 3, number, source) for source in (0, 1)] == wanted
+                    expected[streams.turn(lane, 3, n)[0]] += 1
+                assert [streams.count_of_source(lane, 3, number, source) for source in (0, 1)] == expected
             assert sum(streams.count_of_source(lane, 3, number, source) for source in (0, 1)) == number

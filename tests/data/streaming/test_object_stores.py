@@ -54,8 +54,8 @@ def run(server: ObjectServer, *words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("scheme", ["gs", "az", "hf"])
 def test_shards_of_another_store_are_listed_indexed_and_read(scheme: str, server: ObjectServer, tmp_path: Path):
-    made = pages.write_pages(tmp_path / "made", 50)
-    urls = [server.put(scheme, f"web/{shard.url}", (made.folder / shard.url).read_bytes()) for shard in made.shards]
+    local = pages.write_pages(tmp_path / "made", 50)
+    urls = [server.put(scheme, f"web/{shard.url}", (local.folder / shard.url).read_bytes()) for shard in local.shards]
     server.put(scheme, "web/notes.txt", b"not a tar")
     pattern = f"{urls[0].rpartition('/')[0]}/*.tar"
     done = run(server, "-m", "data_prep.tar_shards.index", pattern, "--output", str(tmp_path / "listed"))
@@ -65,10 +65,10 @@ def test_shards_of_another_store_are_listed_indexed_and_read(scheme: str, server
     assert all(shard.etag for shard in listed.shards)
     done = run(server, "-c", READ, str(listed.folder))
     assert done.returncode == 0, done.stderr
-    for shard in made.shards:
-        assert (tmp_path / shard.url).read_bytes() == (made.folder / shard.url).read_bytes()
+    for shard in local.shards:
+        assert (tmp_path / shard.url).read_bytes() == (local.folder / shard.url).read_bytes()
     key = urls[0].partition("web/")[2]
-    server.put(scheme, f"web/{key}", (made.folder / made.shards[1].url).read_bytes())
+    server.put(scheme, f"web/{key}", (local.folder / local.shards[1].url).read_bytes())
     done = run(server, "-c", READ.replace('"here"', '"other"'), str(listed.folder))
     assert f"ShardChanged: {urls[0]}" in done.stderr
 

@@ -30,8 +30,8 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectSe
     started = ObjectServer(tmp_path)
     for name, value in {"AWS_ENDPOINT_URL": started.endpoint, "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}.items():
         monkeypatch.setenv(name, value)
-    made = pages.write_pages(tmp_path / "local" / "train", SHARDS * PER_SHARD, per_shard=PER_SHARD)
-    urls = [started.put("s3", shard.url, (made.folder / shard.url).read_bytes()) for shard in made.shards]
+    local = pages.write_pages(tmp_path / "local" / "train", SHARDS * PER_SHARD, per_shard=PER_SHARD)
+    urls = [started.put("s3", shard.url, (local.folder / shard.url).read_bytes()) for shard in local.shards]
     pages.tokenizer().save_pretrained(tmp_path / "tokenizer")
     arguments = [*urls, "--output", str(tmp_path / "remote" / "train"), "--tokenizer", str(tmp_path / "tokenizer")]
     assert index.main(arguments) == 0

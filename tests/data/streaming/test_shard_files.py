@@ -121,8 +121,8 @@ def test_a_local_shard_that_is_written_to_while_it_is_open_is_refused(tmp_path: 
 def test_where_nothing_answers_the_patience_is_for_all_shards(piped: Callable[..., Shard], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """By a clock that pauses alone move: else a hundred shards would be waited for one after another."""
     clock = [1000.0]
-    own = SimpleNamespace(monotonic=lambda: clock[0], sleep=lambda seconds: clock.append(clock.pop() + seconds))
-    monkeypatch.setattr(transfer, "time", own)
+    fake_time = SimpleNamespace(monotonic=lambda: clock[0], sleep=lambda seconds: clock.append(clock.pop() + seconds))
+    monkeypatch.setattr(transfer, "time", fake_time)
     monkeypatch.setattr(transfer._Tries, "silent", None)
 
     def give_up(shard: Shard) -> float:
@@ -142,13 +142,13 @@ def test_where_nothing_answers_the_patience_is_for_all_shards(piped: Callable[..
 
 
 def test_a_cache_in_the_folder_of_the_shards_leaves_them(piped: Callable[..., Shard], tmp_path: Path):
-    own = ["0.tar", "a.part", f"{'0' * 63}.tar", f"{'g' * 64}.tar"]
-    for name in own:
+    names = ["0.tar", "a.part", f"{'0' * 63}.tar", f"{'g' * 64}.tar"]
+    for name in names:
         (tmp_path / name).write_bytes(content_of(name))
     files = ShardFiles(tmp_path, cache=tmp_path, cache_bytes=SIZE)
     for name in ("x", "y"):
         assert files.read(piped(name), 0, SIZE) == content_of(name)
-    assert all((tmp_path / name).read_bytes() == content_of(name) for name in own)
+    assert all((tmp_path / name).read_bytes() == content_of(name) for name in names)
 
 
 def test_the_one_that_was_used_longest_ago_goes(piped: Callable[..., Shard], tmp_path: Path):
@@ -357,7 +357,7 @@ def test_two_commands_and_keys(piped: Callable[..., Shard], tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("command", "error", "said"),
+    ("command", "error", "message"),
     [
         ("head -c 999 {file}", ShardUnavailable, "the command ended with 999 of 1000 bytes"),
         ("cat {file}; echo one; exit 0", ShardChanged, "the command writes more than the 1000 bytes that were indexed"),
@@ -368,9 +368,9 @@ def test_two_commands_and_keys(piped: Callable[..., Shard], tmp_path: Path):
         ("cat {file}; exec >&-; sleep 100", ShardUnavailable, "the command does not end after its last byte, 1000"),
     ],
 )
-def test_a_command_that_fails(command: str, error: type[Exception], said: str, piped: Callable[..., Shard], tmp_path: Path):
+def test_a_command_that_fails(command: str, error: type[Exception], message: str, piped: Callable[..., Shard], tmp_path: Path):
     shard = piped("a", command)
-    with pytest.raises(error, match=f"{said}\\.") as raised:
+    with pytest.raises(error, match=f"{message}\\.") as raised:
         reader(tmp_path, patience=0.5).read(shard, 0, 1)
     assert str(raised.value).startswith(shard.url)
     assert cached(tmp_path) == set()

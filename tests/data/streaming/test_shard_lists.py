@@ -11,8 +11,8 @@ from src.errors import DataError
 from tests.data.streaming.s3_server import S3Server
 
 
-def urls(*given: str) -> list[str]:
-    return [listed.url for listed in list_shards(given)]
+def urls(*sources: str) -> list[str]:
+    return [listed.url for listed in list_shards(sources)]
 
 
 def test_files_patterns_and_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -50,16 +50,16 @@ def test_a_duplicate_shard_is_named_with_both_places(tmp_path: Path):
     lines = tmp_path / "train.txt"
     lines.write_text("s3://b/{0..9}.tar\na.tar\ns3://b/4.tar\n")
     with pytest.raises(
-        DataError, match=r"train\.txt:3: s3://b/4\.tar is given twice, first by .*train\.txt:1\. Each document would be read"
+        DataError, match=r"train\.txt:3: s3://b/4\.tar is listed twice, first by .*train\.txt:1\. Each document would be read"
     ):
         list_shards([str(lines)])
     lines.write_text("link/a.tar\n")
-    with pytest.raises(DataError, match=r"train\.txt:1: .*/a\.tar is given twice, first by .*/a\.tar\."):
+    with pytest.raises(DataError, match=r"train\.txt:1: .*/a\.tar is listed twice, first by .*/a\.tar\."):
         list_shards([str(tmp_path / "a.tar"), str(lines)])
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("", r"train\.txt: lists no shard\. Expected a path, s3://BUCKET/KEY or pipe:COMMAND on each line"),
         (" \n\n", r"train\.txt: lists no shard"),
@@ -74,15 +74,15 @@ def test_a_duplicate_shard_is_named_with_both_places(tmp_path: Path):
         (b"\xff", "no list of shards: it is not UTF-8 text at byte 0"),
     ],
 )
-def test_wrong_lists(text: str | bytes, said: str, tmp_path: Path):
+def test_wrong_lists(text: str | bytes, message: str, tmp_path: Path):
     lines = tmp_path / "train.txt"
     lines.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=message):
         list_shards([str(lines)])
 
 
 def test_nothing_given(tmp_path: Path):
-    with pytest.raises(DataError, match="no shards are given"):
+    with pytest.raises(DataError, match="no shards are listed"):
         list_shards([])
     with pytest.raises(DataError, match=r"none\.txt: no such file"):
         list_shards([str(tmp_path / "none.txt")])

@@ -23,11 +23,11 @@ OPTIONS |= {"style": "idefics3", "frame_size": pages.SIDE, "image_tokens": 1, "m
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("plan")
-    pages.write_pages(made / "pages", 600)
-    pages.write_pages(made / "more", 50, "more", counted=False)
-    pages.tokenizer().save_pretrained(made / "tokenizer")
-    return made
+    root = tmp_path_factory.mktemp("plan")
+    pages.write_pages(root / "pages", 600)
+    pages.write_pages(root / "more", 50, "more", counted=False)
+    pages.tokenizer().save_pretrained(root / "tokenizer")
+    return root
 
 
 @pytest.fixture
@@ -42,9 +42,9 @@ def opened(folder: Path, *names: str, rates: list[float] | None = None, **more: 
 
 
 def words(folder: Path, *more: str, **options: Any) -> list[str]:
-    given = {**OPTIONS, "sequences_per_step": 4, "processes": 2, "sample": 200, **options}
-    told = ["--tokenizer", str(folder / "tokenizer"), *(f"--{name}={value}" for name, value in given.items())]
-    return [str(folder / "pages"), *more, *told]
+    settings = {**OPTIONS, "sequences_per_step": 4, "processes": 2, "sample": 200, **options}
+    arguments = ["--tokenizer", str(folder / "tokenizer"), *(f"--{name}={value}" for name, value in settings.items())]
+    return [str(folder / "pages"), *more, *arguments]
 
 
 @pytest.mark.parametrize("open_rows", [1, 4])
@@ -52,14 +52,18 @@ def test_rows_fill_as_in_a_training(folder: Path, open_rows: int):
     data = opened(folder, open_rows=open_rows)
     batches = islice(data.order(0, 4, 99, ()).micro_batches(0, RankShare(4, 4, 0, 1), {}), 450)
     padding = [batch.counters["padding"] for batch in list(batches)[50:]]
-    trained = 1 - sum(own for own, _ in padding) / sum(every for _, every in padding)
-    found = Simulation(data, 0, 4, 2400)
-    assert found.rows.fill == pytest.approx(trained, abs=0.01)
-    assert found.fills[open_rows] == found.rows.fill == pytest.approx(sum(found.rows.tokens) / 80 / len(found.rows.keys))
-    lengths = [len(data.sample(*key).input_ids) for key in found.rows.keys[:20]]
-    assert lengths == list(found.rows.tokens[:20])
-    assert [sum(len(own) for own in data.sample(*key).frames) for key in found.rows.keys[:20]] == list(found.rows.frames[:20])
-    assert max(found.rows.frames) <= 8
+    trained = 1 - sum(pad for pad, _ in padding) / sum(every for _, every in padding)
+    simulation = Simulation(data, 0, 4, 2400)
+    assert simulation.rows.fill == pytest.approx(trained, abs=0.01)
+    assert (
+        simulation.fills[open_rows] == simulation.rows.fill == pytest.approx(sum(simulation.rows.tokens) / 80 / len(simulation.rows.keys))
+    )
+    lengths = [len(data.sample(*key).input_ids) for key in simulation.rows.keys[:20]]
+    assert lengths == list(simulation.rows.tokens[:20])
+    assert [sum(len(frames) for frames in data.sample(*key).frames) for key in simulation.rows.keys[:20]] == list(
+        simulation.rows.frames[:20]
+    )
+    assert max(simulation.rows.frames) <= 8
 
 
 def test_a_small_sample_and_many_open_rows_expect_no_more_than_a_large_one(folder: Path):
@@ -75,7 +79,7 @@ def test_documents_that_are_too_long_are_counted_by_source(folder: Path, tmp_pat
     documents.append(Document("blank", [Part("image", pages.picture(0), "png")]))
     write(tmp_path / "long", documents, {}, Writing(10, "long", texts=texts))
     data = plan.open_data([tmp_path / "long", folder / "more"], str(folder / "tokenizer"), [0.9, 0.1], OPTIONS)
-    by_name = {own.name: own for own in Simulation(data, 0, 4, 400).by_source()}
+    by_name = {source.name: source for source in Simulation(data, 0, 4, 400).by_source()}
     long, more = by_name[str(tmp_path / "long")], by_name[str(folder / "more")]
     assert (long.documents, long.left_out, long.too_long) == (41, 1, 20)
     assert long.tokens_left_out >= 20 * 200 > long.text_tokens - long.tokens_left_out
@@ -94,8 +98,8 @@ def test_tars_that_are_open_and_how_far_documents_move(shuffle: Any):
         order = [source.document(0, place) for place in range(source.count)]
         of = [shard for shard, size in enumerate(sizes) for _ in range(size)]
         band, step = (2 * window, window) if shuffle == "window" else (7, 1)
-        wanted = max(len({of[document] for document in order[at : at + band]}) for at in range(0, source.count, step))
-        assert shards_together(source, 7) == wanted
+        expected = max(len({of[document] for document in order[at : at + band]}) for at in range(0, source.count, step))
+        assert shards_together(source, 7) == expected
         stored = [document for shard in planning.shard_order(source) for document in range(source.count) if of[document] == shard]
         assert moves(source, 10**6) == [abs(stored.index(document) - place) for place, document in enumerate(order)]
         assert (max(moves(source, 5)) == 0) or shuffle == "window"
@@ -141,8 +145,8 @@ def test_better_settings_are_recommended_and_good_ones_are_left(folder: Path, ca
     assert "recommended: these settings" in capsys.readouterr().out
     ((_, tokens),) = re.findall(r"recommended: (sequence_tokens): (\d+)", out)
     data = opened(folder, sequence_tokens=int(tokens), max_frames=99)
-    (own,) = Simulation(data, 0, 4, 600).by_source()
-    assert own.too_long <= math.ceil(0.01 * own.documents)
+    (source,) = Simulation(data, 0, 4, 600).by_source()
+    assert source.too_long <= math.ceil(0.01 * source.documents)
 
 
 @pytest.mark.parametrize(
@@ -166,8 +170,8 @@ def test_rates_are_of_each_folder(folder: Path, capsys: pytest.CaptureFixture[st
     assert "--rates: expected 2, one for each folder, got 1" in capsys.readouterr().err
     assert plan.main(words(folder, str(folder / "pages"), "--measure=0")) == 1
     assert "a folder is given twice" in capsys.readouterr().err
-    found = Simulation(opened(folder, "pages", "more", rates=[1, 3]), 0, 4, 400)
-    more, own = found.by_source()
+    simulation = Simulation(opened(folder, "pages", "more", rates=[1, 3]), 0, 4, 400)
+    more, pages_source = simulation.by_source()
     assert more.name == str(folder / "more")
     assert more.documents == 50, "all of them, read again and again"
-    assert own.documents == pytest.approx(100, abs=8)
+    assert pages_source.documents == pytest.approx(100, abs=8)

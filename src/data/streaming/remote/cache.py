@@ -72,16 +72,16 @@ class ShardCache:
             raise ConfigError(f"{self.folder}: a cache of {self.limit} bytes is too small for {shard.url}, which has {shard.bytes}.")
         deadline, was_there = time.monotonic() + self.patience, True
         while True:
-            if (found := self.find(shard)) is not None:
-                return Cached(found, was_there)
+            if (descriptor := self.find(shard)) is not None:
+                return Cached(descriptor, was_there)
             was_there = False
             with self._claim(shard) as part:
                 if part is None:
                     continue
                 if self._reserve(part, shard, let_go):
                     self._fetch(part, shard)
-                    if (found := self.find(shard)) is not None:
-                        return Cached(found, was_there)
+                    if (descriptor := self.find(shard)) is not None:
+                        return Cached(descriptor, was_there)
                     continue
             if not shard.url.startswith(PIPE):
                 return None
@@ -146,8 +146,8 @@ class ShardCache:
                 yield None
                 return
             try:
-                if (found := self.find(shard)) is not None:
-                    os.close(found)
+                if (descriptor := self.find(shard)) is not None:
+                    os.close(descriptor)
                     yield None
                 else:
                     yield part

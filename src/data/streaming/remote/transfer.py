@@ -83,9 +83,9 @@ def source_of(url: str, patience: float = PATIENCE) -> Source:
     tries = _Tries(url, patience)
     while url.startswith(objects.SCHEMES):
         try:
-            found = Source(url, *objects.head(url, tries.longest_request))
+            source = Source(url, *objects.head(url, tries.longest_request))
             _Tries.silent = None
-            return found
+            return source
         except Interruption as error:
             tries.wait(0, error)
     return Source(url, None)
@@ -107,9 +107,9 @@ def transfer(source: Source, file: IO[bytes], patience: float = PATIENCE, begin:
             if is_command:
                 chunks = _run(source, patience)
             else:
-                found = objects.read_range(source.url, source.etag, begin + written, end or 0, tries.longest_request)
-                source = source._replace(etag=source.etag or found.etag)  # later ranges must be of the same object
-                chunks = _check(source, found, (end or 0) - begin - written)
+                response = objects.read_range(source.url, source.etag, begin + written, end or 0, tries.longest_request)
+                source = source._replace(etag=source.etag or response.etag)  # later ranges must be of the same object
+                chunks = _check(source, response, (end or 0) - begin - written)
             with contextlib.closing(chunks):
                 for chunk in chunks:
                     file.write(chunk)
