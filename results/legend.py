@@ -63,17 +63,27 @@ class Configurations:
 
     def colour(self, group: Sequence[results.Row]) -> str:
         """In hexadecimal digits."""
-        return self.colours[group[0]["exp_id"]]
+        return self.colour_of(group[0]["exp_id"], group[0]["group"])
+
+    def colour_of(self, exp_id: str, group: str | None = None) -> str:
+        """The colour of the configuration of a run; group: as a member of this group."""
+        return self.colours.get((exp_id, group)) or self.colours[exp_id, None]
 
 
-def colours(rows: Sequence[results.Row], by: Sequence[str] | None = None, seed: str = results.SEED) -> dict[str, str]:
-    """Exp id -> the colour of its configuration. rows: all of the group; by: what tells configurations apart; None: what varies in it.
+def colours(rows: Sequence[results.Row], by: Sequence[str] | None = None, seed: str = results.SEED) -> dict[tuple[str, str | None], str]:
+    """(exp id, group) -> the colour of its configuration. rows: all rows; by: the keys of configurations, None for those that vary.
 
     The colours follow the values of the configurations, so they do not depend on scores, on the order of runs or on a filter.
     """
     keys = statistics.grouping_keys(rows, by, seed)
     groups = sorted(results.group_rows(rows, keys), key=lambda group: [results.sort_key(group[0].get(key)) for key in keys])
-    return {row["exp_id"]: _colour(place) for place, group in enumerate(groups) for row in group}
+    found: dict[tuple[str, str | None], str] = {}
+    for place, group in enumerate(groups):
+        colour = _colour(place)
+        for row in group:
+            found[row["exp_id"], row["group"]] = colour
+            found.setdefault((row["exp_id"], None), colour)
+    return found
 
 
 def _colour(place: int) -> str:

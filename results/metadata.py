@@ -6,6 +6,7 @@ the metadata (src/data/metadata/gains.py).
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -64,17 +65,21 @@ def table(name: str, row: Mapping[str, Any], kinds: Sequence[str]) -> list[list[
     """A line for each column, and one for each part of the text."""
     lines = []
     for column in columns(row):
-        perplexities = (f"{row[f'val_text_perplexity_{kind}/{column}']:.2f}" for kind in ("without", "with"))
+        perplexities = (_cell(row.get(f"val_text_perplexity_{kind}/{column}"), 2) for kind in ("without", "with"))
         lines.append([name, str(row["step"]), column, *perplexities, *(_interval(row, kind, column) for kind in kinds)])
         for part in (score for score in row if score.startswith(f"{GAIN}/{column}/")):
             tokens = part.rpartition("/")[2]
-            lines.append(["", "", f"  tokens {tokens}", "", "", f"{row[part]:.4f}", *[""] * (len(kinds) - 1)])
+            lines.append(["", "", f"  tokens {tokens}", "", "", _cell(row[part], 4), *[""] * (len(kinds) - 1)])
     return lines
 
 
+def _cell(value: float | None, digits: int) -> str:
+    return "NaN" if value is None else f"{value:.{digits}f}"
+
+
 def _interval(row: Mapping[str, Any], kind: str, column: str) -> str:
-    numbers = [row.get(f"{kind}{end}/{column}") for end in ("", "_low", "_high")]
-    return "" if None in numbers else "{:.4f} ({:.4f} to {:.4f})".format(*numbers)
+    names = [f"{kind}{end}/{column}" for end in ("", "_low", "_high")]
+    return "{} ({} to {})".format(*(_cell(row[name], 4) for name in names)) if all(name in row for name in names) else ""
 
 
 def draw(rows_by_run: Mapping[str, Rows]) -> "Figure":
@@ -93,7 +98,8 @@ def draw(rows_by_run: Mapping[str, Rows]) -> "Figure":
             measured = [row for row in rows if f"{GAIN}/{column}" in row]
             for kind, style in ((GAIN, "-"), (CONTROL, "--")):
                 steps = [row["step"] for row in measured]
-                mean, low, high = ([row[f"{kind}{end}/{column}"] for row in measured] for end in ("", "_low", "_high"))
+                ends = ([row.get(f"{kind}{end}/{column}") for row in measured] for end in ("", "_low", "_high"))
+                mean, low, high = ([math.nan if value is None else value for value in values] for values in ends)
                 colour = legend.COLOURS[number % len(legend.COLOURS)]
                 text = f" {name[:8]} {KINDS[kind]}"
                 axes.plot(steps, mean, style, color=colour, marker="o", markersize=3, label=text)

@@ -94,6 +94,8 @@ class Ranking:
     """What is the same in all lines and has no column: "step 250"."""
     best: str = ""
     """The first line in words; empty without scores."""
+    remarks: list[str] = field(default_factory=list)
+    """Of `statistics.nan_remarks`."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,7 @@ def load(runs: Path, group: str | Sequence[str] | None = None) -> Overview:
     except UserError as error:
         everything, warnings = [], [str(error)]
     table_of_jobs = launched.table(runs, ids, REFRESH)
-    groups = sorted({name for item in (*everything, *map(vars, table_of_jobs)) if (name := item["group"])})
+    groups = sorted({name for names in (*(row.groups for row in everything), (job.group for job in table_of_jobs)) for name in names if name})
     rows = everything
     if group is not None:
         wanted = [group] if isinstance(group, str) else group
@@ -225,19 +227,12 @@ def tabulate(
     return Ranking(
         [column.heading for column in columns],
         [list(cells) for cells in zip(*(column.cells for column in columns), strict=True)],
-        [drawn.colours[row["exp_ids"][0]] for row in rows],
-        [_best_lines(rows, column.name) if column.name in names else set[int]() for column in columns],
+        [drawn.colour_of(row["exp_ids"][0], row.get("group")) for row in rows],
+        [table.best_rows(rows, column.name) if column.name in names else set[int]() for column in columns],
         [column.constant for column in same],
         best,
+        statistics.nan_remarks(found.rows, names, found.unfinished),
     )
-
-
-def _best_lines(rows: Sequence[Mapping[str, Any]], name: str) -> set[int]:
-    values = [row[name] for row in rows if row[name] is not None]
-    if len(rows) < 2 or not values:
-        return set()
-    best = (min if results.lower_is_better(name) else max)(values)
-    return {place for place, row in enumerate(rows) if row[name] == best}
 
 
 def headline(found: Overview) -> list[str]:
@@ -278,7 +273,7 @@ def curves(found: Overview, metric: str, look: Look = Look()) -> Curves:
         for band, group in zip(bands, shown, strict=True)
         if len(band.x)
     ]
-    return Curves(lines, left_out + notes)
+    return Curves(lines, [*left_out, *notes, *statistics.nan_remarks(found.rows, [metric], found.unfinished)])
 
 
 def differing(found: Overview) -> dict[str, str]:

@@ -51,7 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ConfigError("--y: draws points, --metric curves. Leave one of the two out.")
         figure, unread = points(options.runs, drawn, options.x, options.y, options.log_x)
     save(figure, output)
-    run_arguments.warn([*warnings, *left_out, *unread])
+    drawn_scores = options.metric or [options.y or default_metric(results.score_names(rows)) or ""]
+    run_arguments.warn([*warnings, *left_out, *unread, *statistics.nan_remarks(rows, drawn_scores, options.unfinished)])
     print(output)
     return 0
 

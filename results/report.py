@@ -112,7 +112,8 @@ def _results(found: overview.Overview) -> str:
     runs = "runs" if found.unfinished else "runs that are done"
     told = f"Mean ± standard deviation over the {runs} and 95 % interval of the mean, best first."
     same = f" In all rows: {', '.join(shown.same)}." if shown.same else ""
-    return markup.plain_table(shown.headings, cells, colours=shown.colours) + markup.note(told + same)
+    notes = "".join(map(markup.note, [told + same, *shown.remarks]))
+    return markup.plain_table(shown.headings, cells, colours=shown.colours) + notes
 
 
 def _curves(found: overview.Overview, metrics: Sequence[str]) -> str:

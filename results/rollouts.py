@@ -7,6 +7,7 @@ a reward is found by reading. Above them stands what has risen and fallen from t
 """
 
 import argparse
+import math
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -57,7 +58,7 @@ def compare_ends(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """A line for the reward and each score of drawn answers: its first and its last value; and a warning where they part."""
     drawn = [name for row in rows[-1:] for name in row if "_mean@" in name and not name.endswith("_interval")]
     names = ["reward", *drawn]
-    ends = {name: [row[name] for row in rows if name in row] for name in names}
+    ends = {name: [math.nan if row[name] is None else row[name] for row in rows if name in row] for name in names}
     lines = [f"{name:<24} {values[0]:8.3f} -> {values[-1]:8.3f}" for name, values in ends.items() if values]
     fallen = [name for name, values in ends.items() if name != "reward" and values[-1] < values[0] - _interval(rows, name)]
     if fallen and ends.get("reward") and ends["reward"][-1] > ends["reward"][0]:
@@ -67,7 +68,7 @@ def compare_ends(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _interval(rows: Sequence[Mapping[str, Any]], name: str) -> float:
     """Of a score's last value."""
-    return next((row[f"{name}_interval"] for row in reversed(rows) if f"{name}_interval" in row), 0.0)
+    return next((row[f"{name}_interval"] or 0.0 for row in reversed(rows) if f"{name}_interval" in row), 0.0)
 
 
 def choose_iterations(rollouts: Sequence[Mapping[str, Any]], count: int) -> list[int]:

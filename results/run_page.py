@@ -17,6 +17,7 @@ from src.metrics.answers import GAIN, INFERENCE, WRONG
 from src.runs import jsonl_records, ledger
 from src.runs.metadata import flatten, is_foreign, read_exp_dict, read_foreign_dict, read_status, state_of
 from src.runs.scores import SCORES, Scores
+from src.runs.summary import Summary
 from src.tables import rows as results
 
 PERF = "perf.jsonl"
@@ -107,11 +108,14 @@ def _introduce(run: Path, exp: Mapping[str, Any]) -> tuple[str, list[tuple[str, 
 
 def _last_scores(rows: Sequence[Mapping[str, Any]]) -> str:
     """The last value of each score that is a result."""
-    last = {name: value for row in rows for name, value in row.items() if isinstance(value, int | float)}
-    shown = sorted(results.headline_scores([name for name in last if name != "step"]), key=lambda name: not name.startswith(INFERENCE))
+    summary = Summary()
+    summary.add(rows)
+    last = summary.last
+    shown = sorted(results.headline_scores(list(last)), key=lambda name: not name.startswith(INFERENCE))
     ends = [end for end in ("", WRONG, GAIN) if any(name.endswith(end) for name in shown)]
     firsts = [name for name in shown if not name.endswith((WRONG, GAIN))]
-    lines = [[name, *(f"{last[name + end]:.4g}" if name + end in last else "" for end in ends)] for name in firsts]
+    cells = {name: "NaN" if value is None else f"{value:.4g}" for name, value in last.items()}
+    lines = [[name, *(cells.get(name + end, "") for end in ends)] for name in firsts]
     return markup.plain_table(("", *("last" if not end else end.strip("_").replace("_", " ") for end in ends)), lines) if lines else ""
 
 
@@ -122,7 +126,7 @@ def _answers(run: Path) -> tuple[str, list[str]]:
     except UserError as error:
         return "", [str(error)]
     pieces = [
-        markup.note(f"{name}: {sum(sample.is_right for sample in found)} of {len(found)} answers are right.")
+        markup.note(f"{name}: {answers.describe_score(found)}")
         + answers.page(answers.choose(found, MOST_ANSWERS, wrong=False))
         for name, found in files.items()
     ]

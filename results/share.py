@@ -19,6 +19,7 @@ from src.runs.environment import SECRET_FILES
 from src.runs.lease import GUARD, LEASE
 from src.runs.metadata import EXP_DICT
 from src.tables import rows as results
+from src.tables import statistics
 
 MAX_FILE_BYTES = 64_000_000
 _FOLDERS = {"checkpoints", "wandb", "code", "__pycache__"}
@@ -54,7 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not rows:
         raise DataError(f"{options.runs}: no run can be read:\n" + "\n".join(warnings))
     count, left_out = share(options.runs, rows, options.output, options.group, options.wandb)
-    run_arguments.warn([*warnings, *left_out])
+    remarks = statistics.nan_remarks(rows, results.headline_scores(results.score_names(rows)))
+    run_arguments.warn([*warnings, *left_out, *remarks])
     print(f"{options.output}: {len(rows)} runs, {count} files, {options.output.stat().st_size / 1e6:.1f} MB")
     return 0
 
