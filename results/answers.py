@@ -16,7 +16,6 @@ from functools import lru_cache
 from pathlib import Path
 
 from results import markup, run_arguments
-from results.diff import resolve
 from results.rescore import experiment_metrics, read
 from src.errors import DataError, print_errors
 from src.interfaces import Prediction
@@ -32,17 +31,17 @@ NOTHING = "(nothing)"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the questions. Returns the exit code."""
     options = run_arguments.parse(_parser(), arguments)
-    rows, warnings = results.select(options.runs, options.groups, options.where)
     if options.exp_id:
-        wanted = resolve(options.runs, options.exp_id)
-        rows = [row for row in rows if row["exp_id"] == wanted]
+        options.paths = [run_arguments.find_run(options.exp_id, options.runs)]
+    rows, warnings = run_arguments.select(options)
     run_arguments.warn(warnings)
     run, about = best_run(options.runs, rows)
-    for name, found in samples(run).items():
-        print(f"{run.name}/{INFERENCE}/{name}.jsonl: {about}")
-        print(f"{describe_score(found)}\n{compare(found)}")
-        for sample in choose(found, options.count, options.wrong):
-            print(describe(sample))
+    with run_arguments.output_to(options.output):
+        for name, found in samples(run).items():
+            print(f"{run.name}/{INFERENCE}/{name}.jsonl: {about}")
+            print(f"{describe_score(found)}\n{compare(found)}")
+            for sample in choose(found, options.count, options.wrong):
+                print(describe(sample))
     return 0
 
 
@@ -135,7 +134,10 @@ def compare(found: Sequence[Sample]) -> str:
     pairs = [sample for sample in found if sample.other is not None]
     lines = []
     for name in pairs[0].scores if pairs else ():
-        right, wrong = (_by_question(pairs, [each[name] for each in column]) for column in zip(*((s.scores, s.other_scores) for s in pairs), strict=True))
+        right, wrong = (
+            _by_question(pairs, [each[name] for each in column])
+            for column in zip(*((s.scores, s.other_scores) for s in pairs), strict=True)
+        )
         differences = [a - b for a, b in zip(right, wrong, strict=True)]
         mean, error = statistics.fmean(differences), 1.96 * statistics.pstdev(differences) / math.sqrt(len(differences))
         lines.append(
@@ -192,7 +194,6 @@ def _parser() -> argparse.ArgumentParser:
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="python -m results.answers", description=__doc__, formatter_class=layout)
     run_arguments.add(parser, "the best run of these groups")
-    parser.add_argument("--where", metavar="EXPR", help="only among the runs for which this holds, as in results.table")
     parser.add_argument("--exp_id", metavar="ID", help="of this run, by its id or the beginning of it")
     parser.add_argument("--count", type=int, default=5, metavar="N", help="questions of each file (default: %(default)s)")
     parser.add_argument("--wrong", action="store_true", help="only those that were answered wrongly")

@@ -12,10 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from results import legend, plot
+from results import legend, plot, run_arguments
 from results.terminal_table import draw_rich
 from src.errors import DataError, print_errors
-from src.runs.metadata import expand_run
 from src.runs.scores import SCORES, Scores
 
 if TYPE_CHECKING:
@@ -30,10 +29,9 @@ Rows = list[dict[str, Any]]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table and the path of the picture. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m results.metadata", description=__doc__)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a save directory, or a prefix of an id in results/runs")
-    parser.add_argument("--output", type=Path, help=f"PNG, or another format that matplotlib knows (default: {plot.PLOTS}/metadata-ID.png)")
-    options = parser.parse_args(arguments)
-    rows_by_run = {path.name: read(path) for path in map(expand_run, options.runs)}
+    run_arguments.add(parser, output=f"PNG, or another format that matplotlib knows (default: {plot.PLOTS}/metadata-ID.png)")
+    options = run_arguments.parse(parser, arguments)
+    rows_by_run = {path.resolve().name: read(path) for path in run_arguments.paths(options, at_least=1)}
     kinds = [kind for kind in KINDS if any(name.startswith(f"{kind}/") for rows in rows_by_run.values() for name in rows[-1])]
     headings = ["run", "step", "column", "perplexity without", "with", *(KINDS[kind] for kind in kinds)]
     lines = [line for name, rows in rows_by_run.items() for line in table(name[:8], rows[-1], kinds)]

@@ -142,7 +142,9 @@ def load(runs: Path, group: str | Sequence[str] | None = None) -> Overview:
     except UserError as error:
         everything, warnings = [], [str(error)]
     table_of_jobs = launched.table(runs, ids, REFRESH)
-    groups = sorted({name for names in (*(row.groups for row in everything), (job.group for job in table_of_jobs)) for name in names if name})
+    groups = sorted(
+        {name for names in (*(row.groups for row in everything), (job.group for job in table_of_jobs)) for name in names if name}
+    )
     rows = everything
     if group is not None:
         wanted = [group] if isinstance(group, str) else group

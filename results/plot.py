@@ -36,8 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not 0 <= options.smooth < 1:
         raise ConfigError(f"--smooth {options.smooth}: expected a number from 0, no smoothing, to less than 1.")
     output = options.output or PLOTS / f"{run_arguments.title(options.groups)}.png"
-    rows, warnings = results.select(options.runs, options.groups, options.where)
-    among = results.load_rows(options.runs, options.groups)[0] if options.where else rows
+    rows, warnings = run_arguments.select(options)
+    among = results.load_rows(options.runs, options.groups)[0] if options.where or options.paths else rows
     if options.y is None and (options.at_step is not None or options.value != "last"):
         raise ConfigError("--at-step and --value are for points, as curves show every step. Name the score of the points with --y.")
     rows, left_out = run_arguments.choose_values(options, rows)
@@ -184,8 +184,7 @@ def write_plainly(figure: Any) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m results.plot", description=__doc__)
-    run_arguments.add(parser, "only the runs of these groups")
-    parser.add_argument("--where", metavar="EXPR", help="only the runs for which this holds: \"model.stride > 2 and state == 'done'\"")
+    run_arguments.add(parser, output=f"PNG, or another format that matplotlib knows (default: {PLOTS}/GROUP.png)")
     parser.add_argument("--x", default="step", metavar="NAME", help="step, seconds, or a score such as tokens (default: step)")
     parser.add_argument("--y", metavar="NAME", help="one point for each experiment: its last value of this score over that of --x")
     parser.add_argument("--by", nargs="+", metavar="KEY", help="dotted config keys (default: all that vary, but the seed)")
@@ -194,7 +193,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--interval", choices=tuple(INTERVALS), default="std", help="of the bands (default: std; ci95: Student's t)")
     parser.add_argument("--smooth", type=float, default=0.0, metavar="W", help="weight, below 1, of a moving average (default: none)")
     parser.add_argument("--metric", nargs="+", metavar="NAME", help="scores to plot, a panel for each (default: what the table sorts by)")
-    parser.add_argument("--output", type=Path, help=f"PNG, or another format that matplotlib knows (default: {PLOTS}/GROUP.png)")
     return parser
 
 

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from results import markup, overview, run_arguments
@@ -37,6 +36,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = run_arguments.parse(_parser(), arguments)
     output = options.output or PLOTS / f"{run_arguments.title(options.groups)}.html"
     found = overview.load(options.runs, options.groups)
+    if options.where or options.paths:
+        chosen = {row["exp_id"] for row in run_arguments.select(options)[0]}
+        jobs = [job for job in found.jobs if job.exp_id in chosen]
+        found = replace(found, rows=[row for row in found.rows if row["exp_id"] in chosen], jobs=jobs)
     rows, unread = run_arguments.choose_values(options, found.rows)
     found = replace(found, rows=rows, warnings=[*found.warnings, *unread], unfinished=options.unfinished, seed=options.seed_key)
     page = render(found, options.groups, options.metric)
@@ -222,10 +225,9 @@ def _spell_counts(values: Iterable[tuple[str, int]]) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m results.report", description=__doc__)
-    run_arguments.add(parser, "only the runs of these groups")
+    run_arguments.add(parser, output=f"the file (default: {PLOTS}/GROUP.html)")
     parser.add_argument("--metric", nargs="+", metavar="NAME", help=f"scores whose curves are drawn (default: the first {PANELS})")
     run_arguments.add_values(parser)
-    parser.add_argument("-o", "--output", type=Path, help=f"the file (default: {PLOTS}/GROUP.html)")
     return parser
 
 

@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from results import answers, layers, legend, markup, overview, report, run_arguments
-from results.diff import resolve
 from results.plot import PLOTS
-from results.run_arguments import RUNS
 from src.errors import UserError, print_errors
 from src.metrics.answers import GAIN, INFERENCE, WRONG
 from src.runs import jsonl_records, ledger
@@ -44,8 +42,8 @@ _NAMED = {
 @print_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the page and print its path. Returns the exit code."""
-    options = _parser().parse_args(arguments)
-    run = Path(options.run) if Path(options.run).is_dir() else options.runs / resolve(options.runs, options.run)
+    options = run_arguments.parse(_parser(), arguments)
+    (run,) = run_arguments.paths(options, at_least=1, at_most=1)
     output = options.output or PLOTS / f"{run.resolve().name}.html"
     written = render(run)
     run_arguments.write_page(output, written)
@@ -126,8 +124,7 @@ def _answers(run: Path) -> tuple[str, list[str]]:
     except UserError as error:
         return "", [str(error)]
     pieces = [
-        markup.note(f"{name}: {answers.describe_score(found)}")
-        + answers.page(answers.choose(found, MOST_ANSWERS, wrong=False))
+        markup.note(f"{name}: {answers.describe_score(found)}") + answers.page(answers.choose(found, MOST_ANSWERS, wrong=False))
         for name, found in files.items()
     ]
     switch = '<label><input type="checkbox"> only wrong answers</label>'
@@ -248,9 +245,7 @@ def _header(run: Path, title: str, status: Mapping[str, Any], rows: Sequence[Map
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m results.run_page", description=__doc__)
-    parser.add_argument("run", help="save directory, or the beginning of an id")
-    parser.add_argument("--runs", type=Path, default=RUNS, help=f"folder in which the id is looked for (default: {RUNS})")
-    parser.add_argument("-o", "--output", type=Path, help=f"the file (default: {PLOTS}/ID.html)")
+    run_arguments.add(parser, output=f"the file (default: {PLOTS}/ID.html)")
     return parser
 
 

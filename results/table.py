@@ -1,5 +1,5 @@
 # PYTHON_ARGCOMPLETE_OK
-"""The scores of a folder of runs as a table, mean ± deviation over seeds: `python -m results.table [RUNS] [-e GROUP ..] [--where EXPR]`."""
+"""The scores of a folder of runs as a table, mean ± deviation over seeds: `python -m results.table [RUN ..] [-e GROUP ..]`."""
 
 import argparse
 import csv
@@ -41,7 +41,7 @@ Table = list[dict[str, Any]]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table; warnings about runs that cannot be read or are not done go to stderr. Returns the exit code."""
     options = run_arguments.parse(_parser(), arguments)
-    rows, warnings = results.select(options.runs, options.groups, options.where)
+    rows, warnings = run_arguments.select(options)
     rows, unread = run_arguments.choose_values(options, rows)
     known = results.score_names(rows)
     metric = _score_name(options.metric, known) if options.metric else None
@@ -80,7 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             output = partial(print_table, table, keys, scores, options.format, options.interval, best)
     nan = statistics.nan_remarks(rows, shown, options.unfinished)
     run_arguments.warn([*warnings, *unread, *remarks(rows, keys, options.unfinished, options.seed_key), *nan])
-    output()
+    with run_arguments.output_to(options.output):
+        output()
     return 0
 
 
@@ -276,8 +277,7 @@ def _escape(cell: str) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m results.table", description=__doc__)
-    run_arguments.add(parser, "only the runs of these groups")
-    parser.add_argument("--where", metavar="EXPR", help="only the runs for which this holds: \"model.stride > 2 and state == 'done'\"")
+    run_arguments.add(parser)
     parser.add_argument("--by", nargs="+", metavar="KEY", help="dotted config keys (default: all that vary, but the seed)")
     parser.add_argument("--metric", help="score to sort by, best first (default: of answers, else val_loss)")
     parser.add_argument("--best", choices=("min", "max"), help="which end of the metric is best (default: min for losses and errors)")

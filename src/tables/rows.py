@@ -185,14 +185,21 @@ def short_names(keys: Sequence[str]) -> dict[str, str]:
     return names
 
 
-def select(runs: Path, group: str | Sequence[str] | None = None, question: str | None = None) -> tuple[list[Row], list[str]]:
-    """`load_rows` and, if there is a `question`, `filter_rows`; at least one row, unless none can be read.
+def select(
+    runs: Path, group: str | Sequence[str] | None = None, question: str | None = None, names: Collection[str] | None = None
+) -> tuple[list[Row], list[str]]:
+    """`load_rows`, then only the runs with the ids `names`, then `filter_rows`; at least one row, unless none can be read.
 
     Raises:
         DataError: there is no such folder, or it holds no run.
         ConfigError: a group without runs, or a question that is malformed or matches no run.
     """
     rows, warnings = load_rows(runs, group)
+    if names is not None:
+        rows = [row for row in rows if row["exp_id"] in names]
+        warnings = [text for text in warnings if any(name in text for name in names)]
+        if not rows and not warnings:
+            raise ConfigError(f"{runs}: none of the named runs is in {' or '.join([group] if isinstance(group, str) else group or [])}.")
     if question is None or not rows:
         return rows, warnings
     chosen = filter_rows(rows, question)
