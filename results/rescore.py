@@ -167,6 +167,12 @@ def _cells(tables: dict[str, dict[str, dict[str, float]]]) -> tuple[list[str], l
     return [*(["file"] if len(tables) > 1 else []), "source", *names], lines
 
 
+_METRICS_HELP = (
+    f"{', '.join(sorted(METRICS.modules))} (default: those of the experiment, else squad), or JSON with options: "
+    """'{"name": "rouge", "stemmer": true}'"""
+)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m results.rescore", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
