@@ -66,7 +66,7 @@ def plan(runs: Path, chosen: Sequence[Path], before: float) -> Deletion:
     with reading(folder):
         resets = sorted(folder.iterdir()) if folder.is_dir() else []
         resets += [runs / name for name in sorted(os.listdir(runs)) if _LEFTOVER.fullmatch(name)]
-    found.resets = [path for path in resets if _changed(path) <= before]
+    found.resets = [path for path in resets if _change_time(path) <= before]
     return found
 
 
@@ -77,7 +77,7 @@ def _reason_to_stay(run: Path, before: float) -> str:
         return "it is running, or its holder on another machine can be alive."
     if pinned := pins.find_pinned(run, checkpoints.list_all(run), pins.StalenessProbe()):
         return f"a checkpoint is in use: see {next(iter(pinned.values()))}."
-    return "it is younger than --older-than." if _changed(run) > before else ""
+    return "it is younger than --older-than." if _change_time(run) > before else ""
 
 
 def _exclude_queued(runs: Path, found: Deletion) -> None:
@@ -118,7 +118,7 @@ def _exclude_ancestors(runs: Path, found: Deletion) -> None:
     found.runs = list(going.values())
 
 
-def _changed(run: Path) -> float:
+def _change_time(run: Path) -> float:
     """When the run, its status or its scores last changed, in seconds since the epoch by the clock of the disk."""
     times = [path.stat().st_mtime for path in (run / name for name in _AGES) if path.is_file()]
     return max(times, default=run.lstat().st_mtime)

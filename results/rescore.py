@@ -182,7 +182,7 @@ def _parser() -> argparse.ArgumentParser:
         "--metrics",
         nargs="+",
         metavar="NAME",
-        help=f'of {", ".join(sorted(METRICS.modules))} (default: those of the experiment), or with options as JSON: \'{{"name": "rouge", "stemmer": true}}\'',
+        help=_METRICS_HELP,
     )
     parser.add_argument("--datasets", nargs="+", metavar="SOURCE", help="only the rows of these sources")
     parser.add_argument("--index_file", type=Path, metavar="PATH", help="only the rows whose numbers it lists, one on each line, from 0")

@@ -128,7 +128,7 @@ def question_scores(values: Sequence[float], questions: Iterable[Sequence[int]])
 
 
 def control_scores(scores: Mapping[str, float], control: Mapping[str, float]) -> dict[str, float]:
-    """{"em_wrong_context": …, "em_gain": …} of the scores of answers and of those with different contexts, without parts such as "em/nq"."""
+    """{"em_wrong_context": …, "em_gain": …} of scores and those with wrong contexts, without parts such as "em/nq"."""
     names = [name for name in control if "/" not in name]
     wrong = {name + WRONG: control[name] for name in names}
     return wrong | {name + GAIN: scores[name] - control[name] for name in names}

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -62,23 +63,24 @@ def plant(runs: Path, rows: list[dict[str, str]], control: list[dict[str, str]],
 
 
 @pytest.mark.parametrize(
-    ("rows", "best_answer", "em", "f1", "counts"),
+    ("rows", "best_answer", "truth"),
     [
-        (lawyers, False, 5 / 96, (5 + 2 * 2 / 3) / 96, "5 of 96 questions"),
-        (lawyers, True, 5 / 96, (5 + 2 * 2 / 3) / 96, "5 of 96 questions"),
-        (repeated, True, 1 / 2, 1 / 2, "1 of 2 questions"),
-        (repeated, False, 0, 0, "0 of 4 questions"),
+        (lawyers, False, (5 / 96, (5 + 2 * 2 / 3) / 96, "5 of 96 questions")),
+        (lawyers, True, (5 / 96, (5 + 2 * 2 / 3) / 96, "5 of 96 questions")),
+        (repeated, True, (1 / 2, 1 / 2, "1 of 2 questions")),
+        (repeated, False, (0, 0, "0 of 4 questions")),
     ],
 )
 def test_every_reader_has_the_scores_of_the_inference(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], rows, best_answer: bool, em: float, f1: float, counts: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], rows: Callable, best_answer: bool, truth: tuple[float, float, str]
 ):
+    em, f1, counts = truth
     run = plant(tmp_path / "runs", rows(False), rows(True), best_answer)
-    truth = {"em": em, "em_wrong_context": 0, "em_gain": em, "f1": f1, "f1_wrong_context": 0, "f1_gain": f1}
+    scores = {"em": em, "em_wrong_context": 0, "em_gain": em, "f1": f1, "f1_wrong_context": 0, "f1_gain": f1}
 
     assert table.main([str(run.parent), "--format", "json"]) == 0
     (line,) = json.loads(capsys.readouterr().out)
-    assert {name: line[f"inference/{name}"] for name in truth} == pytest.approx(truth)
+    assert {name: line[f"inference/{name}"] for name in scores} == pytest.approx(scores)
 
     assert rescore.main([str(run), "--json"]) == 0
     tables = json.loads(capsys.readouterr().out)
