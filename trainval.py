@@ -215,7 +215,12 @@ def look(args: argparse.Namespace, planned: Sequence[Any], places: Any) -> int:
         while True:
             rows = jobs.table(places.runs, exp_ids)
             shown = [row for row in rows if not args.state or row.state in args.state]
-            lines = [jobs.to_json(shown, differs)] if args.json else [*jobs.format_table(shown, differs), jobs.summarize(shown)]
+            if args.json:
+                lines = [jobs.to_json(shown, differs)]
+            elif shown:
+                lines = [*jobs.format_table(shown, differs), jobs.summarize(shown)]
+            else:
+                lines = [f"No experiment has the state {' or '.join(args.state)}. {jobs.summarize(rows)}"]
             print("\n".join(lines), flush=True)
             if args.watch is None or not any(row.state in ALIVE or (row.doubt and row.job_id) for row in rows):
                 break
