@@ -24,6 +24,8 @@ COLOURS = (
 """Each is seen on white and on black."""
 NEUTRAL = "#7b8798"
 """Text and axes of pictures without a background, which stand on light and dark pages."""
+LINES = 12
+"""Maximum number of lines in a picture by default."""
 VALUE_CHARACTERS = 16
 _GOLDEN_RATIO = 0.618034
 
@@ -33,7 +35,7 @@ class Configurations:
 
     by: dotted config keys that tell configurations apart; None takes those that vary. among: all rows of the groups, where `rows` are
     some of them, so that a configuration keeps its colour. unfinished: means are over all runs, not over those that are done alone.
-    seed: the key that means are taken over.
+    seed: the key that means are taken over. most: the number of lines in a picture.
     """
 
     def __init__(
@@ -43,8 +45,9 @@ class Configurations:
         among: Sequence[results.Row] = (),
         unfinished: bool = False,
         seed: str = results.SEED,
+        most: int = LINES,
     ) -> None:
-        self.rows, self.unfinished = rows, unfinished
+        self.rows, self.unfinished, self.most = rows, unfinished, most
         self.keys = statistics.grouping_keys(rows, by, seed)
         self.groups = results.group_rows(rows, self.keys)
         self.colours = colours(among or rows, by, seed)
@@ -56,6 +59,15 @@ class Configurations:
             return label(group, self.keys)
         told = label(group[:1], self.keys)
         return f"{told} ({over} of {len(group)}{'' if over else ' done'})".strip()
+
+    def sort_best_first(self, metric: str) -> list[list[results.Row]]:
+        """The configurations by their mean of `metric`; those without a finished run last, by their last values."""
+
+        def mean(group: Sequence[results.Row], unfinished: bool) -> tuple[bool, float]:
+            value = statistics.mean(group, metric, unfinished)
+            return value is None, (value or 0.0) * (1 if results.lower_is_better(metric) else -1)
+
+        return sorted(self.groups, key=lambda group: (mean(group, self.unfinished), mean(group, True)))
 
     def curve_rows(self, group: Sequence[results.Row]) -> Sequence[results.Row]:
         """The runs that the curve of a configuration is the mean of: as in the table or, while none is done, all there are."""

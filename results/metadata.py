@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     lines = [line for name, rows in rows_by_run.items() for line in table(name[:8], rows[-1], kinds)]
     draw_rich(headings, lines, "nats per token of the text, with intervals of 95 % over documents")
     output = options.output or plot.PLOTS / f"metadata-{next(iter(rows_by_run))[:8]}.png"
-    plot.save(draw(rows_by_run), output)
+    run_arguments.warn(plot.save(draw(rows_by_run), output))
     print(output)
     return 0
 
@@ -102,7 +102,7 @@ def draw(rows_by_run: Mapping[str, Rows]) -> "Figure":
                 text = f" {name[:8]} {KINDS[kind]}"
                 axes.plot(steps, mean, style, color=colour, marker="o", markersize=3, label=text)
                 axes.fill_between(steps, low, high, alpha=0.2, color=colour, linewidth=0)
-        axes.legend(fontsize="small")
+    plot.place_legend(figure)
     plot.write_plainly(figure)
     return figure
 

@@ -21,8 +21,6 @@ from src.tables import statistics
 
 SCORES = 5
 """Most scores in the table of results, unless they are chosen."""
-LINES = 12
-"""Most curves in one picture: the first of the table."""
 JOB_HEADINGS = (
     "experiment",
     "configuration",
@@ -255,21 +253,19 @@ def metrics(found: Overview) -> list[str]:
 
 
 def curves(found: Overview, metric: str, look: Look = Look()) -> Curves:
-    """Learning curves of the best `LINES` configurations, or the last values of all runs over a config key."""
+    """Learning curves of the best `legend.LINES` configurations, or the last values of all runs over a config key."""
     if metric not in results.score_names(found.rows):
         return Curves()
     drawn = found.configurations(look.by)
     if any(look.x in results.config_keys(row) for row in found.rows):
         return Curves([_points(drawn, group, look.x, metric) for group in _having(drawn.groups, metric)], scattered=True)
-    best = results.sort_best_first(
-        [{metric: statistics.mean(group, metric, found.unfinished), "group": group} for group in _having(drawn.groups, metric)], metric
-    )
-    shown = [row["group"] for row in best[:LINES]]
+    best = _having(drawn.sort_best_first(metric), metric)
+    shown = best[: drawn.most]
     try:
         (bands,), notes = banded.bands(found.runs, [drawn.curve_rows(group) for group in shown], [metric], look.x)
     except UserError as error:
         return Curves(notes=[str(error)])
-    left_out = [f"The best {LINES} of {len(best)} configurations; filter to see others."] if len(best) > LINES else []
+    left_out = [f"The best {len(shown)} of {len(best)} configurations; filter to see more."] if len(best) > len(shown) else []
     lines = [
         _line(band.smooth(look.smoothing), drawn.label(group) or "all", drawn.colour(group), look.spread)
         for band, group in zip(bands, shown, strict=True)

@@ -5,6 +5,7 @@ import argparse
 import base64
 import io
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 from results import markup, overview, run_arguments
 from results.legend import NEUTRAL
 from results.lineage import tree
-from results.plot import PLOTS, draw_line, write_plainly
+from results.plot import PLOTS, draw_line, place_legend, write_plainly
 from src.config import unknown
 from src.errors import DataError, UserError, print_errors
 from src.tables import lineage
@@ -141,7 +142,7 @@ def _picture(lines: Sequence[overview.Line], metric: str) -> str:
     for line in lines:
         draw_line(axes, line.x, line.mean, (line.low, line.high), line.label, line.colour)
     if any(line.label for line in lines):
-        figure.legend(loc="outside right upper", fontsize="small", frameon=False)
+        place_legend(figure)
     return encode_svg(figure, metric)
 
 
@@ -153,7 +154,8 @@ def encode_svg(figure: "Figure", salt: str) -> str:
     write_plainly(figure)
     paint_neutrally(figure)
     written = io.BytesIO()
-    with rc_context({"svg.hashsalt": salt}):
+    with rc_context({"svg.hashsalt": salt}), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a missing glyph: a box takes its place
         FigureCanvasSVG(figure).print_svg(written, metadata={"Date": None})
     return base64.b64encode(written.getvalue()).decode("ascii")
 

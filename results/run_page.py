@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from results import answers, layers, legend, markup, overview, report, run_arguments
-from results.plot import PLOTS
+from results.plot import PLOTS, place_legend
 from src.errors import UserError, print_errors
 from src.metrics.answers import GAIN, INFERENCE, WRONG
 from src.runs import jsonl_records, ledger
@@ -207,7 +207,7 @@ def _curves(title: str, lines: Mapping[str, Line], size: tuple[float, float]) ->
     for name, (steps, values) in lines.items():
         axes.plot(steps, values, label=f" {name}", linewidth=1.3, marker="o" if len(steps) < 20 else None, markersize=3)
     if len(lines) > 1:
-        figure.legend(loc="outside right upper", fontsize="small", frameon=False)
+        place_legend(figure)
     return report.encode_svg(figure, title)
 
 
