@@ -28,6 +28,7 @@ LINES = 12
 """Maximum number of lines in a picture by default."""
 VALUE_CHARACTERS = 16
 _GOLDEN_RATIO = 0.618034
+_LIGHTNESS = (0.5, 0.36, 0.64)
 
 
 class Configurations:
@@ -101,7 +102,7 @@ def colours(rows: Sequence[results.Row], by: Sequence[str] | None = None, seed: 
 def _colour(place: int) -> str:
     if place < len(COLOURS):
         return COLOURS[place]
-    red, green, blue = colorsys.hls_to_rgb(place * _GOLDEN_RATIO % 1, 0.5, 0.55)
+    red, green, blue = colorsys.hls_to_rgb(place * _GOLDEN_RATIO % 1, _LIGHTNESS[place % len(_LIGHTNESS)], 0.55)
     return f"#{round(255 * red):02x}{round(255 * green):02x}{round(255 * blue):02x}"
 
 

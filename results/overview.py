@@ -383,7 +383,7 @@ def _points(drawn: legend.Configurations, group: Sequence[results.Row], x: str, 
     """The last values of the finished runs of a configuration; values of the key that are no numbers are texts."""
     numbers = all(is_finite(row.get(x, 0)) for row in drawn.rows)
     over = statistics.averaged_rows(group, drawn.unfinished)
-    placed = [(row[x] if numbers else format_value(row[x]), row[metric]) for row in over if x in row and metric in row]
+    placed = [(row[x] if numbers else format_value(row[x]), row[metric]) for row in over if x in row and row.get(metric) is not None]
     values = [value for _, value in placed]
     return Line(drawn.label(group) or "all", drawn.colour(group), [place for place, _ in placed], values, values, values)
 

@@ -49,7 +49,12 @@ class Row(dict[str, Any]):
 
     def in_groups(self) -> list["Row"]:
         """The row once for each of its groups."""
-        return [self.replace({"group": group}) for group in self.groups] if len(self.groups) > 1 else [self]
+        if len(self.groups) < 2:
+            return [self]
+        members = [self.replace({"group": group}) for group in self.groups]
+        for member in members:
+            member.groups = (member["group"],)
+        return members
 
 
 def load_rows(runs: Path, group: str | Sequence[str] | None = None) -> tuple[list[Row], list[str]]:
@@ -229,7 +234,7 @@ def filter_rows(rows: Sequence[Row], text: str, place: str = "--where") -> list[
     for row in rows:
         candidates = row.in_groups() if "group" in asked.names else [row]
         matches = [each for each in candidates if asked.matches({**each, "status": each["state"]} if renamed else each)]
-        if 0 < len(matches) < len(candidates):
+        if matches and matches[0] is not row:
             matches[0].groups = tuple(each["group"] for each in matches)
         chosen += matches[:1]
     return chosen
