@@ -73,17 +73,17 @@ def act(args: argparse.Namespace) -> int:
     distributed.share_data(args.tensor_parallel or 1)
     groups = plan.read_groups()
     if args.list and not args.exp_group and not args.exp_id:
-        known = plan.load_all(groups)
-        lines = [[name, str(len(group)), plan.describe_group(group, known)] for name, group in groups.items()]
+        all_items = plan.load_all(groups)
+        lines = [[name, str(len(group)), plan.describe_group(group, all_items)] for name, group in groups.items()]
         for line in aligned_lines([["group", "experiments", "recipe: model on data"], *lines]):
             print(line)
         return 0
     selected = select(args, groups)
     # Other groups are needed only where these start from experiments of theirs; their own group too, if --set has changed it.
     others = {name: group for name, group in groups.items() if args.set or args.steps or name not in args.exp_group}
-    known = plan.load_all(others) if any(parents.parent_ids(item.exp) for item in selected) else {}
-    known |= {item.exp_id: item for item in selected}
-    places = Places(args.data_path, args.savedir_base, {exp_id: item.exp for exp_id, item in known.items()})
+    all_items = plan.load_all(others) if any(parents.parent_ids(item.exp) for item in selected) else {}
+    all_items |= {item.exp_id: item for item in selected}
+    places = Places(args.data_path, args.savedir_base, {exp_id: item.exp for exp_id, item in all_items.items()})
     if args.list:
         differs = describe_differences({item.exp_id: (item.group, item.exp) for item in selected})
         if len(selected) == 1:
@@ -91,7 +91,7 @@ def act(args: argparse.Namespace) -> int:
         for line in aligned_lines([[item.exp_id, item.where, differs[item.exp_id]] for item in selected]):
             print(line)
         return 0
-    planned = plan.add_parents(selected, known, args.with_parents)
+    planned = plan.add_parents(selected, all_items, args.with_parents)
     chosen = {item.exp_id for item in selected}
     if args.job_option in ("status", "logs", "kill", "throttle"):
         return look(args, planned, places)
@@ -100,9 +100,9 @@ def act(args: argparse.Namespace) -> int:
     reset = chosen if args.reset or args.job_option == "reset" else ()
     lacks = plan.find_problems(planned, places, reset, queued, args.micro_batch, here=target is None)
     if args.dry_run:
-        return show(planned, lacks, places, known) | (show_memory(args, planned, places) if args.memory else 0)
+        return show(planned, lacks, places, all_items) | (show_memory(args, planned, places) if args.memory else 0)
     if lacks:
-        raise ConfigError("\n".join(plan.merge_problems(lacks, known)))
+        raise ConfigError("\n".join(plan.merge_problems(lacks, all_items)))
     return submit(target, args, planned, chosen, places) if target else train(args, planned, chosen, places)
 
 
@@ -150,7 +150,7 @@ def state_or_damage(run: Path) -> str:
         return "damaged"
 
 
-def show(planned: Sequence[Any], lacks: dict[str, list[str]], places: Any, known: dict[str, Any]) -> int:
+def show(planned: Sequence[Any], lacks: dict[str, list[str]], places: Any, all_items: dict[str, Any]) -> int:
     """Print the plan and every problem; returns exit code 1 if there is one."""
     from src.runs.plan import merge_problems
 
@@ -159,7 +159,7 @@ def show(planned: Sequence[Any], lacks: dict[str, list[str]], places: Any, known
         state = state_or_damage(places.runs / item.exp_id)
         done += state == "done" and item.exp_id not in lacks
         print(f"{item.exp_id}  {item.where:<30}  {state}")
-    for message in merge_problems(lacks, known):
+    for message in merge_problems(lacks, all_items):
         complain(message)
     not_ready = f", {len(lacks)} that cannot run as they are" if lacks else ""
     print(f"{len(planned)} experiment{'s' * (len(planned) != 1)}: {done} done, {len(planned) - len(lacks) - done} to run{not_ready}.")
@@ -215,7 +215,12 @@ def look(args: argparse.Namespace, planned: Sequence[Any], places: Any) -> int:
         while True:
             rows = jobs.table(places.runs, exp_ids)
             shown = [row for row in rows if not args.state or row.state in args.state]
-            lines = [jobs.to_json(shown, differs)] if args.json else [*jobs.format_table(shown, differs), jobs.summarize(shown)]
+            if args.json:
+                lines = [jobs.to_json(shown, differs)]
+            elif shown:
+                lines = [*jobs.format_table(shown, differs), jobs.summarize(shown)]
+            else:
+                lines = [f"No experiment has the state {' or '.join(args.state)}. {jobs.summarize(rows)}"]
             print("\n".join(lines), flush=True)
             if args.watch is None or not any(row.state in ALIVE or (row.doubt and row.job_id) for row in rows):
                 break

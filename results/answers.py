@@ -6,7 +6,6 @@ Those that `inference` left in <run>/inference, evenly spread over the file. Whe
 """
 
 import argparse
-import contextlib
 import math
 import statistics
 import sys
@@ -17,14 +16,12 @@ from functools import lru_cache
 from pathlib import Path
 
 from results import markup, run_arguments
-from results.diff import resolve
-from results.rescore import read
-from src.config import Problems
-from src.errors import DataError, UserError, print_errors
+from results.rescore import experiment_metrics, read
+from src.errors import DataError, print_errors
 from src.interfaces import Prediction
+from src.metrics import answers as answered
 from src.metrics.answers import INFERENCE, WRONG
 from src.registry import METRICS, bind
-from src.runs.metadata import read_exp_dict
 from src.tables import rows as results
 
 NOTHING = "(nothing)"
@@ -34,17 +31,17 @@ NOTHING = "(nothing)"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the questions. Returns the exit code."""
     options = run_arguments.parse(_parser(), arguments)
-    rows, warnings = results.select(options.runs, options.groups, options.where)
     if options.exp_id:
-        wanted = resolve(options.runs, options.exp_id)
-        rows = [row for row in rows if row["exp_id"] == wanted]
+        options.paths = [run_arguments.find_run(options.exp_id, options.runs)]
+    rows, warnings = run_arguments.select(options)
     run_arguments.warn(warnings)
     run, about = best_run(options.runs, rows)
-    for name, found in samples(run).items():
-        print(f"{run.name}/{INFERENCE}/{name}.jsonl: {about}")
-        print(compare(found))
-        for sample in choose(found, options.count, options.wrong):
-            print(describe(sample))
+    with run_arguments.output_to(options.output):
+        for name, found in samples(run).items():
+            print(f"{run.name}/{INFERENCE}/{name}.jsonl: {about}")
+            print(f"{describe_score(found)}\n{compare(found)}")
+            for sample in choose(found, options.count, options.wrong):
+                print(describe(sample))
     return 0
 
 
@@ -58,6 +55,8 @@ def best_run(runs: Path, rows: Sequence[results.Row]) -> tuple[Path, str]:
     if metric is None:
         raise DataError(f"{runs}: no run has answers. They are made by `inference` in an experiment, after the training.")
     best = results.sort_best_first(rows, metric)[0]
+    if best.get(metric) is None:
+        raise DataError(f"{runs}: {metric} ended in NaN in every run. Name a run with --exp_id.")
     return runs / best["exp_id"], f"{metric} {best[metric]:.3g}, the best of {sum(row.get(metric) is not None for row in rows)} runs"
 
 
@@ -67,9 +66,12 @@ class Sample:
 
     answer: Prediction
     scores: Mapping[str, float]
-    """Of this answer, by the metrics of the experiment."""
+    """By the metrics of the experiment."""
+    question: int
+    """The number of its question, as the experiment's `best_answer` groups rows."""
     other: str | None
-    """The answer with another question's context, if it was asked."""
+    """The answer with a different question's context, if there is one."""
+    other_scores: Mapping[str, float]
 
     @property
     def is_right(self) -> bool:
@@ -96,38 +98,60 @@ def _stamp(file: Path) -> tuple[int, int] | None:
 def _samples(file: Path, stamp: object, control: object) -> tuple[Sample, ...]:
     """stamp, control: of the file and of that with wrong contexts; they are read again when these change."""
     answers = read(file)
-    others = dict(enumerate(answer.text for answer in read(file.with_stem(file.stem + WRONG)))) if control else {}
-    scores = _scores(file.parents[1], answers)
-    return tuple(Sample(answer, {name: of[i] for name, of in scores.items()}, others.get(i)) for i, answer in enumerate(answers))
+    metrics, best_answer = experiment_metrics(file)
+    scores = answered.answer_scores(metrics, answers, best_answer)
+    if not scores:  # metrics of a complete set, such as BLEU, score no single answer
+        metrics = [bind(METRICS, {"name": "squad"})]
+        scores = answered.answer_scores(metrics, answers, best_answer)
+    others = read(file.with_stem(file.stem + WRONG))[: len(answers)] if control else []
+    other_scores = answered.answer_scores(metrics, others, best_answer) if others else {}
+    questions, _ = answered.group_by_question(answers, best_answer)
+    numbers = {i: number for number, question in enumerate(questions) for i in question}
+    return tuple(
+        Sample(
+            answer,
+            {name: values[i] for name, values in scores.items()},
+            numbers[i],
+            others[i].text if i < len(others) else None,
+            {name: values[i] for name, values in other_scores.items()} if i < len(others) else {},
+        )
+        for i, answer in enumerate(answers)
+    )
 
 
-def _scores(run: Path, answers: Sequence[Prediction]) -> dict[str, list[float]]:
-    """Of single answers, by the metrics of the run's inference; by SQuAD's where this code lacks those, or they score no single answers."""
-    inference = read_exp_dict(run).get(INFERENCE)
-    asked = inference.get("metrics") if isinstance(inference, dict) else None
-    with contextlib.suppress(Problems, UserError):
-        of_metrics = [bind(METRICS, raw).score(answers) for raw in asked or []]
-        if found := {name: values for scores in of_metrics for name, values in scores.items() if isinstance(values, list)}:
-            return found
-    return bind(METRICS, {"name": "squad"}).score(answers)
+def describe_score(found: Sequence[Sample]) -> str:
+    """The first score of the answers, as it is in the score row: "em 0.75: 3 of 4 questions are answered right."."""
+    name = next(iter(found[0].scores))
+    values = _by_question(found, [sample.scores[name] for sample in found])
+    return f"{name} {statistics.fmean(values):.4g}: {values.count(1)} of {len(values)} questions are answered right."
 
 
 def compare(found: Sequence[Sample]) -> str:
-    """How many questions were answered exactly, and how many with another's context: the difference and its 95 % interval. Empty without.
+    """A line for each score: its mean with right and wrong contexts, and the difference with its 95 % interval. Empty without a control.
 
     The interval is that of the mean of the differences by question: 1.96 standard errors to each side.
     """
-    asked = [sample for sample in found if sample.other is not None]
-    if not asked:
-        return ""
-    right = [sample.answer.text in sample.answer.references for sample in asked]
-    wrong = [sample.other in sample.answer.references for sample in asked]
-    differences = [a - b for a, b in zip(right, wrong, strict=True)]
-    mean, error = statistics.mean(differences), 1.96 * statistics.pstdev(differences) / math.sqrt(len(asked))
-    return (
-        f"Of {len(asked)} questions {sum(right)} were answered exactly, and {sum(wrong)} with another question's context: "
-        f"a difference of {mean:.3f}, with a 95 % interval of {mean - error:.3f} to {mean + error:.3f}.\n"
-    )
+    pairs = [sample for sample in found if sample.other is not None]
+    lines = []
+    for name in pairs[0].scores if pairs else ():
+        right, wrong = (
+            _by_question(pairs, [each[name] for each in column])
+            for column in zip(*((s.scores, s.other_scores) for s in pairs), strict=True)
+        )
+        differences = [a - b for a, b in zip(right, wrong, strict=True)]
+        mean, error = statistics.fmean(differences), 1.96 * statistics.pstdev(differences) / math.sqrt(len(differences))
+        lines.append(
+            f"{name} {statistics.fmean(right):.4g}, {statistics.fmean(wrong):.4g} with the context of a different question: "
+            f"a gain of {mean:.4g} (95 % interval {mean - error:.4g} to {mean + error:.4g}) over {len(right)} questions."
+        )
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _by_question(found: Sequence[Sample], values: Sequence[float]) -> list[float]:
+    questions: dict[int, list[int]] = {}
+    for i, sample in enumerate(found):
+        questions.setdefault(sample.question, []).append(i)
+    return answered.question_scores(values, questions.values())
 
 
 def choose(found: Sequence[Sample], count: int, wrong: bool) -> list[Sample]:
@@ -170,7 +194,6 @@ def _parser() -> argparse.ArgumentParser:
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="python -m results.answers", description=__doc__, formatter_class=layout)
     run_arguments.add(parser, "the best run of these groups")
-    parser.add_argument("--where", metavar="EXPR", help="only among the runs for which this holds, as in results.table")
     parser.add_argument("--exp_id", metavar="ID", help="of this run, by its id or the beginning of it")
     parser.add_argument("--count", type=int, default=5, metavar="N", help="questions of each file (default: %(default)s)")
     parser.add_argument("--wrong", action="store_true", help="only those that were answered wrongly")

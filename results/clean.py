@@ -1,11 +1,12 @@
-"""Deletes checkpoints and code snapshots that are no longer needed, by rule: `python -m results.clean [RUNS] [-e GROUP] [--apply]`.
+"""Delete old checkpoints and code snapshots, or complete runs with --delete: `python -m results.clean [RUN ..] [-e GROUP ..] [--apply]`.
 
-Without --apply it only says what would go. It never touches a run that is alive, what an unfinished run resumes from, or what another
-experiment in the folder starts from.
+Without --apply or --delete it only lists the files. It never touches a live run, a checkpoint that an unfinished run resumes from, or a
+parent of an experiment that stays. --delete also empties the folder `deleted` of restarts with -r 1; it asks first, or takes --yes.
 """
 
 import argparse
 import contextlib
+import os
 import shutil
 import sys
 import time
@@ -14,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from results import run_arguments
-from results.run_arguments import RUNS
-from src.errors import ConfigError, LaunchError, UserError, print_errors
+from results import deletion, run_arguments
+from src.command_line import make_parser
+from src.errors import ConfigError, DataError, LaunchError, UserError, print_errors
 from src.files import writing
 from src.launch import submissions
 from src.runs.checkpoints import retention
@@ -46,30 +47,83 @@ class Cleanup:
 @print_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print what may be deleted, and its size; delete it with --apply. Returns the exit code: 1 if something could not be deleted."""
-    options = _parser().parse_args(arguments)
+    options = run_arguments.parse(_parser(), arguments)
     if options.keep_last < 0 or options.older_than < 0:
         raise ConfigError("--keep-last and --older-than: expected a number of at least 0.")
+    if options.delete:
+        return _delete_runs(options)
+    if options.yes:
+        raise ConfigError("--yes: only with --delete. To delete checkpoints, add --apply.")
     rule = retention.CleanupRule(options.keep_last, options.keep_best, options.older_than * _DAY)
     # No job is submitted between the look and the deletion: a new child may start from what would go.
     with submissions.lock(options.runs) if options.apply and options.runs.is_dir() else contextlib.nullcontext():
-        found = look(options.runs, rule, options.group, options.where)
+        selection = run_arguments.select(options) if options.groups or options.where or options.paths else None
+        found = look(options.runs, rule, selection)
         sizes = {path: retention.folder_bytes(path) for path in found.paths}
         failed = delete(options.runs, found) if options.apply else []
     run_arguments.warn([*found.warnings, *failed])
-    _report({path: bytes_ for path, bytes_ in sizes.items() if not (options.apply and path.exists())}, options.apply)
+    with run_arguments.output_to(options.output):
+        _report({path: bytes_ for path, bytes_ in sizes.items() if not (options.apply and path.exists())}, options.apply)
     return 1 if failed else 0
 
 
-def look(runs: Path, rule: retention.CleanupRule, group: str | None = None, question: str | None = None) -> Cleanup:
-    """What may be deleted of the chosen runs and, if all runs are chosen, of the code snapshots.
+def _delete_runs(options: argparse.Namespace) -> int:
+    """List the chosen runs, delete them after a confirmation, and report the freed space. Returns the exit code."""
+    if options.apply:
+        raise ConfigError("--apply deletes checkpoints, --delete complete runs: leave one of them out.")
+    before = time.time() - options.older_than * _DAY
+    chosen: list[Path] = []
+    if options.groups or options.where or options.paths or options.older_than:
+        chosen = run_arguments.paths(options)
+    elif not options.runs.is_dir():
+        raise DataError(f"{options.runs}: no such folder of runs.")
+    else:
+        run_arguments.warn(["no run is chosen: name ids, or use -e, --where or --older-than. Only restarted runs are deleted."])
+    found = deletion.plan(options.runs, chosen, before)
+    sizes = {path: retention.folder_bytes(path) if path.is_dir() else path.lstat().st_size for path in found.paths()}
+    run_arguments.warn(found.warnings)
+    total = f"{len(found.runs)} runs, {len(found.resets)} restarted runs, {_format_bytes(sum(sizes.values()))}"
+    with run_arguments.output_to(options.output):
+        for path, bytes_ in sizes.items():
+            print(f"{_format_bytes(bytes_):>10}  {path}")
+        print(f"To delete: {total}." if sizes else "There is nothing to delete.")
+    if not sizes or not (options.yes or _confirm()):
+        print("Nothing was deleted.")
+        return 0
+    with submissions.lock(options.runs):  # no job is submitted between this look and the deletion: a new child could start from a run
+        now = deletion.plan(options.runs, found.runs, before)
+        new = [text for text in now.warnings if text not in found.warnings]
+        now.resets = [path for path in now.resets if path in found.resets]
+        failed = deletion.delete(now)
+    run_arguments.warn([*new, *failed])
+    freed = sum(bytes_ for path, bytes_ in sizes.items() if not os.path.lexists(path))
+    count = sum(not path.exists() for path in found.runs)
+    print(f"Deleted: {count} runs, {_format_bytes(freed)}.")
+    return 1 if new or failed else 0
+
+
+def _confirm() -> bool:
+    """Whether a person agrees.
+
+    Raises:
+        ConfigError: there is no input.
+    """
+    print("Delete these for good? [y/N] ", end="", file=sys.stderr, flush=True)
+    try:
+        return input().strip().lower() in ("y", "yes")
+    except EOFError:
+        raise ConfigError("--delete: standard input has no answer. Nothing was deleted; add --yes to delete without a question.") from None
+
+
+def look(runs: Path, rule: retention.CleanupRule, selection: tuple[Sequence[results.Row], Sequence[str]] | None = None) -> Cleanup:
+    """The deletable checkpoints of the selected runs, (rows, warnings), or of all runs and then also code snapshots.
 
     Raises:
         DataError: no such folder, or no runs in it.
-        ConfigError: no such group, or a question that cannot be understood.
     """
-    rows, warnings = results.select(runs, group, question)
+    rows, warnings = selection or results.select(runs)
     by_others, unread = retention.needed_by_children(runs)
-    found = Cleanup(warnings=warnings + unread, needed=by_others)
+    found = Cleanup(warnings=[*warnings, *unread], needed=by_others)
     now = time.time()
     for row in rows:
         try:
@@ -80,7 +134,7 @@ def look(runs: Path, rule: retention.CleanupRule, group: str | None = None, ques
         if plan.reason_to_keep:
             found.warnings.append(f"{plan.run}: nothing of it goes: {plan.reason_to_keep}.")
         found.plans.append(plan)
-    if group is None and question is None:
+    if selection is None:
         found.snapshots = _snapshots(runs, now - max(rule.older_than_seconds, _DAY), found.warnings)
     return found
 
@@ -151,14 +205,14 @@ def _format_bytes(bytes_: float) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m results.clean", description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("runs", nargs="?", type=Path, default=RUNS, help=f"folder of save directories (default: {RUNS})")
-    parser.add_argument("-e", "--group", help="only the runs of this group, and no snapshots of code")
-    parser.add_argument("--where", metavar="EXPR", help="only the runs for which this holds, such as \"state == 'done'\"")
+    parser = make_parser("results.clean", __doc__)
+    run_arguments.add(parser, "only the runs of these groups, and no code snapshots")
     parser.add_argument("--keep-last", type=int, default=1, metavar="N", help="newest whole checkpoints kept of each run (default: 1)")
     parser.add_argument("--keep-best", action=argparse.BooleanOptionalAction, default=True, help="keep the best one, too (default: yes)")
     parser.add_argument("--older-than", type=float, default=0.0, metavar="DAYS", help="only what was written before that (default: all)")
-    parser.add_argument("--apply", action="store_true", help="delete; without it nothing is changed")
+    parser.add_argument("--apply", action="store_true", help="delete these checkpoints and snapshots (default: only list them)")
+    parser.add_argument("--delete", action="store_true", help="list complete runs, and delete them after a confirmation")
+    parser.add_argument("--yes", action="store_true", help="with --delete: do not ask")
     return parser
 
 

@@ -182,7 +182,7 @@ class Dashboard:
         self._colours = shown.colours
         self.results.fill([panes.COLOUR, *shown.headings] if lines else [], lines, [set[int](), *shown.best_lines])
         same = f"In all rows: {', '.join(shown.same)}." if shown.same else ""
-        panes.show_html(self.result_note, markup.note(same))
+        panes.show_html(self.result_note, "".join(map(markup.note, filter(None, [same, *shown.remarks]))))
 
     def show_curves(self) -> None:
         """Update the learning curves if a row or an option has changed."""
@@ -254,8 +254,7 @@ class Dashboard:
         if found is None:
             return markup.note("It has answered no questions: `inference` in an experiment asks them after the training.")
         shown = answers.choose(found, MOST_ANSWERS, self.wrong.value)
-        right = sum(sample.is_right for sample in found)
-        return markup.note(f"{right} of {len(found)} answers are right; {len(shown)} are shown.") + answers.page(shown)
+        return markup.note(f"{answers.describe_score(found)} {len(shown)} of {len(found)} answers are shown.") + answers.page(shown)
 
     def _config(self, name: str) -> str:
         row = self.found.row(name)

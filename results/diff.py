@@ -1,17 +1,15 @@
-"""Differences between two experiments: config, code, environment, data and scores: `python -m results.diff ID1 ID2 [--runs RUNS]`."""
+"""Differences between two experiments: config, code, environment, data and scores: `python -m results.diff RUN RUN`."""
 
 import argparse
 import difflib
 import json
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from results import run_arguments
-from results.run_arguments import RUNS
-from src.errors import CheckpointError, ConfigError, DataError, RunError, UserError, print_errors
+from src.errors import CheckpointError, RunError, UserError, print_errors
 from src.files import read_json, reading
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.metadata import CONFIG, DIFF, ENV, attempts, flatten, read_exp_dict, read_status, state_of
@@ -30,34 +28,14 @@ Difference = dict[str, dict[str, Any]]
 @print_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the differences. Returns the exit code, 0 also if there are some."""
-    options = _parser().parse_args(arguments)
-    runs = [options.runs / resolve(options.runs, given) for given in options.ids]
+    options = run_arguments.parse(_parser(), arguments)
+    runs = run_arguments.paths(options, at_least=2, at_most=2)
     found, warnings = differences(*runs)
     run_arguments.warn(warnings)
     names = {"a": runs[0].name, "b": runs[1].name}
-    print(json.dumps(names | found, indent=4) if options.format == "json" else _text(names, found), end="\n")
+    with run_arguments.output_to(options.output):
+        print(json.dumps(names | found, indent=4) if options.format == "json" else _text(names, found))
     return 0
-
-
-def resolve(runs: Path, given: str) -> str:
-    """The id of the run in `runs` that begins with `given`.
-
-    Raises:
-        DataError: no such folder.
-        RunError: it cannot be read.
-        ConfigError: no run's id begins so, or several do; names them.
-    """
-    if not runs.is_dir():
-        raise DataError(f"{runs}: no such folder of runs.")
-    if not re.fullmatch(r"[0-9a-f]{1,32}", given):
-        raise ConfigError(f"{given!r} is no id: expected up to 32 of the digits 0-9 and a-f.")
-    with reading(runs):
-        names = sorted(entry.name for entry in runs.iterdir() if re.fullmatch(r"[0-9a-f]{32}", entry.name))
-    fitting = [name for name in names if name.startswith(given)]
-    if len(fitting) != 1:
-        found = f"{len(fitting)} runs begin so: {', '.join(fitting[:5])}{', …' * (len(fitting) > 5)}" if fitting else "no run begins so"
-        raise ConfigError(f"{runs}: {given!r}: {found}.")
-    return fitting[0]
 
 
 def differences(one: Path, other: Path) -> tuple[dict[str, Difference], list[str]]:
@@ -158,8 +136,7 @@ def _side_text(pair: Mapping[str, Any], side: str) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m results.diff", description=__doc__)
-    parser.add_argument("ids", nargs=2, metavar="ID", help="ids of two runs, or how they begin")
-    parser.add_argument("--runs", type=Path, default=RUNS, help=f"folder of save directories (default: {RUNS})")
+    run_arguments.add(parser)
     parser.add_argument("--format", choices=("text", "json"), default="text")
     return parser
 

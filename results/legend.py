@@ -24,8 +24,11 @@ COLOURS = (
 """Each is seen on white and on black."""
 NEUTRAL = "#7b8798"
 """Text and axes of pictures without a background, which stand on light and dark pages."""
+LINES = 12
+"""Maximum number of lines in a picture by default."""
 VALUE_CHARACTERS = 16
 _GOLDEN_RATIO = 0.618034
+_LIGHTNESS = (0.5, 0.36, 0.64)
 
 
 class Configurations:
@@ -33,7 +36,7 @@ class Configurations:
 
     by: dotted config keys that tell configurations apart; None takes those that vary. among: all rows of the groups, where `rows` are
     some of them, so that a configuration keeps its colour. unfinished: means are over all runs, not over those that are done alone.
-    seed: the key that means are taken over.
+    seed: the key that means are taken over. most: the number of lines in a picture.
     """
 
     def __init__(
@@ -43,8 +46,9 @@ class Configurations:
         among: Sequence[results.Row] = (),
         unfinished: bool = False,
         seed: str = results.SEED,
+        most: int = LINES,
     ) -> None:
-        self.rows, self.unfinished = rows, unfinished
+        self.rows, self.unfinished, self.most = rows, unfinished, most
         self.keys = statistics.grouping_keys(rows, by, seed)
         self.groups = results.group_rows(rows, self.keys)
         self.colours = colours(among or rows, by, seed)
@@ -57,29 +61,48 @@ class Configurations:
         told = label(group[:1], self.keys)
         return f"{told} ({over} of {len(group)}{'' if over else ' done'})".strip()
 
+    def sort_best_first(self, metric: str) -> list[list[results.Row]]:
+        """The configurations by their mean of `metric`; those without a finished run last, by their last values."""
+
+        def mean(group: Sequence[results.Row], unfinished: bool) -> tuple[bool, float]:
+            value = statistics.mean(group, metric, unfinished)
+            return value is None, (value or 0.0) * (1 if results.lower_is_better(metric) else -1)
+
+        return sorted(self.groups, key=lambda group: (mean(group, self.unfinished), mean(group, True)))
+
     def curve_rows(self, group: Sequence[results.Row]) -> Sequence[results.Row]:
         """The runs that the curve of a configuration is the mean of: as in the table or, while none is done, all there are."""
         return statistics.averaged_rows(group, self.unfinished) or group
 
     def colour(self, group: Sequence[results.Row]) -> str:
         """In hexadecimal digits."""
-        return self.colours[group[0]["exp_id"]]
+        return self.colour_of(group[0]["exp_id"], group[0]["group"])
+
+    def colour_of(self, exp_id: str, group: str | None = None) -> str:
+        """The colour of the configuration of a run; group: as a member of this group."""
+        return self.colours.get((exp_id, group)) or self.colours[exp_id, None]
 
 
-def colours(rows: Sequence[results.Row], by: Sequence[str] | None = None, seed: str = results.SEED) -> dict[str, str]:
-    """Exp id -> the colour of its configuration. rows: all of the group; by: what tells configurations apart; None: what varies in it.
+def colours(rows: Sequence[results.Row], by: Sequence[str] | None = None, seed: str = results.SEED) -> dict[tuple[str, str | None], str]:
+    """(exp id, group) -> the colour of its configuration. rows: all rows; by: the keys of configurations, None for those that vary.
 
     The colours follow the values of the configurations, so they do not depend on scores, on the order of runs or on a filter.
     """
     keys = statistics.grouping_keys(rows, by, seed)
     groups = sorted(results.group_rows(rows, keys), key=lambda group: [results.sort_key(group[0].get(key)) for key in keys])
-    return {row["exp_id"]: _colour(place) for place, group in enumerate(groups) for row in group}
+    found: dict[tuple[str, str | None], str] = {}
+    for place, group in enumerate(groups):
+        colour = _colour(place)
+        for row in group:
+            found[row["exp_id"], row["group"]] = colour
+            found.setdefault((row["exp_id"], None), colour)
+    return found
 
 
 def _colour(place: int) -> str:
     if place < len(COLOURS):
         return COLOURS[place]
-    red, green, blue = colorsys.hls_to_rgb(place * _GOLDEN_RATIO % 1, 0.5, 0.55)
+    red, green, blue = colorsys.hls_to_rgb(place * _GOLDEN_RATIO % 1, _LIGHTNESS[place % len(_LIGHTNESS)], 0.55)
     return f"#{round(255 * red):02x}{round(255 * green):02x}{round(255 * blue):02x}"
 
 

@@ -27,10 +27,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = lineage.build(options.runs)
     if options.groups:
         found = found.family(name for group in options.groups for name in lineage.group_family(options.runs, found, group).nodes)
-    if options.exp_id:
-        found = found.family([found.find(options.exp_id)])
+    if options.exp_id or options.paths:
+        found = found.family([*([found.find(options.exp_id)] if options.exp_id else []), *(path.resolve().name for path in options.paths)])
     run_arguments.warn([*found.warnings, *found.problems])
-    print(FORMATS[options.format](found), end="")
+    with run_arguments.output_to(options.output):
+        print(FORMATS[options.format](found), end="")
     return 0
 
 
@@ -152,7 +153,7 @@ def _escape(text: str, escapes: dict[str, str]) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m results.lineage", description=__doc__)
-    run_arguments.add(parser, "only the runs of these groups, what they come from and what came from them")
+    run_arguments.add(parser, "only the runs of these groups, their ancestors and descendants", where=False)
     parser.add_argument("--exp_id", help="only this experiment, what it comes from and what came from it; an id may be cut")
     parser.add_argument("--format", choices=list(FORMATS), default="table")
     return parser

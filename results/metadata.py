@@ -6,15 +6,15 @@ the metadata (src/data/metadata/gains.py).
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from results import legend, plot
+from results import legend, plot, run_arguments
 from results.terminal_table import draw_rich
 from src.errors import DataError, print_errors
-from src.runs.metadata import expand_run
 from src.runs.scores import SCORES, Scores
 
 if TYPE_CHECKING:
@@ -29,16 +29,15 @@ Rows = list[dict[str, Any]]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table and the path of the picture. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m results.metadata", description=__doc__)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a save directory, or a prefix of an id in results/runs")
-    parser.add_argument("--output", type=Path, help=f"PNG, or another format that matplotlib knows (default: {plot.PLOTS}/metadata-ID.png)")
-    options = parser.parse_args(arguments)
-    rows_by_run = {path.name: read(path) for path in map(expand_run, options.runs)}
+    run_arguments.add(parser, output=f"PNG, or another format that matplotlib knows (default: {plot.PLOTS}/metadata-ID.png)")
+    options = run_arguments.parse(parser, arguments)
+    rows_by_run = {path.resolve().name: read(path) for path in run_arguments.paths(options, at_least=1)}
     kinds = [kind for kind in KINDS if any(name.startswith(f"{kind}/") for rows in rows_by_run.values() for name in rows[-1])]
     headings = ["run", "step", "column", "perplexity without", "with", *(KINDS[kind] for kind in kinds)]
     lines = [line for name, rows in rows_by_run.items() for line in table(name[:8], rows[-1], kinds)]
     draw_rich(headings, lines, "nats per token of the text, with intervals of 95 % over documents")
     output = options.output or plot.PLOTS / f"metadata-{next(iter(rows_by_run))[:8]}.png"
-    plot.save(draw(rows_by_run), output)
+    run_arguments.warn(plot.save(draw(rows_by_run), output))
     print(output)
     return 0
 
@@ -64,17 +63,21 @@ def table(name: str, row: Mapping[str, Any], kinds: Sequence[str]) -> list[list[
     """A line for each column, and one for each part of the text."""
     lines = []
     for column in columns(row):
-        perplexities = (f"{row[f'val_text_perplexity_{kind}/{column}']:.2f}" for kind in ("without", "with"))
+        perplexities = (_cell(row.get(f"val_text_perplexity_{kind}/{column}"), 2) for kind in ("without", "with"))
         lines.append([name, str(row["step"]), column, *perplexities, *(_interval(row, kind, column) for kind in kinds)])
         for part in (score for score in row if score.startswith(f"{GAIN}/{column}/")):
             tokens = part.rpartition("/")[2]
-            lines.append(["", "", f"  tokens {tokens}", "", "", f"{row[part]:.4f}", *[""] * (len(kinds) - 1)])
+            lines.append(["", "", f"  tokens {tokens}", "", "", _cell(row[part], 4), *[""] * (len(kinds) - 1)])
     return lines
 
 
+def _cell(value: float | None, digits: int) -> str:
+    return "NaN" if value is None else f"{value:.{digits}f}"
+
+
 def _interval(row: Mapping[str, Any], kind: str, column: str) -> str:
-    numbers = [row.get(f"{kind}{end}/{column}") for end in ("", "_low", "_high")]
-    return "" if None in numbers else "{:.4f} ({:.4f} to {:.4f})".format(*numbers)
+    names = [f"{kind}{end}/{column}" for end in ("", "_low", "_high")]
+    return "{} ({} to {})".format(*(_cell(row[name], 4) for name in names)) if all(name in row for name in names) else ""
 
 
 def draw(rows_by_run: Mapping[str, Rows]) -> "Figure":
@@ -93,12 +96,13 @@ def draw(rows_by_run: Mapping[str, Rows]) -> "Figure":
             measured = [row for row in rows if f"{GAIN}/{column}" in row]
             for kind, style in ((GAIN, "-"), (CONTROL, "--")):
                 steps = [row["step"] for row in measured]
-                mean, low, high = ([row[f"{kind}{end}/{column}"] for row in measured] for end in ("", "_low", "_high"))
+                ends = ([row.get(f"{kind}{end}/{column}") for row in measured] for end in ("", "_low", "_high"))
+                mean, low, high = ([math.nan if value is None else value for value in values] for values in ends)
                 colour = legend.COLOURS[number % len(legend.COLOURS)]
                 text = f" {name[:8]} {KINDS[kind]}"
                 axes.plot(steps, mean, style, color=colour, marker="o", markersize=3, label=text)
                 axes.fill_between(steps, low, high, alpha=0.2, color=colour, linewidth=0)
-        axes.legend(fontsize="small")
+    plot.place_legend(figure)
     plot.write_plainly(figure)
     return figure
 

@@ -21,8 +21,6 @@ from src.tables import statistics
 
 SCORES = 5
 """Most scores in the table of results, unless they are chosen."""
-LINES = 12
-"""Most curves in one picture: the first of the table."""
 JOB_HEADINGS = (
     "experiment",
     "configuration",
@@ -94,6 +92,8 @@ class Ranking:
     """What is the same in all lines and has no column: "step 250"."""
     best: str = ""
     """The first line in words; empty without scores."""
+    remarks: list[str] = field(default_factory=list)
+    """Of `statistics.nan_remarks`."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,9 @@ def load(runs: Path, group: str | Sequence[str] | None = None) -> Overview:
     except UserError as error:
         everything, warnings = [], [str(error)]
     table_of_jobs = launched.table(runs, ids, REFRESH)
-    groups = sorted({name for item in (*everything, *map(vars, table_of_jobs)) if (name := item["group"])})
+    groups = sorted(
+        {name for names in (*(row.groups for row in everything), (job.group for job in table_of_jobs)) for name in names if name}
+    )
     rows = everything
     if group is not None:
         wanted = [group] if isinstance(group, str) else group
@@ -225,19 +227,12 @@ def tabulate(
     return Ranking(
         [column.heading for column in columns],
         [list(cells) for cells in zip(*(column.cells for column in columns), strict=True)],
-        [drawn.colours[row["exp_ids"][0]] for row in rows],
-        [_best_lines(rows, column.name) if column.name in names else set[int]() for column in columns],
+        [drawn.colour_of(row["exp_ids"][0], row.get("group")) for row in rows],
+        [table.best_rows(rows, column.name) if column.name in names else set[int]() for column in columns],
         [column.constant for column in same],
         best,
+        statistics.nan_remarks(found.rows, names, found.unfinished),
     )
-
-
-def _best_lines(rows: Sequence[Mapping[str, Any]], name: str) -> set[int]:
-    values = [row[name] for row in rows if row[name] is not None]
-    if len(rows) < 2 or not values:
-        return set()
-    best = (min if results.lower_is_better(name) else max)(values)
-    return {place for place, row in enumerate(rows) if row[name] == best}
 
 
 def headline(found: Overview) -> list[str]:
@@ -258,27 +253,25 @@ def metrics(found: Overview) -> list[str]:
 
 
 def curves(found: Overview, metric: str, look: Look = Look()) -> Curves:
-    """Learning curves of the best `LINES` configurations, or the last values of all runs over a config key."""
+    """Learning curves of the best `legend.LINES` configurations, or the last values of all runs over a config key."""
     if metric not in results.score_names(found.rows):
         return Curves()
     drawn = found.configurations(look.by)
     if any(look.x in results.config_keys(row) for row in found.rows):
         return Curves([_points(drawn, group, look.x, metric) for group in _having(drawn.groups, metric)], scattered=True)
-    best = results.sort_best_first(
-        [{metric: statistics.mean(group, metric, found.unfinished), "group": group} for group in _having(drawn.groups, metric)], metric
-    )
-    shown = [row["group"] for row in best[:LINES]]
+    best = _having(drawn.sort_best_first(metric), metric)
+    shown = best[: drawn.most]
     try:
         (bands,), notes = banded.bands(found.runs, [drawn.curve_rows(group) for group in shown], [metric], look.x)
     except UserError as error:
         return Curves(notes=[str(error)])
-    left_out = [f"The best {LINES} of {len(best)} configurations; filter to see others."] if len(best) > LINES else []
+    left_out = [f"The best {len(shown)} of {len(best)} configurations; filter to see more."] if len(best) > len(shown) else []
     lines = [
         _line(band.smooth(look.smoothing), drawn.label(group) or "all", drawn.colour(group), look.spread)
         for band, group in zip(bands, shown, strict=True)
         if len(band.x)
     ]
-    return Curves(lines, left_out + notes)
+    return Curves(lines, [*left_out, *notes, *statistics.nan_remarks(found.rows, [metric], found.unfinished)])
 
 
 def differing(found: Overview) -> dict[str, str]:
@@ -390,7 +383,7 @@ def _points(drawn: legend.Configurations, group: Sequence[results.Row], x: str, 
     """The last values of the finished runs of a configuration; values of the key that are no numbers are texts."""
     numbers = all(is_finite(row.get(x, 0)) for row in drawn.rows)
     over = statistics.averaged_rows(group, drawn.unfinished)
-    placed = [(row[x] if numbers else format_value(row[x]), row[metric]) for row in over if x in row and metric in row]
+    placed = [(row[x] if numbers else format_value(row[x]), row[metric]) for row in over if x in row and row.get(metric) is not None]
     values = [value for _, value in placed]
     return Line(drawn.label(group) or "all", drawn.colour(group), [place for place, _ in placed], values, values, values)
 

@@ -15,7 +15,9 @@ COLOUR = "colour"
 """The column of dots, which has no title."""
 MOST_PIXELS = 360
 """Of a column; longer texts wrap where the column is one of `wrapped`, and are clipped elsewhere."""
-_NUMBER = re.compile(r"[-+]?[\d.]+(e[-+]?\d+)?( ± [\d.]+)?( \(\d+ of \d+\))?( / \d+)?$|\d+ of \d+ done$|[\d.]+ (d|h|min|s)\b")
+_NUMBER = re.compile(
+    r"[-+]?[\d.]+(e[-+]?\d+)?( ± [\d.]+)?( \(\d+ of \d+\))?( / \d+)?$|\d+ of \d+ (done|at step \d+)$|NaN$|\d+-\d+$|[\d.]+ (d|h|min|s)\b"
+)
 """What stands at the right: numbers, means, "40 / 200", "2 h 5 min"."""
 BUILDING_SECONDS = 1.5
 """Less than the refresh interval, and long enough for most browsers to build a table."""

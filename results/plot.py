@@ -8,6 +8,7 @@ import argparse
 import io
 import sys
 import textwrap
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PLOTS = Path("results/plots")
+HEIGHT = 4.8
+"""Inches of a panel, without the legend."""
 LABEL_CHARACTERS = 48
 """Characters in a line of the legend."""
 
@@ -33,15 +36,17 @@ LABEL_CHARACTERS = 48
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the plot and print its path. Returns the exit code."""
     options = run_arguments.parse(_parser(), arguments)
+    if options.top < 1:
+        raise ConfigError(f"--top {options.top}: expected a number of lines, at least 1.")
     if not 0 <= options.smooth < 1:
         raise ConfigError(f"--smooth {options.smooth}: expected a number from 0, no smoothing, to less than 1.")
     output = options.output or PLOTS / f"{run_arguments.title(options.groups)}.png"
-    rows, warnings = results.select(options.runs, options.groups, options.where)
-    among = results.load_rows(options.runs, options.groups)[0] if options.where else rows
+    rows, unreadable = run_arguments.select(options)
+    among = results.load_rows(options.runs, options.groups)[0] if options.where or options.paths else rows
     if options.y is None and (options.at_step is not None or options.value != "last"):
         raise ConfigError("--at-step and --value are for points, as curves show every step. Name the score of the points with --y.")
     rows, left_out = run_arguments.choose_values(options, rows)
-    drawn = legend.Configurations(rows, options.by, among, options.unfinished, options.seed_key)
+    drawn = legend.Configurations(rows, options.by, among, options.unfinished, options.seed_key, options.top)
     if options.y is None:
         if options.log_x:
             raise ConfigError("--log_x: is for points. Name their score with --y, or leave it out.")
@@ -50,14 +55,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.metric:
             raise ConfigError("--y: draws points, --metric curves. Leave one of the two out.")
         figure, unread = points(options.runs, drawn, options.x, options.y, options.log_x)
-    save(figure, output)
-    run_arguments.warn([*warnings, *left_out, *unread])
+    unread += save(figure, output)
+    drawn_scores = options.metric or [options.y or default_metric(results.score_names(rows)) or ""]
+    run_arguments.warn([*unreadable, *left_out, *unread, *statistics.nan_remarks(rows, drawn_scores, options.unfinished)])
     print(output)
     return 0
 
 
-def save(figure: "Figure", output: Path) -> None:
-    """Write the picture atomically, in the format of its suffix.
+def save(figure: "Figure", output: Path) -> list[str]:
+    """Write the picture atomically, in the format of its suffix; returns matplotlib's warnings, each in one line.
 
     Raises:
         ConfigError: a name without a known ending.
@@ -67,10 +73,13 @@ def save(figure: "Figure", output: Path) -> None:
     if output.suffix[1:].lower() not in formats:
         raise ConfigError(f"--output {output}: expected a name that ends with one of {', '.join(sorted(formats))}.")
     picture = io.BytesIO()
-    figure.savefig(picture, format=output.suffix[1:].lower())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        figure.savefig(picture, format=output.suffix[1:].lower())
     with writing(output):
         output.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(output, picture.getvalue())
+    return list(dict.fromkeys(f"{output}: {' '.join(str(warning.message).split())}" for warning in caught))
 
 
 def draw(runs: Path, rows: Sequence[results.Row], metrics: Sequence[str] | None = None) -> "Figure":
@@ -86,10 +95,10 @@ def draw_panels(
     interval: str = "std",
     smoothing: float = 0.0,
 ) -> tuple["Figure", list[str]]:
-    """One panel for each metric (default: that of the table), one line for each configuration but the seed; and what was left out.
+    """One panel for each metric (default: that of the table), one line for each configuration; and remarks on missing data.
 
     x: "step", a score such as "tokens", or "seconds" of training. interval: "std" or "ci95", half the height of the bands.
-    smoothing: of `curves.Band.smooth`.
+    smoothing: of `curves.Band.smooth`. Of more configurations than `drawn.most`, the best by the first metric are drawn.
 
     Raises:
         ConfigError: a metric that no run has.
@@ -109,26 +118,32 @@ def draw_panels(
             raise unknown("score", metric, known, str(runs))
     if x not in ("step", "seconds", *known):
         raise unknown("axis", x, ["step", "seconds", *known], str(runs))
-    found, warnings = curves.bands(runs, [drawn.curve_rows(group) for group in drawn.groups], chosen, x)
-    figure = Figure(figsize=(6.4 * len(chosen), 4.8), layout="constrained", dpi=120)
+    groups = drawn.sort_best_first(chosen[0])[: drawn.most] if len(drawn.groups) > drawn.most else drawn.groups
+    found, remarks = curves.bands(runs, [drawn.curve_rows(group) for group in groups], chosen, x)
+    figure = Figure(figsize=(6.4 * len(chosen), HEIGHT), layout="constrained", dpi=120)
     FigureCanvasAgg(figure)
     for place, (metric, bands) in enumerate(zip(chosen, found, strict=True), start=1):
         axes = figure.add_subplot(1, len(chosen), place, xlabel=x, ylabel=metric)
         axes.grid(alpha=0.3)
-        for group, whole in zip(drawn.groups, bands, strict=True):
-            band = whole.smooth(smoothing)
+        for group, unsmoothed in zip(groups, bands, strict=True):
+            band = unsmoothed.smooth(smoothing)
             half = numpy.nan_to_num(band.half_width(interval))
             draw_line(axes, band.x, band.mean, (band.mean - half, band.mean + half), drawn.label(group), drawn.colour(group))
-        if drawn.keys or len(statistics.averaged_rows(drawn.rows, drawn.unfinished)) < len(drawn.rows):
-            axes.legend(fontsize="small")
+    counted = _count_remark(len(groups), len(drawn.groups))
+    if drawn.keys or len(statistics.averaged_rows(drawn.rows, drawn.unfinished)) < len(drawn.rows):
+        place_legend(figure, counted)
     write_plainly(figure)
-    return figure, warnings
+    return figure, [*remarks, *([f"{counted}; filter or --top N."] if counted else [])]
+
+
+def _count_remark(shown: int, count: int) -> str:
+    return f"{shown} of {count} configurations" if shown < count else ""
 
 
 def points(runs: Path, drawn: legend.Configurations, x: str, y: str, log_x: bool = False) -> tuple["Figure", list[str]]:
-    """One point for each finished experiment at the values of two scores, a colour for each configuration; and what was left out.
+    """One point for each finished experiment at the values of two scores, a colour for each configuration; and remarks on missing data.
 
-    x: may also be a dotted config key, such as "model.stride".
+    x: can also be a dotted config key, such as "model.stride". The legend has the best `drawn.most` configurations by `y`.
 
     Raises:
         ConfigError: a name that no run has.
@@ -150,16 +165,42 @@ def points(runs: Path, drawn: legend.Configurations, x: str, y: str, log_x: bool
         raise DataError(f"{runs}: no run has a number for both {x!r} and {y!r}.{waiting}")
     told = [f"left out: {n} of {len(rows)} runs, which are not done." for n in [len(rows) - len(counted)] if n]
     told += [f"left out: {n} of {len(rows)} runs, which have no number for {x!r} or {y!r}." for n in [len(counted) - len(placed)] if n]
-    figure = Figure(figsize=(6.4, 4.8), layout="constrained", dpi=120)
+    figure = Figure(figsize=(6.4, HEIGHT), layout="constrained", dpi=120)
     FigureCanvasAgg(figure)
     axes = figure.add_subplot(xlabel=x, ylabel=y, xscale="log" if log_x else "linear")
     axes.grid(alpha=0.3)
-    for group in results.group_rows(placed, drawn.keys):
-        text = in_legend(drawn.label(group) or group[0]["exp_id"][:8])
-        axes.plot([row[x] for row in group], [row[y] for row in group], "o", label=text, color=drawn.colour(group))
-    axes.legend(fontsize="small")
+    by_colour = {drawn.colour(group): group for group in results.group_rows(placed, drawn.keys)}
+    best = [colour for group in drawn.sort_best_first(y) if (colour := drawn.colour(group)) in by_colour][: drawn.most]
+    for colour, group in by_colour.items():
+        text = in_legend(drawn.label(group) or group[0]["exp_id"][:8]) if colour in best else "_"  # without an entry
+        axes.plot([row[x] for row in group], [row[y] for row in group], "o", label=text, color=colour)
+    counted = _count_remark(len(best), len(by_colour))
+    place_legend(figure, counted)
     write_plainly(figure)
-    return figure, told
+    return figure, [*told, *([f"the legend names {counted}; filter or --top N."] if counted else [])]
+
+
+def place_legend(figure: "Figure", title: str = "") -> None:
+    """Add one legend of all lines below the axes, in as many columns as fit, and enlarge the figure by its height."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    entries = {label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    if not entries:
+        return
+    width, renderer = figure.bbox.width, FigureCanvasAgg(figure).get_renderer()
+    for columns in range(min(4, len(entries)), 0, -1):
+        placed = figure.legend(
+            entries.values(), entries, loc="outside lower left", ncols=columns, fontsize="small", frameon=False, title=title or None,
+            alignment="left",
+        )  # fmt: skip
+        write_plainly(placed)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # `save` reports missing glyphs
+            box = placed.get_window_extent(renderer)
+        if box.width <= width or columns == 1:
+            figure.set_size_inches(max(width, box.width) / figure.dpi, (figure.bbox.height + box.height) / figure.dpi)
+            return
+        placed.remove()
 
 
 def in_legend(text: str) -> str:
@@ -183,8 +224,7 @@ def write_plainly(figure: Any) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m results.plot", description=__doc__)
-    run_arguments.add(parser, "only the runs of these groups")
-    parser.add_argument("--where", metavar="EXPR", help="only the runs for which this holds: \"model.stride > 2 and state == 'done'\"")
+    run_arguments.add(parser, output=f"PNG, or another format that matplotlib knows (default: {PLOTS}/GROUP.png)")
     parser.add_argument("--x", default="step", metavar="NAME", help="step, seconds, or a score such as tokens (default: step)")
     parser.add_argument("--y", metavar="NAME", help="one point for each experiment: its last value of this score over that of --x")
     parser.add_argument("--by", nargs="+", metavar="KEY", help="dotted config keys (default: all that vary, but the seed)")
@@ -192,8 +232,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--log_x", action="store_true", help="the x axis of points is logarithmic")
     parser.add_argument("--interval", choices=tuple(INTERVALS), default="std", help="of the bands (default: std; ci95: Student's t)")
     parser.add_argument("--smooth", type=float, default=0.0, metavar="W", help="weight, below 1, of a moving average (default: none)")
+    parser.add_argument("--top", type=int, default=legend.LINES, metavar="N", help="lines to draw, the best ones (default: %(default)s)")
     parser.add_argument("--metric", nargs="+", metavar="NAME", help="scores to plot, a panel for each (default: what the table sorts by)")
-    parser.add_argument("--output", type=Path, help=f"PNG, or another format that matplotlib knows (default: {PLOTS}/GROUP.png)")
     return parser
 
 

@@ -5,17 +5,17 @@ import argparse
 import base64
 import io
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from results import markup, overview, run_arguments
 from results.legend import NEUTRAL
 from results.lineage import tree
-from results.plot import PLOTS, draw_line, write_plainly
+from results.plot import PLOTS, draw_line, place_legend, write_plainly
 from src.config import unknown
 from src.errors import DataError, UserError, print_errors
 from src.tables import lineage
@@ -37,6 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = run_arguments.parse(_parser(), arguments)
     output = options.output or PLOTS / f"{run_arguments.title(options.groups)}.html"
     found = overview.load(options.runs, options.groups)
+    if options.where or options.paths:
+        chosen = {row["exp_id"] for row in run_arguments.select(options)[0]}
+        jobs = [job for job in found.jobs if job.exp_id in chosen]
+        found = replace(found, rows=[row for row in found.rows if row["exp_id"] in chosen], jobs=jobs)
     rows, unread = run_arguments.choose_values(options, found.rows)
     found = replace(found, rows=rows, warnings=[*found.warnings, *unread], unfinished=options.unfinished, seed=options.seed_key)
     page = render(found, options.groups, options.metric)
@@ -112,7 +116,8 @@ def _results(found: overview.Overview) -> str:
     runs = "runs" if found.unfinished else "runs that are done"
     told = f"Mean ± standard deviation over the {runs} and 95 % interval of the mean, best first."
     same = f" In all rows: {', '.join(shown.same)}." if shown.same else ""
-    return markup.plain_table(shown.headings, cells, colours=shown.colours) + markup.note(told + same)
+    notes = "".join(map(markup.note, [told + same, *shown.remarks]))
+    return markup.plain_table(shown.headings, cells, colours=shown.colours) + notes
 
 
 def _curves(found: overview.Overview, metrics: Sequence[str]) -> str:
@@ -137,7 +142,7 @@ def _picture(lines: Sequence[overview.Line], metric: str) -> str:
     for line in lines:
         draw_line(axes, line.x, line.mean, (line.low, line.high), line.label, line.colour)
     if any(line.label for line in lines):
-        figure.legend(loc="outside right upper", fontsize="small", frameon=False)
+        place_legend(figure)
     return encode_svg(figure, metric)
 
 
@@ -149,7 +154,8 @@ def encode_svg(figure: "Figure", salt: str) -> str:
     write_plainly(figure)
     paint_neutrally(figure)
     written = io.BytesIO()
-    with rc_context({"svg.hashsalt": salt}):
+    with rc_context({"svg.hashsalt": salt}), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a missing glyph: a box takes its place
         FigureCanvasSVG(figure).print_svg(written, metadata={"Date": None})
     return base64.b64encode(written.getvalue()).decode("ascii")
 
@@ -221,10 +227,9 @@ def _spell_counts(values: Iterable[tuple[str, int]]) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m results.report", description=__doc__)
-    run_arguments.add(parser, "only the runs of these groups")
+    run_arguments.add(parser, output=f"the file (default: {PLOTS}/GROUP.html)")
     parser.add_argument("--metric", nargs="+", metavar="NAME", help=f"scores whose curves are drawn (default: the first {PANELS})")
     run_arguments.add_values(parser)
-    parser.add_argument("-o", "--output", type=Path, help=f"the file (default: {PLOTS}/GROUP.html)")
     return parser
 
 

@@ -5,6 +5,7 @@ every row counts, over all and over each source; --index_file, --datasets and --
 """
 
 import argparse
+import contextlib
 import json
 import sys
 from collections.abc import Sequence
@@ -14,12 +15,13 @@ from typing import Any
 from results.table import markdown
 from results.terminal_table import draw_rich
 from src.config import Problems, join, unknown_text
-from src.errors import ConfigError, DataError, print_errors
+from src.errors import ConfigError, DataError, UserError, print_errors
 from src.files import reading
 from src.interfaces import MetricConfig
 from src.metrics import answers as answered
 from src.metrics.answers import PREDICTION, Prediction
 from src.registry import METRICS, bind
+from src.runs.metadata import EXP_DICT, read_exp_dict
 
 _FIELDS = {"question": str, "context": str, "answer": str, "dataset": str, PREDICTION: str}
 _LISTS = ("answers", "contexts_list")
@@ -30,12 +32,14 @@ Row = dict[str, Any]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the scores of each file. Returns the exit code."""
     options = _parser().parse_args(arguments)
-    metrics = [_metric(text) for text in options.metrics]
+    chosen = None if options.metrics is None else [_metric(text) for text in options.metrics]
     listed = answered.read_row_indices(options.index_file) if options.index_file else None
     tables = {}
     for file in [file for path in options.files for file in _files(path)]:
         answers = select_answers(read(file), file, options.datasets, listed)
-        tables[str(file)] = score_answers(metrics, answers, options.best_answer)
+        metrics, best_answer = experiment_metrics(file)
+        best_answer = best_answer if options.best_answer is None else options.best_answer
+        tables[str(file)] = score_answers(metrics if chosen is None else chosen, answers, best_answer)
     if options.json:
         print(json.dumps(tables, indent=4, ensure_ascii=False))
         return 0
@@ -62,6 +66,22 @@ def read(file: Path) -> list[Prediction]:
         raise DataError(f"{file}: empty. It should have one JSON object on each line.")
     rows = [_row(line, f"{file}:{number}") for number, line in enumerate(lines, 1)]
     return [answered.make_prediction(row, row[PREDICTION]) for row in rows]
+
+
+def experiment_metrics(file: Path) -> tuple[list[MetricConfig], bool]:
+    """The metrics of the experiment whose inference wrote `file`, and its `best_answer`. SQuAD's if unknown to this code, or no experiment.
+
+    Raises:
+        RunError: the experiment dict is damaged.
+    """
+    run = file.resolve().parents[1]
+    exp = read_exp_dict(run) if file.resolve().parent.name == answered.INFERENCE and (run / EXP_DICT).exists() else {}
+    inference = exp.get(answered.INFERENCE)
+    inference = inference if isinstance(inference, dict) else {}
+    default, metrics = bind(METRICS, {"name": "squad"}), []
+    with contextlib.suppress(Problems, UserError):
+        metrics = [bind(METRICS, raw) for raw in inference.get("metrics") or []]
+    return metrics or [default], inference.get("best_answer") is True
 
 
 def select_answers(
@@ -147,6 +167,12 @@ def _cells(tables: dict[str, dict[str, dict[str, float]]]) -> tuple[list[str], l
     return [*(["file"] if len(tables) > 1 else []), "source", *names], lines
 
 
+_METRICS_HELP = (
+    f"{', '.join(sorted(METRICS.modules))} (default: those of the experiment, else squad), or JSON with options: "
+    """'{"name": "rouge", "stemmer": true}'"""
+)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m results.rescore", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -155,14 +181,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--metrics",
         nargs="+",
-        default=["squad"],
         metavar="NAME",
-        help=f'of {", ".join(sorted(METRICS.modules))} (default: squad), or with options as JSON: \'{{"name": "rouge", "stemmer": true}}\'',
+        help=_METRICS_HELP,
     )
     parser.add_argument("--datasets", nargs="+", metavar="SOURCE", help="only the rows of these sources")
     parser.add_argument("--index_file", type=Path, metavar="PATH", help="only the rows whose numbers it lists, one on each line, from 0")
     parser.add_argument(
-        "--best_answer", action="store_true", help="rows that ask one question on the same contexts count once, with the best"
+        "--best_answer",
+        action=argparse.BooleanOptionalAction,
+        help="rows with one question on the same contexts count once, with the best answer (default: as in the experiment)",
     )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="every digit, by file and source")

@@ -7,6 +7,7 @@ a reward is found by reading. Above them stands what has risen and fallen from t
 """
 
 import argparse
+import math
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -14,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from results import run_arguments
-from src.command_line import make_parser, parse_arguments, run_command
+from src.command_line import make_parser, run_command
 from src.errors import DataError
 from src.runs import jsonl_records
-from src.runs.metadata import expand_run
 
 FILE = "rollouts.jsonl"
 WIDTH = 100
@@ -28,17 +28,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = make_parser("results.rollouts", __doc__)
     add = parser.add_argument
-    add("run", type=Path, help="a save directory, or the beginning of its id")
+    run_arguments.add(parser)
     add("--count", type=int, default=3, metavar="N", help="answers at each end of an iteration (default: %(default)s)")
     add("--iterations", type=int, default=4, metavar="N", help="iterations, the first and the last among them (default: %(default)s)")
     add("--full", action="store_true", help=f"whole texts (default: their first {WIDTH} characters, without line breaks)")
-    add("-r", "--runs", type=Path, default=run_arguments.RUNS, metavar="DIR", help="where save directories are (default: %(default)s)")
-    args = parse_arguments(parser, argv)
-    return run_command(lambda: _act(args))
+    return run_command(lambda: _act(run_arguments.parse(parser, argv)))
 
 
 def _act(args: argparse.Namespace) -> int:
-    run = expand_run(args.run, args.runs)
+    (run,) = run_arguments.paths(args, at_least=1, at_most=1)
+    with run_arguments.output_to(args.output):
+        _write(run, args)
+    return 0
+
+
+def _write(run: Path, args: argparse.Namespace) -> None:
     rollouts = jsonl_records.rows(run / FILE)
     if not rollouts:
         raise DataError(f"{run}: no {FILE}: recipes 'ppo' and 'grpo' write it.")
@@ -50,14 +54,13 @@ def _act(args: argparse.Namespace) -> int:
         write(f"\niteration {iteration}, after step {own[0]['step']}: {describe_means(own)}\n")
         for title, rows in choose_extremes(own, args.count).items():
             write(f"  {title}\n" + "".join(f"{describe(row, args.full)}\n" for row in rows))
-    return 0
 
 
 def compare_ends(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """A line for the reward and each score of drawn answers: its first and its last value; and a warning where they part."""
     drawn = [name for row in rows[-1:] for name in row if "_mean@" in name and not name.endswith("_interval")]
     names = ["reward", *drawn]
-    ends = {name: [row[name] for row in rows if name in row] for name in names}
+    ends = {name: [math.nan if row[name] is None else row[name] for row in rows if name in row] for name in names}
     lines = [f"{name:<24} {values[0]:8.3f} -> {values[-1]:8.3f}" for name, values in ends.items() if values]
     fallen = [name for name, values in ends.items() if name != "reward" and values[-1] < values[0] - _interval(rows, name)]
     if fallen and ends.get("reward") and ends["reward"][-1] > ends["reward"][0]:
@@ -67,7 +70,7 @@ def compare_ends(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _interval(rows: Sequence[Mapping[str, Any]], name: str) -> float:
     """Of a score's last value."""
-    return next((row[f"{name}_interval"] for row in reversed(rows) if f"{name}_interval" in row), 0.0)
+    return next((row[f"{name}_interval"] or 0.0 for row in reversed(rows) if f"{name}_interval" in row), 0.0)
 
 
 def choose_iterations(rollouts: Sequence[Mapping[str, Any]], count: int) -> list[int]:

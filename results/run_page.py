@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from results import answers, layers, legend, markup, overview, report, run_arguments
-from results.diff import resolve
-from results.plot import PLOTS
-from results.run_arguments import RUNS
+from results.plot import PLOTS, place_legend
 from src.errors import UserError, print_errors
 from src.metrics.answers import GAIN, INFERENCE, WRONG
 from src.runs import jsonl_records, ledger
 from src.runs.metadata import flatten, is_foreign, read_exp_dict, read_foreign_dict, read_status, state_of
 from src.runs.scores import SCORES, Scores
+from src.runs.summary import Summary
 from src.tables import rows as results
 
 PERF = "perf.jsonl"
@@ -43,8 +42,8 @@ _NAMED = {
 @print_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the page and print its path. Returns the exit code."""
-    options = _parser().parse_args(arguments)
-    run = Path(options.run) if Path(options.run).is_dir() else options.runs / resolve(options.runs, options.run)
+    options = run_arguments.parse(_parser(), arguments)
+    (run,) = run_arguments.paths(options, at_least=1, at_most=1)
     output = options.output or PLOTS / f"{run.resolve().name}.html"
     written = render(run)
     run_arguments.write_page(output, written)
@@ -107,11 +106,14 @@ def _introduce(run: Path, exp: Mapping[str, Any]) -> tuple[str, list[tuple[str, 
 
 def _last_scores(rows: Sequence[Mapping[str, Any]]) -> str:
     """The last value of each score that is a result."""
-    last = {name: value for row in rows for name, value in row.items() if isinstance(value, int | float)}
-    shown = sorted(results.headline_scores([name for name in last if name != "step"]), key=lambda name: not name.startswith(INFERENCE))
+    summary = Summary()
+    summary.add(rows)
+    last = summary.last
+    shown = sorted(results.headline_scores(list(last)), key=lambda name: not name.startswith(INFERENCE))
     ends = [end for end in ("", WRONG, GAIN) if any(name.endswith(end) for name in shown)]
     firsts = [name for name in shown if not name.endswith((WRONG, GAIN))]
-    lines = [[name, *(f"{last[name + end]:.4g}" if name + end in last else "" for end in ends)] for name in firsts]
+    cells = {name: "NaN" if value is None else f"{value:.4g}" for name, value in last.items()}
+    lines = [[name, *(cells.get(name + end, "") for end in ends)] for name in firsts]
     return markup.plain_table(("", *("last" if not end else end.strip("_").replace("_", " ") for end in ends)), lines) if lines else ""
 
 
@@ -122,8 +124,7 @@ def _answers(run: Path) -> tuple[str, list[str]]:
     except UserError as error:
         return "", [str(error)]
     pieces = [
-        markup.note(f"{name}: {sum(sample.is_right for sample in found)} of {len(found)} answers are right.")
-        + answers.page(answers.choose(found, MOST_ANSWERS, wrong=False))
+        markup.note(f"{name}: {answers.describe_score(found)}") + answers.page(answers.choose(found, MOST_ANSWERS, wrong=False))
         for name, found in files.items()
     ]
     switch = '<label><input type="checkbox"> only wrong answers</label>'
@@ -206,7 +207,7 @@ def _curves(title: str, lines: Mapping[str, Line], size: tuple[float, float]) ->
     for name, (steps, values) in lines.items():
         axes.plot(steps, values, label=f" {name}", linewidth=1.3, marker="o" if len(steps) < 20 else None, markersize=3)
     if len(lines) > 1:
-        figure.legend(loc="outside right upper", fontsize="small", frameon=False)
+        place_legend(figure)
     return report.encode_svg(figure, title)
 
 
@@ -244,9 +245,7 @@ def _header(run: Path, title: str, status: Mapping[str, Any], rows: Sequence[Map
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m results.run_page", description=__doc__)
-    parser.add_argument("run", help="save directory, or the beginning of an id")
-    parser.add_argument("--runs", type=Path, default=RUNS, help=f"folder in which the id is looked for (default: {RUNS})")
-    parser.add_argument("-o", "--output", type=Path, help=f"the file (default: {PLOTS}/ID.html)")
+    run_arguments.add(parser, output=f"the file (default: {PLOTS}/ID.html)")
     return parser
 
 

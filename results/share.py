@@ -11,7 +11,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from results import run_arguments
-from results.run_arguments import RUNS
+from results.plot import PLOTS
 from results.table import render, tabulate
 from src.errors import DataError, print_errors
 from src.files import reading, sync_directory, writing
@@ -19,6 +19,7 @@ from src.runs.environment import SECRET_FILES
 from src.runs.lease import GUARD, LEASE
 from src.runs.metadata import EXP_DICT
 from src.tables import rows as results
+from src.tables import statistics
 
 MAX_FILE_BYTES = 64_000_000
 _FOLDERS = {"checkpoints", "wandb", "code", "__pycache__"}
@@ -49,17 +50,21 @@ With the code at hand:  python -m results.table FOLDER      python -m results.pl
 @print_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the zip, and print its path, number of files and size. Returns the exit code."""
-    options = _parser().parse_args(arguments)
-    rows, warnings = results.select(options.runs, options.group, options.where)
+    options = run_arguments.parse(_parser(), arguments)
+    rows, warnings = run_arguments.select(options)
     if not rows:
         raise DataError(f"{options.runs}: no run can be read:\n" + "\n".join(warnings))
-    count, left_out = share(options.runs, rows, options.output, options.group, options.wandb)
-    run_arguments.warn([*warnings, *left_out])
-    print(f"{options.output}: {len(rows)} runs, {count} files, {options.output.stat().st_size / 1e6:.1f} MB")
+    output = options.output or PLOTS / f"{run_arguments.title(options.groups)}.zip"
+    count, left_out = share(options.runs, rows, output, options.groups, options.wandb)
+    remarks = statistics.nan_remarks(rows, results.headline_scores(results.score_names(rows)))
+    run_arguments.warn([*warnings, *left_out, *remarks])
+    print(f"{output}: {len(rows)} runs, {count} files, {output.stat().st_size / 1e6:.1f} MB")
     return 0
 
 
-def share(runs: Path, rows: Sequence[results.Row], output: Path, group: str | None = None, wandb: bool = False) -> tuple[int, list[str]]:
+def share(
+    runs: Path, rows: Sequence[results.Row], output: Path, groups: Sequence[str] | None = None, wandb: bool = False
+) -> tuple[int, list[str]]:
     """Write the zip atomically; the same files give the same bytes. Returns its number of files, and what was left out or hidden.
 
     Keys and passwords in texts become ***; a file that is no text and holds one is left out.
@@ -74,7 +79,11 @@ def share(runs: Path, rows: Sequence[results.Row], output: Path, group: str | No
         output.parent.mkdir(parents=True, exist_ok=True)
         try:
             with zipfile.ZipFile(beside, "w") as zipped:
-                _add(zipped, "README.txt", _README.format(runs=len(rows), of_group=f" of group {group}" if group else "").encode())
+                _add(
+                    zipped,
+                    "README.txt",
+                    _README.format(runs=len(rows), of_group=f" of group {', '.join(groups)}" if groups else "").encode(),
+                )
                 _add(zipped, "table.csv", render(*tabulate(rows, None, ["all"]), "csv").encode())
                 for name in sorted(row["exp_id"] for row in rows):
                     for path in _files(runs / name, wandb, warnings):
@@ -145,10 +154,7 @@ def _add(zipped: zipfile.ZipFile, name: str, content: bytes) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m results.share", description=__doc__)
-    parser.add_argument("runs", nargs="?", type=Path, default=RUNS, help=f"folder of save directories (default: {RUNS})")
-    parser.add_argument("-e", "--group", help="only the runs of this group")
-    parser.add_argument("--where", metavar="EXPR", help="only the runs for which this holds, such as \"state == 'done'\"")
-    parser.add_argument("-o", "--output", type=Path, required=True, help="the zip to write")
+    run_arguments.add(parser, output=f"the zip to write (default: {PLOTS}/GROUP.zip)")
     parser.add_argument("--wandb", action="store_true", help="with the folders of wandb, which hold the machine's name and user")
     return parser
 

@@ -1,17 +1,17 @@
 # PYTHON_ARGCOMPLETE_OK
-"""The scores of a folder of runs as a table, mean ± deviation over seeds: `python -m results.table [RUNS] [-e GROUP ..] [--where EXPR]`."""
+"""The scores of a folder of runs as a table, mean ± deviation over seeds: `python -m results.table [RUN ..] [-e GROUP ..]`."""
 
 import argparse
 import csv
 import io
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
 from results import run_arguments
-from results.terminal_table import arrange, choose, draw, draw_rich, facts, plain
+from results.terminal_table import arrange, choose, draw, draw_rich, facts, plain, score_cells
 from src.errors import ConfigError, print_errors
 from src.metrics.answers import GAIN, INFERENCE, WRONG
 from src.runs.metadata import CODE_VERSIONS
@@ -41,7 +41,7 @@ Table = list[dict[str, Any]]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table; warnings about runs that cannot be read or are not done go to stderr. Returns the exit code."""
     options = run_arguments.parse(_parser(), arguments)
-    rows, warnings = results.select(options.runs, options.groups, options.where)
+    rows, warnings = run_arguments.select(options)
     rows, unread = run_arguments.choose_values(options, rows)
     known = results.score_names(rows)
     metric = _score_name(options.metric, known) if options.metric else None
@@ -53,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         keys = statistics.grouping_keys(rows, options.pivot)
         cross, score = pivot_score(rows, keys[0], keys[1], metric, options.unfinished)
+        shown = [score]
         output = partial(print_pivot, cross, keys, score, options.format, options.interval)
     else:
         if options.columns and options.format != "rich":
@@ -62,6 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         wanted = asked or (["all"] if options.format in ("csv", "json") else chosen or None)
         by = statistics.grouping_keys(rows, options.by, options.seed_key)
         table, keys, scores = tabulate(rows, by, wanted, metric, options.best, options.unfinished)
+        shown = scores if options.scores or options.columns else headline(results.headline_scores(scores))
         if options.gpu_hours:
             for row in table:
                 row["gpu_hours"] = sum(gpu_hours(options.runs / name) for name in row["exp_ids"])
@@ -74,9 +76,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             about = f"Mean ± {INTERVALS[options.interval]}, best first.{f' In all rows: {told}.' if told else ''}"
             output = partial(draw, columns, [about])
         else:
-            output = partial(print_table, table, keys, scores, options.format, options.interval)
-    run_arguments.warn([*warnings, *unread, *remarks(rows, keys, options.unfinished, options.seed_key)])
-    output()
+            best = best_rows(table, metric or next(iter(headline(scores)), None), options.best)
+            output = partial(print_table, table, keys, scores, options.format, options.interval, best)
+    nan = statistics.nan_remarks(rows, shown, options.unfinished)
+    run_arguments.warn([*warnings, *unread, *remarks(rows, keys, options.unfinished, options.seed_key), *nan])
+    with run_arguments.output_to(options.output):
+        output()
     return 0
 
 
@@ -162,13 +167,27 @@ def pivot_score(
     return statistics.pivot(rows, index, columns, score, unfinished), score
 
 
-def print_table(table: Table, keys: Sequence[str], scores: Sequence[str], style: str, interval: str = "std") -> None:
-    """Print to stdout. csv and json have all digits; the others four, as mean ± deviation (3 of 5)."""
-    print(render(table, keys, scores, style, interval), end="")
+def best_rows(table: Table, metric: str | None, best: str | None = None) -> set[int]:
+    """The numbers of the rows with the best mean of `metric`; empty for fewer than two rows. best: "min", "max" or None, by its name."""
+    values = [row[metric] for row in table if metric is not None and row[metric] is not None]
+    if len(table) < 2 or not values:
+        return set()
+    lowest = results.lower_is_better(metric or "") if best is None else best == "min"
+    return {number for number, row in enumerate(table) if row[metric] == (min if lowest else max)(values)}
 
 
-def render(table: Table, keys: Sequence[str], scores: Sequence[str], style: str, interval: str = "std") -> str:
-    """The table as text: one of `FORMATS` but rich. interval: what follows ±, one of `INTERVALS`."""
+def print_table(
+    table: Table, keys: Sequence[str], scores: Sequence[str], style: str, interval: str = "std", best: Collection[int] = ()
+) -> None:
+    """Print `render` to stdout."""
+    print(render(table, keys, scores, style, interval, best), end="")
+
+
+def render(table: Table, keys: Sequence[str], scores: Sequence[str], style: str, interval: str = "std", best: Collection[int] = ()) -> str:
+    """The table in one of `FORMATS` but rich. csv and json have all digits, markdown and latex those of the terminal.
+
+    interval: the value after ±, one of `INTERVALS`. best: numbers of the rows that are bold in latex.
+    """
     if style == "json":
         return json.dumps(table, indent=4, allow_nan=False) + "\n"
     if style == "csv":
@@ -176,7 +195,7 @@ def render(table: Table, keys: Sequence[str], scores: Sequence[str], style: str,
         columns = [*keys, *facts(table), *(name + end for name in scores for end in ends)]
         return _csv([columns, *([row[column] for column in columns] for row in table)])
     headings, lines = _cells(table, keys, scores, interval)
-    return markdown(headings, lines) if style == "markdown" else _latex(headings, lines, len(keys))
+    return markdown(headings, lines) if style == "markdown" else _latex(headings, lines, len(keys), best)
 
 
 def print_pivot(cross: statistics.Pivot, keys: Sequence[str], score: str, style: str, interval: str = "std") -> None:
@@ -194,11 +213,9 @@ def print_pivot(cross: statistics.Pivot, keys: Sequence[str], score: str, style:
         print(_csv([head, *lines]), end="")
     else:
         headings = [index, *(f"{columns}={plain(value)}" for value in cross.columns)]
+        texts = iter(score_cells([cell for line in cross.cells for cell in line if cell], score, interval, count=True))
         rows = zip(cross.rows, cross.cells, strict=True)
-        lines = [
-            [plain(value), *("-" if cell is None else score_text(cell, score, interval, count=True) for cell in line)]
-            for value, line in rows
-        ]
+        lines = [[plain(value), *("-" if cell is None else next(texts) for cell in line)] for value, line in rows]
         if style == "rich":
             draw_rich(headings, lines, f"{score}: mean ± {INTERVALS[interval]} (number of runs)")
         else:
@@ -208,20 +225,12 @@ def print_pivot(cross: statistics.Pivot, keys: Sequence[str], score: str, style:
 def _cells(table: Table, keys: Sequence[str], scores: Sequence[str], interval: str) -> tuple[list[str], list[list[str]]]:
     names = results.short_names(keys)
     headings = [*(names[key] for key in keys), *facts(table), *scores]
+    cells = [score_cells(table, name, interval) for name in scores]
     lines = [
-        [*(plain(row[key]) for key in keys), *(plain(row[fact]) for fact in facts(table)), *(score_text(row, s, interval) for s in scores)]
-        for row in table
+        [*(plain(row[key]) for key in keys), *(plain(row[fact]) for fact in facts(table)), *(column[number] for column in cells)]
+        for number, row in enumerate(table)
     ]
     return headings, lines
-
-
-def score_text(row: dict[str, Any], name: str, interval: str, count: bool = False) -> str:
-    """count: say how many runs the mean is over, even where it is over all."""
-    mean, half, covered = row[name], row[f"{name}_{interval}"], statistics.count_runs(row, name)
-    if mean is None:
-        return covered
-    covered = covered or (str(row["runs"]) if count and half is not None else "")
-    return f"{mean:.4g}" + (f" ± {half:.2g}" if half is not None else "") + (f" ({covered})" if covered else "")
 
 
 def _ends(interval: str) -> tuple[str, ...]:
@@ -253,9 +262,10 @@ def markdown(headings: list[str], lines: list[list[str]]) -> str:
     return "".join("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row) + " |\n" for row in rows)
 
 
-def _latex(headings: list[str], lines: list[list[str]], num_keys: int) -> str:
+def _latex(headings: list[str], lines: list[list[str]], num_keys: int, bold: Collection[int] = ()) -> str:
     columns = "l" * num_keys + "r" * (len(headings) - num_keys)
-    rows = [" & ".join(map(_escape, row)) + r" \\" for row in (headings, *lines)]
+    cells = [[rf"\textbf{{{_escape(cell)}}}" if number in bold else _escape(cell) for cell in row] for number, row in enumerate(lines)]
+    rows = [" & ".join(row) + r" \\" for row in (map(_escape, headings), *cells)]
     rows = ["{}" + row if row.startswith(("[", "*")) else row for row in rows]  # behind \\ these are its options
     parts = [rf"\begin{{tabular}}{{{columns}}}", r"\toprule", rows[0], r"\midrule", *rows[1:], r"\bottomrule", r"\end{tabular}"]
     return "% needs \\usepackage{booktabs}\n" + "\n".join(parts) + "\n"
@@ -267,8 +277,7 @@ def _escape(cell: str) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m results.table", description=__doc__)
-    run_arguments.add(parser, "only the runs of these groups")
-    parser.add_argument("--where", metavar="EXPR", help="only the runs for which this holds: \"model.stride > 2 and state == 'done'\"")
+    run_arguments.add(parser)
     parser.add_argument("--by", nargs="+", metavar="KEY", help="dotted config keys (default: all that vary, but the seed)")
     parser.add_argument("--metric", help="score to sort by, best first (default: of answers, else val_loss)")
     parser.add_argument("--best", choices=("min", "max"), help="which end of the metric is best (default: min for losses and errors)")

@@ -85,8 +85,11 @@ def plain_score(name: str, known: Sequence[str]) -> str:
     return name if short in known else short
 
 
-def score_cells(table: Sequence[dict[str, Any]], name: str, interval: str) -> list[str]:
-    """Means ± deviations of a score, with two digits of the smallest deviation; and "3 of 5" where the mean is not over all."""
+def score_cells(table: Sequence[dict[str, Any]], name: str, interval: str, count: bool = False) -> list[str]:
+    """Means ± deviations of a score, with two digits of the smallest deviation, and "3 of 5" if the mean is not over all runs.
+
+    count: add the number of runs also if the mean is over all.
+    """
     spreads = [half for row in table if (half := row[f"{name}_{interval}"])]
     digits = max(0, min(_DIGITS, 1 - math.floor(math.log10(min(spreads))))) if spreads else None
 
@@ -94,6 +97,7 @@ def score_cells(table: Sequence[dict[str, Any]], name: str, interval: str) -> li
         mean, half, covered = row[name], row[f"{name}_{interval}"], statistics.count_runs(row, name)
         if mean is None:
             return covered
+        covered = covered or (str(row["runs"]) if count and half is not None else "")
         text = f"{mean:.4g}" if digits is None else f"{mean:.{digits}f}"
         text += f" ± {half:.{digits}f}" if digits is not None and half is not None else ""
         return f"{text} ({covered})" if covered else text

@@ -21,7 +21,7 @@ from src.evaluation.outputs import OutputFile, ResumableOutputs
 from src.files import write_json
 from src.interfaces import ContextDataset, Prediction, QuestionDataset
 from src.metrics import answers
-from src.metrics.answers import GAIN, INFERENCE, PREDICTION, WRONG
+from src.metrics.answers import INFERENCE, PREDICTION, WRONG
 from src.runs.context import Run
 
 log = logging.getLogger(__name__)
@@ -97,8 +97,6 @@ def make(run: Run, job: InferenceJob, generator: AnswerGenerator, inputs: Mappin
     scores, *wrong = distributed.broadcast_from_rank0(
         lambda: [answers.scores(config.metrics, given, config.best_answer) for given in predictions]
     )
-    found = {f"{INFERENCE}/{name}": value for name, value in scores.items()}
-    for control_scores in wrong:
-        found |= {f"{INFERENCE}/{name}{WRONG}": value for name, value in control_scores.items() if "/" not in name}
-        found |= {f"{INFERENCE}/{name}{GAIN}": scores[name] - value for name, value in control_scores.items() if "/" not in name}
-    return found
+    for control in wrong:
+        scores |= answers.control_scores(scores, control)
+    return {f"{INFERENCE}/{name}": value for name, value in scores.items()}

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import itertools
 import json
+import re
 import reprlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,6 +18,9 @@ from src.registry import canonical_dict, sparse_dict
 
 Experiment = dict[str, Any]
 Axes = Mapping[str, list[Any]]
+_CONSTANTS = {"True": "true", "False": "false", "None": "null"}
+_INTEGER = re.compile(r"[+-]?[0-9_]+")
+_NUMBER = re.compile(r"[+-]?([0-9_]+\.?[0-9_]*|\.[0-9_]+)([eE][+-]?[0-9]+)?")
 P = ParamSpec("P")
 T = TypeVar("T")
 _deferring = False
@@ -139,7 +143,8 @@ def parse_assignment(text: str) -> tuple[str, Any]:
     """Split "loop.steps=20" into ("loop.steps", 20). A value that is not JSON is a string.
 
     Raises:
-        ConfigError: no "=" or nothing before it, or a value that is nested too deeply or a number of thousands of digits.
+        ConfigError: no "=" or nothing before it; a number, true, false or null in another spelling than JSON's; a value that is nested
+            too deeply or a number of thousands of digits.
     """
     path, equals, value = text.partition("=")
     if not equals or not path.strip():
@@ -147,27 +152,63 @@ def parse_assignment(text: str) -> tuple[str, Any]:
     try:
         return path.strip(), json.loads(value)
     except json.JSONDecodeError:
+        if (spelling := _json_spelling(value.strip())) is not None:
+            raise ConfigError(
+                f"--set: {path.strip()}: {value} is not JSON. For the value write {path.strip()}={spelling}, "
+                f"for the text {_quote(path.strip(), json.dumps(value))}."
+            ) from None
         return path.strip(), value
     except (RecursionError, ValueError):
         shown = f"{value[:30]}... ({len(value)} characters)"
         raise ConfigError(f"--set: {path.strip()}: nested too deeply, or a number of too many digits: {shown}.") from None
 
 
+def _json_spelling(text: str) -> str | None:
+    """How JSON spells a value of Python or a number such as .5 and +1; None for other texts."""
+    if text in _CONSTANTS:
+        return _CONSTANTS[text]
+    if not _NUMBER.fullmatch(text):
+        return None
+    try:
+        return json.dumps(int(text) if _INTEGER.fullmatch(text) else float(text), allow_nan=False)
+    except ValueError:
+        return None
+
+
+def _quote(path: str, values: str) -> str:
+    """The assignment in quotes for a shell."""
+    return f"'{path}={values}'"
+
+
 def parse_assignments(texts: Iterable[str]) -> list[list[tuple[str, Any]]]:
-    """Every combination of the assignments of --set: `seed=0,1,2` gives three values, as all between its commas is JSON.
+    """Every combination of the assignments of --set: `seed=0,1,2` and `tag="a","b"` are sweeps over values in JSON.
 
     Raises:
-        ConfigError: as `parse_assignment`.
+        ConfigError: a value with commas that is not JSON; and as `parse_assignment`.
     """
-    axes = [(path, _values(value)) for path, value in map(parse_assignment, texts)]
+    axes = [(path, _values(path, text.partition("=")[2], value)) for text in texts for path, value in [parse_assignment(text)]]
     return [list(zip((path for path, _ in axes), values, strict=True)) for values in itertools.product(*(each for _, each in axes))]
 
 
-def _values(value: Any) -> list[Any]:
-    if isinstance(value, str) and "," in value:
-        with contextlib.suppress(ValueError, RecursionError):
-            return json.loads(f"[{value}]")
-    return [value]
+def _values(path: str, text: str, value: Any) -> list[Any]:
+    """The values of a sweep, or the only one. text: the argument after "="; it is the value itself if it is not JSON."""
+    if value != text or "," not in text:
+        return [value]
+    try:
+        return json.loads(f"[{text}]")
+    except (ValueError, RecursionError):
+        sweep, one = ",".join(_spell_in_json(part.strip()) for part in text.split(",")), json.dumps(text)
+        raise ConfigError(
+            f"--set: {path}: {shorten(text)} is not JSON. For a sweep write {_quote(path, sweep)}, for one text {_quote(path, one)}."
+        ) from None
+
+
+def _spell_in_json(text: str) -> str:
+    try:
+        json.loads(text)
+        return text
+    except (ValueError, RecursionError):
+        return _json_spelling(text) or json.dumps(text)
 
 
 def _fill(base: Any, axes: Axes, combinations: Iterable[Sequence[Any]]) -> list[Experiment]:

@@ -85,47 +85,68 @@ def best_over_references(reference_scores: Callable[[str, str], float], answer: 
 def scores(metrics: Iterable[MetricConfig], answers: Sequence[Prediction], best_answer: bool = False) -> dict[str, float]:
     """Means over all answers and, where these are of several sources, over each source: {"em": …, "em/nq": …}.
 
-    A score of a whole set is computed for all answers, and for those of each source.
-    best_answer: rows that ask one question on the same contexts count as one. A prediction for any of them may match the references of
-    all, and the highest score counts. Scores of a whole set count every row.
+    A score of a complete set, such as BLEU, is computed for all answers, and for those of each source.
+    best_answer: see `group_by_question`. Scores of a complete set count every row.
 
     Raises:
         ValueError: no answers.
     """
     if not answers:
         raise ValueError("no answers to score")
-    groups = _group_by_question(answers) if best_answer else [[i] for i in range(len(answers))]
-    if best_answer:
-        accepted = {i: list(dict.fromkeys(r for j in group for r in answers[j].references)) for group in groups for i in group}
-        answers = [Prediction(a.text, accepted[i], a.question, a.contexts, a.source) for i, a in enumerate(answers)]
-    sources = [answers[group[0]].source for group in groups]
+    questions, answers = group_by_question(answers, best_answer)
+    sources = [answers[question[0]].source for question in questions]
     parts = sorted(set(sources)) if len(set(sources)) > 1 else []
     found: dict[str, float] = {}
     for metric in metrics:
-        of_all = metric.score(answers)
-        of_parts = {}
-        if any(isinstance(values, float) for values in of_all.values()):
-            of_parts = {part: metric.score([answer for answer in answers if answer.source == part]) for part in parts}
-        for name, values in of_all.items():
+        totals = metric.score(answers)
+        by_part = {}
+        if any(isinstance(values, float) for values in totals.values()):
+            by_part = {part: metric.score([answer for answer in answers if answer.source == part]) for part in parts}
+        for name, values in totals.items():
             if isinstance(values, float):
                 found[name] = values
-                found |= {f"{name}/{part}": cast("float", of_parts[part][name]) for part in parts}
+                found |= {f"{name}/{part}": cast("float", by_part[part][name]) for part in parts}
                 continue
-            each = cast("list[float]", values)
-            assert len(each) == len(answers), name
-            of_groups = [max(each[i] for i in group) for group in groups]
-            found[name] = _mean(of_groups)
+            assert len(values) == len(answers), name
+            by_question = question_scores(values, questions)
+            found[name] = _mean(by_question)
             for part in parts:
-                found[f"{name}/{part}"] = _mean([value for value, s in zip(of_groups, sources, strict=True) if s == part])
+                found[f"{name}/{part}"] = _mean([value for value, s in zip(by_question, sources, strict=True) if s == part])
     return found
 
 
-def _group_by_question(answers: Sequence[Prediction]) -> list[list[int]]:
-    """Indices of the answers to one question on the same contexts, in the order of first appearance. Sources are kept apart."""
+def answer_scores(metrics: Iterable[MetricConfig], answers: Sequence[Prediction], best_answer: bool = False) -> dict[str, list[float]]:
+    """The scores of each answer by name, without those of a complete set. `scores` takes their means over questions."""
+    accepted = group_by_question(answers, best_answer)[1]
+    found = [metric.score(accepted) for metric in metrics]
+    return {name: values for each in found for name, values in each.items() if isinstance(values, list)}
+
+
+def question_scores(values: Sequence[float], questions: Iterable[Sequence[int]]) -> list[float]:
+    """The score of each question: the best of its answers. questions: of `group_by_question`."""
+    return [max(values[i] for i in question) for question in questions]
+
+
+def control_scores(scores: Mapping[str, float], control: Mapping[str, float]) -> dict[str, float]:
+    """{"em_wrong_context": …, "em_gain": …} of scores and those with wrong contexts, without parts such as "em/nq"."""
+    names = [name for name in control if "/" not in name]
+    wrong = {name + WRONG: control[name] for name in names}
+    return wrong | {name + GAIN: scores[name] - control[name] for name in names}
+
+
+def group_by_question(answers: Sequence[Prediction], best_answer: bool) -> tuple[list[list[int]], Sequence[Prediction]]:
+    """The indices of the answers to each question, in the order of first appearance; and the answers with all accepted references.
+
+    best_answer: rows of one source with one question on the same contexts are one question. An answer to any of them can match the
+    references of all, and the highest score counts. Else each row is a question.
+    """
+    if not best_answer:
+        return [[i] for i in range(len(answers))], answers
     groups: dict[Any, list[int]] = {}
     for i, answer in enumerate(answers):
         groups.setdefault((answer.source, answer.question, tuple(answer.contexts)), []).append(i)
-    return list(groups.values())
+    accepted = {i: list(dict.fromkeys(r for j in group for r in answers[j].references)) for group in groups.values() for i in group}
+    return list(groups.values()), [Prediction(a.text, accepted[i], a.question, a.contexts, a.source) for i, a in enumerate(answers)]
 
 
 def _mean(values: Sequence[float]) -> float:

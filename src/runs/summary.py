@@ -1,4 +1,4 @@
-"""The last value of each score of a run, so that a table reads no histories. Valid while scores.jsonl still begins with the same bytes."""
+"""The last value of each score of a run, so that a table need not read histories. Valid while scores.jsonl starts with the same bytes."""
 
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -10,30 +10,28 @@ from src.errors import DataError
 from src.runs.jsonl_records import AppendedLines, read_appended
 from src.runs.scores import Row, parse_lines
 
-SUMMARY = "scores"
+SUMMARY = "last_scores"
 """The key of the summary in status.json."""
 
 
 @dataclass
 class Summary:
-    """Summary of the first `size` bytes of a scores.jsonl, which end with a line."""
+    """Summary of the first `size` bytes of a scores.jsonl, which end with a newline."""
 
     size: int = 0
     tail: str = hashlib.sha256(b"").hexdigest()
     step: int | None = None
     last: dict[str, float | None] = field(default_factory=dict)
-    """The last finite value of each score, in order of first appearance; None for a score that never had one."""
+    """The last value of each score, in order of first appearance; None for a score that ended in NaN or infinity."""
 
     def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Add later rows. A value that is not finite does not replace an earlier one, as in haven's tables."""
+        """Add later rows. Null, NaN or infinity replaces an earlier value; a missing key does not. Values of other types are ignored."""
         for row in rows:
-            if is_finite(step := row.get("step")):  # in haven's rows it may be anything
+            if is_finite(step := row.get("step")):  # haven's rows can hold anything
                 self.step = step
             for name, value in row.items():
-                if is_finite(value):
-                    self.last[name] = value
-                else:
-                    self.last.setdefault(name)
+                if value is None or isinstance(value, int | float):
+                    self.last[name] = value if is_finite(value) else None
         self.last.pop("step", None)
 
     def to_json(self) -> dict[str, Any]:

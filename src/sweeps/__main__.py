@@ -111,7 +111,7 @@ def table(sweep: Sweep, study: "Study") -> list[str]:
     for trial in trials:
         values = study.values_of(trial)
         last = trial.value if trial.value is not None else trial.intermediate_values.get(max(trial.intermediate_values, default=0))
-        shown = "" if last is None or sweep.metric is None else f"{last:.6g}"
+        shown = "" if last is None or sweep.metric is None or trial.state.name == "FAIL" else f"{last:.6g}"
         cells = [_short(values.get(dimension.path, "")) for dimension in sweep.dimensions]
         rows.append([str(trial.number), trial.state.name.lower(), shown, *cells, str(trial.user_attrs.get(EXP_ID, ""))])
     lines = aligned_lines(rows)

@@ -82,9 +82,10 @@ def agent_argument(path: str, value: Any, where: str) -> str:
         ConfigError: --set would read another value in it, as in True and None, which JSON does not have.
     """
     text = f"{path}={value}"
-    back = parse_assignment(text)[1]
-    if isinstance(value, str) or (type(back) is type(value) and back == value):
-        return text
+    with contextlib.suppress(ConfigError):
+        back = parse_assignment(text)[1]
+        if isinstance(value, str) or (type(back) is type(value) and back == value):
+            return text
     raise ConfigError(
         f"{join(where, path)}: wandb agent would pass {text!r}, in which --set does not find {value!r} again. "
         f"Write the text {json.dumps(json.dumps(value))}: --set reads it as JSON."

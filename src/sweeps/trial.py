@@ -17,6 +17,7 @@ from src.runs.checkpoints.pins import StalenessProbe
 from src.runs.lease import STALE_SECONDS
 from src.runs.metadata import read_status, state_of
 from src.runs.scores import SCORES, Scores
+from src.runs.summary import is_finite
 
 POLL_SECONDS = 0.2
 EXP_ID = "exp_id"
@@ -53,7 +54,7 @@ class Training:
         self.child: subprocess.Popen[bytes] | None = None
         self._starts_without_gain = 0
         self._rows_at_start = -1
-        self._known: tuple[object, list[float]] = (None, [])
+        self._known: tuple[object, list[float | None]] = (None, [])
         self._holder = StalenessProbe(2 * STALE_SECONDS)
 
     def follow(self, prune: Callable[[Sequence[float]], bool]) -> TrialResult:
@@ -75,7 +76,7 @@ class Training:
     def _step(self, prune: Callable[[Sequence[float]], bool]) -> TrialResult | None:
         code = self.child.poll() if self.child else None  # before the files are read: they are final if it has ended
         try:
-            state, values = state_of(self.run), self._values()
+            state, values = state_of(self.run), self._finite_values()
         except UserError as error:
             self._stop()
             return TrialResult("failed", reason=str(error))
@@ -83,14 +84,12 @@ class Training:
         if state == "done":
             if not ended:
                 return None
-            if self.metric is not None and not values:
-                return TrialResult("failed", reason=f"the training ended without one value of {self.metric!r} in {SCORES}.")
             prune(values)
-            return TrialResult("done", values[-1] if values else None)
+            return self._final_result()
         if prune(values):
             self._stop()
             if state_of(self.run) == "done":
-                return TrialResult("done", self._values()[-1])
+                return self._final_result()
             return TrialResult("pruned", values[-1] if values else None)
         if not ended or not self._holder.is_stale(self.run):
             return None  # another process trains there: wait for it
@@ -117,8 +116,20 @@ class Training:
         folder = self.run.parent / "logs"
         return folder / f"{self.run.name}.out.log", folder / f"{self.run.name}.err.log"
 
-    def _values(self) -> list[float]:
-        """The finite values of the metric so far, in the order of the steps."""
+    def _final_result(self) -> TrialResult:
+        """The result of a training that is done: it failed if its metric is missing or ended in NaN or infinity."""
+        values = self._values()
+        if self.metric is not None and not values:
+            return TrialResult("failed", reason=f"no value of {self.metric!r} in {self.run / SCORES}: the training does not log it.")
+        if values and values[-1] is None:
+            return TrialResult("failed", reason=f"{self.metric!r} ended in NaN or infinity: see {self.run / SCORES}.")
+        return TrialResult("done", values[-1] if values else None)
+
+    def _finite_values(self) -> list[float]:
+        return [value for value in self._values() if value is not None]
+
+    def _values(self) -> list[float | None]:
+        """The values of the metric so far, in the order of the steps; None for NaN and infinity."""
         file = self.run / SCORES
         try:
             facts = os.stat(file)
@@ -127,8 +138,8 @@ class Training:
         version = (facts.st_ino, facts.st_size, facts.st_mtime_ns)
         if version != self._known[0]:
             rows = Scores(file, read_only=True).rows()
-            found = [row.get(self.metric) for row in rows] if self.metric else []
-            self._known = (version, [float(value) for value in found if value is not None])
+            found = [row[self.metric] for row in rows if self.metric in row]
+            self._known = (version, [float(value) if is_finite(value) else None for value in found])
         return self._known[1]
 
     def _stop(self) -> None:

@@ -15,7 +15,7 @@ from src.runs.scores import SCORE_LIST, SCORES, read_score_list
 from src.runs.summary import is_finite, parse_rows
 from src.tables import cache as stored
 from src.tables.rows import Row, lower_is_better, score_names
-from src.tables.statistics import t_975
+from src.tables.statistics import ended_in_nan, t_975
 
 if TYPE_CHECKING:
     import numpy as np
@@ -104,13 +104,16 @@ def choose_values(runs: Path, rows: Sequence[Row], value: str = "last", at_step:
     """The rows with another value of each score than the last, and warnings: of runs whose history cannot be read, or lacks the step.
 
     value: one of `VALUES`, over the whole run; the best is that by `loop.best_mode` of the dict for its `loop.best_metric`, and by the name
-    for other scores. at_step: the values at exactly this step, None where a run has no row or no value there.
+    for other scores. A score that ended in NaN or infinity has no best, max or min either: such a run heads no ranking.
+    at_step: the values at exactly this step, None if a run has no row or no value there.
     """
     if value == "last" and at_step is None:
         return list(rows), []
     names = list(dict.fromkeys(name for score in score_names(rows) for name in (score, score.removeprefix("score."))))
     found, warnings = histories(runs, [row["exp_id"] for row in rows], names)
     chosen = [row.replace(_choose_of_run(row, found.get(row["exp_id"], {}), value, at_step)) for row in rows]
+    for row in chosen:
+        row.at_step = at_step
     if at_step is not None and (absent := sum(row["step"] is None for row in chosen)):
         warnings = [*warnings, f"{absent} of {len(chosen)} runs have no row at step {at_step}; they are left out."]
     return chosen, warnings
@@ -121,6 +124,9 @@ def _choose_of_run(row: Row, columns: Columns, value: str, at_step: int | None) 
 
     chosen: dict[str, Any] = {}
     for score in row.scores:
+        if ended_in_nan(row, score) and at_step is None:
+            chosen[score] = None
+            continue
         column = columns.get(score, columns.get(score.removeprefix("score.")))
         if column is None:
             chosen[score] = row[score] if score == CODE_VERSIONS else None

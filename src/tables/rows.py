@@ -17,9 +17,9 @@ from src.runs.summary import is_finite
 from src.tables.scan import RunIndex, RunRecord
 
 FACTS = ("exp_id", "state", "group", "step", "tags", "note")
-AVERAGED = ("exp_ids", "runs", "done", "gpu_hours")
-ENDS = ("_std", "_ci95", "_n")
-"""What the rows of `statistics.aggregate` have besides: columns of their own, and for each score names with these ends."""
+AVERAGED = ("exp_ids", "runs", "done", "over", "gpu_hours")
+ENDS = ("_std", "_ci95", "_n", "_nan")
+"""Further columns of the rows of `statistics.aggregate`, and the suffixes of its columns for each score."""
 FINISHED = ("done", "haven", "foreign")
 """States of runs whose last scores are results. Of those that haven wrote, or something else, nothing but scores is known."""
 SEED = "seed"
@@ -32,16 +32,29 @@ DIAGNOSTICS = ("grad_norm", "clip_rate", "skipped_steps", "learning_rate", "toke
 
 
 class Row(dict[str, Any]):
-    """One run, flat: the keys of `FACTS`, the config by dotted key, and the last value of each score."""
+    """One run, flat: the keys of `FACTS`, the config by dotted key, and the last value of each score, None if that was NaN or infinity."""
 
     scores: tuple[str, ...] = ()
     """The keys that are scores, in order of first appearance."""
+    groups: tuple[str, ...] = ()
+    """The requested groups that contain the run, or all of its groups. "group" is the first."""
+    at_step: int | None = None
+    """The step whose values the row has, if it is not the last of each score."""
 
     def replace(self, values: Mapping[str, Any]) -> "Row":
-        """A copy with other values of some of its keys."""
+        """A copy with different values of some keys."""
         changed = Row({**self, **values})
-        changed.scores = self.scores
+        changed.scores, changed.groups, changed.at_step = self.scores, self.groups, self.at_step
         return changed
+
+    def in_groups(self) -> list["Row"]:
+        """The row once for each of its groups."""
+        if len(self.groups) < 2:
+            return [self]
+        members = [self.replace({"group": group}) for group in self.groups]
+        for member in members:
+            member.groups = (member["group"],)
+        return members
 
 
 def load_rows(runs: Path, group: str | Sequence[str] | None = None) -> tuple[list[Row], list[str]]:
@@ -72,7 +85,7 @@ def load_rows(runs: Path, group: str | Sequence[str] | None = None) -> tuple[lis
                 continue
             known.update(groups)
             if record is not None:
-                rows.append(_row(runs / name, record, next((each for each in wanted if each in groups), (groups or [""])[0])))
+                rows.append(_row(runs / name, record, [each for each in wanted if each in groups] or groups or [""]))
         index.save()
     for each in wanted:
         if each not in known:
@@ -84,8 +97,13 @@ def load_rows(runs: Path, group: str | Sequence[str] | None = None) -> tuple[lis
 
 
 def group_rows(rows: Iterable[Row], by: Sequence[str]) -> list[list[Row]]:
-    """Groups of rows that agree in all of `by`, in order of first appearance. 1 and 1.0 differ, as their ids do."""
+    """Rows that agree in all of `by`, in order of first appearance. 1 and 1.0 differ, as their ids do.
+
+    By "group", a run in several groups is in each of them.
+    """
     groups: dict[tuple[str, ...], list[Row]] = {}
+    if "group" in by:
+        rows = [each for row in rows for each in row.in_groups()]
     for row in rows:
         groups.setdefault(tuple(spell(row, key) for key in by), []).append(row)
     return list(groups.values())
@@ -172,14 +190,21 @@ def short_names(keys: Sequence[str]) -> dict[str, str]:
     return names
 
 
-def select(runs: Path, group: str | Sequence[str] | None = None, question: str | None = None) -> tuple[list[Row], list[str]]:
-    """`load_rows` and, if there is a `question`, `filter_rows`; at least one row, unless none can be read.
+def select(
+    runs: Path, group: str | Sequence[str] | None = None, question: str | None = None, names: Collection[str] | None = None
+) -> tuple[list[Row], list[str]]:
+    """`load_rows`, then only the runs with the ids `names`, then `filter_rows`; at least one row, unless none can be read.
 
     Raises:
         DataError: there is no such folder, or it holds no run.
         ConfigError: a group without runs, or a question that is malformed or matches no run.
     """
     rows, warnings = load_rows(runs, group)
+    if names is not None:
+        rows = [row for row in rows if row["exp_id"] in names]
+        warnings = [text for text in warnings if any(name in text for name in names)]
+        if not rows and not warnings:
+            raise ConfigError(f"{runs}: none of the named runs is in {' or '.join([group] if isinstance(group, str) else group or [])}.")
     if question is None or not rows:
         return rows, warnings
     chosen = filter_rows(rows, question)
@@ -205,14 +230,23 @@ def filter_rows(rows: Sequence[Row], text: str, place: str = "--where") -> list[
     known = {key for row in rows for key in row}
     renamed = "status" in asked.names and "status" not in known
     check_known("name", sorted(asked.names - {"status"} if renamed else asked.names), known, place)
-    return [row for row in rows if asked.matches({**row, "status": row["state"]} if renamed else row)]
+    chosen = []
+    for row in rows:
+        candidates = row.in_groups() if "group" in asked.names else [row]
+        matches = [each for each in candidates if asked.matches({**each, "status": each["state"]} if renamed else each)]
+        if matches and matches[0] is not row:
+            matches[0].groups = tuple(each["group"] for each in matches)
+        chosen += matches[:1]
+    return chosen
 
 
-def _row(path: Path, record: RunRecord, group: str) -> Row:
+def _row(path: Path, record: RunRecord, groups: Sequence[str]) -> Row:
     state = record.state
     if state == "running" and holder_is_dead(path):
         state = state_of(path)  # read again: it may have ended since
-    row = Row({"exp_id": path.name, "state": state, "group": group, "step": record.summary.step, "tags": record.tags, "note": record.note})
+    facts = {"exp_id": path.name, "state": state, "group": groups[0], "step": record.summary.step}
+    row = Row({**facts, "tags": record.tags, "note": record.note})
+    row.groups = tuple(groups)
     row.update({f"config.{key}" if key in FACTS or key in AVERAGED else key: value for key, value in record.config.items()})
     last = {str(name): value for name, value in record.summary.last.items()}  # haven's rows may have other keys than texts
     named = {f"score.{name}" if name in row or name in AVERAGED else name: value for name, value in last.items()}
@@ -225,7 +259,7 @@ def _rename(row: Row, taken: Collection[str]) -> Row:
     """The row with other names for those of its keys that are `taken`."""
     names = {key: f"{'score' if key in row.scores else 'config'}.{key}" if key in taken else key for key in row}
     renamed = Row({names[key]: value for key, value in row.items()})
-    renamed.scores = tuple(names[key] for key in row.scores)
+    renamed.scores, renamed.groups = tuple(names[key] for key in row.scores), row.groups
     return renamed
 
 

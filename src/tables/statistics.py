@@ -52,9 +52,10 @@ def aggregate(rows: Sequence[Row], by: Sequence[str], scores: Sequence[str], unf
     """One row for each combination of `by`; its means are over the finished runs, or with `unfinished` over all that have the score.
 
     Its keys: those of `by`; "exp_ids", "tags" and "note" of its runs; "runs", their number; "done", how many are finished; "state", such
-    as "done" or "2 done, 1 failed"; "step", the lowest last step; and for each score its mean (None over no run), "<score>_std" (sample,
-    n - 1; None for n < 2), "<score>_ci95" (half the width of the 95 % confidence interval of the mean, Student's t; None for n < 2) and
-    "<score>_n" (runs that the mean is over).
+    as "done" or "2 done, 1 failed"; "over", the runs that count: "done", "all" or "step 10"; "step", the last step of the runs that
+    count, or of all if none does, as "5-10" if they differ; and for each score its mean (None over no run), "<score>_std" (sample, n - 1;
+    None for n < 2), "<score>_ci95" (half the width of the 95 % confidence interval of the mean, Student's t; None for n < 2),
+    "<score>_n" (runs that the mean is over) and "<score>_nan" (runs left out as the score ended in NaN or infinity).
 
     Raises:
         ConfigError: a key of `by` or a score that no row has.
@@ -65,10 +66,30 @@ def aggregate(rows: Sequence[Row], by: Sequence[str], scores: Sequence[str], unf
 
 
 def count_runs(row: dict[str, Any], score: str) -> str:
-    """Which runs the mean of a score in a row of `aggregate` is over: "3 of 5", "" for all; without a mean "0 of 2 done", or "-"."""
-    if row[score] is None:
-        return "-" if row["done"] else f"0 of {row['runs']} done"
-    return "" if row[f"{score}_n"] == row["runs"] else f"{row[f'{score}_n']} of {row['runs']}"
+    """The share of runs in the mean of a score in a row of `aggregate`: "3 of 5", or "" for all.
+
+    Without a mean "0 of 2 done" or "0 of 2 at step 10"; "NaN" if each value ended in NaN; "-" if the score is missing.
+    """
+    if row[score] is not None:
+        return "" if row[f"{score}_n"] == row["runs"] else f"{row[f'{score}_n']} of {row['runs']}"
+    if row["over"].startswith("step"):
+        return f"0 of {row['runs']} at {row['over']}"
+    if row["over"] == "done" and not row["done"]:
+        return f"0 of {row['runs']} done"
+    return "NaN" if row[f"{score}_nan"] else "-"
+
+
+def ended_in_nan(row: Row, score: str) -> bool:
+    """Whether the last value of the score was NaN or infinity."""
+    return row.at_step is None and score in row.scores and row[score] is None
+
+
+def nan_remarks(rows: Sequence[Row], scores: Sequence[str], unfinished: bool = False) -> list[str]:
+    """The number of runs that the means leave out as one of the scores ended in NaN or infinity; empty for none."""
+    names = {row["exp_id"]: [name for name in scores if ended_in_nan(row, name)] for row in averaged_rows(rows, unfinished)}
+    count = sum(map(bool, names.values()))
+    affected = [name for name in scores if any(name in of_run for of_run in names.values())]
+    return [f"{count} run{'s' * (count > 1)} ended in NaN: {', '.join(affected)}."] if count else []
 
 
 def missing_seeds(rows: Sequence[Row], by: Sequence[str], seed: str = SEED) -> list[str]:
@@ -116,13 +137,15 @@ def _aggregate_group(rows: Sequence[Row], by: Sequence[str], scores: Sequence[st
     over = averaged_rows(rows, unfinished)
     states = [row["state"] for row in rows]
     counts = {state: states.count(state) for state in dict.fromkeys(states)}
-    steps = [row["step"] for row in rows if row["step"] is not None]
+    at_step = rows[0].at_step
+    steps = [row["step"] for row in over or rows if row["step"] is not None]
     found: dict[str, Any] = {key: rows[0].get(key) for key in by}
     found["exp_ids"] = [row["exp_id"] for row in rows]
     found["runs"] = len(rows)
     found["done"] = len(averaged_rows(rows))
     found["state"] = states[0] if len(counts) == 1 else ", ".join(f"{n} {state}" for state, n in counts.items())
-    found["step"] = min(steps) if steps else None
+    found["over"] = f"step {at_step}" if at_step is not None else "all" if unfinished else "done"
+    found["step"] = f"{min(steps)}-{max(steps)}" if len(set(steps)) > 1 else next(iter(steps), None)
     found["tags"] = sorted({tag for row in rows for tag in row["tags"]})
     found["note"] = "; ".join(dict.fromkeys(row["note"] for row in rows if row["note"]))
     for name in scores:
@@ -131,6 +154,7 @@ def _aggregate_group(rows: Sequence[Row], by: Sequence[str], scores: Sequence[st
         found[f"{name}_std"] = statistics.stdev(values) if len(values) > 1 else None
         found[f"{name}_ci95"] = ci95(values)
         found[f"{name}_n"] = len(values)
+        found[f"{name}_nan"] = sum(ended_in_nan(row, name) for row in over)
     return found
 
 

@@ -57,9 +57,9 @@ class IntervalTotals:
                 self.sums[name] = [a + b for a, b in zip(self.sums.get(name, (0.0, 0.0)), pair, strict=True)]
 
     def scores(self) -> dict[str, float]:
-        """Means over the interval, sums by name (a restart has them in another order); of the loss none where no step had a finite one."""
+        """Means over the interval, sorted by name, as a restart adds them in a different order. The loss is NaN if no step's is finite."""
         moved = max(1, self.steps - self.skipped)
-        loss = {"train_loss": self.loss / self.tokens} if self.tokens else {}
+        loss = {"train_loss": self.loss / self.tokens if self.tokens else math.nan} if self.steps else {}
         loss |= {name: total / count for name, (total, count) in sorted(self.sums.items()) if count}
         scores = {**loss, "grad_norm": self.grad_norm / moved, "clip_rate": self.clipped / moved}
         return {**scores, "skipped_steps": self.skipped} if self.skipped else scores

@@ -177,9 +177,50 @@ def test_a_refused_grid_breaks_only_its_own_group():
         (["a=1e-3,true", "b=x"], [[("a", 0.001), ("b", "x")], [("a", True), ("b", "x")]]),
         (['a="x","y"'], [[("a", "x")], [("a", "y")]]),
         (["a=[1,2]"], [[("a", [1, 2])]]),
-        (["a=x,y"], [[("a", "x,y")]]),
-        (["a=1,"], [[("a", "1,")]]),
+        (['a="x,y"'], [[("a", "x,y")]]),
+        (['a="1,2"'], [[("a", "1,2")]]),
+        (["a=007x"], [[("a", "007x")]]),
     ],
 )
 def test_numbers_between_commas_make_a_grid(texts: list[str], combinations: list):
     assert parse_assignments(texts) == combinations
+
+
+@pytest.mark.parametrize(
+    ("text", "sweep", "one"),
+    [
+        ("tag=a,b", 'tag="a","b"', 'tag="a,b"'),
+        ("x=1,.5, +2", "x=1,0.5,2", 'x="1,.5, +2"'),
+        ("x=True,1e-3", "x=true,1e-3", 'x="True,1e-3"'),
+        ('x="a",b', 'x="a","b"', 'x="\\"a\\",b"'),
+    ],
+)
+def test_commas_between_values_that_are_not_json_are_refused_with_both_spellings(text: str, sweep: str, one: str):
+    with pytest.raises(ConfigError) as caught:
+        parse_assignments([text])
+    assert text.partition("=")[0] in str(caught.value)
+    assert f"'{sweep}'" in str(caught.value)
+    assert f"'{one}'" in str(caught.value)
+    assert len(parse_assignments([sweep])) == text.count(",") + 1
+    assert parse_assignments([one]) == [[text.partition("=")[::2]]]
+
+
+@pytest.mark.parametrize(
+    ("value", "spelling"),
+    [
+        (".5", "0.5"),
+        ("+1", "1"),
+        ("5.", "5.0"),
+        ("-.25", "-0.25"),
+        ("+1e3", "1000.0"),
+        ("1_000", "1000"),
+        ("01", "1"),
+        ("True", "true"),
+        ("None", "null"),
+    ],
+)
+def test_a_number_that_json_spells_differently_is_refused_with_that_spelling(value: str, spelling: str):
+    with pytest.raises(ConfigError) as caught:
+        parse_assignment(f"loop.x={value}")
+    assert f"loop.x: {value} " in str(caught.value)
+    assert f"loop.x={spelling}" in str(caught.value)

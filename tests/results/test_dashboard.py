@@ -239,7 +239,7 @@ def test_answered_questions_are_read_and_those_that_are_wrong_alone(demo_runs: P
     page = Dashboard(demo_runs, "demo")
     page.tabs.active = 1
     text = page.details[1].object
-    assert "20 of 60 answers are right; 50 are shown." in text
+    assert "20 of 60 questions are answered right. 50 of 60 answers are shown." in text
     for told in ("Which exceptions does this function raise?", "def function_0(", "<td>ValueError</td>", "em 1, f1 1", "with another"):
         assert told in text
     page.wrong.value = True

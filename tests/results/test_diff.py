@@ -117,14 +117,36 @@ def test_ids_may_be_short_but_not_ambiguous(tmp_path: Path, capsys: pytest.Captu
         number += 1
     first = next(digit for digit in "0123456789abcdef" if sum(name.startswith(digit) for name in runs) > 1)
     both = sorted(name for name in runs if name.startswith(first))
-    for given, message in [
-        (first, f"{tmp_path}: '{first}': {len(both)} runs begin so: {', '.join(both[:5])}"),
-        ("f" * 31, f"{tmp_path}: '{'f' * 31}': no run begins so."),
-        ("../x", "'../x' is no id"),
-        ("", "'' is no id"),
+    for start, values in [
+        (first, [str(tmp_path), f"'{first}'", str(len(both)), ", ".join(both[:5])]),
+        ("f" * 31, [str(tmp_path), "f" * 31]),
+        ("../x", ["../x"]),
+        ("", ["''"]),
+        (f"{tmp_path}/none/{both[0][:6]}", [f"{tmp_path}/none:"]),
+        (f"{tmp_path}/{'f' * 31}", [f"{tmp_path}:", "f" * 31]),
     ]:
-        assert diff.main([given, both[0], "--runs", str(tmp_path)]) == 1
-        assert message in capsys.readouterr().err
-    assert diff.resolve(tmp_path, both[0]) == both[0]
+        assert diff.main([start, both[0], "--runs", str(tmp_path)]) == 1
+        captured = capsys.readouterr().err
+        assert captured.count("\n") == 1
+        assert all(value in captured for value in values), captured
     assert diff.main(["a", "b", "--runs", str(tmp_path / "none")]) == 1
-    assert "none: no such folder of runs." in capsys.readouterr().err
+    assert str(tmp_path / "none") in capsys.readouterr().err
+
+
+def test_runs_of_different_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    one, other = make(tmp_path / "a", experiment(0)), make(tmp_path / "b", experiment(1))
+    for words in ([str(one), str(other)], [f"{one.parent}/{one.name[:6]}", f"{other.parent}/{other.name[:4]}"]):
+        assert diff.main([*words, "--format", "json", "-o", str(tmp_path / "diff.json")]) == 0
+        assert json.loads((tmp_path / "diff.json").read_text())["experiment"] == {"seed": {"a": 0, "b": 1}}
+    assert capsys.readouterr().out == f"{tmp_path / 'diff.json'}\n" * 2
+    assert diff.main([f"{one.parent}/{one.name[:6]}", f"{other.parent}/{one.name}"]) == 1
+    assert f"{other.parent}:" in capsys.readouterr().err
+
+
+def test_two_runs_chosen_by_an_expression(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for seed in range(3):
+        make(tmp_path, experiment(seed))
+    assert diff.main([str(tmp_path), "--where", "seed in [0, 2]", "--format", "json"]) == 0
+    assert {*json.loads(capsys.readouterr().out)["experiment"]["seed"].values()} == {0, 2}
+    assert diff.main([str(tmp_path)]) == 1
+    assert "got 3" in capsys.readouterr().err

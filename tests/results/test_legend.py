@@ -16,8 +16,8 @@ from src.tables import rows as results
 pytestmark = pytest.mark.filterwarnings("ignore:The inplace keyword:pandas.errors.Pandas4Warning")
 
 
-def by_stride(found: dict[str, str], rows: list[results.Row]) -> dict[int, set[str]]:
-    return {stride: {found[row["exp_id"]] for row in rows if row["model.stride"] == stride} for stride in (1, 2)}
+def by_stride(found: dict[tuple[str, str | None], str], rows: list[results.Row]) -> dict[int, set[str]]:
+    return {stride: {found[row["exp_id"], row["group"]] for row in rows if row["model.stride"] == stride} for stride in (1, 2)}
 
 
 def test_colours_follow_from_the_values_of_configurations_alone(runs: Path):

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from results import clean, legend, overview, plot, report, run_page, table
+from results import clean, legend, overview, plot, report, run_page, table, terminal_table
 from results.dashboard import ALL, Dashboard
 from results.lineage import tree
 from src.errors import RunError
@@ -84,8 +84,8 @@ def test_every_view_has_the_means_of_what_is_done(planted: Path, tmp_path: Path,
 
     assert table.main([str(planted), "--format", "latex"]) == 0
     latex = capsys.readouterr().out
-    assert r"0.51 $\pm$ 0.01 (3 of 5) \\" in latex
-    assert r"0.605 $\pm$ 0.0071 \\" in latex
+    assert r"\textbf{0.5100 $\pm$ 0.0100 (3 of 5)} \\" in latex
+    assert r"& 0.6050 $\pm$ 0.0071 \\" in latex
     assert r"0 of 2 done \\" in latex
     assert table.main([str(planted), "--format", "csv"]) == 0
     assert [(row["val_loss"], row["val_loss_n"]) for row in csv.DictReader(io.StringIO(capsys.readouterr().out))] == [
@@ -180,7 +180,7 @@ def test_other_values_of_other_runs(
     row = rows_of(planted, capsys, *options)[2]
     assert row["val_loss"] == (pytest.approx(statistics.fmean(of_stride_2), rel=1e-12) if of_stride_2 else None)
     assert (row["val_loss_n"], row["runs"]) == (len(of_stride_2), 5)
-    shown = table.score_text(row, "val_loss", "std")
+    (shown,) = terminal_table.score_cells([row], "val_loss", "std")
     output = tmp_path / "report.html"
     assert report.main([str(planted), *options, "-o", str(output)]) == 0
     text = output.read_text()

@@ -66,7 +66,7 @@ def test_no_text_of_a_run_is_read_as_mathematics_or_hidden(tmp_path: Path, capsy
     output = tmp_path / "a.svg"
     assert plot.main([str(tmp_path), "--output", str(output)]) == 0, capsys.readouterr().err
     (axes,) = plot.draw(tmp_path, results.load_rows(tmp_path)[0]).axes
-    assert sorted(text.get_text() for text in axes.get_legend().get_texts()) == [" _note=$$ \\frac", " _note=$x_{", " _note=_hidden"]
+    assert sorted(text.get_text() for text in axes.figure.legends[0].get_texts()) == [" _note=$$ \\frac", " _note=$x_{", " _note=_hidden"]
 
 
 def test_the_picture_is_written_whole(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -171,7 +171,7 @@ def test_one_point_for_each_experiment(runs: Path, tmp_path: Path, capsys: pytes
         figure, left_out = plot.points(runs, legend.Configurations(rows), x, "val_loss")
         (axes,) = figure.axes
         assert (axes.get_xlabel(), axes.get_ylabel(), left_out) == (x, "val_loss", [])
-        assert sorted(text.get_text() for text in axes.get_legend().get_texts()) == [" stride=1 (3)", " stride=2 (3)"]
+        assert sorted(text.get_text() for text in axes.figure.legends[0].get_texts()) == [" stride=1 (3)", " stride=2 (3)"]
         for line in axes.lines:
             stride = int(line.get_label()[8])
             assert set(line.get_xdata()) == {stride / 4 if x == "em" else stride}
@@ -193,7 +193,7 @@ def test_long_names_leave_room_for_the_plot(runs: Path):
     drawn = legend.Configurations(results.load_rows(runs)[0])
     for figure in (plot.points(runs, drawn, "em", "val_loss")[0], plot.draw_panels(runs, drawn)[0]):
         figure.canvas.draw()  # a legend that leaves nothing of the axes is a warning, and so an error
-        texts = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+        texts = [text.get_text() for text in figure.legends[0].get_texts()]
         assert max(len(line) for text in texts for line in text.splitlines()) <= plot.LABEL_CHARACTERS + 1
         (other,) = [text for text in texts if "other" in text]
         assert "with_a_value_5" in other
@@ -203,7 +203,7 @@ def test_long_names_leave_room_for_the_plot(runs: Path):
 def test_which_keys_tell_configurations_apart_may_be_said(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     drawn = legend.Configurations(results.load_rows(runs)[0], ["recipe"])
     for figure in (plot.points(runs, drawn, "em", "val_loss")[0], plot.draw_panels(runs, drawn)[0]):
-        assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == [" recipe=toy (6)"]
+        assert [text.get_text() for text in figure.legends[0].get_texts()] == [" recipe=toy (6)"]
     assert plot.main([str(runs), "--by", "model.strde", "--output", str(tmp_path / "x.png")]) == 1
     assert "unknown key 'model.strde'. Did you mean 'model.stride'?" in capsys.readouterr().err
 
@@ -233,3 +233,81 @@ def test_points_of_runs_that_lack_a_number_are_left_out(runs: Path):
 def test_mistakes_in_points(runs: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str):
     assert plot.main([str(runs), *arguments]) == 1
     assert message in capsys.readouterr().err
+
+
+@pytest.fixture
+def hundred(tmp_path: Path) -> Path:
+    """100 configurations of one run each, with long names; the best are the middle ones. One more has no finished run."""
+    for number in range(101):
+        exp = {"recipe": "toy", "model": {"name": "m", "kind": f"a rather long name of a kind {number:03d}", "stride": number}}
+        with RunDir.open(tmp_path, exp, exp, facts={"groups": ["many"]}) as run:
+            for step in (1, 2):
+                run.scores.append({"step": step, "val_loss": abs(number - 50) + 1 / step, "em": 1 / (1 + abs(number - 50))})
+            run.set_status("done" if number < 100 else "stopped")
+    return tmp_path
+
+
+def strides(figure) -> set[int]:
+    return {
+        int(line.get_label().partition("stride=")[2].split()[0])
+        for axes in figure.axes
+        for line in axes.lines
+        if "stride=" in line.get_label()
+    }
+
+
+@pytest.mark.parametrize(("metric", "top"), [("val_loss", 12), ("em", 12), ("val_loss", 3)])
+def test_the_best_configurations_are_drawn_and_the_others_counted(hundred: Path, metric: str, top: int):
+    figure, remarks = plot.draw_panels(hundred, legend.Configurations(results.load_rows(hundred)[0], most=top), [metric])
+    best = sorted(range(100), key=lambda number: (abs(number - 50), number))
+    assert len(strides(figure)) == top
+    assert strides(figure) >= set(best[: top - 1])
+    assert [f"{top} of 101 configurations" in text and "--top" in text for text in remarks] == [True]
+    assert figure.legends[0].get_title().get_text() == f"{top} of 101 configurations"
+
+
+def is_below_the_axes(figure) -> bool:
+    figure.canvas.draw()
+    (box,) = [placed.get_window_extent() for placed in figure.legends]
+    lowest = min(axes.get_tightbbox().y0 for axes in figure.axes)
+    assert min(axes.get_window_extent().height for axes in figure.axes) > 0.6 * plot.HEIGHT * figure.dpi, "the axes keep their size"
+    return box.y1 <= lowest + 1 and box.x0 >= -1 and box.x1 <= figure.bbox.width + 1 and box.y0 >= -1
+
+
+@pytest.mark.parametrize("top", [1, 2, 5, 12, 101])
+def test_the_legend_is_below_the_axes_and_inside_the_picture(hundred: Path, top: int):
+    drawn = legend.Configurations(results.load_rows(hundred)[0], most=top)
+    assert is_below_the_axes(plot.draw_panels(hundred, drawn)[0])
+    assert is_below_the_axes(plot.draw_panels(hundred, drawn, ["val_loss", "em"])[0])
+    assert is_below_the_axes(plot.points(hundred, drawn, "model.stride", "val_loss")[0])
+
+
+def test_points_of_all_configurations_and_the_names_of_the_best(hundred: Path):
+    figure, remarks = plot.points(hundred, legend.Configurations(results.load_rows(hundred)[0]), "model.stride", "val_loss")
+    assert sum(len(line.get_xdata()) for line in figure.axes[0].lines) == 100
+    assert len(figure.legends[0].get_texts()) == len(strides(figure)) == 12
+    assert any("12 of 100 configurations" in text for text in remarks)
+
+
+def test_the_command_prints_no_warning_of_matplotlib(hundred: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    output = tmp_path / "many.png"
+    for words in (["--top", "101"], [], ["--y", "em", "--x", "val_loss"]):
+        assert plot.main([str(hundred), *words, "-o", str(output)]) == 0
+        captured = capsys.readouterr()
+        assert captured.out == f"{output}\n"
+        assert "Warning" not in captured.err
+        assert all(line.split()[0] in ("left", "the", "12") for line in captured.err.splitlines())
+    assert plot.main([str(hundred), "--top", "0", "-o", str(output)]) == 1
+    assert "--top 0" in capsys.readouterr().err
+
+
+def test_characters_without_a_glyph_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for kind in ("\u6f22\u5b57", "b"):
+        exp = {"recipe": "toy", "kind": kind}
+        with RunDir.open(tmp_path, exp, exp) as run:
+            run.scores.append({"step": 1, "a": 1.0})
+            run.set_status("done")
+    assert plot.main([str(tmp_path), "-o", str(tmp_path / "a.png")]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert lines
+    assert all(line.startswith(f"{tmp_path / 'a.png'}: ") for line in lines)

@@ -137,7 +137,7 @@ def test_a_run_of_a_group_is_called_by_what_distinguishes_it_and_shows_its_answe
     facts = dict(re.findall('<td class="key">([^<]*)</td><td>([^<]*)</td>', text))
     assert (facts["group"], facts["data.context_tokens"]) == ("demo", "16")
     assert '<td class="key">inference/em</td><td>0.25</td><td>0.25</td><td>0.25</td>' in text, "with the control and the gain"
-    assert "val: 20 of 60 answers are right." in text
+    assert "20 of 60 questions are answered right." in text
     assert text.count('class="sample right"') == 10
     assert text.count('class="sample wrong"') == 20
     assert '<section class="only-wrong">' in text

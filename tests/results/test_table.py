@@ -52,8 +52,8 @@ def test_markdown(runs: Path, capsys: pytest.CaptureFixture[str]):
     assert printed(capsys, runs, "-e", "tiny", "--format", "markdown", "--scores", "val_loss", "em").splitlines() == [
         "| stride | runs | state | step | val_loss | em |",
         "| --- | --- | --- | --- | --- | --- |",
-        "| 1 | 3 | done | 4 | 0.6833 ± 0.1 | 0.25 ± 0 |",
-        "| 2 | 3 | done | 4 | 0.9333 ± 0.1 | 0.5 ± 0 |",
+        "| 1 | 3 | done | 4 | 0.68 ± 0.10 | 0.25 |",
+        "| 2 | 3 | done | 4 | 0.93 ± 0.10 | 0.5 |",
     ]
 
 
@@ -80,7 +80,9 @@ def test_several_groups_and_where_the_runs_are(runs: Path, capsys: pytest.Captur
 def test_latex_escapes_what_latex_would_read(runs: Path, capsys: pytest.CaptureFixture[str]):
     text = printed(capsys, runs, "--format", "latex", "--by", "model.kind", "model.stride", "--scores", "val_loss")
     assert r"kind & stride & runs & state & step & val\_loss \\" in text
-    assert r"a\_b \& 50\% & 1 & 3 & done & 4 & 0.6833 $\pm$ 0.1 \\" in text
+    best = " & ".join(rf"\textbf{{{cell}}}" for cell in (r"a\_b \& 50\%", 1, 3, "done", 4, r"0.68 $\pm$ 0.10"))
+    assert best + r" \\" in text
+    assert r"a\_b \& 50\% & 2 & 3 & done & 4 & 0.93 $\pm$ 0.10 \\" in text
     assert text.count("&") - text.count(r"\&") == 5 * 3
     assert table._escape("\\~^#${}%_&") == r"\textbackslash{}\textasciitilde{}\textasciicircum{}\#\$\{\}\%\_\&"
     assert table._escape("a<b>|c") == r"a\textless{}b\textgreater{}\textbar{}c"
@@ -180,8 +182,8 @@ def test_a_pivot_in_every_format(runs: Path, capsys: pytest.CaptureFixture[str])
     assert printed(capsys, *pivot, "markdown").splitlines() == [
         "| stride | kind=a_b & 50% |",
         "| --- | --- |",
-        "| 1 | 0.6833 ± 0.1 (3) |",
-        "| 2 | 0.9333 ± 0.1 (3) |",
+        "| 1 | 0.68 ± 0.10 (3) |",
+        "| 2 | 0.93 ± 0.10 (3) |",
     ]
     assert r"stride & kind=a\_b \& 50\% \\" in printed(capsys, *pivot, "latex")
     cells = json.loads(printed(capsys, *pivot, "json"))
@@ -195,7 +197,7 @@ def test_a_pivot_in_every_format(runs: Path, capsys: pytest.CaptureFixture[str])
 def test_the_95_percent_interval(runs: Path, capsys: pytest.CaptureFixture[str]):
     half = 4.302652729911275 * statistics.stdev(expected(1)) / 3**0.5
     text = printed(capsys, runs, "--interval", "ci95", "--format", "markdown", "--scores", "val_loss")
-    assert f"| 1 | 3 | done | 4 | 0.6833 ± {half:.2g} |" in text
+    assert f"| 1 | 3 | done | 4 | 0.68 ± {half:.2f} |" in text
     row = next(csv.DictReader(io.StringIO(printed(capsys, runs, "--interval", "ci95", "--format", "csv"))))
     assert float(row["val_loss_ci95"]) == pytest.approx(half, rel=1e-9)
     assert float(row["val_loss_std"]) == statistics.stdev(expected(1))

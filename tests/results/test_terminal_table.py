@@ -15,7 +15,7 @@ def drawn(runs: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> li
 
 
 def row(mean: float | None, half: float | None, count: int = 2) -> dict[str, Any]:
-    return {"em": mean, "em_std": half, "em_n": count, "runs": 2, "done": count}
+    return {"em": mean, "em_std": half, "em_n": count, "em_nan": 0, "runs": 2, "done": count, "over": "done"}
 
 
 def test_scores_come_first_and_what_is_the_same_is_said_once(runs: Path, capsys: pytest.CaptureFixture[str]):

@@ -9,6 +9,7 @@ from src import distributed
 from src.runs import jsonl_records
 from src.runs.context import Run
 from src.runs.heartbeat import Heartbeat
+from src.runs.summary import is_finite
 from src.training.config import Evaluation, LoopConfig
 from src.training.monitoring.progress import Progress
 
@@ -54,7 +55,9 @@ class Reporter:
         jsonl_records.append(self.run.path / "perf.jsonl", [{"step": row["step"], **perf}], durable=False, allow_nan=True)
         if settled:
             self.run.dir.scores.export_haven()
-            self.run.dir.set_status("running", step=row["step"], steps=self.config.steps, loss=row.get("train_loss"))
+            loss = row.get("train_loss")
+            loss = loss if is_finite(loss) else None  # JSON has no NaN
+            self.run.dir.set_status("running", step=row["step"], steps=self.config.steps, loss=loss)
         for callback in self.callbacks:
             callback.on_row(row, perf, settled)
 

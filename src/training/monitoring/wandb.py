@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -81,7 +82,7 @@ class Wandb:
 
     def _log(self, row: Mapping[str, Any]) -> None:
         if row["step"] > self.last_step:
-            self.wandb.log({name: value for name, value in row.items() if value is not None}, step=row["step"])
+            self.wandb.log({name: math.nan if value is None else value for name, value in row.items()}, step=row["step"])
             self.last_step = row["step"]
 
 

@@ -1,0 +1,158 @@
+"""Deletion of complete runs: `plan` chooses what can go, `delete` removes it.
+
+A run stays if it is alive, has a queued job, is pinned by an evaluation, or is an ancestor of a run that stays.
+"""
+
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from src.errors import RunError, UserError
+from src.files import reading, writing
+from src.launch import tracking
+from src.runs.checkpoints import folder as checkpoints
+from src.runs.checkpoints import pins
+from src.runs.lease import Lease, holder_is_dead
+from src.runs.metadata import EXP_DICT, JOB, STATUS, is_foreign, read_exp_dict, read_status
+from src.runs.parents import parent_ids
+from src.runs.run_dir import DELETED
+from src.runs.scores import SCORES
+
+LOGS = "logs"
+_AGES = (STATUS, SCORES, EXP_DICT)
+_LEFTOVER = re.compile(r"\.[0-9a-f]{32,128}\.[0-9a-f]{8}\.old")
+"""Names of runs whose deletion was interrupted."""
+
+
+@dataclass
+class Deletion:
+    """The result of `plan`."""
+
+    runs: list[Path] = field(default_factory=list)
+    """Save directories to delete."""
+    resets: list[Path] = field(default_factory=list)
+    """Save directories in <runs>/deleted, from restarts with -r 1, and leftovers of an interrupted deletion."""
+    warnings: list[str] = field(default_factory=list)
+    """One line for each chosen run that stays."""
+
+    def paths(self) -> list[Path]:
+        """All files and folders to delete."""
+        return [*self.runs, *(path for run in self.runs for path in _logs(run)), *self.resets]
+
+
+def plan(runs: Path, chosen: Sequence[Path], before: float) -> Deletion:
+    """The runs of `chosen` that can be deleted, and the content of <runs>/deleted, if last changed at `before` or earlier.
+
+    Raises:
+        RunError: the folder cannot be read.
+    """
+    found = Deletion()
+    for run in dict.fromkeys(chosen):
+        try:
+            reason = _reason_to_stay(run, before)
+        except UserError as error:
+            reason = str(error)
+        if reason:
+            found.warnings.append(f"{run}: stays: {reason}")
+        else:
+            found.runs.append(run)
+    _exclude_queued(runs, found)
+    _exclude_ancestors(runs, found)
+    folder = runs / DELETED
+    with reading(folder):
+        resets = sorted(folder.iterdir()) if folder.is_dir() else []
+        resets += [runs / name for name in sorted(os.listdir(runs)) if _LEFTOVER.fullmatch(name)]
+    found.resets = [path for path in resets if _change_time(path) <= before]
+    return found
+
+
+def _reason_to_stay(run: Path, before: float) -> str:
+    if is_foreign(run):
+        return "another program made this directory. Delete it by hand."
+    if holder_is_dead(run) is not True:
+        return "it is running, or its holder on another machine can be alive."
+    if pinned := pins.find_pinned(run, checkpoints.list_all(run), pins.StalenessProbe()):
+        return f"a checkpoint is in use: see {next(iter(pinned.values()))}."
+    return "it is younger than --older-than." if _change_time(run) > before else ""
+
+
+def _exclude_queued(runs: Path, found: Deletion) -> None:
+    """Keep the runs whose job is queued or running, or whose scheduler cannot be queried."""
+    with_job = [run.name for run in found.runs if (run / JOB).exists() and not _is_done(run)]
+    jobs, problems = tracking.track(runs, with_job)
+    reasons = {name: f"{problem} Until its job is known to have ended, it stays." for name, problem in problems.items()}
+    reasons |= {name: f"its job {job.job_id} is queued or running." for name, job in jobs.items() if job.is_alive or job.is_unknown}
+    found.warnings += [f"{run}: stays: {reasons[run.name]}" for run in found.runs if run.name in reasons]
+    found.runs = [run for run in found.runs if run.name not in reasons]
+
+
+def _is_done(run: Path) -> bool:
+    try:
+        return read_status(run)["state"] == "done"
+    except UserError:
+        return False
+
+
+def _exclude_ancestors(runs: Path, found: Deletion) -> None:
+    """Keep the ancestors of the runs that stay; all runs if the parents of one of those are unknown."""
+    going = {run.name: run for run in found.runs}
+    with reading(runs):
+        names = [name for name in os.listdir(runs) if not name.startswith(".") and name not in going]
+        staying = [name for name in names if (runs / name / EXP_DICT).exists()]
+    while staying:
+        name = staying.pop()
+        try:
+            ancestors = parent_ids(read_exp_dict(runs / name)) if not is_foreign(runs / name) else []
+        except UserError as error:
+            found.warnings.append(f"{error} Its parents are unknown, so no run is deleted. Repair it, or delete it by its id.")
+            found.runs = []
+            return
+        for parent in ancestors:
+            if run := going.pop(parent, None):
+                found.warnings.append(f"{run}: stays: {name} starts from it.")
+                staying.append(parent)
+    found.runs = list(going.values())
+
+
+def _change_time(run: Path) -> float:
+    """When the run, its status or its scores last changed, in seconds since the epoch by the clock of the disk."""
+    times = [path.stat().st_mtime for path in (run / name for name in _AGES) if path.is_file()]
+    return max(times, default=run.lstat().st_mtime)
+
+
+def _logs(run: Path) -> list[Path]:
+    return sorted((run.parent / LOGS).glob(f"{run.name}.*"))
+
+
+def delete(found: Deletion) -> list[str]:
+    """Delete what `plan` found; returns a message for each run that was not deleted. A crash leaves each run complete or gone."""
+    failed = []
+    for run in found.runs:
+        try:
+            lease = Lease.acquire(run)
+            try:
+                hidden = run.with_name(f".{run.name}.{uuid.uuid4().hex[:8]}.old")
+                lease.move_directory(hidden)
+            except BaseException:
+                lease.release()
+                raise
+            with writing(run):
+                shutil.rmtree(hidden)
+                for path in _logs(run):
+                    path.unlink()
+        except RunError as error:
+            failed.append(str(error))
+    for path in found.resets:
+        try:
+            with writing(path):
+                if path.is_symlink() or not path.is_dir():
+                    os.unlink(path)
+                else:
+                    shutil.rmtree(path)
+        except RunError as error:
+            failed.append(str(error))
+    return failed
