@@ -8,7 +8,6 @@ import contextlib
 import errno
 import fcntl
 import hashlib
-import json
 import logging
 import os
 import re
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from src.errors import RunError
-from src.files import TEMPORARY, read_json, reading, sync_directory, write_atomic, write_json, writing
+from src.files import TEMPORARY, parse_json, read_json, reading, sync_directory, write_atomic, write_json, writing
 from src.runs import ledger
 from src.runs.metadata import STATUS
 from src.runs.scores import SCORES, Scores
@@ -100,8 +99,8 @@ def rows_after(content: bytes, step: int) -> tuple[bytes, bytes]:
 def step_of(line: bytes) -> int | None:
     """The step of a JSON line: its "step", "opt_step" or "iteration", or that of the checkpoint path that it evaluates."""
     try:
-        row = json.loads(line)
-    except ValueError:
+        row = parse_json(line, "", RunError)
+    except RunError:
         return None
     if not isinstance(row, dict):
         return None
