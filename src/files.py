@@ -28,7 +28,7 @@ MAX_DEPTH = 200
 """Deepest nesting of JSON: below Python's recursion limit also for code that walks the value."""
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FORBIDDEN = {errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
-_WRONG_PATH = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG}
+_WRONG_PATH = {errno.ENXIO, errno.ENODEV, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG}
 _REQUIRED: Any = object()
 _REFUSALS = _FULL | _FORBIDDEN | _WRONG_PATH
 
@@ -66,6 +66,16 @@ def reading(path: Path, refusal: type[UserError] = RunError) -> Iterator[None]:
         raise
     except OSError as error:
         raise refusal(f"{path}: cannot read: {_reason(error, path)}.") from None
+
+
+def read_bytes(path: Path, refusal: type[UserError] = RunError) -> bytes:
+    """The content of a file.
+
+    Raises:
+        refusal, FileNotFoundError: as `reading`.
+    """
+    with reading(path, refusal):
+        return path.read_bytes()
 
 
 def _refuse_special_file(path: Path, refusal: type[UserError]) -> None:
@@ -211,13 +221,9 @@ def _count_brackets(text: bytes | str) -> int:
 
 def _is_too_deep(value: Any) -> bool:
     level = [value]
-    for _ in range(MAX_DEPTH + 1):
-        level = [
-            item
-            for container in level
-            if isinstance(container, dict | list)
-            for item in (container.values() if isinstance(container, dict) else container)
-        ]
+    for _ in range(MAX_DEPTH):
+        items = (each.values() if isinstance(each, dict) else each for each in level)
+        level = [item for container in items for item in container if isinstance(item, dict | list)]
         if not level:
             return False
     return True
