@@ -10,7 +10,7 @@ from typing import Any
 
 from results import run_arguments
 from src.errors import CheckpointError, RunError, UserError, print_errors
-from src.files import read_json, reading
+from src.files import read_bytes, read_json, reading
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.metadata import CONFIG, DIFF, ENV, attempts, flatten, read_exp_dict, read_status, state_of
 from src.runs.scores import SCORES
@@ -93,11 +93,9 @@ def _code(run: Path) -> Values:
     values = {key: value for key, value in _dict(run / ENV).items() if key in _CODE}
     patch = run / "attempts" / f"{attempts(run):03d}" / DIFF
     try:
-        values[DIFF] = patch.read_text(encoding="utf-8", errors="replace").splitlines()
+        values[DIFF] = read_bytes(patch).decode(errors="replace").splitlines()
     except FileNotFoundError:
         values[DIFF] = []
-    except OSError as error:
-        raise RunError(f"{patch}: cannot read: {error.strerror}.") from None
     return values
 
 

@@ -16,7 +16,7 @@ from results.table import markdown
 from results.terminal_table import draw_rich
 from src.config import Problems, join, unknown_text
 from src.errors import ConfigError, DataError, UserError, print_errors
-from src.files import reading
+from src.files import parse_json, reading
 from src.interfaces import MetricConfig
 from src.metrics import answers as answered
 from src.metrics.answers import PREDICTION, Prediction
@@ -118,10 +118,7 @@ def _metric(text: str) -> MetricConfig:
     """A name of METRICS, or a dict with one in JSON."""
     raw: Any = {"name": text}
     if text.startswith("{"):
-        try:
-            raw = json.loads(text)
-        except ValueError as error:
-            raise ConfigError(f"--metrics {text}: not valid JSON: {error}.") from None
+        raw = parse_json(text, f"--metrics {text:.60}", ConfigError)
     try:
         return bind(METRICS, raw)
     except Problems as error:
@@ -139,10 +136,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _row(line: bytes, where: str) -> Row:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not valid JSON: {error}.") from None
+    row = parse_json(line, where, DataError)
     if not isinstance(row, dict):
         raise DataError(f"{where}: expected a JSON object, got {line[:60].decode(errors='replace')!r}.")
     for name, kind in _FIELDS.items():

@@ -1,5 +1,6 @@
 """Errors that the user can fix: printed as one line, no traceback, exit code 1."""
 
+import errno
 import functools
 import os
 import select
@@ -31,6 +32,11 @@ def print_errors(main: Callable[P, int]) -> Callable[P, int]:
         except UserError as error:
             sys.stderr.write("".join(f"error: {line}\n" for line in str(error).splitlines()))
             return 1
+        except OSError as error:
+            if error.errno != errno.ENAMETOOLONG:  # only a path that the user named can be so long
+                raise
+            sys.stderr.write(f"error: {_shorten(error.filename)}: {error.strerror}. Use shorter names.\n")
+            return 1
 
     return run
 
@@ -53,6 +59,11 @@ def end_with_reader(action: Callable[P, int]) -> Callable[P, int]:
             return 141
 
     return run
+
+
+def _shorten(path: object) -> str:
+    text = os.fsdecode(path) if isinstance(path, bytes) else str(path)
+    return text if len(text) <= 200 else f"{text[:100]}...{text[-97:]}"
 
 
 def _has_lost_reader(pipe: int) -> bool:

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import threading
 import uuid
 from collections.abc import Callable, Hashable, Iterator
@@ -23,9 +24,11 @@ TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}")
 # Errors of flock and renameat2 where the file system or the kernel does not support them.
 _NOT_OFFERED = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EBADF, errno.ENOLCK}
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
+MAX_DEPTH = 200
+"""Deepest nesting of JSON: below Python's recursion limit also for code that walks the value."""
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FORBIDDEN = {errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
-_WRONG_PATH = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG}
+_WRONG_PATH = {errno.ENXIO, errno.ENODEV, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG}
 _REQUIRED: Any = object()
 _REFUSALS = _FULL | _FORBIDDEN | _WRONG_PATH
 
@@ -35,8 +38,10 @@ def writing(path: Path) -> Iterator[None]:
     """Turn an OSError of a write into a RunError that names `path`.
 
     Raises:
-        RunError: the disk is full, read-only, over quota or forbidden, or `path` leads nowhere. Complete files are untouched.
+        RunError: the disk is full, read-only, over quota or forbidden, or `path` leads nowhere, or is a FIFO, socket or device.
+            Complete files are untouched.
     """
+    _refuse_special_file(path, RunError)
     try:
         yield
     except OSError as error:
@@ -51,15 +56,37 @@ def reading(path: Path, refusal: type[UserError] = RunError) -> Iterator[None]:
     """Turn any OSError of a read into a `refusal` that names `path`, except for a missing file.
 
     Raises:
-        refusal: `path` is a folder, forbidden, in a loop of links, or the disk fails.
+        refusal: `path` is a folder, FIFO, socket or device, forbidden, in a loop of links, or the disk fails.
         FileNotFoundError: unchanged; the caller handles it.
     """
+    _refuse_special_file(path, refusal)
     try:
         yield
     except FileNotFoundError:
         raise
     except OSError as error:
         raise refusal(f"{path}: cannot read: {_reason(error, path)}.") from None
+
+
+def read_bytes(path: Path, refusal: type[UserError] = RunError) -> bytes:
+    """The content of a file.
+
+    Raises:
+        refusal, FileNotFoundError: as `reading`.
+    """
+    with reading(path, refusal):
+        return path.read_bytes()
+
+
+def _refuse_special_file(path: Path, refusal: type[UserError]) -> None:
+    """Refuse a FIFO, which would block, a socket or a device. Paths in /dev and /proc, such as /dev/stdin, are accepted."""
+    if path.is_absolute() and path.parts[1:2] in (("dev",), ("proc",)):
+        return
+    with contextlib.suppress(OSError, ValueError):
+        mode = os.stat(path).st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            kind = "FIFO" if stat.S_ISFIFO(mode) else "socket" if stat.S_ISSOCK(mode) else "device"
+            raise refusal(f"{path}: a {kind}, not a regular file. Move it away.")
 
 
 def _reason(error: OSError, path: Path) -> str:
@@ -146,21 +173,60 @@ def read_json(path: Path, error: type[UserError], missing: Any = _REQUIRED) -> A
     Raises:
         error: the file is missing, cannot be read or is not JSON; names the file and the line.
     """
+    _refuse_special_file(path, error)
     try:
         with open(path, "rb", buffering=0) as file:
-            return json.loads(file.readall().decode("utf-8"))
+            content = file.readall()
     except (FileNotFoundError, NotADirectoryError):
         if missing is not _REQUIRED:
             return missing
         raise error(f"{path}: no such file.") from None
     except OSError as bad:
         raise error(f"{path}: cannot read: {_reason(bad, path)}.") from None
+    return parse_json(content, path, error)
+
+
+def parse_json(text: bytes | str, where: Path | str, error: type[UserError]) -> Any:
+    """The JSON value in `text`: the only JSON reader for files, lines, requests and answers of servers.
+
+    where: a path, or a place such as "FILE:LINE" or "POST /reward".
+
+    Raises:
+        error: not UTF-8, not JSON, nested deeper than `MAX_DEPTH`, or a number with thousands of digits; names `where`.
+    """
+    try:
+        value = json.loads(text.decode("utf-8") if isinstance(text, bytes | bytearray) else text)
     except json.JSONDecodeError as bad:
-        raise error(f"{path}:{bad.lineno}: not valid JSON: {bad.msg}.") from None
+        message = bad.msg.removesuffix(" at")
+        if isinstance(where, Path):
+            raise error(f"{where}:{bad.lineno}: not valid JSON: {message}.") from None
+        raise error(f"{where}: not valid JSON: {message} at column {bad.colno}.") from None
     except UnicodeDecodeError as bad:
-        raise error(f"{path}: not UTF-8 text: {bad.reason} at byte {bad.start}.") from None
-    except (RecursionError, ValueError):
-        raise error(f"{path}: cannot be read as JSON: it is nested too deeply, or holds a number of thousands of digits.") from None
+        raise error(f"{where}: not UTF-8 text: {bad.reason} at byte {bad.start}.") from None
+    except RecursionError:
+        raise error(f"{where}: JSON nested deeper than {MAX_DEPTH} levels.") from None
+    except ValueError as bad:
+        raise error(f"{where}: cannot read a number: {str(bad).split(';')[0]}.") from None
+    if _count_brackets(text) > MAX_DEPTH and _is_too_deep(value):
+        raise error(f"{where}: JSON nested deeper than {MAX_DEPTH} levels.")
+    return value
+
+
+def _count_brackets(text: bytes | str) -> int:
+    """Upper limit of the depth; cheap."""
+    if isinstance(text, str):
+        return text.count("[") + text.count("{")
+    return text.count(b"[") + text.count(b"{")
+
+
+def _is_too_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        items = (each.values() if isinstance(each, dict) else each for each in level)
+        level = [item for container in items for item in container if isinstance(item, dict | list)]
+        if not level:
+            return False
+    return True
 
 
 def read_yaml(path: Path, expected: str) -> dict[str, Any]:

@@ -17,7 +17,6 @@ import argparse
 import concurrent.futures
 import functools
 import hashlib
-import json
 import mmap
 import multiprocessing
 import os
@@ -45,7 +44,7 @@ from src.data.streaming.tars.indexing import build
 from src.data.streaming.texts import TextTokens, count_tokens
 from src.data.text import tokenizers
 from src.errors import ConfigError, DataError, RunError
-from src.files import reading, writing
+from src.files import parse_json, reading, writing
 
 COMMAND = "python -m data_prep.tar_shards.index"
 
@@ -272,7 +271,7 @@ def _load_listed(output: Path, one: Listed) -> tar_index.TarIndex | None:
     path = place.with_name(place.name + tar_index.SUFFIX)
     try:
         with open(path, "rb") as file:
-            facts = json.loads(file.readlines(1 << 16)[1])
+            facts = parse_json(file.readlines(1 << 16)[1], path, DataError)
         index = tar_index.load_file(path, facts["bytes"], one.url)
     except (OSError, DataError, ValueError, LookupError):
         return None
@@ -311,9 +310,9 @@ def _fields(text: str | None) -> Fields | None:
     if text is None:
         return None
     try:
-        raw = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f'--fields {text}: no JSON ({error}). Write \'{{"text": "json:caption"}}\', for example.') from None
+        raw = parse_json(text, f"--fields {text:.60}", ConfigError)
+    except ConfigError as error:
+        raise ConfigError(f'{error} Example: \'{{"text": "json:caption"}}\'.') from None
     return strict.load(Fields, raw, "--fields")
 
 

@@ -17,7 +17,7 @@ from src.config import Places, unknown_text
 from src.data import jsonl_index
 from src.data.jsonl_index import RowIndex
 from src.errors import DataError
-from src.files import MANIFEST, read_manifest, reading, sha256
+from src.files import MANIFEST, parse_json, read_manifest, reading, sha256
 
 SPLITS = ("train", "val")
 _MADE_BY = {
@@ -279,16 +279,7 @@ def parse(line: bytes, where: str) -> dict[str, Any]:
     Raises:
         DataError: it is no JSON object, or one that Python cannot read; names `where`.
     """
-    try:
-        row = json.loads(line.rstrip(b"\r\n"))
-    except json.JSONDecodeError as bad:
-        raise DataError(f"{where}: not valid JSON: {bad.msg.removesuffix(' at')} at column {bad.colno}.") from None
-    except UnicodeDecodeError as bad:
-        raise DataError(f"{where}: not UTF-8 text: {bad.reason} at byte {bad.start}.") from None
-    except RecursionError:
-        raise DataError(f"{where}: lists or objects are nested too deep to be read.") from None
-    except ValueError as bad:
-        raise DataError(f"{where}: a number cannot be read: {str(bad).split(';')[0]}.") from None
+    row = parse_json(line.rstrip(b"\r\n"), where, DataError)
     if not isinstance(row, dict):
         raise DataError(f"{where}: expected a JSON object, got {_describe(row)}.")
     return row

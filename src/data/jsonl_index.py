@@ -109,7 +109,7 @@ def _map(place: Path, key: Mapping[str, Any]) -> RowIndex | None:
     """The index in a file; None if it is missing, damaged, or of another key."""
     try:
         with open(place, "rb") as file:
-            header = json.loads(file.readline())
+            header = files.parse_json(file.readline(), place, DataError)
             view = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
             first = file.tell()
         rows, names = header["rows"], header["names"]
@@ -117,7 +117,7 @@ def _map(place: Path, key: Mapping[str, Any]) -> RowIndex | None:
         ends, groups = view[first:middle].cast("Q"), view[middle:].cast("I")
         whole = (header["key"], len(ends), len(groups)) == (key, rows + 1, rows if names else 0)
         return RowIndex(ends, groups, names, (place, key)) if whole and ends[0] == 0 and ends[rows] == key["bytes"] else None
-    except (OSError, ValueError, TypeError, KeyError, IndexError):
+    except (OSError, DataError, ValueError, TypeError, KeyError, IndexError):
         return None
 
 

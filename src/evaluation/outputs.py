@@ -14,7 +14,7 @@ from typing import Any
 
 from src import distributed
 from src.errors import RunError
-from src.files import defect, new_directory, read_manifest, reading, write_atomic, writing
+from src.files import defect, new_directory, parse_json, read_manifest, reading, write_atomic, writing
 from src.runs import heartbeat
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.context import Run
@@ -90,9 +90,12 @@ class ResumableOutputs:
         folder = self.run.path / self.folder
         if not folder.is_dir() or defect(folder) is not None or not key.items() <= read_manifest(folder, RunError).items():
             return None
-        with reading(folder):
-            lines = [line for file in self.files for line in (folder / f"{file.name}.jsonl").read_bytes().splitlines()]
-        return [json.loads(line)[self.field] for line in lines]
+        texts = []
+        for path in (folder / f"{file.name}.jsonl" for file in self.files):
+            with reading(path):
+                lines = path.read_bytes().splitlines()
+            texts += [parse_json(line, f"{path}:{number}", RunError)[self.field] for number, line in enumerate(lines, 1)]
+        return texts
 
     def _generate(self, key: dict[str, Any]) -> list[str]:
         """Generate the outputs, continuing after those of an interrupted run."""
@@ -159,8 +162,8 @@ def _texts(lines: Iterable[bytes]) -> Iterator[str]:
     """Texts up to the first line that is not a JSON string, which a power cut may leave."""
     for line in lines:
         try:
-            text = json.loads(line)
-        except ValueError:
+            text = parse_json(line, "", RunError)
+        except RunError:
             return
         if not isinstance(text, str):
             return

@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from src.errors import RunError
+from src.files import reading
 from src.launch import status
 from src.launch.tracking import ALIVE
 
@@ -62,12 +64,12 @@ def _new_lines(path: Path, places: dict[Path, int], last: bool) -> list[str]:
     """The whole lines since the last call; at the `last` one also an unfinished line."""
     start = places.get(path, 0)
     try:
-        with open(path, "rb") as file:
+        with reading(path), open(path, "rb") as file:
             if _size(path) < start:  # it was truncated
                 start = 0
             file.seek(start)
             data = file.read()
-    except OSError:
+    except (OSError, RunError):
         return []
     whole = data if last else data[: data.rfind(b"\n") + 1]
     places[path] = start + len(whole)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from src.command_line import aligned_lines
 from src.config import unknown
-from src.errors import ConfigError, UserError
+from src.errors import ConfigError, RunError, UserError
 from src.files import reading
 from src.launch import submissions
 from src.launch.arguments import STATES
@@ -239,7 +239,7 @@ def tail(log: Path, lines: int, end: int | None = None) -> str:
     """The last `lines` lines of a file, or of its first `end` bytes, without reading all of it; "" if there is no file."""
     piece = 64 * 1024
     try:
-        with open(log, "rb") as file:
+        with reading(log), open(log, "rb") as file:
             size = min(file.seek(0, 2), end) if end is not None else file.seek(0, 2)
             while True:
                 file.seek(max(0, size - piece))
@@ -247,7 +247,7 @@ def tail(log: Path, lines: int, end: int | None = None) -> str:
                 if piece >= size or data.count(b"\n") > lines:
                     break
                 piece *= 8
-    except OSError:
+    except (OSError, RunError):
         return ""
     return "\n".join(data.decode("utf-8", errors="replace").splitlines()[-lines:]) if lines > 0 else ""
 

@@ -23,7 +23,8 @@ from statistics import median
 from typing import Any
 
 from src.command_line import make_parser, run_command
-from src.errors import ConfigError, UserError
+from src.errors import ConfigError, RunError, UserError
+from src.files import parse_json
 from src.launch import status as launch_status
 from src.launch.status import Row
 from src.launch.tracking import ALIVE
@@ -85,9 +86,9 @@ def pace(run: Path, beat: heartbeat.Beat | None) -> Pace:
     steps, rows, apart = [], [], []
     for line in launch_status.tail(run / "perf.jsonl", _ROWS).splitlines():
         try:
-            row = json.loads(line)
+            row = parse_json(line, run / "perf.jsonl", RunError)
             seconds, rate, at = float(row["seconds"]), float(row["steps_per_second"]), int(row["step"])
-        except (ValueError, TypeError, KeyError, RecursionError):
+        except (RunError, ValueError, TypeError, KeyError):
             continue
         if seconds > 0 and rate > 0:
             steps.append(1 / rate)

@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import Any, NoReturn, Protocol, TypeGuard
 
 from src.errors import ConfigError, RunError
+from src.files import parse_json
 
 GRPC_PACKAGE = "requirements/serving.txt"
 INPUTS = ("input_ids", "attention_mask")
@@ -167,8 +168,8 @@ class HttpConnection:
         if answer.status >= 500 or answer.status in _TRANSIENT:
             raise Away(f"status {answer.status}: {_beginning(_error_text(data))}")
         try:
-            found = json.loads(data)
-        except (ValueError, RecursionError):
+            found = parse_json(data, str(self._address), RunError)
+        except RunError:
             refuse_nonsense(self._address, "no JSON", data.decode("utf-8", "replace"))
         if answer.status == 200:
             return found
@@ -266,8 +267,8 @@ def _are_numbers(values: Any) -> TypeGuard[list[float]]:
 def _error_text(data: bytes) -> str:
     text = data.decode("utf-8", "replace")
     try:
-        found = json.loads(text)
-    except ValueError:
+        found = parse_json(text, "", RunError)
+    except RunError:
         return text
     return str(found.get("error", text)) if isinstance(found, dict) else text
 

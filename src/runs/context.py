@@ -122,6 +122,7 @@ def log_to_file(folder: Path, loggers: Iterable[str]) -> Iterator[None]:
         return
     with writing(folder):
         folder.mkdir(exist_ok=True)
+    with writing(folder / "train.log"):
         handler = logging.FileHandler(folder / "train.log", encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     handler.handleError = lambda record: None

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from src.errors import RunError
-from src.files import read_json, write_json
+from src.files import read_json, reading, write_json
 from src.runs import jsonl_records, ledger, log_rules
 from src.runs.environment import now
 
@@ -133,7 +133,7 @@ def _scan_log(run: Path, path: Path, cursors: dict[str, Any], ended: bool, note:
     name = str(path.relative_to(run.parent)) if path.is_relative_to(run.parent) else str(path)
     before = json.dumps(cursors.get(name))
     try:
-        with open(path, "rb") as file:
+        with reading(path), open(path, "rb") as file:
             facts = os.fstat(file.fileno())
             cursor = cursors.get(name)
             if cursor is None or facts.st_ino != cursor["inode"] or facts.st_size < cursor["offset"]:
@@ -141,8 +141,8 @@ def _scan_log(run: Path, path: Path, cursors: dict[str, Any], ended: bool, note:
             _match_new_lines(file, name, cursor, ended, note)
     except FileNotFoundError:
         return
-    except OSError as error:
-        log.warning("%s: cannot read: %s.", path, error.strerror)
+    except RunError as error:
+        log.warning("%s", error)
         return
     if json.dumps(cursor) != before:
         write_json(run / CURSORS, cursors)

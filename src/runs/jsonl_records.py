@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from src.errors import DataError, RunError
-from src.files import reading, sync_directory, writing
+from src.files import parse_json, reading, sync_directory, writing
 
 TAIL_BYTES = 4096
 _WINDOW = 2**16
@@ -92,8 +92,8 @@ def truncate_after(path: Path, step: int, kind: str) -> None:
     whole = 0
     for end, line in lines_from_end(path):
         try:
-            of_line = int(json.loads(line)["step"])
-        except (ValueError, TypeError, KeyError):
+            of_line = int(parse_json(line, path, DataError)["step"])
+        except (DataError, ValueError, TypeError, KeyError):
             raise DataError(f"{path}: not {kind}: {line[:60].decode(errors='replace')!r}. Remove this line.") from None
         if of_line <= step:
             whole = end
@@ -120,8 +120,8 @@ def rows(path: Path) -> list[Line]:
 def parse_object(line: bytes) -> Line | None:
     """The JSON object in `line`; None for any other content."""
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
+        row = parse_json(line, "", DataError)
+    except DataError:
         return None
     return row if isinstance(row, dict) else None
 

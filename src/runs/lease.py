@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from src.errors import RunError
-from src.files import reading, write_atomic, writing
+from src.files import parse_json, reading, write_atomic, writing
 from src.runs.environment import now
 
 STALE_SECONDS = 30.0
@@ -278,8 +278,8 @@ def _read(path: Path) -> bytes | None:
 def _parse(content: bytes | None) -> dict[str, Any]:
     """The facts in a lease; empty if there are none or they cannot be parsed."""
     try:
-        facts = json.loads(content or b"")
-    except ValueError:
+        facts = parse_json(content or b"", LEASE, RunError)
+    except RunError:
         return {}
     return facts if isinstance(facts, dict) else {}
 

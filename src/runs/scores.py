@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from src.errors import DataError, RunError
-from src.files import reading, sync_directory, write_atomic, writing
+from src.files import parse_json, reading, sync_directory, write_atomic, writing
 from src.runs import jsonl_records
 
 SCORES = "scores.jsonl"
@@ -159,8 +159,8 @@ def _load_list(text: bytes) -> list[Any]:
     with contextlib.suppress(ValueError):  # json also reads NaN, and halves of surrogate pairs
         return orjson.loads(text)
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return parse_json(text, "", DataError)
+    except DataError:
         return []
 
 
@@ -326,15 +326,11 @@ def _is_row(row: Any) -> bool:
     return isinstance(row, dict) and type(row.get("step")) is int
 
 
-_REASONS = {UnicodeDecodeError: "not UTF-8 text", RecursionError: "nested too deeply"}
-
-
 def _parse(line: bytes, where: str) -> Row:
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        reason = error.msg if isinstance(error, json.JSONDecodeError) else _REASONS.get(type(error), str(error))
-        raise DataError(f"{where}: not a row of scores: {reason}. Remove this line, or start over with -r 1.") from None
+        row = parse_json(line, where, DataError)
+    except DataError as error:
+        raise DataError(f"{error} Remove this line, or start over with -r 1.") from None
     if not _is_row(row):
         raise DataError(f"{where}: expected a row with an int 'step', got {line[:60].decode(errors='replace')!r}.")
     return row

@@ -26,7 +26,7 @@ from src.command_line import make_parser, parse_arguments, run_command
 from src.config import Places
 from src.data.qa import cross_attention as qa
 from src.errors import ConfigError, DataError, UserError
-from src.files import reading
+from src.files import parse_json, reading
 from src.interfaces import load_experiment
 from src.models.load import add_options, checkpoint_folder, load, move
 from src.runs.metadata import expand_run, read_exp_dict
@@ -174,10 +174,7 @@ class _Handler(BaseHTTPRequestHandler):
         length = self.headers.get("Content-Length", "")
         if not length.isdigit() or int(length) > LONGEST_REQUEST:
             raise DataError(f"Content-Length: expected a number of bytes up to {LONGEST_REQUEST}, got {length!r}.")
-        try:
-            given = json.loads(self.rfile.read(int(length)))
-        except ValueError as error:
-            raise DataError(f"not valid JSON: {error}.") from None
+        given = parse_json(self.rfile.read(int(length)), "request", DataError)
         if not isinstance(given, dict) or set(given) != set(Asked._fields) or not all(isinstance(text, str) for text in given.values()):
             raise DataError('expected {"context": "...", "question": "..."}, both text.')
         return Asked(**given)

@@ -21,7 +21,8 @@ from typing import Any
 
 from src.command_line import make_parser, parse_arguments, run_command
 from src.config import Places
-from src.errors import ConfigError, UserError
+from src.errors import ConfigError, DataError, UserError
+from src.files import parse_json
 from src.models.load import add_options
 from src.rewards.kserve import FINGERPRINT, INPUTS
 from src.serving.served_model import ServedModel, find_run, load_served
@@ -104,9 +105,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._reply(400, {"error": f"Content-Length: expected a number of bytes up to {LONGEST_REQUEST}, got {length!r}."})
             return
         try:
-            content = json.loads(self.rfile.read(int(length)) or b"{}")
-        except (ValueError, RecursionError) as error:
-            self._reply(400, {"error": f"not valid JSON: {error}."})
+            content = parse_json(self.rfile.read(int(length)) or b"{}", "request", DataError)
+        except DataError as error:
+            self._reply(400, {"error": str(error)})
             return
         self._answer("POST", content)
 

@@ -13,7 +13,6 @@ the number of the prompt alone. The report is JSON:
 import argparse
 import datetime
 import hashlib
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,7 +26,7 @@ from src.config import Places, unknown_text
 from src.data.conversations.entries import Message
 from src.data.jsonl import check_text
 from src.errors import ConfigError, DataError
-from src.files import read_yaml, reading, write_json
+from src.files import parse_json, read_yaml, reading, write_json
 from src.models.load import ROOT, add_options, move
 from src.serving.chat import load_writer
 from src.serving.conversation import Talk
@@ -113,10 +112,7 @@ def read_prompts(path: Path) -> list[str]:
 
 
 def _prompt(line: bytes, where: str) -> str:
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not valid JSON: {error}.") from None
+    value = parse_json(line, where, DataError)
     if isinstance(value, dict):
         given = value.get("messages")
         said = [each for each in (given if isinstance(given, list) else ()) if isinstance(each, dict) and each.get("role") == "user"]

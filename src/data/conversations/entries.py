@@ -20,6 +20,7 @@ from typing import Any
 
 from src.data.jsonl import check_text
 from src.errors import DataError
+from src.files import parse_json
 
 ROLES = ("system", "user", "assistant", "tool")
 SHARES = ("quality", "humor", "creativity")
@@ -223,8 +224,8 @@ def _call(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def _parse_json(text: str, where: str) -> Any:
     try:
-        return json.loads(text) if text.strip() else None
-    except (ValueError, RecursionError):
+        return parse_json(text, where, DataError) if text.strip() else None
+    except DataError:
         raise DataError(f"{where}: expected JSON, got {text!r:.60}.") from None
 
 

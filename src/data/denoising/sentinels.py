@@ -1,13 +1,12 @@
 """Sentinels: the tokens <extra_id_0>, <extra_id_1>, ... that replace masked text, with their ids in the tokenizer."""
 
-import json
 from collections.abc import Mapping
 from itertools import count, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from src.errors import ConfigError, DataError
-from src.files import reading
+from src.files import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -49,11 +48,10 @@ def read_added_tokens(folder: Path | None) -> dict[str, tuple[int, bool]] | None
     """Id of each added token in tokenizer.json, and whether it is special; None where the file is missing or damaged."""
     if folder is None or not (folder / "tokenizer.json").is_file():
         return None
-    with reading(folder, DataError):
-        text = (folder / "tokenizer.json").read_text(encoding="utf-8")
     try:
-        return {token["content"]: (token["id"], token["special"]) for token in json.loads(text)["added_tokens"]}
-    except (ValueError, LookupError, TypeError):
+        tokens = read_json(folder / "tokenizer.json", DataError)["added_tokens"]
+        return {token["content"]: (token["id"], token["special"]) for token in tokens}
+    except (DataError, LookupError, TypeError):
         return None  # damaged: loading it will say how
 
 

@@ -15,7 +15,7 @@ from pydantic import Field
 from src.config import Config as StrictConfig
 from src.data.streaming.shard_files import ShardChanged, ShardError
 from src.errors import DataError
-from src.files import reading, writing
+from src.files import parse_json, reading, writing
 
 FILE = "quarantine.jsonl"
 
@@ -132,9 +132,9 @@ class Quarantine:
             lines = self.path.read_text().split("\n")
         for line in lines:
             try:
-                record = json.loads(line)
+                record = parse_json(line, self.path, DataError)
                 self._recorded.add((record["source"], record["shard"], record["document"], record["piece"]))
-            except (ValueError, KeyError, TypeError):
+            except (DataError, KeyError, TypeError):
                 continue  # cut by a kill or a full disk: that document is recorded again
 
 

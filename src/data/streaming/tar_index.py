@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from src.data.streaming.tars.fields import Fields
 from src.data.streaming.tars.image_files import MOST_PIXELS, SUFFIXES, TOO_LARGE, UNDECODABLE
 from src.errors import DataError
-from src.files import reading, write_atomic
+from src.files import parse_json, reading, write_atomic
 
 if TYPE_CHECKING:
     import numpy as np
@@ -203,7 +203,7 @@ def load_file(path: Path, size: int, tar: str, expected: str | None = None) -> T
     if expected is not None and digest.hex() != expected:
         raise DataError(f"{path}: not the index that shards.json lists, so rows would differ. Restore it, or make both again.")
     read = io.BytesIO(content[len(_MAGIC) :])
-    facts = json.loads(read.readline())
+    facts = parse_json(read.readline(), str(path), DataError)
     if facts.pop("format") != _FORMAT:
         raise DataError(f"{path}: of another version of this project. {again}")
     if facts["bytes"] != size:

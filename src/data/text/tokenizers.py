@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from src.data import jsonl
 from src.errors import DataError
+from src.files import read_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -51,8 +52,8 @@ def load(source: str | Path, extra: Sequence[str] = (), end_token: str | None = 
 def names_end_token(folder: Path) -> bool:
     """Whether the settings of a tokenizer name an end token, without loading it; False also where they cannot be read."""
     try:
-        return bool(json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))["eos_token"])
-    except (OSError, ValueError, LookupError, TypeError):
+        return bool(read_json(folder / "tokenizer_config.json", DataError)["eos_token"])
+    except (DataError, LookupError, TypeError):
         return False
 
 

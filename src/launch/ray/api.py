@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from src.errors import LaunchError
+from src.files import parse_json
 
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
 ADDRESS = re.compile(r"https?://[^\s/@?#]+(/[^\s?#]*)?")
@@ -69,8 +70,8 @@ def ask(address: str, method: str, path: str, content: Mapping[str, Any] | None 
 def _headers() -> dict[str, str]:
     """Those of the environment, whose values are secrets and in no message."""
     try:
-        found = {name: str(value) for name, value in json.loads(os.environ.get(HEADERS) or "{}").items()}
-    except (ValueError, RecursionError, AttributeError):
+        found = {name: str(value) for name, value in parse_json(os.environ.get(HEADERS) or "{}", HEADERS, LaunchError).items()}
+    except (LaunchError, AttributeError):
         found = {"": ""}
     if not all(re.fullmatch(r"[\w-]+\0[ -~]*", f"{name}\0{value}", re.ASCII) for name, value in found.items()):
         raise LaunchError(f'{HEADERS}: expected JSON such as {{"Authorization": "Bearer …"}}, in printable ASCII.')
@@ -94,8 +95,8 @@ def _ask_once(address: str, request: urllib.request.Request, seconds: float) -> 
     if status != 200:
         raise Refused(address, status, f"a redirection to {answer.headers.get('Location')}" if 300 <= status < 400 else text)
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return parse_json(text, address, LaunchError)
+    except LaunchError:
         raise LaunchError(
             f"{address}: expected JSON of Ray, got {brief(text)!r}. Is it the address of the dashboard, and are you logged in?"
         ) from None

@@ -12,6 +12,7 @@ from datetime import datetime
 from typing import Any, TypeVar
 
 from src.errors import LaunchError
+from src.files import parse_json
 from src.launch.toolkit.service import (
     EXPERIMENT,
     SUBMISSION,
@@ -135,10 +136,10 @@ def _items(out: str) -> list[dict[str, Any]]:
     """The jobs in an answer: a JSON object per line, or one JSON list or object."""
     try:
         try:
-            value = json.loads(out) if out.strip() else []
-        except ValueError:
-            value = [json.loads(line) for line in out.splitlines() if line.strip()]
-    except (ValueError, RecursionError):
+            value = parse_json(out, "eai", LaunchError) if out.strip() else []
+        except LaunchError:
+            value = [parse_json(line, "eai", LaunchError) for line in out.splitlines() if line.strip()]
+    except LaunchError:
         raise OutcomeUnknown(f"eai: expected JSON, got {out.strip()[:200]!r}.") from None
     items = value if isinstance(value, list) else [value]
     for item in items:

@@ -15,7 +15,7 @@ from typing import Annotated
 from pydantic import Field, TypeAdapter, ValidationError
 
 from src.errors import RunError
-from src.files import read_json, reading, write_json, writing
+from src.files import read_bytes, read_json, write_json, writing
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.history.transaction import manifest_hash
 from src.runs.lease import LEASE, STALE_SECONDS, directory_lock, holder_host, holder_is_dead
@@ -57,8 +57,7 @@ class StalenessProbe:
         if known is not None:
             return known
         try:
-            with reading(folder):
-                beat = (folder / LEASE).read_bytes()
+            beat = read_bytes(folder / LEASE)
         except (FileNotFoundError, RunError):  # released just now, or unreadable: the next call decides
             return False
         now = time.monotonic()

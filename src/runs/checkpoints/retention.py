@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from src.errors import ConfigError, RunError, UserError
-from src.files import defect, sync_directory, writing
+from src.files import defect, read_bytes, sync_directory, writing
 from src.runs import parents
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.checkpoints import pins
@@ -153,7 +153,7 @@ def _is_run(run: Path) -> bool:
 
 def _snapshot(run: Path) -> tuple[bytes, ...]:
     """The state of a run that deletion depends on: its status, its best checkpoint, and the names of all checkpoints."""
-    contents = [path.read_bytes() if path.exists() else b"" for path in (run / STATUS, run / "checkpoints" / "best.json")]
+    contents = [read_bytes(path) if path.exists() else b"" for path in (run / STATUS, run / "checkpoints" / "best.json")]
     folder = run / "checkpoints"
     return (*contents, *(name.encode(errors="replace") for name in sorted(os.listdir(folder) if folder.exists() else [])))
 

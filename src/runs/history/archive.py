@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from src.errors import RunError
-from src.files import read_json
+from src.files import read_bytes, read_json
 from src.runs import ledger
 from src.runs.history import branches
 from src.runs.history import transaction as journal
@@ -70,12 +70,12 @@ class PlanBuilder:
 
     def archive_file(self, name: str) -> None:
         """Copy a file of the run before it is changed."""
-        self.files[name] = hashlib.sha256((self.run / name).read_bytes()).hexdigest()
+        self.files[name] = hashlib.sha256(read_bytes(self.run / name)).hexdigest()
         self.add_step("keep", f"{self.folder}/before/{name}", **{"from": name})
 
     def archive_rows_after(self, name: str, step: int) -> None:
         """Move the rows after `step` out of a file that was archived before."""
-        _, later = journal.rows_after((self.run / name).read_bytes(), step)
+        _, later = journal.rows_after(read_bytes(self.run / name), step)
         if later:
             self.archived[name] = {"rows": later.count(b"\n"), "sha256": hashlib.sha256(later).hexdigest()}
             self.add_step("cut", name, rest=f"{self.folder}/{name}", step=step, **{"from": f"{self.folder}/before/{name}"})

@@ -8,7 +8,6 @@ import contextlib
 import errno
 import fcntl
 import hashlib
-import json
 import logging
 import os
 import re
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from src.errors import RunError
-from src.files import TEMPORARY, read_json, reading, sync_directory, write_atomic, write_json, writing
+from src.files import TEMPORARY, parse_json, read_bytes, read_json, sync_directory, write_atomic, write_json, writing
 from src.runs import ledger
 from src.runs.metadata import STATUS
 from src.runs.scores import SCORES, Scores
@@ -100,8 +99,8 @@ def rows_after(content: bytes, step: int) -> tuple[bytes, bytes]:
 def step_of(line: bytes) -> int | None:
     """The step of a JSON line: its "step", "opt_step" or "iteration", or that of the checkpoint path that it evaluates."""
     try:
-        row = json.loads(line)
-    except ValueError:
+        row = parse_json(line, "", RunError)
+    except RunError:
         return None
     if not isinstance(row, dict):
         return None
@@ -116,8 +115,8 @@ def step_of(line: bytes) -> int | None:
 
 def manifest_hash(checkpoint: Path) -> str | None:
     """sha256 of the manifest, which holds the hash of every file; None if there is none."""
-    with contextlib.suppress(FileNotFoundError), reading(checkpoint):
-        return hashlib.sha256((checkpoint / "manifest.json").read_bytes()).hexdigest()
+    with contextlib.suppress(FileNotFoundError):
+        return hashlib.sha256(read_bytes(checkpoint / "manifest.json")).hexdigest()
     return None
 
 
@@ -194,14 +193,14 @@ def _copy_aside(run: Path, step: Step) -> None:
     if not target.exists():
         with writing(target):
             target.parent.mkdir(parents=True, exist_ok=True)
-            content = source.read_bytes()
+            content = read_bytes(source)
         write_atomic(target, content)
 
 
 def _restore(run: Path, step: Step) -> None:
     """Replace a file by a copy of another."""
     with writing(run / step["to"]):
-        content = (run / step["from"]).read_bytes()
+        content = read_bytes(run / step["from"])
     write_atomic(run / step["to"], content)
 
 
@@ -209,7 +208,7 @@ def _cut_rows(run: Path, step: Step) -> None:
     """Move the lines after "step" from "to" to "rest". Done already if "to" no longer begins like its copy "from"."""
     target = run / step["to"]
     with writing(target):
-        before, content = (run / step["from"]).read_bytes(), target.read_bytes()
+        before, content = read_bytes(run / step["from"]), read_bytes(target)
     if content.startswith(before[: before.rfind(b"\n") + 1]):
         kept, later = rows_after(content, step["step"])
         write_atomic(run / step["rest"], later)

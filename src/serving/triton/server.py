@@ -12,7 +12,6 @@ FOLDER is what src.serving.triton.repository has written. FOLDER/server.json say
 import argparse
 import contextlib
 import hashlib
-import json
 import logging
 import os
 import signal
@@ -27,7 +26,7 @@ from typing import Any
 
 from src.command_line import aligned_lines, make_parser, parse_arguments, run_command
 from src.errors import ConfigError, RunError, UserError
-from src.files import read_json, write_json, writing
+from src.files import parse_json, read_json, write_json, writing
 from src.models.load import ROOT
 from src.rewards.kserve import Address, Away, HttpConnection, NotLoaded
 from src.runs.lease import directory_lock
@@ -290,8 +289,8 @@ def _post(state: dict[str, Any], path: str, method: str = "POST") -> tuple[int, 
     try:
         url = f"http://{state['address']}:{state['http_port']}{path}"
         answer = urllib3.request(method, url, json={} if method == "POST" else None, retries=False, timeout=START_SECONDS)
-        return answer.status, json.loads(answer.data or b"{}")
-    except (urllib3.exceptions.HTTPError, ValueError) as error:
+        return answer.status, parse_json(answer.data or b"{}", url, RunError)
+    except urllib3.exceptions.HTTPError as error:
         raise RunError(f"{_describe(state)}: does not answer ({error}).") from None
 
 

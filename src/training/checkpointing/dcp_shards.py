@@ -29,7 +29,7 @@ from torch.futures import Future
 
 from src import distributed
 from src.errors import CheckpointError, RunError
-from src.files import read_json
+from src.files import parse_json, read_json
 from src.training.checkpointing import folder as checkpoint
 from src.training.checkpointing import safetensors_stream, zero_layout
 from src.training.checkpointing.safetensors_stream import StoredTensor
@@ -193,7 +193,7 @@ def _places(file: Path) -> dict[str, list[int]]:
     """Where each part of a file begins in its tensor, by name."""
     try:
         with safe_open(file, "pt") as opened:
-            noted = json.loads((opened.metadata() or {}).get(_PLACES, "{}"))
+            noted = parse_json((opened.metadata() or {}).get(_PLACES, "{}"), file, CheckpointError)
         return {name: [int(place) for place in about[_START]] for name, about in noted.items()}
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file}: damaged, not readable as a shard ({' '.join(str(error).split())[:120]}).") from None

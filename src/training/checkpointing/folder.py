@@ -120,8 +120,7 @@ def origin(run: Path) -> dict[str, bytes]:
     """
     names = [CONFIG, branches.FILE] if (run / branches.FILE).exists() else [CONFIG]
     try:
-        with files.reading(run):
-            return {name: (run / name).read_bytes() for name in names}
+        return {name: files.read_bytes(run / name) for name in names}
     except FileNotFoundError as error:
         raise RunError(f"{error.filename}: no such file. Start the run again, which writes it anew.") from None
 

@@ -169,10 +169,10 @@ def read(path: Path) -> dict[str, StoredTensor]:
         size = file.seek(0, 2)
     damaged = CheckpointError(f"{path}: damaged, not readable as safetensors.")
     try:
-        header = json.loads(text)
+        header = files.parse_json(text, path, CheckpointError)
         header.pop("__metadata__", None)
         found = {name: _entry(path, entry, 8 + length) for name, entry in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (CheckpointError, ValueError, KeyError, TypeError, AttributeError):
         raise damaged from None
     if size != 8 + length + sum(size_bytes(tensor) for tensor in found.values()):
         raise damaged

@@ -1,6 +1,5 @@
 """Weights & Biases: the only module that calls it. The key comes from the environment or netrc and is never written."""
 
-import json
 import logging
 import math
 import os
@@ -14,7 +13,7 @@ import wandb
 from torch import nn
 
 from src.errors import RunError
-from src.files import read_json, write_json
+from src.files import parse_json, read_json, write_json
 from src.runs import context as runs
 from src.runs.run_dir import DELETED
 
@@ -113,6 +112,6 @@ def _last_step(path: Path, identity: str) -> int:
             log.warning("%s: wandb cannot read it, so that steps that are trained again may stand in it twice.", file)
             continue
         for line in done.stdout.splitlines():
-            if '"history"' in line and (record := json.loads(line))["type"] == "history":
+            if '"history"' in line and (record := parse_json(line, file, RunError))["type"] == "history":
                 last = max(last, int(record["history"]["item"]["_step"]))
     return last

@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 
 from src.config import Config as StrictConfig
 from src.errors import DataError
+from src.files import parse_json
 
 KINDS = ("image", "prompt", "text")
 """Also the order of a document's parts, unless lists in its JSON say another."""
@@ -179,10 +180,7 @@ class Fields(StrictConfig):
 
 def _values(content: bytes, entry: Entry) -> list[Any]:
     """The value of an entry in a JSON member, as a list."""
-    try:
-        value = json.loads(content)
-    except (ValueError, RecursionError):
-        raise FieldError(f"{entry.text}: the member is no JSON") from None
+    value = parse_json(content, entry.text, FieldError)
     for key in entry.path or ():
         if isinstance(value, dict):
             value = value.get(key)
