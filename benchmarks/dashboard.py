@@ -1,12 +1,11 @@
-"""The dashboard of many runs in a browser: `python -m benchmarks.dashboard [--experiments 500] [--minutes 10] [-o FILE]`.
+"""The dashboard of many runs in a browser: `python -m benchmarks.dashboard [--experiments 500] [--minutes 10]`.
 
-Prints how long the first paint takes and each kind of click, then keeps three tabs open, which refresh every two seconds, and prints what
-memory the server and the browser take at the begin and at the end. -o: pictures of the page, of all runs and filtered, in windows of two
-widths.
+Prints the time of the first paint and of each kind of click, the server's processor time for a refresh while ten runs write scores, and
+then, with three open tabs, the memory of the server and the browser.
 """
 
 import argparse
-import io
+import json
 import os
 import random
 import shutil
@@ -14,26 +13,26 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import psutil
-from PIL import Image
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
+from src.experiments.identity import exp_id
 from src.runs.environment import describe
 from src.runs.run_dir import RunDir
 
 ROOT = Path(__file__).resolve().parents[1]
-WIDTHS, HEIGHT, TALL = (1280, 800), 1000, 1700
-SCALE, GAP = 0.4, 12
+WIDTH, HEIGHT = 1280, 1000
 MILLISECONDS = 120_000
 TURNS = 6
 PAUSE = 2000
 """Milliseconds between two clicks: a reader looks at what the first has shown."""
 RATES, SEEDS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2), 10
+RUNNING, REFRESHES, REFRESH_SECONDS = 10, 6, 2
 Result = TypeVar("Result")
 
 
@@ -43,7 +42,6 @@ def main() -> int:
     parser.add_argument("--experiments", type=int, default=500)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--minutes", type=float, default=10, help="how long the tabs stay open")
-    parser.add_argument("-o", "--output", type=Path, help="a file for pictures, such as docs/dashboard.webp")
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="benchmark-dashboard-"))
     try:
@@ -58,50 +56,78 @@ def main() -> int:
             with sync_playwright() as started:
                 browser = started.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
                 _measure(browser, address, running, server.pid, options.minutes)
-                if options.output:
-                    _draw(browser, address, options.output)
                 browser.close()
         finally:
             server.terminate()
             server.communicate()
+            for run in running:
+                run.close()
     finally:
         shutil.rmtree(folder)
     return 0
 
 
-def generate(runs: Path, count: int, steps: int) -> RunDir:
-    """A grid of rates and strides, ten seeds each, of which some failed or were stopped; and one that goes on, which is returned."""
+def generate(runs: Path, count: int, steps: int) -> list[RunDir]:
+    """A grid of rates and strides with ten seeds each, some failed or stopped, and ten that run, which are returned."""
     rng, facts = random.Random(0), {**describe(["trainval.py", "-e", "grid"]), "groups": ["grid"]}
-    for number in range(count):
+    templates: dict[str, Path] = {}
+    for number in range(count - RUNNING):
         configuration, seed = divmod(number, SEEDS)
         stride, rate = divmod(configuration, len(RATES))
-        exp = {
-            "recipe": "toy",
-            "seed": seed,
-            "model": {"name": "m", "stride": stride},
-            "loop": {"steps": steps, "learning_rate": RATES[rate]},
-        }
         last, state, reason = steps, "done", ""
         if number % 23 == 5:
             last, state, reason = steps // 3, "failed", "CUDA out of memory. Tried to allocate 2.50 GiB. Use a smaller micro_batch."
         elif number % 37 == 9:
             last, state, reason = steps // 2, "stopped", "SIGTERM: start it again to continue"
-        run = RunDir.open(runs, exp, exp, facts=facts)
-        loss, noise = 2 + rate / 5, rng.random() / 20
-        for step in range(1, last + 1):
-            loss += (0.3 + stride / 50 - loss) * 0.03 + rng.gauss(0, 0.01)
-            run.scores.append({"step": step, "train_loss": loss, "val_loss": loss + noise, "val_accuracy": 1 / (1 + loss)})
-        if number == count - 1:
-            return run
-        run.set_status(state, step=last, **({"reason": reason} if reason else {}))  # pyright: ignore[reportArgumentType]
-        run.close()
-    raise AssertionError("no experiments")
+        exp = _experiment(stride, rate, seed, steps)
+        if state not in templates:
+            run = RunDir.open(runs, exp, exp, facts=facts)
+            for row in _scores(range(1, last + 1), stride, rate, rng):
+                run.scores.append(row)
+            run.set_status(state, step=last, **({"reason": reason} if reason else {}))  # pyright: ignore[reportArgumentType]
+            run.close()
+            templates[state] = run.path
+            continue
+        folder = shutil.copytree(templates[state], runs / exp_id(exp))
+        (folder / "exp_dict.json").write_text(json.dumps(exp, indent=4, sort_keys=True))
+        status = json.loads((folder / "status.json").read_text())
+        status.pop("scores", None)
+        (folder / "status.json").write_text(json.dumps(status, indent=4))
+        (folder / "scores.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in _scores(range(1, last + 1), stride, rate, rng)))
+    running = []
+    for seed in range(RUNNING):
+        exp = _experiment(1000, 0, seed, steps)
+        running.append(RunDir.open(runs, exp, exp, facts=facts))
+        for row in _scores(range(1, steps // 2), 10, 0, rng):
+            running[-1].scores.append(row)
+    return running
 
 
-def _measure(browser: Browser, address: str, running: RunDir, server: int, minutes: float) -> None:
-    _opened(browser, address).close()  # the server's own first page compiles its templates
+def _experiment(stride: int, rate: int, seed: int, steps: int) -> dict[str, Any]:
+    return {
+        "recipe": "toy",
+        "seed": seed,
+        "model": {"name": "m", "stride": stride},
+        "loop": {"steps": steps, "learning_rate": RATES[rate]},
+    }
+
+
+def _scores(steps: range, stride: int, rate: int, rng: random.Random) -> Iterator[dict[str, Any]]:
+    loss, noise = 2 + rate / 5, rng.random() / 20
+    for step in steps:
+        loss += (0.3 + stride / 5000 - loss) * 0.03 + rng.gauss(0, 0.01)
+        yield {"step": step, "train_loss": loss, "val_loss": loss + noise, "val_accuracy": 1 / (1 + loss)}
+
+
+def _measure(browser: Browser, address: str, running: list[RunDir], server: int, minutes: float) -> None:
     page, seconds = _timed(lambda: _opened(browser, address))
     print(f"first paint      {seconds:6.2f} s  (the table of jobs, of results and the curves)")
+    page.locator("select").filter(has_text="every 2 s").select_option(label=f"every {REFRESH_SECONDS} s")
+    before = _processor_seconds(server)
+    for step in range(10**5, 10**5 + REFRESHES):
+        _write_scores(running, step)
+        page.wait_for_timeout(1000 * REFRESH_SECONDS)
+    print(f"a refresh        {(_processor_seconds(server) - before) / REFRESHES:6.2f} s of the server's processor time, {RUNNING} running")
     clicks: dict[str, Callable[[int], None]] = {
         "a job": lambda turn: _click_job(page, turn),
         "a row of results": lambda turn: _click_result(page, turn),
@@ -127,7 +153,7 @@ def _measure(browser: Browser, address: str, running: RunDir, server: int, minut
     until, step, rows = time.monotonic() + 60 * minutes, 10**6, []
     while time.monotonic() < until:
         step += 1
-        running.scores.append({"step": step, "train_loss": 0.3, "val_loss": 0.3, "val_accuracy": 0.7})
+        _write_scores(running, step)
         pages[0].wait_for_timeout(5000)
         heaps = [tab.evaluate("performance.memory.usedJSHeapSize") / 1e6 for tab in pages]
         rows.append((_megabytes(server), sum(heaps)))
@@ -137,7 +163,16 @@ def _measure(browser: Browser, address: str, running: RunDir, server: int, minut
         print(f"memory of {name:7}{begin:6.0f} MB in the second third, {end:6.0f} MB in the last, most {max(values):6.0f} MB")
 
 
-def _opened(browser: Browser, address: str, width: int = WIDTHS[0], height: int = HEIGHT) -> Page:
+def _write_scores(running: list[RunDir], step: int) -> None:
+    for run in running:
+        run.scores.append({"step": step, "train_loss": 0.3, "val_loss": 0.3, "val_accuracy": 0.7})
+
+
+def _processor_seconds(pid: int) -> float:
+    return sum(psutil.Process(pid).cpu_times()[:2])
+
+
+def _opened(browser: Browser, address: str, width: int = WIDTH, height: int = HEIGHT) -> Page:
     page = browser.new_context(viewport={"width": width, "height": height}).new_page()
     page.set_default_timeout(MILLISECONDS)
     page.goto(address)
@@ -208,25 +243,6 @@ def _wait_for_count(page: Page, filtered: bool) -> None:
     told = r"\d of \d+ experiments" if filtered else r"· \d+ experiments"
     page.wait_for_function(f"[...Bokeh.documents[0].all_models].some(m => /{told}/.test(m.text)) && Bokeh.documents[0].is_idle")
     page.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
-
-
-def _draw(browser: Browser, address: str, output: Path) -> None:
-    """The page of all runs and of some, side by side, in each width."""
-    pictures = []
-    for width in WIDTHS:
-        for words in ("", "&where=model.stride%20%3C%203&states=%5B%22done%22%2C%22failed%22%5D"):
-            page = _opened(browser, address + words, width, TALL)
-            page.wait_for_timeout(PAUSE)
-            picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
-            pictures.append(picture.resize((round(SCALE * width), round(SCALE * TALL)), Image.Resampling.LANCZOS))
-            page.close()
-    sheet = Image.new("RGB", (sum(picture.width + GAP for picture in pictures) + GAP, pictures[0].height + 2 * GAP), "#8a93a3")
-    x = GAP
-    for picture in pictures:
-        sheet.paste(picture, (x, GAP))
-        x += picture.width + GAP
-    sheet.save(output, quality=72, method=6)
-    print(f"{output}  {output.stat().st_size / 1000:.0f} kB")
 
 
 def _megabytes(pid: int) -> float:

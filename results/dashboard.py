@@ -34,6 +34,8 @@ MOST_PICTURES = 4
 """Metrics whose curves are drawn at a time."""
 _FIRST = ("failed", "lost", "unknown", "stopped", "running", "queued")
 """States that need attention: these come first in the table of jobs."""
+_saved: dict[Path, overview.Saved] = {}
+"""By folder of runs, for all open pages."""
 _BODY_CSS = markup.CSS + "body { margin: 0; background: var(--page); }"
 
 
@@ -52,7 +54,8 @@ class Dashboard:
     def __init__(self, runs: Path = RUNS, group: str | None = None, live: bool = False, linked: bool = False) -> None:
         self.runs, self.linked = runs, linked
         self.found = self.shown = overview.Overview(runs)
-        group = group or overview.newest_group(overview.load(runs)) or ALL
+        self._saved = _saved.setdefault(runs.resolve(), overview.Saved(runs))
+        group = group or overview.newest_group(overview.load(runs, None, self._saved)) or ALL
         kinds = (pn.widgets.Select, pn.widgets.MultiChoice, pn.widgets.TextInput, pn.widgets.FloatSlider)
         select, many, text, slider = (partial(kind, stylesheets=[panes.CSS]) for kind in kinds)
         self.group = select(label="Group", options=list(dict.fromkeys([ALL, group])), value=group, width=190)
@@ -95,6 +98,7 @@ class Dashboard:
         self._drawn: Any = None
         self._detailed: Any = None
         self._ids: list[str] = []
+        self._lines: dict[str, tuple[tuple[overview.Job, str, str], list[str]]] = {}
         self._colours: list[str] = []
         self._watch()
         self.reload()
@@ -134,7 +138,7 @@ class Dashboard:
 
     def reload(self) -> None:
         """Read the folder and show what changed."""
-        self._show_overview(overview.load(self.runs, None if self.group.value == ALL else self.group.value))
+        self._show_overview(overview.load(self.runs, None if self.group.value == ALL else self.group.value, self._saved))
 
     async def tick(self) -> None:
         """`reload` in a thread, as a scheduler may be slow to answer. One at a time."""
@@ -143,7 +147,7 @@ class Dashboard:
         self._busy = True
         try:
             group = self.group.value
-            found = await asyncio.to_thread(overview.load, self.runs, None if group == ALL else group)
+            found = await asyncio.to_thread(overview.load, self.runs, None if group == ALL else group, self._saved)
             if group == self.group.value:
                 self._show_overview(found)
         finally:
@@ -164,8 +168,7 @@ class Dashboard:
         panes.show_html(self.head, panes.head("Experiments" if self.group.value == ALL else self.group.value, self.found, self.shown))
         known = overview.metrics(self.shown)
         _offer(self.metrics, known)
-        groups = results.group_rows(self.shown.rows, ["group"])
-        keys = list(dict.fromkeys(key for group in groups for key in results.varying_keys(group)))
+        keys, _ = overview.differing(self.shown)
         _offer(self.x, ["step", "seconds", *(name for name in known if name not in self.chosen_metrics()), *keys])
         _offer(self.by, ["group", *keys])
         _offer(self.sorted, list(dict.fromkeys([*overview.headline(self.shown), *known])))
@@ -208,19 +211,27 @@ class Dashboard:
         """The table of jobs, those that need attention first, and the choice of an experiment."""
         places = {state: place for place, state in enumerate(_FIRST)}
         ordered = sorted(self.shown.jobs, key=lambda job: places.get(job.state, len(places)))
-        told = overview.differing(self.shown)
+        _, told = overview.differing(self.shown)
         self._ids = [job.exp_id for job in ordered]
         remarks = overview.remarks(self.shown)
-        cells = [overview.job_cells(job, told.get(job.exp_id, ""), remarks.get(job.exp_id, "")) for job in ordered]
-        state = overview.JOB_HEADINGS.index("state")
-        first = [markup.link(f"run/{name}", cell[0]) if self.linked else cell[0] for name, cell in zip(self._ids, cells, strict=True)]
-        lines = [[own, *c[1:state], markup.chip(c[state], c[state]), *c[state + 1 :]] for own, c in zip(first, cells, strict=True)]
+        lines = [self._job_line(job, told.get(job.exp_id, ""), remarks.get(job.exp_id, "")) for job in ordered]
         self.jobs.fill(overview.JOB_HEADINGS, lines)
         names = {f"{name[:8]}  {told.get(name, '')}".strip(): name for name in self._ids}
         names = names if len(names) == len(self._ids) else {name: name for name in self._ids}
         _offer(self.experiment, names)
         _offer(self.other, names)
         self.show_detail()
+
+    def _job_line(self, job: overview.Job, told: str, remark: str) -> list[str]:
+        """The cells of a job, made again if something changed."""
+        shown = (job, told, remark)
+        if (saved := self._lines.get(job.exp_id)) is not None and saved[0] == shown:
+            return saved[1]
+        line, state = overview.job_cells(job, told, remark), overview.JOB_HEADINGS.index("state")
+        line[0] = markup.link(f"run/{job.exp_id}", line[0]) if self.linked else line[0]
+        line[state] = markup.chip(line[state], line[state])
+        self._lines[job.exp_id] = shown, line
+        return line
 
     def show_detail(self) -> None:
         """Update the open tab for the chosen experiment, if that, an option or what was read has changed."""
@@ -279,11 +290,14 @@ class Dashboard:
         return markup.text_block(tree(family)) + markup.warnings(family.problems)
 
     def _show_overview(self, found: overview.Overview) -> None:
-        self.found, self._detailed = found, None
+        unchanged, self.found, self._detailed = found == self.found, found, None
+        panes.show_html(self.time, f'<div class="time">live · read at {time.strftime("%H:%M:%S")}</div>')
+        if unchanged and self._drawn is not None:
+            self.show_detail()
+            return
         _offer(self.group, [ALL, *found.groups, *([self.group.value] if self.group.value not in (ALL, *found.groups) else [])])
         _offer(self.states, list(found.counts()))
         self.filter()
-        panes.show_html(self.time, f'<div class="time">live · read at {time.strftime("%H:%M:%S")}</div>')
 
     def _select(self, chosen: Sequence[int]) -> None:
         if chosen and chosen[0] < len(self._ids):
@@ -344,6 +358,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Serve the page until interrupted; prints its address when it can be opened. Returns the exit code."""
     options = _parser().parse_args(arguments)
     pn.config.raw_css.append(_BODY_CSS)
+    overview.load(options.runs, None, _saved.setdefault(options.runs.resolve(), overview.Saved(options.runs)))  # for the first page
     page_of_run = {"run/([0-9a-f]{8,128})": lambda name: run_page.render(options.runs / name)}
     serve_page(lambda: app(options.runs, options.group, linked=True), options, f"Experiments · {options.runs.name}", page_of_run)
     return 0

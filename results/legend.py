@@ -1,6 +1,7 @@
 """What a configuration is called and drawn in: the same label and colour in tables, curves and pages, whatever is filtered or sorted."""
 
 import colorsys
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -51,7 +52,17 @@ class Configurations:
         self.rows, self.unfinished, self.most = rows, unfinished, most
         self.keys = statistics.grouping_keys(rows, by, seed)
         self.groups = results.group_rows(rows, self.keys)
-        self.colours = colours(among or rows, by, seed)
+        self.colours = _colours(self.groups, self.keys) if not among or among == rows else colours(among, by, seed)
+
+    def with_rows(self, rows: Sequence[results.Row]) -> "Configurations":
+        """These configurations with the current rows of the same runs, in the same order."""
+        if rows is self.rows:
+            return self
+        changed = copy.copy(self)
+        current = {row["exp_id"]: row for row in rows}
+        changed.rows = rows
+        changed.groups = [[_member(current[row["exp_id"]], row) for row in group] for group in self.groups]
+        return changed
 
     def label(self, group: Sequence[results.Row]) -> str:
         """Empty for the only configuration, if all its runs are drawn."""
@@ -83,13 +94,22 @@ class Configurations:
         return self.colours.get((exp_id, group)) or self.colours[exp_id, None]
 
 
+def _member(row: results.Row, group: results.Row) -> results.Row:
+    """`row` as a member of the group that `group` names."""
+    return row if row["group"] == group["group"] else next(each for each in row.in_groups() if each["group"] == group["group"])
+
+
 def colours(rows: Sequence[results.Row], by: Sequence[str] | None = None, seed: str = results.SEED) -> dict[tuple[str, str | None], str]:
     """(exp id, group) -> the colour of its configuration. rows: all rows; by: the keys of configurations, None for those that vary.
 
     The colours follow the values of the configurations, so they do not depend on scores, on the order of runs or on a filter.
     """
     keys = statistics.grouping_keys(rows, by, seed)
-    groups = sorted(results.group_rows(rows, keys), key=lambda group: [results.sort_key(group[0].get(key)) for key in keys])
+    return _colours(results.group_rows(rows, keys), keys)
+
+
+def _colours(groups: Sequence[Sequence[results.Row]], keys: Sequence[str]) -> dict[tuple[str, str | None], str]:
+    groups = sorted(groups, key=lambda group: [results.sort_key(group[0].get(key)) for key in keys])
     found: dict[tuple[str, str | None], str] = {}
     for place, group in enumerate(groups):
         colour = _colour(place)

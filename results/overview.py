@@ -2,11 +2,12 @@
 
 import json
 import math
+import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from results import diff, legend, table, terminal_table
 from src.errors import RunError, UserError
@@ -14,6 +15,7 @@ from src.files import read_json, reading
 from src.launch import status as launched
 from src.launch.tracking import REFRESH
 from src.runs import metadata
+from src.runs.read_cache import ReadCache
 from src.runs.summary import is_finite
 from src.tables import curves as banded
 from src.tables import rows as results
@@ -37,6 +39,8 @@ JOB_HEADINGS = (
 )
 MOST_CHARACTERS = 4000
 """Most characters of a differing value, such as uncommitted code."""
+Job = launched.Row
+T = TypeVar("T")
 _ID = re.compile(r"[0-9a-f]{32}")
 _FACTS = ("time", "host", "platform", "python", "commit", "dirty", "cpus", "gpus", "command")
 
@@ -59,13 +63,36 @@ class Overview:
     """Whether means are over all runs, not over those that are done alone."""
     seed: str = results.SEED
     """The key that means are taken over."""
+    saved: "Saved | None" = field(default=None, compare=False, repr=False)
+    """Values to reuse while the runs are the same."""
     _drawn: dict[tuple[str, ...], legend.Configurations] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _members: list[Any] = field(default_factory=list, init=False, compare=False, repr=False)
 
     def configurations(self, by: Sequence[str]) -> legend.Configurations:
         """The rows by those of the keys `by` that exist; without any by those that vary."""
         if tuple(by) not in self._drawn:
-            self._drawn[tuple(by)] = legend.Configurations(self.rows, _existing(self, by), self.loaded, self.unfinished, self.seed)
+            key = ("configurations", *by, self.unfinished, self.seed)
+
+            def compute() -> legend.Configurations:
+                return legend.Configurations(self.rows, _existing(self, by), self.loaded, self.unfinished, self.seed)
+
+            of_configs = set(by).isdisjoint({*results.FACTS} - {"group"})
+            self._drawn[tuple(by)] = self.reuse(key, compute).with_rows(self.rows) if of_configs else compute()
         return self._drawn[tuple(by)]
+
+    def reuse(self, key: tuple[Any, ...], compute: Callable[[], T]) -> T:
+        """`compute()`, or its earlier result for the same runs. Only for results that follow from the configs: an id is the hash of one."""
+        if self.saved is None:
+            return compute()
+        if not self._members:
+            runs = [self.rows] if self.loaded == self.rows else [self.rows, self.loaded]
+            members = [[(row["exp_id"], row.groups) for row in rows] for rows in runs]
+            self._members.append((members, results.score_names(self.loaded)))
+        members, value = self.saved.results.get(key, (None, None))
+        if members != self._members[0]:
+            value = compute()
+            self.saved.results[key] = self._members[0], value
+        return value  # type: ignore[return-value]  of this key
 
     def row(self, exp_id: str) -> results.Row | None:
         """The row of an experiment, if it has one."""
@@ -129,17 +156,28 @@ class Look:
     """Config keys that tell configurations apart; none: those that vary, but for the seed."""
 
 
-def load(runs: Path, group: str | Sequence[str] | None = None) -> Overview:
-    """Everything in `runs`, or of one or several groups. What cannot be read gives warnings, no errors."""
+class Saved:
+    """Values of the ended runs in a folder, for the next `load`."""
+
+    def __init__(self, runs: Path) -> None:
+        self.rows: results.RowCache = ReadCache(runs)
+        self.jobs: ReadCache[launched.Row] = ReadCache(runs)
+        self.results: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+        """Name -> the runs and the result: see `Overview.reuse`."""
+
+
+def load(runs: Path, group: str | Sequence[str] | None = None, saved: Saved | None = None) -> Overview:
+    """Everything in `runs`, or of one or several groups. A file that cannot be read gives a warning, no error."""
     ids: list[str] = []
+    rows_saved, jobs_saved = (saved.rows, saved.jobs) if saved else (None, None)
     try:
         with reading(runs):
-            ids = sorted(path.name for path in runs.iterdir() if _ID.fullmatch(path.name)) if runs.is_dir() else []
-        everything, warnings = results.load_rows(runs)
+            ids = sorted(name for name in os.listdir(runs) if _ID.fullmatch(name)) if runs.is_dir() else []
+        everything, warnings = results.load_rows(runs, None, rows_saved)
         ids = sorted({*ids, *(row["exp_id"] for row in everything)})
     except UserError as error:
         everything, warnings = [], [str(error)]
-    table_of_jobs = launched.table(runs, ids, REFRESH)
+    table_of_jobs = launched.table(runs, ids, REFRESH, jobs_saved)
     groups = sorted(
         {name for names in (*(row.groups for row in everything), (job.group for job in table_of_jobs)) for name in names if name}
     )
@@ -147,7 +185,7 @@ def load(runs: Path, group: str | Sequence[str] | None = None) -> Overview:
     if group is not None:
         wanted = [group] if isinstance(group, str) else group
         try:
-            rows, warnings = results.load_rows(runs, group)
+            rows, warnings = results.load_rows(runs, group, rows_saved)
         except UserError as error:
             rows, warnings = [], [*warnings, str(error)]
         members = {row["exp_id"] for row in rows}
@@ -158,15 +196,17 @@ def load(runs: Path, group: str | Sequence[str] | None = None) -> Overview:
     rows = [_with_state(row, states.get(row["exp_id"])) for row in rows]
     others = {row["exp_id"]: row["state"] for row in rows if row["state"] in ("haven", "foreign")}
     table_of_jobs = [replace(job, state=others[job.exp_id], reason="") if job.exp_id in others else job for job in table_of_jobs]
-    return Overview(runs, rows, table_of_jobs, groups, told, loaded=rows)
+    return Overview(runs, rows, table_of_jobs, groups, told, loaded=rows, saved=saved)
 
 
 def newest_group(found: Overview) -> str | None:
     """The group of the run that was created last."""
 
     def creation_time(row: results.Row) -> float:
-        path = found.runs / row["exp_id"] / metadata.EXP_DICT
-        return path.stat().st_mtime if path.exists() else 0.0
+        try:
+            return os.stat(f"{found.runs}/{row['exp_id']}/{metadata.EXP_DICT}").st_mtime
+        except OSError:
+            return 0.0
 
     return max(found.rows, key=creation_time)["group"] or None if found.rows else None
 
@@ -241,7 +281,7 @@ def headline(found: Overview) -> list[str]:
 
 
 def _existing(found: Overview, by: Sequence[str]) -> list[str] | None:
-    keys = {key for row in found.rows for key in (*results.config_keys(row), *results.FACTS)}
+    keys = {*results.all_config_keys(found.rows), *results.FACTS}
     return [key for key in by if key in keys] or None
 
 
@@ -274,13 +314,19 @@ def curves(found: Overview, metric: str, look: Look = Look()) -> Curves:
     return Curves(lines, [*left_out, *notes, *statistics.nan_remarks(found.rows, [metric], found.unfinished)])
 
 
-def differing(found: Overview) -> dict[str, str]:
-    """Exp id -> the config values that distinguish it in its group: "stride=2, seed=0"."""
-    told = {}
-    for group in results.group_rows(found.rows, ["group"]):
-        keys = results.varying_keys(group)
-        told |= {row["exp_id"]: legend.label([row], keys) for row in group}
-    return told
+def differing(found: Overview) -> tuple[list[str], dict[str, str]]:
+    """The config keys that vary within a group, and exp id -> its values of those of its group: "stride=2, seed=0"."""
+
+    def compute() -> tuple[list[str], dict[str, str]]:
+        varying: dict[str, None] = {}
+        labels: dict[str, str] = {}
+        for group in results.group_rows(found.rows, ["group"]):
+            keys = results.varying_keys(group)
+            varying |= dict.fromkeys(keys)
+            labels |= {row["exp_id"]: legend.label([row], keys) for row in group}
+        return list(varying), labels
+
+    return found.reuse(("differing",), compute)
 
 
 def remarks(found: Overview) -> dict[str, str]:
@@ -368,7 +414,7 @@ def tail(path: Path, lines: int) -> str:
 
 def _with_state(row: results.Row, state: str | None) -> results.Row:
     """The row with the state of its job, if it is not finished: nothing that a scheduler says changes what is."""
-    return row if state is None or row["state"] in results.FINISHED else row.replace({"state": state})
+    return row if state in (None, row["state"]) or row["state"] in results.FINISHED else row.replace({"state": state})
 
 
 def _words(row: results.Row) -> str:

@@ -19,6 +19,8 @@ _NUMBER = re.compile(
     r"[-+]?[\d.]+(e[-+]?\d+)?( ± [\d.]+)?( \(\d+ of \d+\))?( / \d+)?$|\d+ of \d+ (done|at step \d+)$|NaN$|\d+-\d+$|[\d.]+ (d|h|min|s)\b"
 )
 """What stands at the right: numbers, means, "40 / 200", "2 h 5 min"."""
+MOST_PATCHES = 500
+"""Changed cells that are sent one by one; for more of them the table is sent again."""
 BUILDING_SECONDS = 1.5
 """Less than the refresh interval, and long enough for most browsers to build a table."""
 
@@ -60,6 +62,7 @@ class Table:
         self._on_selection = on_selection
         self.pane = pn.Column(sizing_mode="stretch_width", margin=(0, 0, 0, 5))
         self._numbers: set[str] = set()
+        self._cells: Sequence[Sequence[Any]] = ()
         self._bold: set[str] = set()
         """Columns whose cells are HTML, as one of them was bold when the widget was made."""
         self._make(pd.DataFrame(), [])
@@ -70,7 +73,7 @@ class Table:
         return self.widget.value.drop(columns=self.widget.hidden_columns)
 
     def fill(self, headings: Sequence[str], lines: Sequence[Sequence[Any]], bold: Sequence[Collection[int]] = ()) -> None:
-        """Show these cells; sends nothing if they are unchanged. bold: of each column the lines whose cell is bold, all its cells texts."""
+        """Show these cells; sends only what changed. bold: for each column the lines whose cell is bold, all its cells texts."""
         columns = unique(headings)
         bold_columns = {name for name, chosen in zip(columns, bold, strict=False) if chosen}
         known = list(self.widget.value.columns)
@@ -81,18 +84,40 @@ class Table:
             known = _join(columns, hidden, known)
             self._bold = bold_columns | self._bold & set(known)
         html = [name in self._bold for name in columns]
-        cells = [
-            [_mark(cell, number, bold[place] if bold else ()) if html[place] else cell for place, cell in enumerate(line)]
-            for number, line in enumerate(lines)
-        ]
-        shown = pd.DataFrame(cells, columns=pd.Index(columns), dtype=object)
-        if fits and self.value.equals(shown):
+        cells = (
+            [
+                [_mark(cell, number, bold[place] if bold else ()) if html[place] else cell for place, cell in enumerate(line)]
+                for number, line in enumerate(lines)
+            ]
+            if any(html)
+            else list(lines)
+        )
+        changes = self._changes(columns, cells) if fits and hidden == self.widget.hidden_columns else None
+        self._cells = cells
+        if changes is not None and sum(map(len, changes.values())) <= (MOST_PATCHES if self._is_built() else 0):
+            if changes:
+                self.widget.patch(changes, as_index=False)
             return
-        frame = shown.reindex(columns=known, fill_value="")
-        if fits and self._has_pages(frame) == self._has_pages(self.value) and time.monotonic() - self._made > BUILDING_SECONDS:
+        frame = pd.DataFrame(cells, columns=pd.Index(columns), dtype=object).reindex(columns=known, fill_value="")
+        if fits and self._has_pages(frame) == self._has_pages(self.value) and self._is_built():
             self.widget.param.update(value=frame, hidden_columns=hidden)
         else:
             self._make(frame, hidden)
+
+    def _changes(self, columns: list[str], cells: Sequence[Sequence[Any]]) -> dict[str, list[tuple[int, Any]]] | None:
+        """Column -> (line, cell) of each changed cell; None for another number of lines."""
+        if len(cells) != len(self._cells):
+            return None
+        changes: dict[str, list[tuple[int, Any]]] = {}
+        for number, (line, before) in enumerate(zip(cells, self._cells, strict=True)):
+            if line is not before and line != before:
+                for name, cell, old in zip(columns, line, before, strict=True):
+                    if cell != old:
+                        changes.setdefault(name, []).append((number, cell))
+        return changes
+
+    def _is_built(self) -> bool:
+        return time.monotonic() - self._made > BUILDING_SECONDS
 
     def _has_pages(self, frame: pd.DataFrame) -> bool:
         return len(frame) > self._settings["page_size"]

@@ -176,7 +176,7 @@ def paint_neutrally(figure: "Figure") -> None:
 
 
 def _experiments(found: overview.Overview) -> str:
-    told, remarks = overview.differing(found), overview.remarks(found)
+    (_, told), remarks = overview.differing(found), overview.remarks(found)
     cells = [overview.job_cells(job, told.get(job.exp_id, ""), remarks.get(job.exp_id, "")) for job in found.jobs]
     return markup.plain_table(overview.JOB_HEADINGS, cells, chips=overview.JOB_HEADINGS.index("state"))
 

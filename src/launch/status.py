@@ -20,6 +20,7 @@ from src.launch import submissions
 from src.launch.arguments import STATES
 from src.launch.tracking import LOOK, Question, TrackedJob, track
 from src.runs import events, lease, metadata, parents, scores
+from src.runs.read_cache import ReadCache
 
 LOGS = "logs"
 _SILENT_SECONDS = 10 * lease.STALE_SECONDS
@@ -78,8 +79,10 @@ def select_runs(path: Path, group: str | None = None) -> tuple[Path, list[str]]:
     return runs, selected
 
 
-def table(runs: Path, exp_ids: Sequence[str], question: Question = LOOK) -> list[Row]:
+def table(runs: Path, exp_ids: Sequence[str], question: Question = LOOK, saved: ReadCache[Row] | None = None) -> list[Row]:
     """One row for each experiment, in the same order. A damaged one is "unknown", with the reason; it never raises.
+
+    saved: rows of ended experiments to reuse.
 
     What is done, or held by a living process of this machine, is known from its save directory. The schedulers are asked only for the
     others, in one call each. Interrupted submissions are reconciled first, unless another process is submitting.
@@ -87,9 +90,16 @@ def table(runs: Path, exp_ids: Sequence[str], question: Question = LOOK) -> list
     began = time.monotonic()
     trouble = _reconcile(runs, question)
     left = question.seconds and max(min(0.5, question.seconds), question.seconds - (time.monotonic() - began))
-    settled = {exp_id for exp_id in exp_ids if _is_settled(runs / exp_id)}
-    tracked, wrong = track(runs, exp_ids, replace(question, seconds=left), settled)
-    return [_row(runs, exp_id, tracked.get(exp_id), wrong.get(exp_id) or trouble.get(exp_id) or "") for exp_id in exp_ids]
+    rows, marks = saved.read([exp_id for exp_id in exp_ids if exp_id not in trouble]) if saved else ({}, {})
+    unread = [exp_id for exp_id in exp_ids if exp_id not in rows]
+    settled = {exp_id for exp_id in unread if _is_settled(runs / exp_id)}
+    tracked, wrong = track(runs, unread, replace(question, seconds=left), settled)
+    for exp_id in unread:
+        job = tracked.get(exp_id)
+        row = rows[exp_id] = _row(runs, exp_id, job, wrong.get(exp_id) or trouble.get(exp_id) or "")
+        if saved and row.state in ("done", "failed", "stopped") and not row.doubt and not (job and (job.is_alive or job.is_unknown)):
+            saved.save(exp_id, marks, row)
+    return [rows[exp_id] for exp_id in exp_ids]
 
 
 _reconciled: dict[Path, tuple[float, dict[str, str]]] = {}

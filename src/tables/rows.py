@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from src.experiments import expressions
 from src.files import reading
 from src.runs.lease import holder_is_dead
 from src.runs.metadata import CODE_VERSIONS, flatten, state_of
+from src.runs.read_cache import ReadCache
 from src.runs.summary import is_finite
-from src.tables.scan import RunIndex, RunRecord
+from src.tables.scan import RunIndex, RunRecord, list_names
 
 FACTS = ("exp_id", "state", "group", "step", "tags", "note")
 AVERAGED = ("exp_ids", "runs", "done", "over", "gpu_hours")
@@ -57,10 +59,14 @@ class Row(dict[str, Any]):
         return members
 
 
-def load_rows(runs: Path, group: str | Sequence[str] | None = None) -> tuple[list[Row], list[str]]:
+RowCache = ReadCache[tuple[list[str], RunRecord, dict[tuple[str, ...], Row]]]
+"""The groups of a run, its record and its rows by their groups."""
+
+
+def load_rows(runs: Path, group: str | Sequence[str] | None = None, saved: RowCache | None = None) -> tuple[list[Row], list[str]]:
     """One row for each save directory in `runs`, and a warning for each that cannot be read.
 
-    group: only the runs of one or several groups; the row of a run in several names the first.
+    group: only the runs of one or several groups; the row of a run in several names the first. saved: rows to reuse.
 
     "tags" (a list) and "note" are what a person said of it. "state" is `metadata.state_of`, or "haven" for a directory that haven wrote,
     or "foreign" for one whose id another program made. "step" is that of the last row of scores, or None. A config key with the name of a
@@ -76,16 +82,26 @@ def load_rows(runs: Path, group: str | Sequence[str] | None = None) -> tuple[lis
     wanted = [group] if isinstance(group, str) else group or []
     rows, warnings, known = [], [], set()
     with reading(runs):
-        index = RunIndex(runs)
-        for name in index.names:
-            try:
-                groups, record = index.read(name, None if group is None else wanted)
-            except UserError as error:
-                warnings.append(f"skipped: {error}")
-                continue
+        names = list_names(runs)
+        valid, marks = saved.read(names) if saved else ({}, {})
+        index = RunIndex(runs, names, [name for name in names if name not in valid] if saved else None)
+        for name in names:
+            groups, record, made = valid.get(name, ([], None, {}))
+            if record is None:
+                try:
+                    groups, record = index.read(name, None if group is None else wanted)
+                except UserError as error:
+                    warnings.append(f"skipped: {error}")
+                    continue
+                if saved and record is not None and record.state in (*FINISHED, "failed", "stopped"):
+                    saved.save(name, marks, (groups, record, made))
             known.update(groups)
-            if record is not None:
-                rows.append(_row(runs / name, record, [each for each in wanted if each in groups] or groups or [""]))
+            members = tuple(each for each in wanted if each in groups)
+            if record is not None and (members or group is None):
+                members = members or tuple(groups) or ("",)
+                if members not in made:
+                    made[members] = _row(runs / name, record, members)
+                rows.append(made[members])
         index.save()
     for each in wanted:
         if each not in known:
@@ -111,8 +127,12 @@ def group_rows(rows: Iterable[Row], by: Sequence[str]) -> list[list[Row]]:
 
 def varying_keys(rows: Sequence[Row]) -> list[str]:
     """Dotted config keys that differ between rows, or are missing in some."""
-    keys = dict.fromkeys(key for row in rows for key in config_keys(row))
-    return [key for key in keys if len({spell(row, key) for row in rows}) > 1]
+    return [key for key in all_config_keys(rows) if _varies(rows, key)]
+
+
+def _varies(rows: Sequence[Row], key: str) -> bool:
+    first = spell(rows[0], key)
+    return any(spell(row, key) != first for row in rows)
 
 
 def distinguishing_keys(rows: Sequence[Row], seed: str = SEED) -> list[str]:
@@ -149,9 +169,15 @@ def config_keys(row: Row) -> list[str]:
     return [key for key in row if key not in FACTS and key not in row.scores]
 
 
+def all_config_keys(rows: Iterable[Row]) -> list[str]:
+    """`config_keys` of all rows, in the order of first appearance."""
+    shapes = {(tuple(row), row.scores): row for row in rows}  # most runs have the same keys
+    return list(dict.fromkeys(key for row in shapes.values() for key in config_keys(row)))
+
+
 def score_names(rows: Iterable[Row]) -> list[str]:
     """Every score of any row, in the order of first appearance."""
-    return list(dict.fromkeys(name for row in rows for name in row.scores))
+    return list(dict.fromkeys(name for scores in dict.fromkeys(map(attrgetter("scores"), rows)) for name in scores))
 
 
 def headline_scores(names: Sequence[str]) -> list[str]:
@@ -175,8 +201,13 @@ def sort_best_first(rows: Iterable[dict[str, Any]], metric: str, lowest: bool | 
     return sorted(rows, key=place)
 
 
-def short_names(keys: Sequence[str]) -> dict[str, str]:
+def short_names(keys: Sequence[str]) -> Mapping[str, str]:
     """Each dotted key with its shortest unique suffix: {"model.stride": "stride"}. None is a column of tables, such as "runs"."""
+    return _short_names(tuple(keys))
+
+
+@lru_cache
+def _short_names(keys: tuple[str, ...]) -> Mapping[str, str]:
     names = {}
     columns = {*FACTS, *AVERAGED}
     for key in keys:
@@ -279,7 +310,8 @@ def spell(row: Mapping[str, Any], key: str) -> str:
     if key not in row:
         return ""
     value = row[key]
-    return _spell_scalar(value) if isinstance(value, (str, int)) else json.dumps(value, sort_keys=True)
+    plain = type(value) is str or type(value) is int or (type(value) is float and value)  # the cache would take 0.0 for -0.0
+    return _spell_scalar(value) if plain else json.dumps(value, sort_keys=True)
 
 
 _spell_scalar = lru_cache(maxsize=1 << 16, typed=True)(json.dumps)

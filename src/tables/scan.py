@@ -4,7 +4,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,11 @@ from src.runs.metadata import (
     read_remarks,
     read_status,
 )
+from src.runs.read_cache import SETTLED_SECONDS
 from src.runs.scores import SCORE_LIST, SCORES, read_score_list
 from src.runs.summary import SUMMARY, Summary, parse_summary, summarize
 from src.tables import cache
 
-SETTLED_SECONDS = 2.0
-"""A more recent file may change again without a new timestamp: clocks of file systems tick in milliseconds, some in seconds."""
 _READ = (EXP_DICT, GROUPS, ENV, STATUS, SCORES, SCORE_LIST, REMARKS)
 _RECORD = "record"
 """The name of a record in the cache."""
@@ -56,12 +55,12 @@ class RunRecord:
 
 
 class RunIndex:
-    """The records of the runs in a folder. names: their ids, sorted; also those that another program made of another hash."""
+    """The records of runs in a folder. names: the ids of all, from `list_names`; unread: those that `read` is called for (default: all)."""
 
-    def __init__(self, runs: Path) -> None:
-        self.runs = runs
-        self.names = sorted(name for name in os.listdir(runs) if _ID.fullmatch(name) or _is_other(runs / name))
-        self._cached = {name: json.loads(values[_RECORD]) for name, values in cache.read(runs, self.names, [_RECORD]).items()}
+    def __init__(self, runs: Path, names: Sequence[str], unread: Sequence[str] | None = None) -> None:
+        self.runs, self.names = runs, names
+        values = cache.read(runs, names if unread is None else unread, [_RECORD])
+        self._cached = {name: json.loads(value[_RECORD]) for name, value in values.items()}
         self._changed: dict[str, dict[str, bytes]] = {}
 
     def save(self) -> None:
@@ -90,6 +89,11 @@ class RunIndex:
                         _RECORD: json.dumps([key, groups, known.state, known.config, summary, [known.tags, known.note]]).encode()
                     }
         return groups, known
+
+
+def list_names(runs: Path) -> list[str]:
+    """The ids of the runs in a folder, sorted; also those of other programs, which use other hashes."""
+    return sorted(name for name in os.listdir(runs) if _ID.fullmatch(name) or _is_other(runs / name))
 
 
 def _is_other(path: Path) -> bool:

@@ -12,8 +12,8 @@ from src.tables.rows import (
     FINISHED,
     SEED,
     Row,
+    all_config_keys,
     check_known,
-    config_keys,
     distinguishing_keys,
     group_rows,
     resolve_key,
@@ -31,7 +31,7 @@ def grouping_keys(rows: Sequence[Row], by: Sequence[str] | None, seed: str = SEE
     """
     if by is None:
         return distinguishing_keys(rows, seed)
-    known = {key for row in rows for key in [*config_keys(row), *FACTS]}
+    known = {*all_config_keys(rows), *FACTS}
     by = [resolve_key(known, key) for key in by]
     check_known("key", by, known)
     return by
@@ -81,12 +81,16 @@ def count_runs(row: dict[str, Any], score: str) -> str:
 
 def ended_in_nan(row: Row, score: str) -> bool:
     """Whether the last value of the score was NaN or infinity."""
-    return row.at_step is None and score in row.scores and row[score] is None
+    return row.get(score, 0.0) is None and score in row.scores and row.at_step is None
 
 
 def nan_remarks(rows: Sequence[Row], scores: Sequence[str], unfinished: bool = False) -> list[str]:
     """The number of runs that the means leave out as one of the scores ended in NaN or infinity; empty for none."""
-    names = {row["exp_id"]: [name for name in scores if ended_in_nan(row, name)] for row in averaged_rows(rows, unfinished)}
+    names = {
+        row["exp_id"]: [name for name in scores if ended_in_nan(row, name)]
+        for row in averaged_rows(rows, unfinished)
+        if None in row.values()
+    }
     count = sum(map(bool, names.values()))
     affected = [name for name in scores if any(name in of_run for of_run in names.values())]
     return [f"{count} run{'s' * (count > 1)} ended in NaN: {', '.join(affected)}."] if count else []
@@ -151,7 +155,7 @@ def _aggregate_group(rows: Sequence[Row], by: Sequence[str], scores: Sequence[st
     for name in scores:
         values = [row[name] for row in over if row.get(name) is not None]
         found[name] = statistics.fmean(values) if values else None
-        found[f"{name}_std"] = statistics.stdev(values) if len(values) > 1 else None
+        found[f"{name}_std"] = deviation(values) if len(values) > 1 else None
         found[f"{name}_ci95"] = ci95(values)
         found[f"{name}_n"] = len(values)
         found[f"{name}_nan"] = sum(ended_in_nan(row, name) for row in over)
@@ -173,9 +177,15 @@ def t_975(freedom: int) -> float:
     return math.sqrt(freedom) * math.tan((low + high) / 2)
 
 
+def deviation(values: Sequence[float]) -> float:
+    """The sample standard deviation of at least two values; `statistics.stdev` does the same with fractions, in ten times the time."""
+    mean = statistics.fmean(values)
+    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
+
+
 def ci95(values: Sequence[float]) -> float | None:
     """Half the width of the 95 % confidence interval of the mean of `values`; None for fewer than two."""
-    return t_975(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+    return t_975(len(values) - 1) * deviation(values) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
 def _probability(angle: float, freedom: int) -> float:

@@ -18,11 +18,12 @@ import pandas as pd
 import panel as pn
 import pytest
 
-from results import chart, dashboard, overview
+from results import chart, dashboard, overview, panes
 from results.dashboard import Dashboard
 from src.errors import ConfigError
 from src.experiments.identity import exp_id
-from src.runs import metadata
+from src.files import write_atomic
+from src.runs import metadata, read_cache
 from src.runs.run_dir import RunDir
 from tests.conftest import ROOT
 from tests.servers import served
@@ -343,6 +344,67 @@ def test_a_curve_without_lines_is_an_empty_picture():
     plot.show({"val_loss": overview.Curves()}, "step", False)
     assert len(plot.pane.object.children) == 1
     assert chart.legend({"val_loss": overview.Curves()}) == ""
+
+
+def change_note(runs: Path, name: str) -> None:
+    metadata.write_remarks(runs / name, ["kept"], [], "a note")
+
+
+def change_state(runs: Path, name: str) -> None:
+    exp = metadata.read_exp_dict(runs / name)
+    with RunDir.open(runs, exp, exp, reset=1) as run:
+        run.scores.append({"step": 1, "val_loss": 5.0})
+        run.set_status("failed", reason="out of memory")
+
+
+def remove(runs: Path, name: str) -> None:
+    shutil.rmtree(runs / name)
+
+
+def damage(runs: Path, name: str) -> None:
+    write_atomic(runs / name / "status.json", b"{")
+
+
+def add_run(runs: Path, name: str) -> None:
+    fail(runs)
+
+
+def add_to_group(runs: Path, name: str) -> None:
+    exp = metadata.read_exp_dict(runs / name)
+    with RunDir.open(runs, exp, exp, facts={"groups": ["late"]}):
+        pass
+
+
+@pytest.mark.parametrize("change", [change_note, change_state, remove, damage, add_run, add_to_group])
+@pytest.mark.parametrize("group", [None, "tiny"])
+def test_a_load_with_saved_values_shows_each_change(
+    runs: Path, group: str | None, change: Callable[[Path, str], None], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(read_cache, "SETTLED_SECONDS", 0.0)
+    saved = overview.Saved(runs)
+    before = overview.load(runs, group, saved)
+    again = overview.load(runs, group, saved)
+    assert again == before
+    assert any(one is other for one, other in zip(again.rows, before.rows, strict=True)), "nothing was reused"
+    name = before.rows[2]["exp_id"]
+    change(runs, name)
+    after, fresh = overview.load(runs, group, saved), overview.load(runs, group)
+    assert after == fresh != before
+    for by in ([], ["model.stride"], ["seed"]):
+        assert overview.tabulate(after, by) == overview.tabulate(fresh, by)
+    assert overview.differing(after) == overview.differing(fresh)
+
+
+def test_only_changed_cells_of_jobs_are_sent(page: Dashboard, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(panes, "BUILDING_SECONDS", 0.0)
+    page.reload()
+    widget, sent = page.jobs.widget, []
+    monkeypatch.setattr(widget, "patch", lambda changes, as_index: sent.append(changes) or type(widget).patch(widget, changes, as_index))
+    metadata.write_remarks(page.runs / page._ids[1], ["kept"], [], None)
+    page.reload()
+    assert page.jobs.widget is widget
+    assert sent == [{"notes": [(1, "#kept")]}]
+    assert cells(page.jobs.value, "notes")[1] == "#kept"
 
 
 def test_several_metrics_are_drawn_above_one_axis(page: Dashboard, monkeypatch: pytest.MonkeyPatch):

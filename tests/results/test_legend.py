@@ -64,7 +64,7 @@ def test_what_varies_is_asked_within_a_group(runs: Path):
     shown = overview.tabulate(overview.load(runs))
     assert shown.headings[-5:] == ["group", "stride", "runs", "state", "step"]
     assert len(shown.lines) == 3
-    told = overview.differing(overview.load(runs))
+    _, told = overview.differing(overview.load(runs))
     assert told[run.exp_id] == ""
     assert max(told.values()) == "stride=2, seed=2"
 
