@@ -37,6 +37,8 @@ class RankedBatch(TokenBatch):
     """(B,) int64: of each reply in its conversation; smaller is better, equal is a tie."""
     sample_of_row: "Tensor"
     """(B,) int64: the number of the conversation of each row, from 0."""
+    scores: NotRequired["Tensor"]
+    """(B,) float32: the score of each reply in the data, if all have one."""
     reference_logps: NotRequired["Tensor"]
     """(B,) float32: summed log-probability of the learned tokens of each row under the model that the training began with."""
 

@@ -86,7 +86,16 @@ class Pairs(Form):
         for talk, reply in zip((chosen, rejected), replies, strict=True):
             if talk[:-1] and talk[:-1] != prompt[1 - len(talk) :]:
                 add_change(reply, "removed", len(talk) - 1)
+        for reply, score in zip(replies, _scores(row), strict=False):
+            reply["score"] = score
         yield from ({**each, **_tools(row)} for each in pair(prompt, *replies))
+
+
+def _scores(row: Row) -> tuple[float, ...]:
+    """Of the chosen and the rejected reply, from "score_chosen" and "score_rejected" or from their "margin"; empty without."""
+    if row.get("score_chosen") is not None and row.get("score_rejected") is not None:
+        return row["score_chosen"], row["score_rejected"]
+    return (row["margin"], 0.0) if row.get("margin") is not None else ()
 
 
 def _reply(message: Row, where: str) -> Row:

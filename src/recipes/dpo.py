@@ -25,7 +25,7 @@ _ROUNDING = 1e-3
 class Preference(StrictConfig):
     """The loss of a pair; see `training.preferences.losses.pair_loss`."""
 
-    kind: Literal["sigmoid", "ipo", "robust"] = "sigmoid"
+    kind: Literal["sigmoid", "ipo", "robust", "hinge"] = "sigmoid"
     beta: float = Field(default=0.1, gt=0)
     """How much it costs to leave the model that the training began with; for ipo its tau."""
     flipped: float = Field(default=0.0, ge=0, lt=0.5)
@@ -39,8 +39,8 @@ class Preference(StrictConfig):
 
     @model_validator(mode="after")
     def _nothing_is_ignored(self) -> "Preference":
-        if self.kind == "ipo" and self.flipped:
-            raise ValueError("flipped: 'ipo' has no such setting, and would ignore it. Leave it out.")
+        if self.kind in ("ipo", "hinge") and self.flipped:
+            raise ValueError(f"flipped: {self.kind!r} has no such setting, and would ignore it. Leave it out.")
         return self
 
 

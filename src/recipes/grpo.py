@@ -1,7 +1,7 @@
 """Recipe `grpo`: a policy learns from what is better than other answers to the same prompt (Shao et al. 2024, arXiv 2402.03300).
 
-Its settings have the relatives of GRPO, too: Dr. GRPO is by_deviation False with normalisation "room"; DAPO normalisation "tokens" with
-clip_high above clip_low; GSPO ratio "sequence"; RLOO baseline "others", by_deviation False.
+The settings cover its variants: Dr. GRPO is by_deviation False with normalisation "room"; DAPO normalisation "tokens" with clip_high above
+clip_low; GSPO ratio "sequence"; RLOO baseline "others", by_deviation False, ratio "sequence_sum", normalisation "rollouts", kl_in "reward".
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, model_validator
 
 from src.config import Config as StrictConfig
+from src.config import added_field
 from src.recipes.shared.policy import PolicyTraining
 
 if TYPE_CHECKING:
@@ -26,12 +27,18 @@ class Settings(StrictConfig):
     """What an answer is compared with: the mean of its group, or of the others of it."""
     by_deviation: bool = True
     """Whether advantages are divided by the deviation of the group's rewards."""
-    ratio: Literal["token", "sequence"] = "token"
+    ratio: Literal["token", "sequence", "sequence_sum"] = "token"
     normalisation: Literal["tokens", "rollouts", "room"] = "tokens"
     clip_low: float = Field(default=0.2, gt=0)
     clip_high: float = Field(default=0.2, gt=0)
     kl_weight: float = Field(default=0.0, ge=0)
-    """Of the divergence from the reference, in the loss; 0: there is no reference."""
+    """Of the divergence from the reference; 0: there is no reference."""
+    kl_in: Literal["loss", "reward"] = added_field("loss")
+    """Where the divergence is subtracted: as k3 in the loss of each token, or as k1, summed over the answer, from its reward."""
+    corrected_kl: bool = added_field(False)
+    """Whether to weight each token's divergence in the loss by its ratio: without bias after several steps on the same rollouts."""
+    dual_clip: float | None = added_field(None, gt=1)
+    """Maximum ratio where the advantage is negative, for example 3; None for no maximum."""
     reference: Literal["copy", "adapters_off"] = "copy"
     entropy_weight: float = Field(default=0.0, ge=0)
     unended: Literal["keep", "penalise", "mask"] = "keep"
@@ -52,6 +59,10 @@ class Config(PolicyTraining):
             raise ValueError("model: this recipe needs no values. Take the base of 'with_values'.")
         if self.grpo.kl_weight and self.grpo.reference == "adapters_off" and self.model.name != "lora":
             raise ValueError("grpo.reference: only model 'lora' has adapters to switch off. Put it around the model, or write copy.")
+        if self.grpo.corrected_kl and not (self.grpo.kl_weight and self.grpo.kl_in == "loss"):
+            raise ValueError("grpo.corrected_kl: needs a divergence in the loss: kl_weight above 0 and kl_in 'loss'. Or leave it out.")
+        if self.grpo.kl_in == "reward" and not self.grpo.kl_weight:
+            raise ValueError("grpo.kl_in: 'reward' needs kl_weight above 0. Set it, or leave kl_in out.")
         return self
 
     @property
@@ -61,6 +72,8 @@ class Config(PolicyTraining):
     @property
     def needs_sampled_logps(self) -> bool:
         """Not where an iteration is one step: the policy that learns is the one that has sampled, and all ratios are 1."""
+        if self.grpo.kl_weight and self.grpo.kl_in == "reward":
+            return True
         return self.loop is None or self.rollouts.passes * self.rollouts.rollouts > self.loop.sequences_per_step
 
     def reference_kind(self) -> Literal["none", "copy", "adapters_off"]:
@@ -76,6 +89,9 @@ class Config(PolicyTraining):
         own, tokens, scores = self.grpo, found.tokens, found.scores
         if own.unended == "penalise":
             scores = torch.where(found.ended, scores, own.unended_reward)
+        if own.kl_weight and own.kl_in == "reward":
+            kl = torch.where(tokens["sampled"], tokens["logps"] - tokens["reference_logps"], 0.0)
+            scores = scores - own.kl_weight * kl.sum(dim=1)
         worth, differ = group_advantages(scores, self.rollouts.group_size, own.baseline, own.by_deviation)
         learned = tokens["sampled"] & differ[:, None]
         if own.unended == "mask":
@@ -106,8 +122,10 @@ class Config(PolicyTraining):
             clip_high=own.clip_high,
             ratio=own.ratio,
             normalisation=own.normalisation,
+            dual_clip=own.dual_clip,
             reference_logps_BT=batch.get("reference_logps"),
-            kl_weight=own.kl_weight,
+            kl_weight=own.kl_weight if own.kl_in == "loss" else 0.0,
+            corrected_kl=own.corrected_kl,
         )
         loss = policy.loss - own.entropy_weight * losses.token_sum(found.entropies, learned, own.normalisation)
         sums = {"clipped": policy.clipped, "entropy": losses.token_sum(found.entropies.detach(), learned, "tokens")}

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, model_validator
 
 from src.config import Config as StrictConfig
+from src.config import added_field
 from src.interfaces import ModelConfig
 from src.recipes.shared.policy import PolicyTraining
 
@@ -39,6 +40,8 @@ class Settings(StrictConfig):
     lam: float = Field(default=0.95, ge=0, le=1)
     clip: float = Field(default=0.2, gt=0)
     """By how much the probability of a token may change, as a ratio to 1, before it is no longer learned."""
+    dual_clip: float | None = added_field(None, gt=1)
+    """Maximum ratio where the advantage is negative, for example 3; None for no maximum."""
     value_clip: float = Field(default=0.2, gt=0)
     value_weight: float = Field(default=1.0, ge=0)
     entropy_weight: float = Field(default=0.0, ge=0)
@@ -142,7 +145,7 @@ class Config(PolicyTraining):
         found = score_tokens(model, batch, self.rollouts.sampling.temperature, entropy_gradient=own.entropy_weight > 0)
         assert found.values is not None, "the model is 'with_values'"
         policy = losses.policy_loss(
-            found.logps, batch["logps"], batch["advantages"], learned, clip_low=own.clip, clip_high=own.clip
+            found.logps, batch["logps"], batch["advantages"], learned, clip_low=own.clip, clip_high=own.clip, dual_clip=own.dual_clip
         )  # fmt: skip
         value = losses.value_loss(found.values, batch["values"], batch["returns"], learned, own.value_clip)
         entropy = losses.token_sum(found.entropies, learned, "tokens")

@@ -1,11 +1,12 @@
 """Recipe `reward`: train a reward model on ranked replies, after Ouyang et al. 2022 (arXiv 2203.02155, section 3.5)."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from src.config import Config as StrictConfig
+from src.errors import ConfigError
 from src.kinds import REWARD
 from src.recipes.shared.pretraining import Pretraining
 
@@ -20,8 +21,8 @@ class Ranking(StrictConfig):
     """What counts 1: a conversation, however many replies it has, or each pair of replies."""
     l2: float = Field(default=0.001, ge=0)
     """Weight of the squared rewards."""
-    margin: float = Field(default=0.0, ge=0)
-    """By how much the better reply should be ahead."""
+    margin: Annotated[float, Field(ge=0)] | Literal["scores"] = 0.0
+    """How far the reward of the better reply should be ahead; "scores": by the difference of the replies' "score" in the data."""
     centring: float = Field(default=0.0, ge=0)
     """Weight of the squared sums of both rewards of a pair."""
 
@@ -48,8 +49,13 @@ class Config(Pretraining):
 
             rewards_R = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
             conversations_R, ranks_R = batch["sample_of_row"], batch["ranks"]
+            margin = own.margin
+            if margin == "scores":
+                margin = batch.get("scores")
+                if margin is None:
+                    raise ConfigError('ranking.margin: "scores", but a reply of the data has no "score". Add it, or write a number.')
             summed = ranking_loss(
-                rewards_R, conversations_R, ranks_R, by=own.by, l2=own.l2, margin=own.margin, centring=own.centring
+                rewards_R, conversations_R, ranks_R, by=own.by, l2=own.l2, margin=margin, centring=own.centring
             )  # fmt: skip
             if not correlated:
                 *sums, count = agreement(rewards_R, conversations_R, ranks_R)

@@ -3,6 +3,7 @@
 Shapes: B rollouts, T tokens of the longest. `sampled_BT` is true on the tokens that the policy has sampled; the others have no loss.
 """
 
+import math
 from typing import Literal, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from src.rl.advantages import kl_terms
 Normalisation = Literal["tokens", "rollouts", "room"]
 """tokens: the sampled tokens of the global batch (DAPO). rollouts: each has the mean over its own tokens (GRPO). room: the most tokens that
 could have been sampled, which favours no length (Dr. GRPO, Liu et al. 2025, arXiv 2503.20783)."""
-Ratio = Literal["token", "sequence"]
+Ratio = Literal["token", "sequence", "sequence_sum"]
 
 
 class PolicyLoss(NamedTuple):
@@ -36,29 +37,37 @@ def policy_loss(  # noqa: PLR0913  each is named
     clip_high: float,
     ratio: Ratio = "token",
     normalisation: Normalisation = "tokens",
+    dual_clip: float | None = None,
     reference_logps_BT: Tensor | None = None,
     kl_weight: float = 0.0,
+    corrected_kl: bool = False,
 ) -> PolicyLoss:
     """Sum of -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A) (PPO, Schulman et al. 2017, arXiv 1707.06347, equation 7).
 
-    sampled_logps: under the policy that sampled. ratio "sequence": of the geometric mean over the tokens of a rollout (GSPO, Zheng et al.
-    2025, arXiv 2507.18071, equation 7). clip_high above clip_low lets unlikely tokens grow (DAPO, Yu et al. 2025, arXiv 2503.14476, 3.1).
+    sampled_logps: under the policy that sampled. ratio "sequence": the geometric mean over the tokens of a rollout (GSPO, Zheng et al.
+    2025, arXiv 2507.18071, equation 7); "sequence_sum": the product over its tokens (RLOO, Ahmadian et al. 2024, arXiv 2402.14740).
+    clip_high above clip_low lets unlikely tokens grow (DAPO, Yu et al. 2025, arXiv 2503.14476, 3.1). dual_clip: the maximum ratio where
+    the advantage is negative; without one the loss of an unlikely token is unbounded (Ye et al. 2020, arXiv 1912.09729, equation 2).
     kl_weight: of the divergence from the reference, added to the loss of each token (GRPO, arXiv 2402.03300, equation 3).
-    The sum is over tokens; with "rollouts" over the means of each rollout.
+    corrected_kl: weight each token's divergence by its ratio, so that its mean over tokens of the earlier policy has no bias
+    (DeepSeek-V3.2, arXiv 2512.02556, section 3.1). The sum is over tokens; with "rollouts" over the means of each rollout.
     """
     moved = torch.where(sampled_BT, logps_BT - sampled_logps_BT, 0.0)
     lengths_B1 = sampled_BT.sum(dim=1, keepdim=True).clamp(min=1)
-    if ratio == "sequence":
-        moved = (moved.sum(dim=1, keepdim=True) / lengths_B1).expand_as(moved)
-    ratios, advantages = moved.exp(), torch.where(sampled_BT, advantages_BT, 0.0)
+    if ratio != "token":
+        moved = moved.sum(dim=1, keepdim=True)
+        moved = (moved / lengths_B1 if ratio == "sequence" else moved).expand_as(sampled_BT)
+    advantages = torch.where(sampled_BT, advantages_BT, 0.0)
+    largest = torch.where(advantages < 0, math.inf if dual_clip is None else math.log(dual_clip), math.log1p(clip_high) + 1)
+    ratios = torch.minimum(moved, largest).exp()  # a positive advantage is clipped below: only a gradient of 0 * inf is avoided
     cut = ratios.clamp(1 - clip_low, 1 + clip_high)
     losses = -torch.min(ratios * advantages, cut * advantages)
     kl = torch.zeros_like(losses)
     if reference_logps_BT is not None:
         own, others = (torch.where(sampled_BT, each, 0.0) for each in (logps_BT, reference_logps_BT))  # before exp: its overflow is NaN
-        kl = kl_terms(own, others, "k3")
+        kl = kl_terms(own, others, "k3") * (moved.exp() if corrected_kl else 1.0)
         losses = losses + kl_weight * kl
-    clipped = (cut * advantages < ratios * advantages) & sampled_BT
+    clipped = ((cut * advantages < ratios * advantages) | (moved > largest)) & sampled_BT
     return PolicyLoss(token_sum(losses, sampled_BT, normalisation), clipped.sum(), kl.detach().sum())
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import tensor
 
+from src.errors import ConfigError
 from src.experiments.grid import override
 from src.interfaces import load_experiment
 from src.rl.experience import Rollouts
@@ -97,3 +98,25 @@ def test_explained_variance_is_1_for_values_that_are_right_and_0_for_those_that_
     recipe = bound(PPO, ppo=PLAIN)
     assert recipe.estimate(right._replace(tokens=told), {}).facts["explained_variance"][0].item() == pytest.approx(1)
     assert recipe.estimate(right, {}).facts["explained_variance"][0].item() == pytest.approx(0)
+
+
+def test_the_divergence_can_be_taken_from_the_reward_of_an_answer():
+    """RLOOTrainer of TRL 1.16.0: rewards - beta * the sum of the log-ratios of the answer, then each less the mean of the others."""
+    recipe = bound(GRPO, grpo={"baseline": "others", "by_deviation": False, "kl_weight": 0.5, "kl_in": "reward"})
+    logps, reference = [-1.0] * 8, [-1.0, -3.0, *[-1.0] * 6]
+    estimates = recipe.estimate(found([1.0] + [0.0] * 7, [True] * 8, logps, reference), {})
+    rewards = tensor([1.0, 0.0 - 0.5 * 2 * 2.0, *[0.0] * 6])
+    assert estimates.tokens["advantages"][:, 2].tolist() == pytest.approx([(r - (rewards.sum() - r) / 7).item() for r in rewards])
+    assert recipe.needs_sampled_logps
+
+
+@pytest.mark.parametrize(
+    ("settings", "value"),
+    [({"corrected_kl": True}, "kl_weight"), ({"kl_in": "reward"}, "kl_weight"), ({"dual_clip": 1.0}, "1.0"),
+     ({"corrected_kl": True, "kl_weight": 0.1, "kl_in": "reward"}, "loss")],
+)  # fmt: skip
+def test_settings_without_effect_are_refused(settings: dict[str, Any], value: str):
+    with pytest.raises(ConfigError) as error:
+        bound(GRPO, grpo=settings)
+    assert "grpo" in str(error.value)
+    assert value in str(error.value)

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from src.config import Places
+from src.data.conversations.entries import read_entry
+from src.errors import DataError
 from src.experiments.grid import override
 from src.experiments.identity import exp_id
 from src.interfaces import load_experiment
@@ -91,3 +93,23 @@ def test_a_reply_without_a_reference_is_told(folder: Path, capsys: pytest.Captur
     (folder / "runs" / exp_id(longer) / "reference.json").write_text(json.dumps({**kept, "logps": {}}))
     assert toy.main(["-e", "x"], {"x": [longer]}, folder) == 1
     assert "reference.json has no log-probabilities of it. Delete that file of the run" in capsys.readouterr().err
+
+
+def test_the_scores_of_replies_are_margins(folder: Path, capsys: pytest.CaptureFixture[str]):
+    rows = [json.loads(line) for line in io.StringIO((folder / "data/replies/train.jsonl").read_text())]
+    scored = [{**row, "replies": [{**reply, "score": -3.0 * reply["rank"]} for reply in row["replies"]]} for row in rows]
+    talk.write_rows(folder / "data" / "scored", {"train": scored, "val": scored[:6]})
+    exp = override(REWARD, {"data.corpus": "scored", "ranking": {"margin": "scores"}, "loop.steps": 2})
+    plain = override(REWARD, {"data.corpus": "scored", "loop.steps": 2})
+    assert train(folder, exp)[-1]["train_loss"] > train(folder, plain)[-1]["train_loss"] + 1.0
+    assert toy.main(["-e", "x"], {"x": [override(REWARD, {"ranking": {"margin": "scores"}, "loop.steps": 2})]}, folder) == 1
+    assert "ranking.margin" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("score", [True, "5", float("nan")])
+def test_a_score_that_is_no_number_is_refused(score: Any):
+    row = {**talk.row("q"), "replies": [{"content": "a", "rank": 0, "score": score}, {"content": "b", "rank": 1}]}
+    with pytest.raises(DataError) as error:
+        read_entry(row, "here.jsonl:3")
+    assert "here.jsonl:3: replies[0]" in str(error.value)
+    assert repr(score) in str(error.value)

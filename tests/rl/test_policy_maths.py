@@ -1,5 +1,6 @@
 """Advantages and losses of policies: fixtures worked out by hand, properties, and what TRL's GRPOTrainer computes of the same numbers."""
 
+import math
 from typing import Any
 
 import pytest
@@ -172,3 +173,62 @@ def test_what_others_wrote_has_no_gradient_however_unlikely_it_is():
     assert logps.grad is not None
     assert logps.grad.isfinite().all()
     assert logps.grad[0, 1] == 0
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_a_log_ratio_of_200_has_a_finite_loss_and_gradient_with_dual_clip(advantage: float):
+    """Ye et al. 2020, equation 2: max(min(r A, clip(r) A), c A) where A < 0."""
+    logps = torch.tensor([[200.0, 0.1]], requires_grad=True)
+    sampled, advantages = torch.ones(1, 2, dtype=torch.bool), torch.full((1, 2), advantage)
+    found = policy_loss(logps, torch.zeros(1, 2), advantages, sampled, clip_low=0.2, clip_high=0.2, dual_clip=3.0)
+    first = -1.2 if advantage > 0 else 3.0
+    assert found.loss.item() == pytest.approx(first - advantage * math.exp(0.1))
+    assert found.clipped.item() == 1
+    found.loss.backward()
+    assert logps.grad is not None
+    assert logps.grad[0].tolist() == pytest.approx([0.0, -advantage * math.exp(0.1)])
+
+
+def test_without_dual_clip_the_loss_of_a_negative_advantage_is_infinite():
+    found = policy_loss(
+        torch.tensor([[200.0]]), torch.zeros(1, 1), -torch.ones(1, 1), torch.ones(1, 1, dtype=torch.bool), clip_low=0.2, clip_high=0.2
+    )
+    assert found.loss.item() == math.inf
+
+
+def test_losses_equal_those_of_trl_with_random_numbers():
+    """TRL 1.16.0: GRPOConfig.delta and use_bias_correction_kl, and RLOOTrainer's ratio of the product over the tokens, written out."""
+    noise = torch.Generator().manual_seed(0)
+    logps, old, reference = (torch.randn(6, 5, generator=noise) for _ in range(3))
+    advantages, sampled = torch.randn(6, generator=noise), torch.rand(6, 5, generator=noise) < 0.7
+    sampled[:, 0] = True
+    both = {"clip_low": 0.2, "clip_high": 0.28}
+    spread = advantages[:, None].expand_as(logps)
+
+    ratio = (logps - old).exp()
+    kl = ((reference - logps).exp() - (reference - logps) - 1) * ratio
+    token = -torch.min(ratio.clamp(max=2.0) * spread, ratio.clamp(0.8, 1.28) * spread) + 0.04 * kl
+    found = policy_loss(
+        logps, old, spread, sampled, **both, dual_clip=2.0, reference_logps_BT=reference, kl_weight=0.04, corrected_kl=True
+    )  # fmt: skip
+    torch.testing.assert_close(found.loss, token[sampled].sum())
+
+    product = ((logps - old) * sampled).sum(dim=1).exp()
+    sequence = -torch.min(product * advantages, product.clamp(0.8, 1.28) * advantages)
+    found = policy_loss(logps, old, spread, sampled, **both, ratio="sequence_sum", normalisation="rollouts")
+    torch.testing.assert_close(found.loss, sequence.sum())
+
+
+def test_the_corrected_kl_has_no_bias_under_the_earlier_policy():
+    """Its mean over tokens of the earlier policy is the divergence of the current one; without the ratio it is another number."""
+    old, new, reference = (torch.tensor(each).softmax(0).double() for each in ([0.0, 0.0, 0.0], [1.0, 0.0, -1.0], [0.5, 0.5, -0.5]))
+    true = (new * (new / reference).log()).sum()
+    means = []
+    for corrected in (True, False):
+        found = policy_loss(
+            new.log()[:, None], old.log()[:, None], torch.zeros(3, 1), torch.ones(3, 1, dtype=torch.bool),
+            clip_low=0.2, clip_high=0.2, reference_logps_BT=reference.log()[:, None], kl_weight=1.0, corrected_kl=corrected,
+        )  # fmt: skip
+        means.append(found.loss.item() / 3)  # the earlier policy draws each token equally often
+    assert means[0] == pytest.approx(true.item(), abs=1e-6)
+    assert abs(means[1] - true.item()) > 0.01

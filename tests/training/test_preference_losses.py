@@ -111,3 +111,18 @@ def test_logps_are_of_the_learned_tokens_alone():
     assert found.tokens.tolist() == [2, 1]
     with pytest.raises(ValueError, match="the first token"):
         answer_logps(logits, ids, ~mask)
+
+
+def test_the_hinge_loss_of_pairs():
+    """max(0, 1 - beta h), as TRL 1.16.0 has it."""
+    chosen, rejected = torch.tensor([3.0, 30.0, -2.0]), torch.tensor([1.0, 2.0, 2.0])
+    assert pair_loss(chosen, rejected, kind="hinge", beta=0.1).item() == pytest.approx(0.8 + 0.0 + 1.4)
+
+
+@pytest.mark.parametrize("by", ["conversations", "pairs"])
+def test_the_margin_of_a_pair_is_the_difference_of_its_scores(by):
+    rewards, scores = torch.tensor([1.0, 0.5, 2.0, 2.5]), torch.tensor([9.0, 4.0, 0.25, 0.0])
+    of, ranks = torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 0, 1])
+    wanted = -torch.nn.functional.logsigmoid(torch.tensor([0.5 - 5.0, -0.5 - 0.25])).sum()
+    torch.testing.assert_close(ranking_loss(rewards, of, ranks, by=by, margin=scores), wanted)
+    assert ranking_loss(rewards, of, ranks, by=by, margin=0.0) != wanted

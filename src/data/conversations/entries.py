@@ -14,6 +14,7 @@ Roles: system (first, at most once), user, assistant, and tool after an assistan
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -76,6 +77,8 @@ class Reply:
     rank: int
     tags: Mapping[str, str | float] = field(default_factory=dict)
     reasoning: str = ""
+    score: float | None = None
+    """How good it is, in any unit; a difference of scores can be the margin of a pair."""
 
     @property
     def message(self) -> Message:
@@ -235,7 +238,10 @@ def _reply(raw: Any, where: str) -> Reply:
     rank = raw.get("rank")
     if type(rank) is not int:
         raise DataError(f"{where}: rank: expected an integer, smaller for better replies, got {rank!r}.")
-    return Reply(_text(raw.get("content"), f"{where}: content"), rank, _tags(raw, where), _reasoning(raw, where))
+    score = raw.get("score")
+    if score is not None and (isinstance(score, bool) or not isinstance(score, int | float) or not math.isfinite(score)):
+        raise DataError(f"{where}: score: expected a finite number, got {score!r:.60}.")
+    return Reply(_text(raw.get("content"), f"{where}: content"), rank, _tags(raw, where), _reasoning(raw, where), score)
 
 
 def _text(value: Any, where: str) -> str:

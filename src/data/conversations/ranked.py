@@ -55,6 +55,8 @@ class Sample(TypedDict):
     loss_mask: list[list[bool]]
     """True on the tokens of the replies."""
     ranks: list[int]
+    scores: list[float | None]
+    """From the data; None for a reply without one."""
 
 
 class RankedReplies:
@@ -85,15 +87,16 @@ class RankedReplies:
 
     def sample(self, epoch: int, index: int) -> Sample:
         """Conversation `index` of an epoch, its best reply first."""
-        rendered, ranks = self._render(epoch, index)
-        return {"input_ids": [each.ids for each in rendered], "loss_mask": [each.learned for each in rendered], "ranks": ranks}
+        rendered, ranks, scores = self._render(epoch, index)
+        masks = [each.learned for each in rendered]
+        return {"input_ids": [each.ids for each in rendered], "loss_mask": masks, "ranks": ranks, "scores": scores}
 
     def render(self, epoch: int, index: int) -> list[Rendered]:
         """Conversation `index` of an epoch with each of its replies, and their roles."""
         return self._render(epoch, index)[0]
 
-    def _render(self, epoch: int, index: int) -> tuple[list[Rendered], list[int]]:
-        """The conversation with each reply, and the ranks. Replies that are equal once truncated are a tie."""
+    def _render(self, epoch: int, index: int) -> tuple[list[Rendered], list[int], list[float | None]]:
+        """The conversation with each reply, the ranks and the scores. Replies that are equal once truncated are a tie."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         row = self._chosen[index]
@@ -105,7 +108,8 @@ class RankedReplies:
         except DataError as error:
             raise DataError(f"{self._rows.location(row)}: {error}") from None
         first = dict[tuple[int, ...], int]()
-        return rendered, [first.setdefault(tuple(each.ids), rank) for each, rank in zip(rendered, ranks, strict=True)]
+        ranks = [first.setdefault(tuple(each.ids), rank) for each, rank in zip(rendered, ranks, strict=True)]
+        return rendered, ranks, [reply.score for reply in replies]
 
     def _choose(self, replies: Sequence[Reply], epoch: int, index: int) -> tuple[list[Reply], list[int]]:
         """The replies that are read, best first, and their ranks."""
@@ -131,11 +135,13 @@ class RankedReplies:
             [row for sample in samples for row in sample["input_ids"]],
             [row for sample in samples for row in sample["loss_mask"]],
         )
+        scores = [score for sample in samples for score in sample["scores"]]
         numbers = [number for number, sample in enumerate(samples) for _ in sample["ranks"]]
         return {
             **collate.pad_tokens(ids, masks, pad_id=self.renderer.safe.pad_id),
             "ranks": torch.tensor([rank for sample in samples for rank in sample["ranks"]]),
             "sample_of_row": torch.tensor(numbers),
+            **({} if None in scores else {"scores": torch.tensor(scores, dtype=torch.float32)}),
         }
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from src.host_copies import host_copy, upload
 
 RankingLoss = Literal["conversations", "pairs"]
-PairLoss = Literal["sigmoid", "ipo", "robust"]
+PairLoss = Literal["sigmoid", "ipo", "robust", "hinge"]
 
 
 class Pairs(NamedTuple):
@@ -47,7 +47,7 @@ def ranking_loss(  # noqa: PLR0913  each is named where it is not plain
     *,
     by: RankingLoss = "conversations",
     l2: float = 0.0,
-    margin: float = 0.0,
+    margin: float | Tensor = 0.0,
     centring: float = 0.0,
 ) -> Tensor:
     """Sum of -log sigmoid(r_better - r_worse - margin), the Bradley-Terry loss of Ouyang et al. 2022 (arXiv 2203.02155, equation 1).
@@ -56,12 +56,16 @@ def ranking_loss(  # noqa: PLR0913  each is named where it is not plain
     ("RMLoss" of Open-Assistant). by "pairs": the sum over all pairs ("RMCLSLoss", a cross entropy of two classes). Tied replies make no
     pair, and one reply makes none.
 
-    l2: weight of (r_better^2 + r_worse^2) / 2. margin: see Touvron et al. 2023 (arXiv 2307.09288, equation 2). centring: weight of
-    (r_better + r_worse)^2, which keeps rewards near 0 (Eisenstein et al. 2023, arXiv 2312.09244).
+    l2: weight of (r_better^2 + r_worse^2) / 2. margin: see Touvron et al. 2023 (arXiv 2307.09288, equation 2); one for all pairs, or (R,)
+    scores of the replies, whose difference is the margin of a pair. centring: weight of (r_better + r_worse)^2, which keeps rewards near 0
+    (Eisenstein et al. 2023, arXiv 2312.09244).
     """
     numbers_R = host_copy(conversations_R)
     better, worse = ranked_pairs(numbers_R, host_copy(ranks_R))
     better_P, worse_P = (rewards_R[upload(each, rewards_R.device)].float() for each in (better, worse))
+    if isinstance(margin, Tensor):
+        better_score_P, worse_score_P = (margin[upload(each, margin.device)].float() for each in (better, worse))
+        margin = better_score_P - worse_score_P
     loss_P = -F.logsigmoid(better_P - worse_P - margin)
     if l2:
         loss_P = loss_P + l2 * 0.5 * (better_P.square() + worse_P.square())
@@ -131,10 +135,13 @@ def pair_loss(chosen_P: Tensor, rejected_P: Tensor, *, kind: PairLoss = "sigmoid
     of labels that are taken to be wrong the conservative form (Mitchell 2023).
     robust: [-(1 - flipped) s(beta h) + flipped s(-beta h)] / (1 - 2 flipped): Chowdhury et al. 2024 (arXiv 2403.00409).
     ipo: (h - 1 / (2 beta))^2: Azar et al. 2023 (arXiv 2310.12036, equation 17).
+    hinge: max(0, 1 - beta h): Zhao et al. 2023 (arXiv 2305.10425, equation 10), with log-ratios in place of log-probabilities.
     """
     margin_P = (chosen_P - rejected_P).float()
     if kind == "ipo":
         return (margin_P - 1 / (2 * beta)).square().sum()
+    if kind == "hinge":
+        return F.relu(1 - beta * margin_P).sum()
     kept, turned = -F.logsigmoid(beta * margin_P), -F.logsigmoid(-beta * margin_P)
     if kind == "robust":
         return (((1 - flipped) * kept - flipped * turned) / (1 - 2 * flipped)).sum()
