@@ -1,64 +1,82 @@
-"""The pictures of two pages in docs/: `python -m benchmarks.screenshots RUNS [-e demo] [-o docs]`, of runs as `make demo` leaves them.
+"""The pictures in docs/ of the demo's runs: `make demo`, then `python -m benchmarks.screenshots`.
 
-A sheet for the report, and one for the page of a run: in windows of three widths, light and dark. benchmarks.dashboard draws the dashboard.
+demo.png is a plot; dashboard.webp, report.webp and run_page.webp are screenshots. All are compressed without loss.
 """
 
 import argparse
 import io
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 from PIL import Image
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import Page, sync_playwright
 
-from results import report, run_page
+from results import plot, report, run_page
 from src.tables import rows as results
 
 ROOT = Path(__file__).resolve().parents[1]
-WIDTHS, HEIGHT = (1280, 800, 400), 900
-SCALE, GAP = 0.5, 12
+WIDTH, HEIGHT = 1280, 1000
+MILLISECONDS = 120_000
 
 
 def main() -> int:
-    """Write the sheets and print their sizes. Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.screenshots", description=__doc__)
-    parser.add_argument("runs", type=Path, help="a folder results/runs: the pages show its last two words")
-    parser.add_argument("-e", "--group", default="demo")
+    """Write the pictures and print their sizes. Returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.screenshots", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", nargs="?", type=Path, default=Path("results/runs"), help="a folder results/runs with the demo's runs")
     parser.add_argument("-o", "--output", type=Path, default=ROOT / "docs")
     options = parser.parse_args()
     output = options.output.resolve()
     os.chdir(options.runs.resolve().parents[1])  # pages show the path as it is given
     runs = Path(*options.runs.resolve().parts[-2:])
-    best = results.sort_best_first(results.load_rows(runs, options.group)[0], "inference/em")[0]["exp_id"]
-    with tempfile.TemporaryDirectory() as scratch, sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        page = Path(scratch) / "page.html"
-        report.main(["-e", options.group, str(runs), "-o", str(page)])
-        draw(browser, page.as_uri(), output / "report.webp")
-        run_page.main([str(runs / best), "-o", str(page)])
-        draw(browser, page.as_uri(), output / "run_page.webp")
-        browser.close()
+    plot.main([str(runs), "-e", "demo", "--metric", "val_loss", "val_loss_shuffled_context", "-o", str(output / "demo.png")])
+    save(Image.open(output / "demo.png"), output / "demo.png")
+    best = results.sort_best_first(results.load_rows(runs, "demo")[0], "inference/em")[0]["exp_id"]
+    command = [sys.executable, "-m", "results.dashboard", str(runs), "-e", "demo", "--port", "0"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        sync_playwright() as started,
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as server,
+    ):
+        try:
+            browser = started.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+            page = browser.new_context(viewport={"width": WIDTH, "height": HEIGHT}, color_scheme="light").new_page()
+            page.set_default_timeout(MILLISECONDS)
+            assert server.stdout is not None
+            page.goto(server.stdout.readline().strip())
+            page.locator(".jobs .tabulator-row").first.wait_for()
+            page.locator(".legend").first.wait_for()
+            page.wait_for_function("Bokeh.documents[0].is_idle")
+            photograph(page, output / "dashboard.webp")
+            file = Path(scratch) / "page.html"
+            report.main([str(runs), "-e", "demo", "-o", str(file)])
+            page.goto(file.as_uri())
+            photograph(page, output / "report.webp")
+            run_page.main([str(runs / best), "-o", str(file)])
+            page.goto(file.as_uri())
+            photograph(page, output / "run_page.webp")
+            browser.close()
+        finally:
+            server.terminate()
     return 0
 
 
-def draw(browser: Browser, address: str, output: Path) -> None:
-    """Write the sheet of the page at `address`."""
-    sheet = Image.new("RGB", (round(SCALE * sum(WIDTHS)) + GAP * 4, round(SCALE * HEIGHT) * 2 + GAP * 3), "#8a93a3")
-    for row, scheme in enumerate(("light", "dark")):
-        x = GAP
-        for width in WIDTHS:
-            context = browser.new_context(viewport={"width": width, "height": HEIGHT}, color_scheme=scheme)
-            page = context.new_page()
-            page.goto(address)
-            picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
-            small = picture.resize((round(SCALE * width), round(SCALE * HEIGHT)), Image.Resampling.LANCZOS)
-            sheet.paste(small, (x, GAP + row * (small.height + GAP)))
-            x += small.width + GAP
-            context.close()
-    sheet.save(output, quality=72, method=6)
+def photograph(page: Page, output: Path) -> None:
+    """Write a screenshot of the window."""
+    page.evaluate("async () => { for (let i = 0; i < 60; i++) await new Promise(requestAnimationFrame) }")  # animations end
+    save(Image.open(io.BytesIO(page.screenshot())), output)
+
+
+def save(picture: Image.Image, output: Path) -> None:
+    """Compress with every color as it is."""
+    options = {"lossless": True, "quality": 100, "method": 6} if output.suffix == ".webp" else {"optimize": True}
+    picture.convert("RGB").save(output, **options)
     print(f"{output}  {output.stat().st_size / 1000:.0f} kB")
 
 
