@@ -18,6 +18,7 @@ from results import run_arguments
 from src.command_line import make_parser, run_command
 from src.errors import DataError
 from src.runs import jsonl_records
+from src.runs.scores import SCORES, Scores
 
 FILE = "rollouts.jsonl"
 WIDTH = 100
@@ -43,17 +44,36 @@ def _act(args: argparse.Namespace) -> int:
 
 
 def _write(run: Path, args: argparse.Namespace) -> None:
-    rollouts = jsonl_records.rows(run / FILE)
+    rollouts = read(run / FILE)
     if not rollouts:
         raise DataError(f"{run}: no {FILE}: recipes 'ppo' and 'grpo' write it.")
     write = sys.stdout.write
-    for line in compare_ends(jsonl_records.rows(run / "scores.jsonl")):
+    scores = Scores(run / SCORES, read_only=True).rows()
+    numbers = [{name: value for name, value in row.items() if value is None or isinstance(value, int | float)} for row in scores]
+    for line in compare_ends(numbers):
         write(f"{line}\n")
     for iteration in choose_iterations(rollouts, args.iterations):
         own = [row for row in rollouts if row["iteration"] == iteration]
         write(f"\niteration {iteration}, after step {own[0]['step']}: {describe_means(own)}\n")
         for title, rows in choose_extremes(own, args.count).items():
             write(f"  {title}\n" + "".join(f"{describe(row, args.full)}\n" for row in rows))
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The rollouts in a file.
+
+    Raises:
+        DataError: a line that is no rollout; names it.
+        RunError: the file cannot be read.
+    """
+    rows = jsonl_records.rows(path)
+    for number, row in enumerate(rows, start=1):
+        kinds = {name: int if name in ("step", "iteration") else str if name in ("prompt", "answer") else int | float for name in row}
+        wrong = [name for name, kind in kinds.items() if isinstance(row[name], bool) or not isinstance(row[name], kind)]
+        wrong += [name for name in (*_NO_FACTS, "reward") if name not in row]
+        if wrong:
+            raise DataError(f"{path}:{number}: {wrong[0]!r} is {row.get(wrong[0])!r:.60}, not as recipes write it. Remove this line.")
+    return rows
 
 
 def compare_ends(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -144,7 +144,7 @@ def read(runs: Path, name: str) -> Submission:
     try:
         experiments = tuple(map(str, found["experiments"]))
         return Submission(folder, _without_variables(found["launcher"]), str(found["snapshot"]), experiments, dict(found["commands"]))
-    except (KeyError, TypeError, ValueError):
+    except (AttributeError, KeyError, TypeError, ValueError):
         raise LaunchError(f"{folder / INTENT}: not what a submission writes. Its jobs, if any, are to be looked for by hand.") from None
 
 
