@@ -101,7 +101,7 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
 
 
 def find_run(word: str, runs: Path) -> Path:
-    """The save directory `word`, or the one whose id starts with its last part: in the folder before that part, else in `runs`.
+    """The save directory `word`, or the one with an id that starts with its last part: in the folder before that part, else in `runs`.
 
     Raises:
         ConfigError: no run's id starts with it, or several do; names them.
@@ -190,9 +190,9 @@ def choose_values(options: argparse.Namespace, rows: Sequence[results.Row]) -> t
     if options.at_step is not None and options.value != "last":
         raise ConfigError("--at-step takes the value at one step, --value one of all steps: leave one of them out.")
     if rows and options.seed_key != results.SEED:
-        known = {key for row in rows for key in results.config_keys(row)}
-        options.seed_key = results.resolve_key(known, options.seed_key)
-        results.check_known("key", [options.seed_key], known, "--seed-key")
+        keys = {key for row in rows for key in results.config_keys(row)}
+        options.seed_key = results.resolve_key(keys, options.seed_key)
+        results.check_known("key", [options.seed_key], keys, "--seed-key")
     options.unfinished = options.unfinished or options.at_step is not None  # at one step all runs can be compared
     return curves.choose_values(options.runs, rows, options.value, options.at_step)
 

@@ -39,12 +39,12 @@ def exchange(content: bytes, value: object, only: str = "") -> bytes:
     lines = []
     for line in content.splitlines() or [b"{}"]:
         try:
-            found = json.loads(content if content.startswith(b"{\n") else line)
+            value_of_line = json.loads(content if content.startswith(b"{\n") else line)
         except ValueError:
             return json.dumps({"a": value}).encode()
-        if isinstance(found, dict):
-            found = {key: value if only in ("", key) else old for key, old in found.items()}
-        lines.append(json.dumps(found))
+        if isinstance(value_of_line, dict):
+            value_of_line = {key: value if only in ("", key) else old for key, old in value_of_line.items()}
+        lines.append(json.dumps(value_of_line))
         if content.startswith(b"{\n"):
             break
     return "".join(f"{line}\n" for line in lines).encode()
