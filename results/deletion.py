@@ -53,7 +53,8 @@ def plan(runs: Path, chosen: Sequence[Path], before: float) -> Deletion:
     deletion = Deletion()
     for run in dict.fromkeys(chosen):
         try:
-            reason = _reason_to_stay(run, before)
+            with reading(run):
+                reason = _reason_to_stay(run, before)
         except UserError as error:
             reason = str(error)
         if reason:

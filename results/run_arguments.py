@@ -132,7 +132,7 @@ def _is_folder_of_runs(word: str) -> bool:
     """
     path = Path(word)
     if word and path.is_dir():
-        return not (_OUR_ID.fullmatch(path.name) or any((path / name).exists() for name in (EXP_DICT, STATUS, SCORES)))
+        return not (_OUR_ID.fullmatch(path.name) or any(os.path.exists(path / name) for name in (EXP_DICT, STATUS, SCORES)))
     if word and not _ID_START.fullmatch(path.name):
         raise DataError(f"{word}: no such folder of runs, save directory or start of an id.")
     return False

@@ -103,7 +103,7 @@ def missing_seeds(rows: Sequence[Row], by: Sequence[str], seed: str = SEED) -> l
             has = {spell(row, seed) for row in group}
             if absent := [value for spelled, value in seeds if spelled not in has]:
                 named = ", ".join(f"{key}={group[0].get(key)}" for key in by) or "all"
-                result.append(f"{named}: no run with {seed} {', '.join(map(str, absent))}, unlike in other rows.")
+                result.append(f"{named}: no run with {seed} {', '.join(map(str, absent))}; other rows have it.")
     return result
 
 

@@ -56,7 +56,7 @@ def test_chosen_questions(settings: dict[str, Any], listed: list[int] | None, ex
             r"^inference\.datasets: unknown source 'ood'\. Did you mean 'odd'\? Known: even, odd\.$",
         ),
         ({"index_file": "x.txt"}, [3, 10], DataError, r"^inference\.index_file: x\.txt: row 10 of 10, counted from 0\.$"),
-        ({"index_file": "x.txt"}, [3, 5, 3], DataError, r"^inference\.index_file: x\.txt: row 3 stands there 2 times\.$"),
+        ({"index_file": "x.txt"}, [3, 5, 3], DataError, r"^inference\.index_file: x\.txt: row 3 is listed 2 times\.$"),
         ({"index_file": "x.txt"}, [], DataError, r"^inference: no row of the split is in inference\.index_file"),
         ({"index_file": "x.txt", "datasets": ["odd"]}, [2, 4], DataError, r"^inference: no row of the split is in inference\.index_file"),
     ],

@@ -80,7 +80,7 @@ def test_every_view_has_the_means_of_finished_runs(planted: Path, tmp_path: Path
     terminal = capsys.readouterr()
     digits = ["0.5100 ± 0.0100 (3 of 5)", *cells[1:]]
     assert [line.split("│")[1].strip() for line in terminal.out.splitlines() if line.startswith("│")] == digits
-    assert "4 of 9 runs are not done; the means are over the others" in terminal.err
+    assert "4 of 9 runs are not done; the means are over finished runs" in terminal.err
 
     assert table.main([str(planted), "--format", "latex"]) == 0
     latex = capsys.readouterr().out
@@ -250,7 +250,7 @@ def test_means_over_another_key_than_the_seed(tmp_path: Path, capsys: pytest.Cap
             (1, 3, pytest.approx(1.1)),
             (2, 2, pytest.approx(2.05)),
         ]
-        assert f"seed=2: no run with {word} 2, which others have." in captured.err
+        assert f"seed=2: no run with {word} 2; other rows have it." in captured.err
     keys = legend.Configurations(results.load_rows(tmp_path)[0], seed="config.runs").keys
     assert sorted(keys) == ["seed", "trial.number"]
     output = tmp_path / "a.svg"
@@ -261,7 +261,7 @@ def test_means_over_another_key_than_the_seed(tmp_path: Path, capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--at-step", "1", "--value", "best"], "--at-step takes the value at one step, --value one of the whole run"),
+        (["--at-step", "1", "--value", "best"], "--at-step takes the value at one step, --value one of all steps"),
         (["--seed-key", "sed"], "--seed-key: unknown key 'sed'. Did you mean 'seed'?"),
     ],
 )

@@ -99,7 +99,7 @@ def test_tables(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         (["--datasets", "sqad"], "val.jsonl: --datasets: unknown source 'sqad'. Did you mean 'squad'? Known: nq, squad, squad_hard."),
         (["--index_file", "nowhere.txt"], "nowhere.txt: no such file."),
         (["--index_file", "FOLDER/far.txt"], "--index_file: row 4 of 4, counted from 0."),
-        (["--index_file", "FOLDER/twice.txt"], "--index_file: row 1 stands there 2 times."),
+        (["--index_file", "FOLDER/twice.txt"], "--index_file: row 1 is listed 2 times."),
         (["--index_file", "FOLDER/word.txt"], "word.txt:2: expected the number of a row, counted from 0, got '-1'."),
         (["--index_file", "FOLDER/zero.txt", "--datasets", "squad"], "val.jsonl: no row is left of 4."),
     ],
@@ -134,4 +134,4 @@ def test_nothing_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert rescore.main([str(tmp_path / "x.jsonl")]) == 1
     assert "x.jsonl: no such file." in capsys.readouterr().err
     assert rescore.main([str(tmp_path)]) == 1
-    assert "no inference in this folder. Name a save directory whose run has ended, or a file." in capsys.readouterr().err
+    assert "no inference in this folder. Name the save directory of a finished run, or a file." in capsys.readouterr().err

@@ -130,7 +130,7 @@ def test_unfinished_and_unreadable_runs_are_reported_on_stderr(runs: Path, capsy
     assert "| 1 | 4 | " in captured.out
     assert "3 done, 1 failed" in captured.out or "1 failed, 3 done" in captured.out
     assert "exp_dict.json: no such file" in captured.err
-    assert "1 of 7 runs are not done; the means are over the others; --unfinished takes all." in captured.err
+    assert "1 of 7 runs are not done; the means are over finished runs; --unfinished takes all." in captured.err
 
 
 def test_runs_that_were_stopped_before_their_first_score_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -210,7 +210,7 @@ def test_differences_within_a_mean_are_reported(runs: Path, capsys: pytest.Captu
         with RunDir.open(runs, exp, exp, facts={"groups": ["tiny"]}) as run:
             run.set_status("done")
     assert table.main([str(runs), "--format", "markdown"]) == 0
-    assert "model.stride=2: no run with seed 3, 4, 5, 6, 7, 8, 9, which others have." in capsys.readouterr().err
+    assert "model.stride=2: no run with seed 3, 4, 5, 6, 7, 8, 9; other rows have it." in capsys.readouterr().err
     assert table.main([str(runs), "--by", "model.kind", "--format", "markdown"]) == 0
     assert "the means are over different model.stride." in capsys.readouterr().err
 
