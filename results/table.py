@@ -168,10 +168,10 @@ def pivot_score(
 
 def best_rows(table: Table, metric: str | None, best: str | None = None) -> set[int]:
     """The numbers of the rows with the best mean of `metric`; empty for fewer than two rows. best: "min", "max" or None, by its name."""
-    values = [row[metric] for row in table if metric is not None and row[metric] is not None]
-    if len(table) < 2 or not values:
+    values = [row[metric] for row in table if row[metric] is not None] if metric is not None else []
+    if metric is None or len(table) < 2 or not values:
         return set()
-    lowest = results.lower_is_better(metric or "") if best is None else best == "min"
+    lowest = results.lower_is_better(metric) if best is None else best == "min"
     return {number for number, row in enumerate(table) if row[metric] == (min if lowest else max)(values)}
 
 

@@ -107,8 +107,9 @@ def scores(metrics: Iterable[MetricConfig], answers: Sequence[Prediction], best_
                 result[name] = values
                 result |= {f"{name}/{part}": cast("float", by_part[part][name]) for part in parts}
                 continue
-            assert len(values) == len(answers), name
-            by_question = question_scores(values, questions)
+            each = cast("list[float]", values)
+            assert len(each) == len(answers), name
+            by_question = question_scores(each, questions)
             result[name] = _mean(by_question)
             for part in parts:
                 result[f"{name}/{part}"] = _mean([value for value, s in zip(by_question, sources, strict=True) if s == part])
