@@ -27,7 +27,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     graph = lineage.build(options.runs)
     if options.groups:
         graph = graph.family(name for group in options.groups for name in lineage.group_family(options.runs, graph, group).nodes)
-    if options.exp_id or options.paths:
+    if options.where:
+        graph = graph.family(row["exp_id"] for row in run_arguments.select(options)[0])
+    elif options.exp_id or options.paths:
         graph = graph.family([*([graph.find(options.exp_id)] if options.exp_id else []), *(path.resolve().name for path in options.paths)])
     run_arguments.warn([*graph.warnings, *graph.problems])
     with run_arguments.output_to(options.output):
@@ -125,8 +127,10 @@ def _short(exp_id: str) -> str:
 
 def _score(node: Node) -> str:
     name = default_metric(list(node.scores))
-    value = node.scores.get(name) if name else None
-    return "" if value is None else f"{name} {value:.4g}"
+    if name is None:
+        return ""
+    value = node.scores[name]
+    return f"{name} NaN" if value is None else f"{name} {value:.4g}"
 
 
 def _label(node: Node) -> list[str]:
@@ -153,7 +157,7 @@ def _escape(text: str, escapes: dict[str, str]) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m results.lineage", description=__doc__)
-    run_arguments.add(parser, "only the runs of these groups, their ancestors and descendants", where=False)
+    run_arguments.add(parser, "only the runs of these groups, their ancestors and descendants")
     parser.add_argument("--exp_id", help="only this experiment, its ancestors and descendants; the start of an id is enough")
     parser.add_argument("--format", choices=list(FORMATS), default="table")
     return parser

@@ -60,15 +60,14 @@ def output_to(output: Path | None) -> Iterator[None]:
     write_page(output, text.getvalue())
 
 
-def add(parser: argparse.ArgumentParser, groups: str = "only the runs of these groups", output: str = "", where: bool = True) -> None:
+def add(parser: argparse.ArgumentParser, groups: str = "only the runs of these groups", output: str = "") -> None:
     """Add the arguments of `parse`. groups, output: help of -e and -o."""
     parser.add_argument(
         "words", nargs="*", metavar="RUN", help=f"folder of save directories (default: {RUNS}), save directories, or starts of ids"
     )
     parser.add_argument("-r", "--runs", type=Path, metavar="DIR", help=f"folder of the ids (default: {RUNS})")
     parser.add_argument("-e", "--group", dest="groups", nargs="+", action="extend", metavar="GROUP", help=groups)
-    if where:
-        parser.add_argument("--where", metavar="EXPR", help="only the runs for which this holds: \"model.stride > 2 and state == 'done'\"")
+    parser.add_argument("--where", metavar="EXPR", help="only the runs for which this holds: \"model.stride > 2 and state == 'done'\"")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=output or "write the text to this file, and not to the terminal")
 
 
@@ -145,13 +144,12 @@ def select(options: argparse.Namespace) -> tuple[list[results.Row], list[str]]:
         DataError: there is no such folder, or it holds no run.
         ConfigError: a group without runs, an expression that is malformed or matches no run, or save directories of several folders.
     """
-    where = getattr(options, "where", None)
     if not options.paths:
-        return results.select(options.runs, options.groups, where)
+        return results.select(options.runs, options.groups, options.where)
     names = {path.resolve().name for path in options.paths}
     if foreign := [str(path) for path in options.paths if path.resolve().parent != options.runs.resolve()]:
         raise ConfigError(f"{foreign[0]}: expected a run of {options.runs}. Run the command once per folder.")
-    return results.select(options.runs, options.groups, where, names)
+    return results.select(options.runs, options.groups, options.where, names)
 
 
 def paths(options: argparse.Namespace, at_least: int = 0, at_most: int | None = None) -> list[Path]:

@@ -142,7 +142,7 @@ def test_a_run_in_two_groups_counts_in_each(runs: Path, capsys: pytest.CaptureFi
         ("g", "0.67 ± 0.11 (6 of 12)"),
         ("h", "0.65 ± 0.10"),
     ]
-    assert set(page.group.options) >= {"g", "h"}
+    assert overview.load(runs).groups == ["g", "h"]
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_pages_have_the_truth(runs: Path, tmp_path: Path):
 def test_plots_have_the_truth(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     drawn = legend.Configurations(results.load_rows(runs)[0], ["model.stride"])
     figure, _ = plot.points(runs, drawn, "model.stride", "val_loss")
-    assert {point for line in figure.axes[0].lines for point in zip(*line.get_data(), strict=True)} == POINTS
+    assert {point for line in figure.axes[0].lines for point in zip(list(line.get_xdata()), list(line.get_ydata()), strict=True)} == POINTS
     scattered = overview.curves(overview.load(runs), "val_loss", overview.Look("model.stride", by=["model.stride"]))
     assert {(x, y) for line in scattered.lines for x, y in zip(line.x, line.mean, strict=True)} == POINTS
     lines = overview.curves(overview.load(runs), "val_loss", overview.Look(by=["model.stride"])).lines
