@@ -1,5 +1,6 @@
 """Weights & Biases: the only module that calls it. The key comes from the environment or netrc and is never written."""
 
+import contextlib
 import json
 import logging
 import math
@@ -94,10 +95,20 @@ def _identity(run: runs.Run) -> str:
         if isinstance(saved, dict) and isinstance(saved.get("id"), str):
             return saved["id"]
         raise RunError(f'{file}: expected {{"id": ...}}. Delete it to start another wandb run.')
-    resets = len(list((run.places.runs / DELETED).glob(f"{run.dir.exp_id}*")))
-    identity = f"{run.dir.exp_id}-{resets}" if resets else run.dir.exp_id
+    resets = list((run.places.runs / DELETED).glob(f"{run.dir.exp_id}*"))
+    number = max([len(resets), *(1 + _reset_number(path / ID) for path in resets)])  # older ones can have been deleted
+    identity = f"{run.dir.exp_id}-{number}" if number else run.dir.exp_id
     write_json(file, {"id": identity})
     return identity
+
+
+def _reset_number(file: Path) -> int:
+    """The number at the end of the id in a wandb.json; 0 without one."""
+    with contextlib.suppress(RunError):
+        saved = read_json(file, RunError, None)
+        number = str(saved.get("id", "")).partition("-")[2] if isinstance(saved, dict) else ""
+        return int(number) if number.isdecimal() else 0
+    return 0
 
 
 def _last_step(path: Path, identity: str) -> int:
