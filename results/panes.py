@@ -159,7 +159,6 @@ def unique(names: Sequence[str]) -> list[str]:
 
 def head(title: str, loaded: overview.Overview, shown: overview.Overview) -> str:
     """Title, folder, and numbers of experiments by state."""
-    texts = (
-        f"{len(shown.jobs)} experiments" if len(shown.jobs) == len(loaded.jobs) else f"{len(shown.jobs)} of {len(loaded.jobs)} experiments"
-    )
+    count, total = len(shown.jobs), len(loaded.jobs)
+    text = f"{total} experiments" if count == total else f"{count} of {total} experiments"
     return f'<h1>{markup.escape(title)}</h1><span class="where">{markup.escape(loaded.runs)} · {text}</span>{markup.chips(shown.counts())}'
