@@ -72,9 +72,7 @@ class Lineage:
             raise ConfigError(f"--exp_id {prefix}: no experiment among these {len(self.nodes)} has an id that starts like that.")
         if len(matches) > 1:
             names = ", ".join(matches)
-            raise ConfigError(
-                f"--exp_id {prefix}: {len(matches)} experiments have ids that start like that: {names}. Write more of it."
-            )
+            raise ConfigError(f"--exp_id {prefix}: {len(matches)} experiments have ids that start like that: {names}. Write more of it.")
         return matches[0]
 
     def family(self, members: Iterable[str]) -> "Lineage":
