@@ -97,7 +97,7 @@ def draw(rows_by_run: Mapping[str, Rows]) -> "Figure":
         for number, (name, rows) in enumerate(rows_by_run.items()):
             measured = [row for row in rows if f"{GAIN}/{column}" in row]
             for kind, style in ((GAIN, "-"), (CONTROL, "--")):
-                steps = [row["step"] for row in measured]
+                steps = [float(row["step"]) for row in measured]
                 ends = ([row.get(f"{kind}{end}/{column}") for row in measured] for end in ("", "_low", "_high"))
                 mean, low, high = ([math.nan if value is None else float(value) for value in values] for values in ends)
                 colour = legend.COLOURS[number % len(legend.COLOURS)]

@@ -153,7 +153,7 @@ def test_a_damaged_small_file_is_a_line_of_every_command(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", CASES, ids="-".join)
 def test_a_damaged_file_is_a_line_of_every_command(
     pristine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], case: tuple[str, str]
 ):
@@ -161,7 +161,7 @@ def test_a_damaged_file_is_a_line_of_every_command(
 
 
 @pytest.mark.xfail(reason="src/runs/lease.py reads its JSON without a limit of depth", raises=AssertionError, strict=True)
-@pytest.mark.parametrize("case", DEEP_LEASE)
+@pytest.mark.parametrize("case", DEEP_LEASE, ids="-".join)
 def test_a_deeply_nested_lease_is_a_line_of_every_command(
     pristine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], case: tuple[str, str]
 ):
