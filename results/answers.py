@@ -1,8 +1,7 @@
 # PYTHON_ARGCOMPLETE_OK
-"""Answered questions of a run, with their contexts: `python -m results.answers [RUNS] [-e GROUP ..] [--count 5] [--wrong]`.
+"""Answered questions of a run, with their contexts: `python -m results.answers [RUN ..] [-e GROUP ..] [--count 5] [--wrong]`.
 
-Those that `inference` left in <run>/inference, evenly spread over the file. Where the same questions were asked with wrong contexts, too
-(`inference.wrong_contexts`), those answers stand beside them.
+Shows samples of <run>/inference, evenly spread over the file, next to the answers with wrong contexts (`inference.wrong_contexts`).
 """
 
 import argparse
@@ -37,10 +36,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run_arguments.warn(warnings)
     run, about = best_run(options.runs, rows)
     with run_arguments.output_to(options.output):
-        for name, found in samples(run).items():
+        for name, entries in samples(run).items():
             print(f"{run.name}/{INFERENCE}/{name}.jsonl: {about}")
-            print(f"{describe_score(found)}\n{compare(found)}")
-            for sample in choose(found, options.count, options.wrong):
+            print(f"{describe_score(entries)}\n{compare(entries)}")
+            for sample in choose(entries, options.count, options.wrong):
                 print(describe(sample))
     return 0
 
@@ -80,7 +79,7 @@ class Sample:
 
 
 def samples(run: Path) -> dict[str, list[Sample]]:
-    """The answered questions of a save directory by file, such as "val"; empty if it has none.
+    """The answered questions of a save directory by file, such as "val"; empty without inference.
 
     Raises:
         UserError: a file cannot be read.
@@ -90,8 +89,8 @@ def samples(run: Path) -> dict[str, list[Sample]]:
 
 
 def _stamp(file: Path) -> tuple[int, int] | None:
-    """What changes when a file does; None without one."""
-    return (found.st_size, found.st_mtime_ns) if file.exists() and (found := file.stat()) else None
+    """A value that changes when the file does; None without a file."""
+    return (facts.st_size, facts.st_mtime_ns) if file.exists() and (facts := file.stat()) else None
 
 
 @lru_cache(maxsize=8)
@@ -119,19 +118,19 @@ def _samples(file: Path, stamp: object, control: object) -> tuple[Sample, ...]:
     )
 
 
-def describe_score(found: Sequence[Sample]) -> str:
+def describe_score(entries: Sequence[Sample]) -> str:
     """The first score of the answers, as it is in the score row: "em 0.75: 3 of 4 questions are answered right."."""
-    name = next(iter(found[0].scores))
-    values = _by_question(found, [sample.scores[name] for sample in found])
+    name = next(iter(entries[0].scores))
+    values = _by_question(entries, [sample.scores[name] for sample in entries])
     return f"{name} {statistics.fmean(values):.4g}: {values.count(1)} of {len(values)} questions are answered right."
 
 
-def compare(found: Sequence[Sample]) -> str:
+def compare(entries: Sequence[Sample]) -> str:
     """A line for each score: its mean with right and wrong contexts, and the difference with its 95 % interval. Empty without a control.
 
     The interval is that of the mean of the differences by question: 1.96 standard errors to each side.
     """
-    pairs = [sample for sample in found if sample.other is not None]
+    pairs = [sample for sample in entries if sample.other is not None]
     lines = []
     for name in pairs[0].scores if pairs else ():
         right, wrong = (
@@ -147,16 +146,16 @@ def compare(found: Sequence[Sample]) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def _by_question(found: Sequence[Sample], values: Sequence[float]) -> list[float]:
+def _by_question(entries: Sequence[Sample], values: Sequence[float]) -> list[float]:
     questions: dict[int, list[int]] = {}
-    for i, sample in enumerate(found):
+    for i, sample in enumerate(entries):
         questions.setdefault(sample.question, []).append(i)
     return answered.question_scores(values, questions.values())
 
 
-def choose(found: Sequence[Sample], count: int, wrong: bool) -> list[Sample]:
-    """At most `count` of the samples, evenly spread. wrong: of those alone that are not right."""
-    some = [sample for sample in found if not (wrong and sample.is_right)]
+def choose(entries: Sequence[Sample], count: int, wrong: bool) -> list[Sample]:
+    """Up to `count` of the samples, evenly spread. wrong: only wrong answers."""
+    some = [sample for sample in entries if not (wrong and sample.is_right)]
     count = min(count, len(some))
     return [some[i * len(some) // count] for i in range(count)]
 
@@ -174,19 +173,19 @@ def describe(sample: Sample) -> str:
     return "\n".join(lines) + "\n"
 
 
-def page(found: Iterable[Sample]) -> str:
+def page(entries: Iterable[Sample]) -> str:
     """The samples as HTML, each in a box of the class "right" or "wrong"."""
-    return f'<div class="samples">{"".join(map(_box, found))}</div>'
+    return f'<div class="samples">{"".join(map(_box, entries))}</div>'
 
 
 def _box(sample: Sample) -> str:
     answer, kind = sample.answer, "right" if sample.is_right else "wrong"
-    told = {"question": answer.question, "truth": " / ".join(answer.references), "prediction": answer.text or NOTHING}
-    told |= {} if sample.other is None else {"with another's context": sample.other or NOTHING}
-    told |= {"score": ", ".join(f"{name} {value:.3g}" for name, value in sample.scores.items())}
+    facts = {"question": answer.question, "truth": " / ".join(answer.references), "prediction": answer.text or NOTHING}
+    facts |= {} if sample.other is None else {"with another's context": sample.other or NOTHING}
+    facts |= {"score": ", ".join(f"{name} {value:.3g}" for name, value in sample.scores.items())}
     contexts = "".join(f"<pre>{markup.escape(context.rstrip())}</pre>" for context in answer.contexts)
     return (
-        f'<div class="sample {kind}"><div>{markup.chip(kind, kind)}{markup.plain_table((), told.items())}</div><div>{contexts}</div></div>'
+        f'<div class="sample {kind}"><div>{markup.chip(kind, kind)}{markup.plain_table((), facts.items())}</div><div>{contexts}</div></div>'
     )
 
 
@@ -194,7 +193,7 @@ def _parser() -> argparse.ArgumentParser:
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="python -m results.answers", description=__doc__, formatter_class=layout)
     run_arguments.add(parser, "the best run of these groups")
-    parser.add_argument("--exp_id", metavar="ID", help="of this run, by its id or the beginning of it")
+    parser.add_argument("--exp_id", metavar="ID", help="of this run, by its id or the start of it")
     parser.add_argument("--count", type=int, default=5, metavar="N", help="questions of each file (default: %(default)s)")
     parser.add_argument("--wrong", action="store_true", help="only those that were answered wrongly")
     return parser

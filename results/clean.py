@@ -1,7 +1,7 @@
 """Delete old checkpoints and code snapshots, or complete runs with --delete: `python -m results.clean [RUN ..] [-e GROUP ..] [--apply]`.
 
 Without --apply or --delete it only lists the files. It never touches a live run, a checkpoint that an unfinished run resumes from, or a
-parent of an experiment that stays. --delete also empties the folder `deleted` of restarts with -r 1; it asks first, or takes --yes.
+parent of an experiment that stays. --delete also empties the folder `deleted` of restarts with -r 1. Confirm it, or add --yes.
 """
 
 import argparse
@@ -31,7 +31,7 @@ _DAY = 86_400.0
 
 @dataclass
 class Cleanup:
-    """What may be deleted, and warnings about what may not."""
+    """Deletable checkpoints and snapshots, and warnings about the rest."""
 
     plans: list[retention.Plan] = field(default_factory=list)
     snapshots: list[Path] = field(default_factory=list)
@@ -46,7 +46,7 @@ class Cleanup:
 
 @print_errors
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print what may be deleted, and its size; delete it with --apply. Returns the exit code: 1 if something could not be deleted."""
+    """Print deletable files with their sizes, and delete them if requested. Returns the exit code: 1 if a deletion failed."""
     options = run_arguments.parse(_parser(), arguments)
     if options.keep_last < 0 or options.older_than < 0:
         raise ConfigError("--keep-last and --older-than: expected a number of at least 0.")
@@ -55,13 +55,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.yes:
         raise ConfigError("--yes: only with --delete. To delete checkpoints, add --apply.")
     rule = retention.CleanupRule(options.keep_last, options.keep_best, options.older_than * _DAY)
-    # No job is submitted between the look and the deletion: a new child may start from what would go.
+    # No job is submitted between the look and the deletion: a new child could start from a deletable checkpoint.
     with submissions.lock(options.runs) if options.apply and options.runs.is_dir() else contextlib.nullcontext():
         selection = run_arguments.select(options) if options.groups or options.where or options.paths else None
-        found = look(options.runs, rule, selection)
-        sizes = {path: retention.folder_bytes(path) for path in found.paths}
-        failed = delete(options.runs, found) if options.apply else []
-    run_arguments.warn([*found.warnings, *failed])
+        cleanup = look(options.runs, rule, selection)
+        sizes = {path: retention.folder_bytes(path) for path in cleanup.paths}
+        failed = delete(options.runs, cleanup) if options.apply else []
+    run_arguments.warn([*cleanup.warnings, *failed])
     with run_arguments.output_to(options.output):
         _report({path: bytes_ for path, bytes_ in sizes.items() if not (options.apply and path.exists())}, options.apply)
     return 1 if failed else 0
@@ -79,10 +79,10 @@ def _delete_runs(options: argparse.Namespace) -> int:
         raise DataError(f"{options.runs}: no such folder of runs.")
     else:
         run_arguments.warn(["no run is chosen: name ids, or use -e, --where or --older-than. Only restarted runs are deleted."])
-    found = deletion.plan(options.runs, chosen, before)
-    sizes = {path: retention.folder_bytes(path) if path.is_dir() else path.lstat().st_size for path in found.paths()}
-    run_arguments.warn(found.warnings)
-    total = f"{len(found.runs)} runs, {len(found.resets)} restarted runs, {_format_bytes(sum(sizes.values()))}"
+    cleanup = deletion.plan(options.runs, chosen, before)
+    sizes = {path: retention.folder_bytes(path) if path.is_dir() else path.lstat().st_size for path in cleanup.paths()}
+    run_arguments.warn(cleanup.warnings)
+    total = f"{len(cleanup.runs)} runs, {len(cleanup.resets)} restarted runs, {_format_bytes(sum(sizes.values()))}"
     with run_arguments.output_to(options.output):
         for path, bytes_ in sizes.items():
             print(f"{_format_bytes(bytes_):>10}  {path}")
@@ -91,13 +91,13 @@ def _delete_runs(options: argparse.Namespace) -> int:
         print("Nothing was deleted.")
         return 0
     with submissions.lock(options.runs):  # no job is submitted between this look and the deletion: a new child could start from a run
-        now = deletion.plan(options.runs, found.runs, before)
-        new = [text for text in now.warnings if text not in found.warnings]
-        now.resets = [path for path in now.resets if path in found.resets]
+        now = deletion.plan(options.runs, cleanup.runs, before)
+        new = [text for text in now.warnings if text not in cleanup.warnings]
+        now.resets = [path for path in now.resets if path in cleanup.resets]
         failed = deletion.delete(now)
     run_arguments.warn([*new, *failed])
     freed = sum(bytes_ for path, bytes_ in sizes.items() if not os.path.lexists(path))
-    count = sum(not path.exists() for path in found.runs)
+    count = sum(not path.exists() for path in cleanup.runs)
     print(f"Deleted: {count} runs, {_format_bytes(freed)}.")
     return 1 if new or failed else 0
 
@@ -123,24 +123,24 @@ def look(runs: Path, rule: retention.CleanupRule, selection: tuple[Sequence[resu
     """
     rows, warnings = selection or results.select(runs)
     by_others, unread = retention.needed_by_children(runs)
-    found = Cleanup(warnings=[*warnings, *unread], needed=by_others)
+    cleanup = Cleanup(warnings=[*warnings, *unread], needed=by_others)
     now = time.time()
     for row in rows:
         try:
             plan = retention.plan(runs / row["exp_id"], rule, by_others, now)
         except UserError as error:
-            found.warnings.append(f"skipped: {error}")
+            cleanup.warnings.append(f"skipped: {error}")
             continue
         if plan.reason_to_keep:
-            found.warnings.append(f"{plan.run}: nothing of it goes: {plan.reason_to_keep}.")
-        found.plans.append(plan)
+            cleanup.warnings.append(f"{plan.run}: nothing of it goes: {plan.reason_to_keep}.")
+        cleanup.plans.append(plan)
     if selection is None:
-        found.snapshots = _snapshots(runs, now - max(rule.older_than_seconds, _DAY), found.warnings)
-    return found
+        cleanup.snapshots = _snapshots(runs, now - max(rule.older_than_seconds, _DAY), cleanup.warnings)
+    return cleanup
 
 
 def _snapshots(runs: Path, before: float, warnings: list[str]) -> list[Path]:
-    """Code snapshots of no unfinished job. Those of the last day are kept: a submission may be about to use one."""
+    """Code snapshots that no unfinished job uses, older than a day: a submission can be about to use a recent one."""
     folders = [path for path in sorted((runs / SNAPSHOTS).glob("*")) if path.is_dir() and not path.is_symlink()]
     used = set()
     for intent in sorted((runs / submissions.FOLDER).glob(f"*/{submissions.INTENT}")):
@@ -155,7 +155,7 @@ def _snapshots(runs: Path, before: float, warnings: list[str]) -> list[Path]:
 
 
 def _may_run(run: Path, submission: str) -> bool:
-    """Whether a job of the submission may still run the experiment: it is not done, and no other submission has it."""
+    """Whether a job of the submission can still run the experiment: it is not done, and no later submission has it."""
     try:
         job = read_job(run)
         overtaken = job is not None and job["submission"] not in ("", submission)
@@ -164,12 +164,12 @@ def _may_run(run: Path, submission: str) -> bool:
         return True
 
 
-def delete(runs: Path, found: Cleanup) -> list[str]:
-    """Delete what `look` found, except for what an experiment needs since then; returns a message for each that was not deleted."""
+def delete(runs: Path, cleanup: Cleanup) -> list[str]:
+    """Delete the result of `look`, except parents of new experiments; returns a message for each path that was not deleted."""
     failed = []
     now, _ = retention.needed_by_children(runs)
-    parents = {name for name, _ in now - found.needed}
-    for plan in found.plans:
+    parents = {name for name, _ in now - cleanup.needed}
+    for plan in cleanup.plans:
         if plan.deletable and plan.run.name in parents:
             failed.append(f"{plan.run}: another experiment starts from it since a moment ago, so nothing of it was deleted. Look again.")
             continue
@@ -177,7 +177,7 @@ def delete(runs: Path, found: Cleanup) -> list[str]:
             retention.remove(plan)
         except UserError as error:
             failed.append(str(error))
-    for path in found.snapshots:
+    for path in cleanup.snapshots:
         try:
             with writing(path):
                 shutil.rmtree(path.rename(path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.old")))
@@ -207,9 +207,9 @@ def _format_bytes(bytes_: float) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser("results.clean", __doc__)
     run_arguments.add(parser, "only the runs of these groups, and no code snapshots")
-    parser.add_argument("--keep-last", type=int, default=1, metavar="N", help="newest whole checkpoints kept of each run (default: 1)")
+    parser.add_argument("--keep-last", type=int, default=1, metavar="N", help="newest complete checkpoints to retain per run (default: 1)")
     parser.add_argument("--keep-best", action=argparse.BooleanOptionalAction, default=True, help="keep the best one, too (default: yes)")
-    parser.add_argument("--older-than", type=float, default=0.0, metavar="DAYS", help="only what was written before that (default: all)")
+    parser.add_argument("--older-than", type=float, default=0.0, metavar="DAYS", help="only files older than this (default: all)")
     parser.add_argument("--apply", action="store_true", help="delete these checkpoints and snapshots (default: only list them)")
     parser.add_argument("--delete", action="store_true", help="list complete runs, and delete them after a confirmation")
     parser.add_argument("--yes", action="store_true", help="with --delete: do not ask")

@@ -1,4 +1,4 @@
-"""Deletion of complete runs: `plan` chooses what can go, `delete` removes it.
+"""Deletion of complete runs: `plan` chooses runs, `delete` removes them.
 
 A run stays if it is alive, has a queued job, is pinned by an evaluation, or is an ancestor of a run that stays.
 """
@@ -25,7 +25,7 @@ from src.runs.scores import SCORES
 LOGS = "logs"
 _AGES = (STATUS, SCORES, EXP_DICT)
 _LEFTOVER = re.compile(r"\.[0-9a-f]{32,128}\.[0-9a-f]{8}\.old")
-"""Names of runs whose deletion was interrupted."""
+"""Names of runs after an interrupted deletion."""
 
 
 @dataclass
@@ -50,24 +50,25 @@ def plan(runs: Path, chosen: Sequence[Path], before: float) -> Deletion:
     Raises:
         RunError: the folder cannot be read.
     """
-    found = Deletion()
+    deletion = Deletion()
     for run in dict.fromkeys(chosen):
         try:
-            reason = _reason_to_stay(run, before)
+            with reading(run):
+                reason = _reason_to_stay(run, before)
         except UserError as error:
             reason = str(error)
         if reason:
-            found.warnings.append(f"{run}: stays: {reason}")
+            deletion.warnings.append(f"{run}: stays: {reason}")
         else:
-            found.runs.append(run)
-    _exclude_queued(runs, found)
-    _exclude_ancestors(runs, found)
+            deletion.runs.append(run)
+    _exclude_queued(runs, deletion)
+    _exclude_ancestors(runs, deletion)
     folder = runs / DELETED
     with reading(folder):
         resets = sorted(folder.iterdir()) if folder.is_dir() else []
         resets += [runs / name for name in sorted(os.listdir(runs)) if _LEFTOVER.fullmatch(name)]
-    found.resets = [path for path in resets if _change_time(path) <= before]
-    return found
+    deletion.resets = [path for path in resets if _change_time(path) <= before]
+    return deletion
 
 
 def _reason_to_stay(run: Path, before: float) -> str:
@@ -80,14 +81,14 @@ def _reason_to_stay(run: Path, before: float) -> str:
     return "it is younger than --older-than." if _change_time(run) > before else ""
 
 
-def _exclude_queued(runs: Path, found: Deletion) -> None:
-    """Keep the runs whose job is queued or running, or whose scheduler cannot be queried."""
-    with_job = [run.name for run in found.runs if (run / JOB).exists() and not _is_done(run)]
+def _exclude_queued(runs: Path, deletion: Deletion) -> None:
+    """Exclude runs with a queued or running job, or with a scheduler that cannot be queried."""
+    with_job = [run.name for run in deletion.runs if (run / JOB).exists() and not _is_done(run)]
     jobs, problems = tracking.track(runs, with_job)
     reasons = {name: f"{problem} Until its job is known to have ended, it stays." for name, problem in problems.items()}
     reasons |= {name: f"its job {job.job_id} is queued or running." for name, job in jobs.items() if job.is_alive or job.is_unknown}
-    found.warnings += [f"{run}: stays: {reasons[run.name]}" for run in found.runs if run.name in reasons]
-    found.runs = [run for run in found.runs if run.name not in reasons]
+    deletion.warnings += [f"{run}: stays: {reasons[run.name]}" for run in deletion.runs if run.name in reasons]
+    deletion.runs = [run for run in deletion.runs if run.name not in reasons]
 
 
 def _is_done(run: Path) -> bool:
@@ -97,9 +98,9 @@ def _is_done(run: Path) -> bool:
         return False
 
 
-def _exclude_ancestors(runs: Path, found: Deletion) -> None:
-    """Keep the ancestors of the runs that stay; all runs if the parents of one of those are unknown."""
-    going = {run.name: run for run in found.runs}
+def _exclude_ancestors(runs: Path, deletion: Deletion) -> None:
+    """Exclude the ancestors of the runs that stay; all runs if the parents of one of those are unknown."""
+    going = {run.name: run for run in deletion.runs}
     with reading(runs):
         names = [name for name in os.listdir(runs) if not name.startswith(".") and name not in going]
         staying = [name for name in names if (runs / name / EXP_DICT).exists()]
@@ -108,14 +109,14 @@ def _exclude_ancestors(runs: Path, found: Deletion) -> None:
         try:
             ancestors = parent_ids(read_exp_dict(runs / name)) if not is_foreign(runs / name) else []
         except UserError as error:
-            found.warnings.append(f"{error} Its parents are unknown, so no run is deleted. Repair it, or delete it by its id.")
-            found.runs = []
+            deletion.warnings.append(f"{error} Its parents are unknown, so no run is deleted. Repair it, or delete it by its id.")
+            deletion.runs = []
             return
         for parent in ancestors:
             if run := going.pop(parent, None):
-                found.warnings.append(f"{run}: stays: {name} starts from it.")
+                deletion.warnings.append(f"{run}: stays: {name} starts from it.")
                 staying.append(parent)
-    found.runs = list(going.values())
+    deletion.runs = list(going.values())
 
 
 def _change_time(run: Path) -> float:
@@ -128,10 +129,10 @@ def _logs(run: Path) -> list[Path]:
     return sorted((run.parent / LOGS).glob(f"{run.name}.*"))
 
 
-def delete(found: Deletion) -> list[str]:
+def delete(deletion: Deletion) -> list[str]:
     """Delete what `plan` found; returns a message for each run that was not deleted. A crash leaves each run complete or gone."""
     failed = []
-    for run in found.runs:
+    for run in deletion.runs:
         try:
             lease = Lease.acquire(run)
             try:
@@ -146,7 +147,7 @@ def delete(found: Deletion) -> list[str]:
                     path.unlink()
         except RunError as error:
             failed.append(str(error))
-    for path in found.resets:
+    for path in deletion.resets:
         try:
             with writing(path):
                 if path.is_symlink() or not path.is_dir():

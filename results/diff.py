@@ -17,7 +17,7 @@ from src.runs.scores import SCORES
 from src.runs.summary import summarize
 
 MOST_LINES = 40
-"""Most lines of the difference between two patches in the text output."""
+"""Maximum number of lines of a patch in the text output."""
 _CODE = ("commit", "branch", "dirty")
 _IGNORED = {"attempt", "groups", "pid", "time", *_CODE}
 Values = dict[str, Any]
@@ -30,11 +30,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the differences. Returns the exit code, 0 also if there are some."""
     options = run_arguments.parse(_parser(), arguments)
     runs = run_arguments.paths(options, at_least=2, at_most=2)
-    found, warnings = differences(*runs)
+    differing, warnings = differences(*runs)
     run_arguments.warn(warnings)
     names = {"a": runs[0].name, "b": runs[1].name}
     with run_arguments.output_to(options.output):
-        print(json.dumps(names | found, indent=4) if options.format == "json" else _text(names, found))
+        print(json.dumps(names | differing, indent=4) if options.format == "json" else _text(names, differing))
     return 0
 
 
@@ -49,7 +49,7 @@ def differences(one: Path, other: Path) -> tuple[dict[str, Difference], list[str
         "status": lambda run: {"state": state_of(run), "step": read_status(run).get("step"), "attempts": attempts(run)},
         "scores": lambda run: summarize(run / SCORES).last,
     }
-    found, warnings = {}, []
+    differing, warnings = {}, []
     for name, values in sections.items():
         both = []
         for run in (one, other):
@@ -59,21 +59,21 @@ def differences(one: Path, other: Path) -> tuple[dict[str, Difference], list[str
             except UserError as error:
                 warnings.append(f"{name} not compared: {error}")
         if len(both) == 2 and (changed := _changes(*both)):
-            found[name] = changed
-    if "config" in found:  # what the dict says is in both; the config adds defaults
-        found["config"] = {key: pair for key, pair in found["config"].items() if pair != found.get("experiment", {}).get(key)}
-        if not found["config"]:
-            del found["config"]
-    return found, warnings
+            differing[name] = changed
+    if "config" in differing:  # the config repeats the dict and adds defaults
+        differing["config"] = {key: pair for key, pair in differing["config"].items() if pair != differing.get("experiment", {}).get(key)}
+        if not differing["config"]:
+            del differing["config"]
+    return differing, warnings
 
 
 def _changes(one: Mapping[str, Any], other: Mapping[str, Any]) -> Difference:
-    found = {}
+    differing = {}
     for key in dict.fromkeys([*one, *other]):
         pair = {side: values[key] for side, values in (("a", one), ("b", other)) if key in values}
         if len(pair) < 2 or json.dumps(pair["a"], sort_keys=True) != json.dumps(pair["b"], sort_keys=True):
-            found[key] = pair
-    return found
+            differing[key] = pair
+    return differing
 
 
 def _config(run: Path) -> Values:
@@ -81,11 +81,11 @@ def _config(run: Path) -> Values:
 
 
 def _dict(path: Path) -> Values:
-    """The dict in a file of a run; empty if there is none."""
-    found = read_json(path, RunError) if path.exists() else {}
-    if not isinstance(found, dict):
-        raise RunError(f"{path}: expected a dict, got {type(found).__name__}.")
-    return found
+    """The dict in a file of a run; empty if the file is missing."""
+    value = read_json(path, RunError) if path.exists() else {}
+    if not isinstance(value, dict):
+        raise RunError(f"{path}: expected a dict, got {type(value).__name__}.")
+    return value
 
 
 def _code(run: Path) -> Values:
@@ -113,13 +113,13 @@ def _data(run: Path) -> Values:
     raise RunError(f"{run}: no checkpoint is left that says what data it read.")
 
 
-def _text(names: Mapping[str, str], found: Mapping[str, Difference]) -> str:
+def _text(names: Mapping[str, str], differing: Mapping[str, Difference]) -> str:
     lines = [f"a: {names['a']}", f"b: {names['b']}"]
-    for section, changes in found.items():
+    for section, changes in differing.items():
         lines += ["", section]
         for key, pair in changes.items():
             lines += _patch(pair) if key == DIFF else [f"    {key}: {_side_text(pair, 'a')} -> {_side_text(pair, 'b')}"]
-    return "\n".join(lines if found else [*lines, "", "nothing differs"])
+    return "\n".join(lines if differing else [*lines, "", "nothing differs"])
 
 
 def _patch(pair: Mapping[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a configuration is called and drawn in: the same label and colour in tables, curves and pages, whatever is filtered or sorted."""
+"""Labels and colours of configurations: the same in tables, curves and pages, independent of filters and sorting."""
 
 import colorsys
 import copy
@@ -24,7 +24,7 @@ COLOURS = (
 )
 """Each is seen on white and on black."""
 NEUTRAL = "#7b8798"
-"""Text and axes of pictures without a background, which stand on light and dark pages."""
+"""Text and axes of pictures without a background, readable on light and dark pages."""
 LINES = 12
 """Maximum number of lines in a picture by default."""
 VALUE_CHARACTERS = 16
@@ -33,11 +33,11 @@ _LIGHTNESS = (0.5, 0.36, 0.64)
 
 
 class Configurations:
-    """Runs that differ in their seed alone, in the order of `rows`; their labels and colours.
+    """Runs that differ only in their seed, in the order of `rows`; their labels and colours.
 
-    by: dotted config keys that tell configurations apart; None takes those that vary. among: all rows of the groups, where `rows` are
-    some of them, so that a configuration keeps its colour. unfinished: means are over all runs, not over those that are done alone.
-    seed: the key that means are taken over. most: the number of lines in a picture.
+    by: dotted config keys that define configurations; None for those that vary. among: all rows of the groups if `rows` are filtered:
+    colours follow from all. unfinished: means are over all runs, not only over finished ones.
+    seed: the key that means are over. most: the number of lines in a picture.
     """
 
     def __init__(
@@ -69,8 +69,8 @@ class Configurations:
         over = len(statistics.averaged_rows(group, self.unfinished))
         if over == len(group):
             return label(group, self.keys)
-        told = label(group[:1], self.keys)
-        return f"{told} ({over} of {len(group)}{'' if over else ' done'})".strip()
+        text = label(group[:1], self.keys)
+        return f"{text} ({over} of {len(group)}{'' if over else ' done'})".strip()
 
     def sort_best_first(self, metric: str) -> list[list[results.Row]]:
         """The configurations by their mean of `metric`; those without a finished run last, by their last values."""
@@ -110,13 +110,13 @@ def colours(rows: Sequence[results.Row], by: Sequence[str] | None = None, seed: 
 
 def _colours(groups: Sequence[Sequence[results.Row]], keys: Sequence[str]) -> dict[tuple[str, str | None], str]:
     groups = sorted(groups, key=lambda group: [results.sort_key(group[0].get(key)) for key in keys])
-    found: dict[tuple[str, str | None], str] = {}
+    result: dict[tuple[str, str | None], str] = {}
     for place, group in enumerate(groups):
         colour = _colour(place)
         for row in group:
-            found[row["exp_id"], row["group"]] = colour
-            found.setdefault((row["exp_id"], None), colour)
-    return found
+            result[row["exp_id"], row["group"]] = colour
+            result.setdefault((row["exp_id"], None), colour)
+    return result
 
 
 def _colour(place: int) -> str:
@@ -129,8 +129,8 @@ def _colour(place: int) -> str:
 def label(group: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> str:
     """The distinguishing values of a configuration, and the number of its runs."""
     names = results.short_names(keys)
-    told = ", ".join(f"{names[key]}={clip(group[0][key]) or '–'}" for key in keys if key in group[0])
-    return f"{told} ({len(group)})" if len(group) > 1 else told
+    text = ", ".join(f"{names[key]}={clip(group[0][key]) or '–'}" for key in keys if key in group[0])
+    return f"{text} ({len(group)})" if len(group) > 1 else text
 
 
 def clip(value: Any, most: int = VALUE_CHARACTERS) -> str:

@@ -24,39 +24,41 @@ _BAD_COLOUR = "#ffcdd2"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the ancestry; skipped directories and unusable parents are reported on stderr. Returns the exit code."""
     options = run_arguments.parse(_parser(), arguments)
-    found = lineage.build(options.runs)
+    graph = lineage.build(options.runs)
     if options.groups:
-        found = found.family(name for group in options.groups for name in lineage.group_family(options.runs, found, group).nodes)
-    if options.exp_id or options.paths:
-        found = found.family([*([found.find(options.exp_id)] if options.exp_id else []), *(path.resolve().name for path in options.paths)])
-    run_arguments.warn([*found.warnings, *found.problems])
+        graph = graph.family(name for group in options.groups for name in lineage.group_family(options.runs, graph, group).nodes)
+    if options.where:
+        graph = graph.family(row["exp_id"] for row in run_arguments.select(options)[0])
+    elif options.exp_id or options.paths:
+        graph = graph.family([*([graph.find(options.exp_id)] if options.exp_id else []), *(path.resolve().name for path in options.paths)])
+    run_arguments.warn([*graph.warnings, *graph.problems])
     with run_arguments.output_to(options.output):
-        print(FORMATS[options.format](found), end="")
+        print(FORMATS[options.format](graph), end="")
     return 0
 
 
-def table(found: Lineage) -> str:
+def table(graph: Lineage) -> str:
     """One row for each experiment, with its parents, the checkpoint of each, and the parents' states."""
     rows = [("experiment", "group", "recipe", "state", "step", "score", "parents")]
-    for node in _ancestors_first(found):
-        parents = ", ".join(f"{_short(e.parent)} {e.checkpoint} ({found.nodes[e.parent].state})" for e in found.parents(node.exp_id))
+    for node in _ancestors_first(graph):
+        parents = ", ".join(f"{_short(e.parent)} {e.checkpoint} ({graph.nodes[e.parent].state})" for e in graph.parents(node.exp_id))
         step = " ".join(text for text in ("-" if node.step is None else str(node.step), _branch(node)) if text)
         rows.append((_short(node.exp_id), node.group or "-", node.recipe or "-", node.state, step, _score(node) or "-", parents or "-"))
     return "".join(f"{line}\n" for line in aligned_lines(rows))
 
 
-def tree(found: Lineage) -> str:
+def tree(graph: Lineage) -> str:
     """Ancestors to the left, children below them. An experiment with several parents is below each, its children below the first."""
     lines: list[str] = []
     written: set[str] = set()
-    roots = [node.exp_id for node in found.nodes.values() if not found.parents(node.exp_id)]
+    roots = [node.exp_id for node in graph.nodes.values() if not graph.parents(node.exp_id)]
     waiting = [(name, "", "", "") for name in reversed(roots)]
     while waiting:
         name, stem, branch, which = waiting.pop()
-        children = found.children(name)
+        children = graph.children(name)
         again = name in written and bool(children)
         lines.append(
-            f"{stem}{branch}{_line(found.nodes[name])}{f' from {which}' if which else ''}{' (its children: above)' if again else ''}"
+            f"{stem}{branch}{_line(graph.nodes[name])}{f' from {which}' if which else ''}{' (its children: above)' if again else ''}"
         )
         if again:
             continue
@@ -68,34 +70,34 @@ def tree(found: Lineage) -> str:
     return "".join(line + "\n" for line in lines)
 
 
-def dot(found: Lineage) -> str:
+def dot(graph: Lineage) -> str:
     """A graph for Graphviz: `… --format dot | dot -Tsvg > lineage.svg`."""
     lines = ["digraph lineage {", "  rankdir=LR;", '  node [shape=box, style="rounded,filled", fontname="sans-serif"];']
-    for node in found.nodes.values():
+    for node in graph.nodes.values():
         label = "\\n".join(_escape(line, {"\\": "\\\\", '"': '\\"', "\n": " "}) for line in _label(node))
         lines.append(f'  "{node.exp_id}" [label="{label}", fillcolor="{_colour(node)}"];')
-    lines += [f'  "{edge.parent}" -> "{edge.child}" [label="{_escape(edge.checkpoint, {chr(34): ""})}"];' for edge in found.edges]
+    lines += [f'  "{edge.parent}" -> "{edge.child}" [label="{_escape(edge.checkpoint, {chr(34): ""})}"];' for edge in graph.edges]
     return "\n".join([*lines, "}"]) + "\n"
 
 
-def mermaid(found: Lineage) -> str:
+def mermaid(graph: Lineage) -> str:
     """A graph for Markdown pages, in a ```mermaid block."""
     escapes = {"#": "#35;", '"': "#quot;", "<": "#lt;", ">": "#gt;", "`": "#96;", "\n": " "}
     lines = ["flowchart LR"]
-    for node in found.nodes.values():
+    for node in graph.nodes.values():
         label = "<br/>".join(_escape(line, escapes) for line in _label(node))
         lines += [f'  e{node.exp_id}["{label}"]', f"  style e{node.exp_id} fill:{_colour(node)}"]
-    lines += [f'  e{edge.parent} -- "{_escape(edge.checkpoint, escapes)}" --> e{edge.child}' for edge in found.edges]
+    lines += [f'  e{edge.parent} -- "{_escape(edge.checkpoint, escapes)}" --> e{edge.child}' for edge in graph.edges]
     return "\n".join(lines) + "\n"
 
 
-def to_json(found: Lineage) -> str:
+def to_json(graph: Lineage) -> str:
     """Everything, for other programs: {"nodes": […], "edges": […], "problems": […], "warnings": […]}."""
     value = {
-        "nodes": [asdict(node) for node in found.nodes.values()],
-        "edges": [asdict(edge) for edge in found.edges],
-        "problems": found.problems,
-        "warnings": found.warnings,
+        "nodes": [asdict(node) for node in graph.nodes.values()],
+        "edges": [asdict(edge) for edge in graph.edges],
+        "problems": graph.problems,
+        "warnings": graph.warnings,
     }
     return json.dumps(value, indent=4, allow_nan=False) + "\n"
 
@@ -103,11 +105,11 @@ def to_json(found: Lineage) -> str:
 FORMATS: dict[str, Callable[[Lineage], str]] = {"table": table, "tree": tree, "dot": dot, "mermaid": mermaid, "json": to_json}
 
 
-def _ancestors_first(found: Lineage) -> list[Node]:
-    """Each after its parents, otherwise in the order of the nodes."""
-    up = {name: [edge.parent for edge in found.parents(name)] for name in found.nodes}
+def _ancestors_first(graph: Lineage) -> list[Node]:
+    """The nodes in their order, but each after its parents."""
+    up = {name: [edge.parent for edge in graph.parents(name)] for name in graph.nodes}
     ordered: dict[str, Node] = {}
-    for start in found.nodes:
+    for start in graph.nodes:
         waiting = [start]
         while waiting:
             ahead = [parent for parent in up[waiting[-1]] if parent not in ordered]
@@ -115,7 +117,7 @@ def _ancestors_first(found: Lineage) -> list[Node]:
                 waiting.append(ahead[0])
             else:
                 name = waiting.pop()
-                ordered[name] = found.nodes[name]
+                ordered[name] = graph.nodes[name]
     return list(ordered.values())
 
 
@@ -125,13 +127,15 @@ def _short(exp_id: str) -> str:
 
 def _score(node: Node) -> str:
     name = default_metric(list(node.scores))
-    value = node.scores.get(name) if name else None
-    return "" if value is None else f"{name} {value:.4g}"
+    if name is None:
+        return ""
+    value = node.scores[name]
+    return f"{name} NaN" if value is None else f"{name} {value:.4g}"
 
 
 def _label(node: Node) -> list[str]:
-    told = (_short(node.exp_id), node.group, f"{node.recipe} {node.state}".strip(), _branch(node), _score(node))
-    return [text for text in told if text]
+    words = (_short(node.exp_id), node.group, f"{node.recipe} {node.state}".strip(), _branch(node), _score(node))
+    return [text for text in words if text]
 
 
 def _branch(node: Node) -> str:
@@ -153,8 +157,8 @@ def _escape(text: str, escapes: dict[str, str]) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m results.lineage", description=__doc__)
-    run_arguments.add(parser, "only the runs of these groups, their ancestors and descendants", where=False)
-    parser.add_argument("--exp_id", help="only this experiment, what it comes from and what came from it; an id may be cut")
+    run_arguments.add(parser, "only the runs of these groups, their ancestors and descendants")
+    parser.add_argument("--exp_id", help="only this experiment, its ancestors and descendants; the start of an id is enough")
     parser.add_argument("--format", choices=list(FORMATS), default="table")
     return parser
 

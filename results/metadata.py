@@ -48,7 +48,9 @@ def read(run: Path) -> Rows:
     Raises:
         DataError: no row has a gain.
     """
-    rows = [row for row in Scores(run / SCORES, read_only=True).rows() if columns(row)]
+    scores = Scores(run / SCORES, read_only=True).rows()
+    numbers = [{name: value for name, value in row.items() if value is None or isinstance(value, int | float)} for row in scores]
+    rows = [row for row in numbers if columns(row)]
     if not rows:
         raise DataError(f"{run}: no evaluation has gains of metadata. Set the field `gains` of the experiment.")
     return rows
@@ -95,9 +97,9 @@ def draw(rows_by_run: Mapping[str, Rows]) -> "Figure":
         for number, (name, rows) in enumerate(rows_by_run.items()):
             measured = [row for row in rows if f"{GAIN}/{column}" in row]
             for kind, style in ((GAIN, "-"), (CONTROL, "--")):
-                steps = [row["step"] for row in measured]
+                steps = [float(row["step"]) for row in measured]
                 ends = ([row.get(f"{kind}{end}/{column}") for row in measured] for end in ("", "_low", "_high"))
-                mean, low, high = ([math.nan if value is None else value for value in values] for values in ends)
+                mean, low, high = ([math.nan if value is None else float(value) for value in values] for values in ends)
                 colour = legend.COLOURS[number % len(legend.COLOURS)]
                 text = f" {name[:8]} {KINDS[kind]}"
                 axes.plot(steps, mean, style, color=colour, marker="o", markersize=3, label=text)

@@ -1,4 +1,4 @@
-"""Tags and a note on runs, beside them and outside of their ids: `python -m results.note ID.. [--tag T ..] [--untag T ..] [--note TEXT]`.
+"""Tags and a note on runs, which change no id: `python -m results.note RUN .. [--tag T ..] [--untag T ..] [--note TEXT]`.
 
 Tables and the dashboard show them and filter by them: `--where "'good' in tags"`. Without an option they are printed.
 """

@@ -14,11 +14,11 @@ CSS = markup.CSS + markup.style("dashboard")
 COLOUR = "colour"
 """The column of dots, which has no title."""
 MOST_PIXELS = 360
-"""Of a column; longer texts wrap where the column is one of `wrapped`, and are clipped elsewhere."""
+"""Maximum width of a column; longer texts wrap in columns of `wrapped`, and are clipped in the rest."""
 _NUMBER = re.compile(
     r"[-+]?[\d.]+(e[-+]?\d+)?( ± [\d.]+)?( \(\d+ of \d+\))?( / \d+)?$|\d+ of \d+ (done|at step \d+)$|NaN$|\d+-\d+$|[\d.]+ (d|h|min|s)\b"
 )
-"""What stands at the right: numbers, means, "40 / 200", "2 h 5 min"."""
+"""Right-aligned cells: numbers, means, "40 / 200", "2 h 5 min"."""
 MOST_PATCHES = 500
 """Changed cells that are sent one by one; for more of them the table is sent again."""
 BUILDING_SECONDS = 1.5
@@ -26,7 +26,7 @@ BUILDING_SECONDS = 1.5
 
 
 def box(*children: Any, kind: str = "card", row: bool = False) -> pn.layout.ListPanel:
-    """Children below or beside each other, with the style of `kind` in dashboard.css."""
+    """Children in a column or a row, with the style of `kind` in dashboard.css."""
     layout = pn.Row if row else pn.Column
     return layout(*children, css_classes=kind.split(), stylesheets=[CSS], sizing_mode="stretch_width", margin=0)
 
@@ -45,7 +45,7 @@ def show_html(pane: pn.pane.HTML, text: str) -> None:
 class Table:
     """A table that only shows, in `pane`.
 
-    Tabulator is told new data of columns that it has, and which of them are hidden: a filter often takes a column and gives it back. New
+    Tabulator gets new data of its columns, and which of them are hidden: a filter often removes a column and adds it again. New
     columns are another widget, as it throws where they change while it is still being built, which takes a browser a moment, and drops
     the data that comes in this moment.
     """
@@ -54,8 +54,8 @@ class Table:
         self, name: str, page_size: int, on_selection: Callable[[list[int]], None], html: Sequence[str] = (), wrapped: Sequence[str] = (),
         **settings: Any,
     ) -> None:  # fmt: skip
-        """name: its CSS class. on_selection: called with the numbers of the selected lines. html: columns whose cells are HTML. wrapped:
-        those whose long texts go on in a new line.
+        """name: its CSS class. on_selection: called with the numbers of the selected lines. html: columns with HTML cells. wrapped:
+        columns with wrapped texts.
         """
         formatters = {column: {"type": "html"} for column in html} | {column: {"type": "textarea"} for column in wrapped}
         self._settings = {"css_classes": [name], "page_size": page_size, "selectable": 1, "formatters": formatters, **settings}
@@ -64,7 +64,7 @@ class Table:
         self._numbers: set[str] = set()
         self._cells: Sequence[Sequence[Any]] = ()
         self._bold: set[str] = set()
-        """Columns whose cells are HTML, as one of them was bold when the widget was made."""
+        """Columns with HTML cells, as one of them was bold when the widget was created."""
         self._make(pd.DataFrame(), [])
 
     @property
@@ -76,13 +76,13 @@ class Table:
         """Show these cells; sends only what changed. bold: for each column the lines whose cell is bold, all its cells texts."""
         columns = unique(headings)
         bold_columns = {name for name, chosen in zip(columns, bold, strict=False) if chosen}
-        known = list(self.widget.value.columns)
-        hidden = [name for name in known if name not in columns]
-        fits = bool(columns) and [name for name in known if name in columns] == columns and bold_columns <= self._bold
+        previous = list(self.widget.value.columns)
+        hidden = [name for name in previous if name not in columns]
+        fits = bool(columns) and [name for name in previous if name in columns] == columns and bold_columns <= self._bold
         if not fits:
             hidden = hidden if len(hidden) < len(columns) else []
-            known = _join(columns, hidden, known)
-            self._bold = bold_columns | self._bold & set(known)
+            previous = _join(columns, hidden, previous)
+            self._bold = bold_columns | self._bold & set(previous)
         html = [name in self._bold for name in columns]
         cells = (
             [
@@ -98,7 +98,7 @@ class Table:
             if changes:
                 self.widget.patch(changes, as_index=False)
             return
-        frame = pd.DataFrame(cells, columns=pd.Index(columns), dtype=object).reindex(columns=known, fill_value="")
+        frame = pd.DataFrame(cells, columns=pd.Index(columns), dtype=object).reindex(columns=previous, fill_value="")
         if fits and self._has_pages(frame) == self._has_pages(self.value) and self._is_built():
             self.widget.param.update(value=frame, hidden_columns=hidden)
         else:
@@ -124,11 +124,11 @@ class Table:
 
     def select(self, line: int | None) -> None:
         """Mark a line as if it was clicked, or none."""
-        wanted = [] if line is None else [line]
-        if self.widget.selection != wanted:
+        selection = [] if line is None else [line]
+        if self.widget.selection != selection:
             if line is not None and self.widget.pagination:
                 self.widget.page = line // self._settings["page_size"] + 1
-            self.widget.selection = wanted
+            self.widget.selection = selection
 
     def _make(self, frame: pd.DataFrame, hidden: list[str]) -> None:
         settings = self._settings
@@ -157,11 +157,11 @@ class Table:
         self._made = time.monotonic()
 
 
-def _join(columns: list[str], hidden: list[str], known: list[str]) -> list[str]:
-    """`columns` and the `hidden` ones, each where it stood in `known`: behind the nearest before it that is there."""
+def _join(columns: list[str], hidden: list[str], previous: list[str]) -> list[str]:
+    """`columns` and the `hidden` ones, each at its position in `previous`: after its nearest predecessor that is there."""
     joined = list(columns)
     for name in hidden:
-        before = [joined.index(other) for other in known[: known.index(name)] if other in joined]
+        before = [joined.index(other) for other in previous[: previous.index(name)] if other in joined]
         joined.insert(before[-1] + 1 if before else 0, name)
     return joined
 
@@ -172,9 +172,9 @@ def _mark(cell: Any, line: int, bold: Collection[int]) -> str:
 
 
 def _are_numbers(cells: Iterable[Any]) -> bool:
-    """Whether a column has numbers alone, with what they are more or less, and blanks."""
-    told = [re.sub("<.*?>", "", str(cell)) for cell in cells if cell not in ("", "-", "–")]
-    return bool(told) and all(_NUMBER.match(text) for text in told)
+    """Whether a column has only numbers, with deviations, and blanks."""
+    texts = [re.sub("<.*?>", "", str(cell)) for cell in cells if cell not in ("", "-", "–")]
+    return bool(texts) and all(_NUMBER.match(text) for text in texts)
 
 
 def unique(names: Sequence[str]) -> list[str]:
@@ -182,7 +182,8 @@ def unique(names: Sequence[str]) -> list[str]:
     return [f"{name} ({names[:index].count(name) + 1})" if name in names[:index] else name for index, name in enumerate(names)]
 
 
-def head(title: str, found: overview.Overview, shown: overview.Overview) -> str:
+def head(title: str, loaded: overview.Overview, shown: overview.Overview) -> str:
     """Title, folder, and numbers of experiments by state."""
-    told = f"{len(shown.jobs)} experiments" if len(shown.jobs) == len(found.jobs) else f"{len(shown.jobs)} of {len(found.jobs)} experiments"
-    return f'<h1>{markup.escape(title)}</h1><span class="where">{markup.escape(found.runs)} · {told}</span>{markup.chips(shown.counts())}'
+    count, total = len(shown.jobs), len(loaded.jobs)
+    text = f"{total} experiments" if count == total else f"{count} of {total} experiments"
+    return f'<h1>{markup.escape(title)}</h1><span class="where">{markup.escape(loaded.runs)} · {text}</span>{markup.chips(shown.counts())}'

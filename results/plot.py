@@ -108,21 +108,21 @@ def draw_panels(
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    known = results.score_names(drawn.rows)
-    default = default_metric(known)
+    names = results.score_names(drawn.rows)
+    default = default_metric(names)
     if default is None:
         raise ConfigError(f"{runs}: no run has any score yet, so there is nothing to plot.")
     chosen = list(metrics or [default])
     for metric in chosen:
-        if metric not in known:
-            raise unknown("score", metric, known, str(runs))
-    if x not in ("step", "seconds", *known):
-        raise unknown("axis", x, ["step", "seconds", *known], str(runs))
+        if metric not in names:
+            raise unknown("score", metric, names, str(runs))
+    if x not in ("step", "seconds", *names):
+        raise unknown("axis", x, ["step", "seconds", *names], str(runs))
     groups = drawn.sort_best_first(chosen[0])[: drawn.most] if len(drawn.groups) > drawn.most else drawn.groups
-    found, remarks = curves.bands(runs, [drawn.curve_rows(group) for group in groups], chosen, x)
+    bands_by_metric, remarks = curves.bands(runs, [drawn.curve_rows(group) for group in groups], chosen, x)
     figure = Figure(figsize=(6.4 * len(chosen), HEIGHT), layout="constrained", dpi=120)
     FigureCanvasAgg(figure)
-    for place, (metric, bands) in enumerate(zip(chosen, found, strict=True), start=1):
+    for place, (metric, bands) in enumerate(zip(chosen, bands_by_metric, strict=True), start=1):
         axes = figure.add_subplot(1, len(chosen), place, xlabel=x, ylabel=metric)
         axes.grid(alpha=0.3)
         for group, unsmoothed in zip(groups, bands, strict=True):
@@ -155,16 +155,16 @@ def points(runs: Path, drawn: legend.Configurations, x: str, y: str, log_x: bool
     rows, scores = drawn.rows, results.score_names(drawn.rows)
     if y not in scores:
         raise unknown("score", y, scores, str(runs))
-    known = ["step", *scores, *dict.fromkeys(key for row in rows for key in results.config_keys(row))]
-    if x not in known:
-        raise unknown("axis", x, known, str(runs))
+    names = ["step", *scores, *dict.fromkeys(key for row in rows for key in results.config_keys(row))]
+    if x not in names:
+        raise unknown("axis", x, names, str(runs))
     counted = statistics.averaged_rows(rows, drawn.unfinished)
     placed = [row for row in counted if is_finite(row.get(x)) and is_finite(row.get(y))]
     if not placed:
         waiting = "" if len(counted) == len(rows) else f" {len(rows) - len(counted)} are not done; --unfinished takes them, too."
         raise DataError(f"{runs}: no run has a number for both {x!r} and {y!r}.{waiting}")
-    told = [f"left out: {n} of {len(rows)} runs, which are not done." for n in [len(rows) - len(counted)] if n]
-    told += [f"left out: {n} of {len(rows)} runs, which have no number for {x!r} or {y!r}." for n in [len(counted) - len(placed)] if n]
+    remarks = [f"left out: {n} of {len(rows)} runs, which are not done." for n in [len(rows) - len(counted)] if n]
+    remarks += [f"left out: {n} of {len(rows)} runs, which have no number for {x!r} or {y!r}." for n in [len(counted) - len(placed)] if n]
     figure = Figure(figsize=(6.4, HEIGHT), layout="constrained", dpi=120)
     FigureCanvasAgg(figure)
     axes = figure.add_subplot(xlabel=x, ylabel=y, xscale="log" if log_x else "linear")
@@ -177,7 +177,7 @@ def points(runs: Path, drawn: legend.Configurations, x: str, y: str, log_x: bool
     counted = _count_remark(len(best), len(by_colour))
     place_legend(figure, counted)
     write_plainly(figure)
-    return figure, [*told, *([f"the legend names {counted}; filter or --top N."] if counted else [])]
+    return figure, [*remarks, *([f"the legend names {counted}; filter or --top N."] if counted else [])]
 
 
 def place_legend(figure: "Figure", title: str = "") -> None:
@@ -204,7 +204,7 @@ def place_legend(figure: "Figure", title: str = "") -> None:
 
 
 def in_legend(text: str) -> str:
-    """Break into lines that leave room for the plot. With a leading space, as legends omit names that begin with _."""
+    """Break into lines that leave room for the plot. With a leading space, as legends omit names that start with _."""
     return " " + textwrap.fill(text, LABEL_CHARACTERS)
 
 
@@ -233,7 +233,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--interval", choices=tuple(INTERVALS), default="std", help="of the bands (default: std; ci95: Student's t)")
     parser.add_argument("--smooth", type=float, default=0.0, metavar="W", help="weight, below 1, of a moving average (default: none)")
     parser.add_argument("--top", type=int, default=legend.LINES, metavar="N", help="lines to draw, the best ones (default: %(default)s)")
-    parser.add_argument("--metric", nargs="+", metavar="NAME", help="scores to plot, a panel for each (default: what the table sorts by)")
+    parser.add_argument("--metric", nargs="+", metavar="NAME", help="scores to plot, one panel per score (default: that of the table)")
     return parser
 
 

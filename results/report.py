@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PANELS = 3
-"""Most scores whose curves are drawn by default."""
+"""Maximum number of scores that are drawn as curves by default."""
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 """Content security policy: a browser loads nothing for the page."""
 
@@ -36,43 +36,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Write the report and print its path. Returns the exit code."""
     options = run_arguments.parse(_parser(), arguments)
     output = options.output or PLOTS / f"{run_arguments.title(options.groups)}.html"
-    found = overview.load(options.runs, options.groups)
+    content = overview.load(options.runs, options.groups)
     if options.where or options.paths:
         chosen = {row["exp_id"] for row in run_arguments.select(options)[0]}
-        jobs = [job for job in found.jobs if job.exp_id in chosen]
-        found = replace(found, rows=[row for row in found.rows if row["exp_id"] in chosen], jobs=jobs)
-    rows, unread = run_arguments.choose_values(options, found.rows)
-    found = replace(found, rows=rows, warnings=[*found.warnings, *unread], unfinished=options.unfinished, seed=options.seed_key)
-    page = render(found, options.groups, options.metric)
+        jobs = [job for job in content.jobs if job.exp_id in chosen]
+        content = replace(content, rows=[row for row in content.rows if row["exp_id"] in chosen], jobs=jobs)
+    rows, unread = run_arguments.choose_values(options, content.rows)
+    content = replace(content, rows=rows, warnings=[*content.warnings, *unread], unfinished=options.unfinished, seed=options.seed_key)
+    page = render(content, options.groups, options.metric)
     run_arguments.write_page(output, page)
     return 0
 
 
-def render(found: overview.Overview, groups: Sequence[str] | None = None, metrics: Sequence[str] | None = None) -> str:
-    """The page. metrics: scores whose curves are drawn; None: the first headline ones.
+def render(content: overview.Overview, groups: Sequence[str] | None = None, metrics: Sequence[str] | None = None) -> str:
+    """The page. metrics: scores to draw as curves; None: the first headline ones.
 
     Raises:
         DataError: nothing can be shown.
         ConfigError: a score that no run has.
     """
-    if not found.rows and not found.jobs:
-        raise DataError(found.warnings[0] if found.warnings else f"{found.runs}: no runs in this folder.")
-    known = results.score_names(found.rows)
+    if not content.rows and not content.jobs:
+        raise DataError(content.warnings[0] if content.warnings else f"{content.runs}: no runs in this folder.")
+    scores = results.score_names(content.rows)
     for name in metrics or ():
-        if name not in known:
-            raise unknown("score", name, known, str(found.runs))
-    drawn = list(metrics) if metrics else results.headline_scores(overview.metrics(found))[:PANELS]
+        if name not in scores:
+            raise unknown("score", name, scores, str(content.runs))
+    drawn = list(metrics) if metrics else results.headline_scores(overview.metrics(content))[:PANELS]
     title = f"Experiments: {', '.join(groups)}" if groups else "Experiments"
     body = "".join(
         [
-            _header(found, title),
-            section("", markup.warnings(found.warnings), "warned"),
-            section("Results", _results(found)),
-            section("Learning curves", _curves(found, drawn)),
-            section("Experiments", _experiments(found)),
-            section("Configuration", _configuration(found)),
-            section("Lineage", _lineage(found)),
-            section("Environment", _environment(found)),
+            _header(content, title),
+            section("", markup.warnings(content.warnings), "warned"),
+            section("Results", _results(content)),
+            section("Learning curves", _curves(content, drawn)),
+            section("Experiments", _experiments(content)),
+            section("Configuration", _configuration(content)),
+            section("Lineage", _lineage(content)),
+            section("Environment", _environment(content)),
         ]
     )
     return page(title, body)
@@ -94,36 +94,36 @@ def section(title: str, content: str, kind: str = "") -> str:
     return f'<section class="{kind}">{heading}{content}</section>\n' if content else ""
 
 
-def _header(found: overview.Overview, title: str) -> str:
+def _header(content: overview.Overview, title: str) -> str:
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    best = overview.tabulate(found).best
-    hours = sum(gpu_hours(found.runs / row["exp_id"]) for row in found.rows)
+    best = overview.tabulate(content).best
+    hours = sum(gpu_hours(content.runs / row["exp_id"]) for row in content.rows)
     cost = f" · {hours:.1f} GPU-hours over all attempts" if hours else ""
     return (
-        f'<header><h1>{markup.escape(title)}</h1><div class="where">{markup.escape(found.runs)} · {len(found.jobs)} experiments · '
-        f"written {now}{cost}</div>{markup.chips(found.counts())}{f'<p>{markup.escape(best)}</p>' if best else ''}</header>\n"
+        f'<header><h1>{markup.escape(title)}</h1><div class="where">{markup.escape(content.runs)} · {len(content.jobs)} experiments · '
+        f"written {now}{cost}</div>{markup.chips(content.counts())}{f'<p>{markup.escape(best)}</p>' if best else ''}</header>\n"
     )
 
 
-def _results(found: overview.Overview) -> str:
-    shown, intervals = overview.tabulate(found), overview.tabulate(found, spread="ci95").lines
+def _results(content: overview.Overview) -> str:
+    shown, intervals = overview.tabulate(content), overview.tabulate(content, spread="ci95").lines
     if not shown.lines:
         return ""
     cells = [
         [cell if cell == wide or "±" not in cell else f"{cell}\n95 %: ±{wide.partition('±')[2]}" for cell, wide in zip(*pair, strict=True)]
         for pair in zip(shown.lines, intervals, strict=True)
     ]
-    runs = "runs" if found.unfinished else "runs that are done"
-    told = f"Mean ± standard deviation over the {runs} and 95 % interval of the mean, best first."
+    runs = "runs" if content.unfinished else "runs that are done"
+    about = f"Mean ± standard deviation over the {runs} and 95 % interval of the mean, best first."
     same = f" In all rows: {', '.join(shown.same)}." if shown.same else ""
-    notes = "".join(map(markup.note, [told + same, *shown.remarks]))
+    notes = "".join(map(markup.note, [about + same, *shown.remarks]))
     return markup.plain_table(shown.headings, cells, colours=shown.colours) + notes
 
 
-def _curves(found: overview.Overview, metrics: Sequence[str]) -> str:
+def _curves(content: overview.Overview, metrics: Sequence[str]) -> str:
     pictures = []
     for metric in metrics:
-        drawn = overview.curves(found, metric)
+        drawn = overview.curves(content, metric)
         if drawn.lines:
             pictures.append(f'<img alt="{markup.escape(metric)} by step" src="data:image/svg+xml;base64,{_picture(drawn.lines, metric)}">')
         pictures += map(markup.note, drawn.notes)
@@ -175,15 +175,15 @@ def paint_neutrally(figure: "Figure") -> None:
         spine.set_edgecolor(NEUTRAL)
 
 
-def _experiments(found: overview.Overview) -> str:
-    (_, told), remarks = overview.differing(found), overview.remarks(found)
-    cells = [overview.job_cells(job, told.get(job.exp_id, ""), remarks.get(job.exp_id, "")) for job in found.jobs]
+def _experiments(content: overview.Overview) -> str:
+    (_, labels), remarks = overview.differing(content), overview.remarks(content)
+    cells = [overview.job_cells(job, labels.get(job.exp_id, ""), remarks.get(job.exp_id, "")) for job in content.jobs]
     return markup.plain_table(overview.JOB_HEADINGS, cells, chips=overview.JOB_HEADINGS.index("state"))
 
 
-def _configuration(found: overview.Overview) -> str:
+def _configuration(content: overview.Overview) -> str:
     """For each group the shared config values once, differing ones for each experiment."""
-    return "".join(map(_configuration_of, results.group_rows(found.rows, ["group"])))
+    return "".join(map(_configuration_of, results.group_rows(content.rows, ["group"])))
 
 
 def _configuration_of(rows: Sequence[results.Row]) -> str:
@@ -196,26 +196,26 @@ def _configuration_of(rows: Sequence[results.Row]) -> str:
     return tables + (markup.plain_table(("different", *(names[key] for key in varying)), different) if varying else "")
 
 
-def _lineage(found: overview.Overview) -> str:
+def _lineage(content: overview.Overview) -> str:
     try:
-        family = lineage.build(found.runs)
-        family = family.family(row["exp_id"] for row in found.rows)
+        family = lineage.build(content.runs)
+        family = family.family(row["exp_id"] for row in content.rows)
     except UserError as error:
         return markup.error(str(error))
     return markup.text_block(tree(family)) + markup.warnings(family.problems) if family.edges else ""
 
 
-def _environment(found: overview.Overview) -> str:
+def _environment(content: overview.Overview) -> str:
     """Each fact with its values, and if they differ the number of experiments with each."""
-    seen: dict[str, Counter[str]] = {}
-    for row in found.rows:
-        for name, value in overview.environment(found.runs, row["exp_id"]).items():
-            seen.setdefault(name, Counter())[value] += 1
-    seen.pop("time", None)
-    seen.pop("command", None)
+    counts: dict[str, Counter[str]] = {}
+    for row in content.rows:
+        for name, value in overview.environment(content.runs, row["exp_id"]).items():
+            counts.setdefault(name, Counter())[value] += 1
+    counts.pop("time", None)
+    counts.pop("command", None)
     return (
-        markup.plain_table(("fact", "value"), [(name, _spell_counts(values.most_common())) for name, values in seen.items()])
-        if seen
+        markup.plain_table(("fact", "value"), [(name, _spell_counts(values.most_common())) for name, values in counts.items()])
+        if counts
         else ""
     )
 
@@ -228,7 +228,7 @@ def _spell_counts(values: Iterable[tuple[str, int]]) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m results.report", description=__doc__)
     run_arguments.add(parser, output=f"the file (default: {PLOTS}/GROUP.html)")
-    parser.add_argument("--metric", nargs="+", metavar="NAME", help=f"scores whose curves are drawn (default: the first {PANELS})")
+    parser.add_argument("--metric", nargs="+", metavar="NAME", help=f"scores to draw as curves (default: the first {PANELS})")
     run_arguments.add_values(parser)
     return parser
 

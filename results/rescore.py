@@ -69,7 +69,7 @@ def read(file: Path) -> list[Prediction]:
 
 
 def experiment_metrics(file: Path) -> tuple[list[MetricConfig], bool]:
-    """The metrics of the experiment whose inference wrote `file`, and its `best_answer`. SQuAD's if unknown to this code, or no experiment.
+    """The metrics and `best_answer` of the experiment that wrote `file`. SQuAD without an experiment, or if its metrics are unknown here.
 
     Raises:
         RunError: the experiment dict is damaged.
@@ -91,17 +91,17 @@ def select_answers(
 
     Raises:
         ConfigError: a source that no row is of.
-        DataError: a number that is no row's or stands there twice, or nothing is left.
+        DataError: a number that is out of range or repeated, or nothing is left.
     """
-    known = {answer.source for answer in answers}
+    sources = {answer.source for answer in answers}
     for name in datasets or ():
-        if name not in known:
-            raise ConfigError(f"{file}: --datasets: {unknown_text('source', name, known)}")
+        if name not in sources:
+            raise ConfigError(f"{file}: --datasets: {unknown_text('source', name, sources)}")
     places = answered.select_rows(lambda i: answers[i].source, len(answers), listed, datasets, f"{file}: --index_file")
-    found = [answers[place] for place in places]
-    if not found:
+    chosen = [answers[place] for place in places]
+    if not chosen:
         raise DataError(f"{file}: no row is left of {len(answers)}.")
-    return found
+    return chosen
 
 
 def score_answers(metrics: Sequence[MetricConfig], answers: Sequence[Prediction], best_answer: bool) -> dict[str, dict[str, float]]:
@@ -129,10 +129,10 @@ def _files(path: Path) -> list[Path]:
     """The file itself, or the inference outputs in a save directory."""
     if not path.is_dir():
         return [path]
-    found = sorted((path / "inference").glob("*.jsonl")) or sorted(path.glob("*.jsonl")) * (path.name == "inference")
-    if not found:
-        raise DataError(f"{path}: no inference in this folder. Name a save directory whose run has ended, or a file.")
-    return found
+    chosen = sorted((path / "inference").glob("*.jsonl")) or sorted(path.glob("*.jsonl")) * (path.name == "inference")
+    if not chosen:
+        raise DataError(f"{path}: no inference in this folder. Name the save directory of a finished run, or a file.")
+    return chosen
 
 
 def _row(line: bytes, where: str) -> Row:
@@ -179,7 +179,7 @@ def _parser() -> argparse.ArgumentParser:
         help=_METRICS_HELP,
     )
     parser.add_argument("--datasets", nargs="+", metavar="SOURCE", help="only the rows of these sources")
-    parser.add_argument("--index_file", type=Path, metavar="PATH", help="only the rows whose numbers it lists, one on each line, from 0")
+    parser.add_argument("--index_file", type=Path, metavar="PATH", help="only the rows with the numbers in this file, one per line, from 0")
     parser.add_argument(
         "--best_answer",
         action=argparse.BooleanOptionalAction,

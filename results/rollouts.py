@@ -1,9 +1,9 @@
 # PYTHON_ARGCOMPLETE_OK
 """Rollouts of a policy over its training: `python -m results.rollouts RUN [--count 3] [--iterations 4] [--full]`.
 
-RUN is a save directory of recipe `ppo` or `grpo`, or the beginning of its id. Of some iterations, evenly spread, the answers of the least
-and of the most reward among the 64 that a run keeps of each, with what each part of the reward says: a policy that has found a weakness of
-a reward is found by reading. Above them stands what has risen and fallen from the first evaluation to the last.
+RUN is a save directory of recipe `ppo` or `grpo`, or the start of its id. For some iterations, evenly spread, it prints the answers with
+the lowest and the highest reward, and each part of their reward: reading them shows whether a policy exploits a weakness of a reward. The
+first lines compare the scores of the first and the last evaluation.
 """
 
 import argparse
@@ -18,6 +18,7 @@ from results import run_arguments
 from src.command_line import make_parser, run_command
 from src.errors import DataError
 from src.runs import jsonl_records
+from src.runs.scores import SCORES, Scores
 
 FILE = "rollouts.jsonl"
 WIDTH = 100
@@ -31,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run_arguments.add(parser)
     add("--count", type=int, default=3, metavar="N", help="answers at each end of an iteration (default: %(default)s)")
     add("--iterations", type=int, default=4, metavar="N", help="iterations, the first and the last among them (default: %(default)s)")
-    add("--full", action="store_true", help=f"whole texts (default: their first {WIDTH} characters, without line breaks)")
+    add("--full", action="store_true", help=f"full texts (default: their first {WIDTH} characters, without line breaks)")
     return run_command(lambda: _act(run_arguments.parse(parser, argv)))
 
 
@@ -43,17 +44,36 @@ def _act(args: argparse.Namespace) -> int:
 
 
 def _write(run: Path, args: argparse.Namespace) -> None:
-    rollouts = jsonl_records.rows(run / FILE)
+    rollouts = read(run / FILE)
     if not rollouts:
         raise DataError(f"{run}: no {FILE}: recipes 'ppo' and 'grpo' write it.")
     write = sys.stdout.write
-    for line in compare_ends(jsonl_records.rows(run / "scores.jsonl")):
+    scores = Scores(run / SCORES, read_only=True).rows()
+    numbers = [{name: value for name, value in row.items() if value is None or isinstance(value, int | float)} for row in scores]
+    for line in compare_ends(numbers):
         write(f"{line}\n")
     for iteration in choose_iterations(rollouts, args.iterations):
-        own = [row for row in rollouts if row["iteration"] == iteration]
-        write(f"\niteration {iteration}, after step {own[0]['step']}: {describe_means(own)}\n")
-        for title, rows in choose_extremes(own, args.count).items():
+        of_iteration = [row for row in rollouts if row["iteration"] == iteration]
+        write(f"\niteration {iteration}, after step {of_iteration[0]['step']}: {describe_means(of_iteration)}\n")
+        for title, rows in choose_extremes(of_iteration, args.count).items():
             write(f"  {title}\n" + "".join(f"{describe(row, args.full)}\n" for row in rows))
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The rollouts in a file.
+
+    Raises:
+        DataError: a line that is no rollout; names it.
+        RunError: the file cannot be read.
+    """
+    rows = jsonl_records.rows(path)
+    for number, row in enumerate(rows, start=1):
+        kinds = {name: int if name in ("step", "iteration") else str if name in ("prompt", "answer") else int | float for name in row}
+        wrong = [name for name, kind in kinds.items() if isinstance(row[name], bool) or not isinstance(row[name], kind)]
+        wrong += [name for name in (*_NO_FACTS, "reward") if name not in row]
+        if wrong:
+            raise DataError(f"{path}:{number}: {wrong[0]!r} is {row.get(wrong[0])!r:.60}, not as recipes write it. Remove this line.")
+    return rows
 
 
 def compare_ends(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -64,21 +84,21 @@ def compare_ends(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = [f"{name:<24} {values[0]:8.3f} -> {values[-1]:8.3f}" for name, values in ends.items() if values]
     fallen = [name for name, values in ends.items() if name != "reward" and values[-1] < values[0] - _interval(rows, name)]
     if fallen and ends.get("reward") and ends["reward"][-1] > ends["reward"][0]:
-        lines.append(f"The reward has risen while {', '.join(fallen)} fell: read below what it pays for.")
+        lines.append(f"The reward has risen while {', '.join(fallen)} fell: check below which answers it rewards.")
     return lines
 
 
 def _interval(rows: Sequence[Mapping[str, Any]], name: str) -> float:
-    """Of a score's last value."""
+    """Half of the last interval of a score."""
     return next((row[f"{name}_interval"] or 0.0 for row in reversed(rows) if f"{name}_interval" in row), 0.0)
 
 
 def choose_iterations(rollouts: Sequence[Mapping[str, Any]], count: int) -> list[int]:
-    """At most `count` of the iterations, evenly spread, with the first and the last."""
-    known = sorted({row["iteration"] for row in rollouts})
-    if count >= len(known):
-        return known
-    return sorted({known[round(i * (len(known) - 1) / max(1, count - 1))] for i in range(max(1, count))})
+    """Up to `count` of the iterations, evenly spread, with the first and the last."""
+    iterations = sorted({row["iteration"] for row in rollouts})
+    if count >= len(iterations):
+        return iterations
+    return sorted({iterations[round(i * (len(iterations) - 1) / max(1, count - 1))] for i in range(max(1, count))})
 
 
 def choose_extremes(rows: Sequence[Mapping[str, Any]], count: int) -> dict[str, list[Mapping[str, Any]]]:
@@ -96,11 +116,11 @@ def describe_means(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def describe(row: Mapping[str, Any], full: bool = False) -> str:
-    """A rollout in a few lines, or with whole texts."""
-    told = ", ".join(f"{name} {row[name]:.3g}" for name in row if name not in _NO_FACTS)
+    """A rollout in a few lines, or with full texts."""
+    facts = ", ".join(f"{name} {row[name]:.3g}" for name in row if name not in _NO_FACTS)
     texts = [(row[part] if full else textwrap.shorten(row[part], WIDTH)) or "(nothing)" for part in ("prompt", "answer")]
     prompt, answer = (text.replace("\n", "\n      ") for text in texts)
-    return f"    {prompt}\n      {answer}\n      {told}"
+    return f"    {prompt}\n      {answer}\n      {facts}"
 
 
 if __name__ == "__main__":

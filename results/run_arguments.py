@@ -60,15 +60,14 @@ def output_to(output: Path | None) -> Iterator[None]:
     write_page(output, text.getvalue())
 
 
-def add(parser: argparse.ArgumentParser, groups: str = "only the runs of these groups", output: str = "", where: bool = True) -> None:
+def add(parser: argparse.ArgumentParser, groups: str = "only the runs of these groups", output: str = "") -> None:
     """Add the arguments of `parse`. groups, output: help of -e and -o."""
     parser.add_argument(
         "words", nargs="*", metavar="RUN", help=f"folder of save directories (default: {RUNS}), save directories, or starts of ids"
     )
     parser.add_argument("-r", "--runs", type=Path, metavar="DIR", help=f"folder of the ids (default: {RUNS})")
     parser.add_argument("-e", "--group", dest="groups", nargs="+", action="extend", metavar="GROUP", help=groups)
-    if where:
-        parser.add_argument("--where", metavar="EXPR", help="only the runs for which this holds: \"model.stride > 2 and state == 'done'\"")
+    parser.add_argument("--where", metavar="EXPR", help="only the runs for which this holds: \"model.stride > 2 and state == 'done'\"")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=output or "write the text to this file, and not to the terminal")
 
 
@@ -101,7 +100,7 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
 
 
 def find_run(word: str, runs: Path) -> Path:
-    """The save directory `word`, or the one whose id starts with its last part: in the folder before that part, else in `runs`.
+    """The save directory `word`, or the one with an id that starts with its last part: in the folder before that part, else in `runs`.
 
     Raises:
         ConfigError: no run's id starts with it, or several do; names them.
@@ -132,7 +131,7 @@ def _is_folder_of_runs(word: str) -> bool:
     """
     path = Path(word)
     if word and path.is_dir():
-        return not (_OUR_ID.fullmatch(path.name) or any((path / name).exists() for name in (EXP_DICT, STATUS, SCORES)))
+        return not (_OUR_ID.fullmatch(path.name) or any(os.path.exists(path / name) for name in (EXP_DICT, STATUS, SCORES)))
     if word and not _ID_START.fullmatch(path.name):
         raise DataError(f"{word}: no such folder of runs, save directory or start of an id.")
     return False
@@ -145,13 +144,12 @@ def select(options: argparse.Namespace) -> tuple[list[results.Row], list[str]]:
         DataError: there is no such folder, or it holds no run.
         ConfigError: a group without runs, an expression that is malformed or matches no run, or save directories of several folders.
     """
-    where = getattr(options, "where", None)
     if not options.paths:
-        return results.select(options.runs, options.groups, where)
+        return results.select(options.runs, options.groups, options.where)
     names = {path.resolve().name for path in options.paths}
     if foreign := [str(path) for path in options.paths if path.resolve().parent != options.runs.resolve()]:
         raise ConfigError(f"{foreign[0]}: expected a run of {options.runs}. Run the command once per folder.")
-    return results.select(options.runs, options.groups, where, names)
+    return results.select(options.runs, options.groups, options.where, names)
 
 
 def paths(options: argparse.Namespace, at_least: int = 0, at_most: int | None = None) -> list[Path]:
@@ -190,9 +188,9 @@ def choose_values(options: argparse.Namespace, rows: Sequence[results.Row]) -> t
     if options.at_step is not None and options.value != "last":
         raise ConfigError("--at-step takes the value at one step, --value one of all steps: leave one of them out.")
     if rows and options.seed_key != results.SEED:
-        known = {key for row in rows for key in results.config_keys(row)}
-        options.seed_key = results.resolve_key(known, options.seed_key)
-        results.check_known("key", [options.seed_key], known, "--seed-key")
+        keys = {key for row in rows for key in results.config_keys(row)}
+        options.seed_key = results.resolve_key(keys, options.seed_key)
+        results.check_known("key", [options.seed_key], keys, "--seed-key")
     options.unfinished = options.unfinished or options.at_step is not None  # at one step all runs can be compared
     return curves.choose_values(options.runs, rows, options.value, options.at_step)
 

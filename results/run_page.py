@@ -54,7 +54,7 @@ def render(run: Path) -> str:
     """The page of the save directory `run`.
 
     Raises:
-        UserError: it is no save directory, or what must be read of it cannot be.
+        UserError: it is no save directory, or a required file cannot be read.
     """
     foreign = is_foreign(run)
     exp, status = (read_foreign_dict(run), {"state": "foreign"}) if foreign else (read_exp_dict(run), read_status(run))
@@ -90,18 +90,18 @@ def render(run: Path) -> str:
 def _introduce(run: Path, exp: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]]]:
     """The group of a run with what distinguishes it there, or its recipe and model; and these facts one by one."""
     run = run.resolve()
-    found = overview.load(run.parent)
-    row = found.row(run.name)
+    content = overview.load(run.parent)
+    row = content.row(run.name)
     if row is None or not row["group"]:
         model = exp.get("model")
         named = [str(exp.get("recipe", "run")), str(model.get("name", "")) if isinstance(model, Mapping) else ""]
         return " ".join(filter(None, named)) + f" · {run.name[:8]}", []
-    members = [other for other in found.rows if other["group"] == row["group"]]
+    members = [other for other in content.rows if other["group"] == row["group"]]
     keys = results.varying_keys(members)
     facts = [("group", row["group"]), *((key, overview.format_value(row[key])) for key in keys if key in row)]
-    facts += [("notes", remark)] if (remark := overview.remarks(found)[run.name]) else []
-    told = legend.label([row], keys)
-    return f"{row['group']}: {told or run.name[:8]}", facts
+    facts += [("notes", remark)] if (remark := overview.remarks(content)[run.name]) else []
+    items = legend.label([row], keys)
+    return f"{row['group']}: {items or run.name[:8]}", facts
 
 
 def _last_scores(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -118,14 +118,14 @@ def _last_scores(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _answers(run: Path) -> tuple[str, list[str]]:
-    """Samples of the answered questions, of which a reader may see the wrong ones alone; and warnings."""
+    """Samples of the answered questions, with a switch for only wrong answers; and warnings."""
     try:
         files = answers.samples(run)
     except UserError as error:
         return "", [str(error)]
     pieces = [
-        markup.note(f"{name}: {answers.describe_score(found)}") + answers.page(answers.choose(found, MOST_ANSWERS, wrong=False))
-        for name, found in files.items()
+        markup.note(f"{name}: {answers.describe_score(content)}") + answers.page(answers.choose(content, MOST_ANSWERS, wrong=False))
+        for name, content in files.items()
     ]
     switch = '<label><input type="checkbox"> only wrong answers</label>'
     return "".join([switch, *pieces]) if pieces else "", []
@@ -151,7 +151,7 @@ Line = tuple[list[int], list[float]]
 
 
 def _lines_by_name(rows: Sequence[Mapping[str, Any]], fits: Any) -> dict[str, Line]:
-    """Steps and finite values of each column whose name fits."""
+    """Steps and finite values of each column with a name that fits."""
     lines: dict[str, Line] = {}
     for row in rows:
         for name, value in row.items():
@@ -172,16 +172,16 @@ def _others(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _grid(rows: Sequence[Mapping[str, Any]], perf: Sequence[Mapping[str, Any]]) -> str:
-    return _grid_of({told: _lines_by_name(rows, name.__eq__) or _lines_by_name(perf, name.__eq__) for name, told in _NAMED.items()})
+    return _grid_of({title: _lines_by_name(rows, name.__eq__) or _lines_by_name(perf, name.__eq__) for name, title in _NAMED.items()})
 
 
 def _grid_of(panels: Mapping[str, Mapping[str, Line]]) -> str:
-    """Pictures of what changes; what has one value is a line in a list that can be opened."""
+    """Pictures of values that change, and a folded list of constant values."""
     still = {title: lines for title, lines in panels.items() if lines and all(len(set(values)) == 1 for _, values in lines.values())}
-    found = _panels({title: lines for title, lines in panels.items() if title not in still}, size=(5, 2.3))
-    told = [(title, ", ".join(f"{values[0]:.4g}" for _, values in lines.values())) for title, lines in still.items()]
-    folded = f"<details><summary>{len(told)} of one value</summary>{markup.plain_table((), told)}</details>" if told else ""
-    return (f'<div class="panels">{found}</div>' if found else "") + folded
+    content = _panels({title: lines for title, lines in panels.items() if title not in still}, size=(5, 2.3))
+    items = [(title, ", ".join(f"{values[0]:.4g}" for _, values in lines.values())) for title, lines in still.items()]
+    folded = f"<details><summary>{len(items)} of one value</summary>{markup.plain_table((), items)}</details>" if items else ""
+    return (f'<div class="panels">{content}</div>' if content else "") + folded
 
 
 def _panels(panels: Mapping[str, Mapping[str, Line]], size: tuple[float, float]) -> str:
@@ -221,9 +221,9 @@ def _layers(kinds: Sequence[layers.Layers]) -> str:
 
 def _events(run: Path) -> str:
     events = ledger.read(run)
-    told = [(event.get("when", ""), event.get("event", ""), event.get("who", ""), _facts(event)) for event in events[-MOST_EVENTS:]]
+    items = [(event.get("when", ""), event.get("event", ""), event.get("who", ""), _facts(event)) for event in events[-MOST_EVENTS:]]
     more = f"The first {len(events) - MOST_EVENTS} events are left out." if len(events) > MOST_EVENTS else ""
-    return markup.note(more) + markup.plain_table(("when", "event", "who", "what"), told) if told else ""
+    return markup.note(more) + markup.plain_table(("when", "event", "who", "what"), items) if items else ""
 
 
 def _facts(event: Mapping[str, Any]) -> str:

@@ -40,7 +40,7 @@ _KEYS = re.compile(
 _README = """Results of {runs} runs{of_group}, shared without their weights.
 
 table.csv       the scores, averaged over seeds
-<id>/           the save directory of one experiment: exp_dict.json (what it is), config.json (with every default), env.json (code,
+<id>/           the save directory of one experiment: exp_dict.json (the experiment), config.json (with every default), env.json (code,
                 versions, machine), status.json, scores.jsonl (a row for each log step), score_list.pkl (the same for haven), logs
 
 With the code at hand:  python -m results.table FOLDER      python -m results.plot FOLDER
@@ -65,12 +65,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def share(
     runs: Path, rows: Sequence[results.Row], output: Path, groups: Sequence[str] | None = None, wandb: bool = False
 ) -> tuple[int, list[str]]:
-    """Write the zip atomically; the same files give the same bytes. Returns its number of files, and what was left out or hidden.
+    """Write the zip atomically; the same files give the same bytes. Returns its number of files, and remarks on omitted and hidden content.
 
     Keys and passwords in texts become ***; a file that is no text and holds one is left out.
 
     Raises:
-        DataError: a key stands in an exp_dict.json, which cannot be changed without changing the id.
+        DataError: an exp_dict.json contains a key, which cannot be changed without changing the id.
         RunError: a file cannot be read, or the disk refuses.
     """
     warnings: list[str] = []
@@ -102,9 +102,9 @@ def share(
 
 def _files(run: Path, wandb: bool, warnings: list[str]) -> Iterator[Path]:
     """The shared files of a run, sorted by name. Links are not followed."""
-    left = _FOLDERS - ({"wandb"} if wandb else set())
+    excluded = _FOLDERS - ({"wandb"} if wandb else set())
     for folder, folders, names in os.walk(run):
-        folders[:] = sorted(name for name in folders if name not in left and not name.startswith("."))
+        folders[:] = sorted(name for name in folders if name not in excluded and not name.startswith("."))
         for name in sorted(names):
             path = Path(folder) / name
             if name in (LEASE, GUARD) or name.startswith(".") or path.is_symlink() or not path.is_file():

@@ -24,7 +24,7 @@ INTERVALS = {"std": "standard deviation", "ci95": "half the 95 % interval of the
 """The choices of the value after ±, with their names in `src.tables.statistics.aggregate`."""
 MOST_REMARKS = 5
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
-"""What begins a formula in a spreadsheet."""
+"""First characters of formulas in spreadsheets."""
 _LATEX = {
     "\\": r"\textbackslash{}",
     "~": r"\textasciitilde{}",
@@ -43,8 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = run_arguments.parse(_parser(), arguments)
     rows, warnings = run_arguments.select(options)
     rows, unread = run_arguments.choose_values(options, rows)
-    known = results.score_names(rows)
-    metric = _score_name(options.metric, known) if options.metric else None
+    names = results.score_names(rows)
+    metric = _score_name(options.metric, names) if options.metric else None
     output: Callable[[], None]
     if options.pivot:
         if options.by or options.scores or options.best or options.columns or options.gpu_hours:
@@ -58,11 +58,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         if options.columns and options.format != "rich":
             raise ConfigError(f"--columns is for the terminal: with --format {options.format} take --by and --scores.")
-        chosen = [name for name in (_score_name(name, known) for name in options.columns or ()) if name in known]
-        asked = [_score_name(name, known) for name in options.scores or ()]
-        wanted = asked or (["all"] if options.format in ("csv", "json") else chosen or None)
+        chosen = [name for name in (_score_name(name, names) for name in options.columns or ()) if name in names]
+        requested = [_score_name(name, names) for name in options.scores or ()]
+        selected = requested or (["all"] if options.format in ("csv", "json") else chosen or None)
         by = statistics.grouping_keys(rows, options.by, options.seed_key)
-        table, keys, scores = tabulate(rows, by, wanted, metric, options.best, options.unfinished)
+        table, keys, scores = tabulate(rows, by, selected, metric, options.best, options.unfinished)
         shown = scores if options.scores or options.columns else headline(results.headline_scores(scores))
         if options.gpu_hours:
             for row in table:
@@ -72,8 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             columns, same = arrange(table, keys, scores, metric or next(iter(headline(scores)), None), lowest, options.interval)
             if options.columns:
                 columns = choose([*columns, *same], options.columns)
-            told = ", ".join(column.constant for column in same if column not in columns)
-            about = f"Mean ± {INTERVALS[options.interval]}, best first.{f' In all rows: {told}.' if told else ''}"
+            text = ", ".join(column.constant for column in same if column not in columns)
+            about = f"Mean ± {INTERVALS[options.interval]}, best first.{f' In all rows: {text}.' if text else ''}"
             output = partial(draw, columns, [about])
         else:
             best = best_rows(table, metric or next(iter(headline(scores)), None), options.best)
@@ -87,18 +87,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def remarks(rows: Sequence[results.Row], keys: Sequence[str], unfinished: bool = False, seed: str = results.SEED) -> list[str]:
     """Remarks on means over all but `keys`: unfinished runs, missing seeds, other config values that differ."""
-    found = []
+    sentences = []
     waiting = len(rows) - len(statistics.averaged_rows(rows))
     if waiting:
-        taken = "the means are over these, too" if unfinished else "the means are over the others; --unfinished takes all"
-        told = taken if results.score_names(rows) else "none has a score yet"
-        found.append(f"{waiting} of {len(rows)} runs are not done; {told}.")
+        advice = "the means are over these, too" if unfinished else "the means are over finished runs; --unfinished takes all"
+        text = advice if results.score_names(rows) else "none has a score yet"
+        sentences.append(f"{waiting} of {len(rows)} runs are not done; {text}.")
     if others := [key for key in results.distinguishing_keys(rows, seed) if key not in [*keys, "group"] and "exp_id" not in keys]:
-        found.append(f"the means are over different {', '.join(others)}.")
+        sentences.append(f"the means are over different {', '.join(others)}.")
     missing = statistics.missing_seeds(rows, keys, seed)
-    return (
-        found + missing[:MOST_REMARKS] + ([f"… and {len(missing) - MOST_REMARKS} more lack seeds."] if len(missing) > MOST_REMARKS else [])
-    )
+    more = [f"… and {len(missing) - MOST_REMARKS} more have missing seeds."] if len(missing) > MOST_REMARKS else []
+    return sentences + missing[:MOST_REMARKS] + more
 
 
 def tabulate(
@@ -111,19 +110,19 @@ def tabulate(
 ) -> tuple[Table, list[str], list[str]]:
     """Aggregated rows, best first, with the keys and the scores that are their columns; unfinished: see `statistics.aggregate`.
 
-    by: dotted config keys; None takes those that vary, without the seed and what follows it. scores: None takes the headline
+    by: dotted config keys; None takes those that vary, without the seed and keys that follow it. scores: None takes the headline
     ones, without the loop's diagnostics and without parts such as "em/nq"; ["all"] takes all.
     metric: what to sort by; None takes the first of `headline`. best: "min" or "max"; None decides by its name.
 
     Raises:
         ConfigError: a key or a score that no run has.
     """
-    known = results.score_names(rows)
+    names = results.score_names(rows)
     keys = statistics.grouping_keys(rows, by)
     if scores is None:
-        shown = [*headline(results.headline_scores(known)), *(name for name in [CODE_VERSIONS] if name in known)]
+        shown = [*headline(results.headline_scores(names)), *(name for name in [CODE_VERSIONS] if name in names)]
     else:
-        shown = known if list(scores) == ["all"] else list(scores)
+        shown = names if list(scores) == ["all"] else list(scores)
     if metric is None:
         metric = next(iter(headline(shown)), None)
     elif metric not in shown:
@@ -135,16 +134,16 @@ def tabulate(
 
 
 def headline(scores: Sequence[str]) -> list[str]:
-    """`scores` in the order to look at them: of answers the first, with its control and gain; validation losses; what else there is."""
+    """`scores` in the order to look at them: the first of answers, with its control and gain; validation losses; the rest."""
     answers = [name for name in scores if name.startswith(f"{INFERENCE}/")]
     first = [answers[0], answers[0] + WRONG, answers[0] + GAIN] if answers else []
     ranks = {"val_loss": 1} | dict.fromkeys(answers, 4) | dict.fromkeys(first, 0)
     return sorted(scores, key=lambda name: ranks.get(name, 2 if name.startswith("val_") else 3))
 
 
-def _score_name(name: str, known: Sequence[str]) -> str:
+def _score_name(name: str, names: Sequence[str]) -> str:
     """The score that `name` means: "em" is inference/em, where nothing else is called so."""
-    return f"{INFERENCE}/{name}" if name not in known and f"{INFERENCE}/{name}" in known else name
+    return f"{INFERENCE}/{name}" if name not in names and f"{INFERENCE}/{name}" in names else name
 
 
 def default_metric(scores: Sequence[str]) -> str | None:
@@ -169,10 +168,10 @@ def pivot_score(
 
 def best_rows(table: Table, metric: str | None, best: str | None = None) -> set[int]:
     """The numbers of the rows with the best mean of `metric`; empty for fewer than two rows. best: "min", "max" or None, by its name."""
-    values = [row[metric] for row in table if metric is not None and row[metric] is not None]
-    if len(table) < 2 or not values:
+    values = [row[metric] for row in table if row[metric] is not None] if metric is not None else []
+    if metric is None or len(table) < 2 or not values:
         return set()
-    lowest = results.lower_is_better(metric or "") if best is None else best == "min"
+    lowest = results.lower_is_better(metric) if best is None else best == "min"
     return {number for number, row in enumerate(table) if row[metric] == (min if lowest else max)(values)}
 
 
@@ -266,8 +265,8 @@ def _latex(headings: list[str], lines: list[list[str]], num_keys: int, bold: Col
     columns = "l" * num_keys + "r" * (len(headings) - num_keys)
     cells = [[rf"\textbf{{{_escape(cell)}}}" if number in bold else _escape(cell) for cell in row] for number, row in enumerate(lines)]
     rows = [" & ".join(row) + r" \\" for row in (map(_escape, headings), *cells)]
-    rows = ["{}" + row if row.startswith(("[", "*")) else row for row in rows]  # behind \\ these are its options
-    parts = [rf"\begin{{tabular}}{{{columns}}}", r"\toprule", rows[0], r"\midrule", *rows[1:], r"\bottomrule", r"\end{tabular}"]
+    rows = ["{}" + row if row.startswith(("[", "*")) else row for row in rows]  # after \\ LaTeX reads these as its options
+    parts = [r"\begin{tabular}{" + columns + "}", r"\toprule", rows[0], r"\midrule", *rows[1:], r"\bottomrule", r"\end{tabular}"]
     return "% needs \\usepackage{booktabs}\n" + "\n".join(parts) + "\n"
 
 
@@ -284,7 +283,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--scores", nargs="+", metavar="NAME", help="scores to show, or all (default: all for csv and json)")
     parser.add_argument("--columns", nargs="+", metavar="NAME", help="on a terminal: scores, keys and facts to show, in this order")
     parser.add_argument("--pivot", nargs=2, metavar=("ROW", "COLUMN"), help="the metric over two dotted keys")
-    parser.add_argument("--interval", choices=tuple(INTERVALS), default="std", help="what follows ± (default: std; ci95: Student's t)")
+    parser.add_argument("--interval", choices=tuple(INTERVALS), default="std", help="the value after ± (default: std; ci95: Student's t)")
     run_arguments.add_values(parser)
     parser.add_argument("--gpu-hours", action="store_true", help="a column with the GPU-hours of each row, over all attempts")
     parser.add_argument("--format", choices=FORMATS, default="rich")

@@ -1,4 +1,4 @@
-"""A table of scores on a terminal: as wide as that, scores first, digits as their spread allows, and a line for what is left out."""
+"""A table of scores that fits the terminal: scores first, digits by their spread, and a line that names the omitted columns."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from src.tables import statistics
 
 FACTS = ("runs", "state", "step")
 _DIGITS = 6
-"""Most digits behind the point."""
+"""Maximum number of decimals."""
 _NARROW = 12
 """Headings are folded to the width of their cells, but not to fewer characters than this."""
 _EDGES = 3
@@ -32,7 +32,7 @@ class Column:
 
     @property
     def constant(self) -> str:
-        """What all its rows say, where they say the same: "step 200"."""
+        """The common value of all rows: "step 200"."""
         return f"{self.name} {self.cells[0]}"
 
     @property
@@ -42,7 +42,7 @@ class Column:
 
     @property
     def folded(self) -> str:
-        """The heading, broken into lines behind "_", "/" and "."."""
+        """The heading, with line breaks after "_", "/" and "."."""
         room, lines = max([_NARROW, *map(len, self.cells)]), [""]
         for word in re.findall(r"[^_/.]*[_/.]?", self.heading):
             if lines[-1] and len(lines[-1] + word) > room:
@@ -61,28 +61,28 @@ def arrange(
     ordered = sorted(scores, key=lambda name: name != metric)
     lowest = results.lower_is_better(metric or "") if lowest is None else lowest
     marks = {metric: " ↓" if lowest else " ↑"}
-    found = [
+    columns = [
         Column(name, plain_score(name, scores) + marks.get(name, ""), score_cells(table, name, interval), 0 if name == ordered[0] else 2)
         for name in ordered
     ]
     short = results.short_names(keys)
-    found += [Column(key, short[key], [plain(row[key]) for row in table], 1) for key in keys]
-    found += [Column(fact, fact, [plain(row[fact]) for row in table], 3) for fact in facts(table)]
-    said = {"tags": [", ".join(row["tags"]) for row in table], "note": [row["note"] for row in table]}
-    found += [Column(name, name, cells, 3) for name, cells in said.items() if any(cells)]
-    same = [column for column in found if column.rank > 1 and len(set(column.cells)) == 1 and (len(table) > 1 or column.rank == 3)]
-    return [column for column in found if column not in same], same
+    columns += [Column(key, short[key], [plain(row[key]) for row in table], 1) for key in keys]
+    columns += [Column(fact, fact, [plain(row[fact]) for row in table], 3) for fact in facts(table)]
+    remarks = {"tags": [", ".join(row["tags"]) for row in table], "note": [row["note"] for row in table]}
+    columns += [Column(name, name, cells, 3) for name, cells in remarks.items() if any(cells)]
+    same = [column for column in columns if column.rank > 1 and len(set(column.cells)) == 1 and (len(table) > 1 or column.rank == 3)]
+    return [column for column in columns if column not in same], same
 
 
 def facts(table: Sequence[dict[str, Any]]) -> list[str]:
-    """The columns beside keys and scores: `FACTS`, and the GPU-hours where they were counted."""
+    """The columns other than keys and scores: `FACTS`, and the GPU-hours if they were counted."""
     return [*FACTS, *(["gpu_hours"] if table and "gpu_hours" in table[0] else [])]
 
 
-def plain_score(name: str, known: Sequence[str]) -> str:
-    """A score without "inference/", unless another of the `known` has that name."""
+def plain_score(name: str, candidates: Sequence[str]) -> str:
+    """A score without "inference/", unless another of `candidates` has that name."""
     short = name.removeprefix(f"{INFERENCE}/")
-    return name if short in known else short
+    return name if short in candidates else short
 
 
 def score_cells(table: Sequence[dict[str, Any]], name: str, interval: str, count: bool = False) -> list[str]:
@@ -111,15 +111,15 @@ def choose(columns: Sequence[Column], names: Sequence[str]) -> list[Column]:
     Raises:
         ConfigError: there is no such column.
     """
-    known = {column.heading.split(" ")[0]: column for column in columns} | {column.name: column for column in columns}
+    candidates = {column.heading.split(" ")[0]: column for column in columns} | {column.name: column for column in columns}
     for name in names:
-        if name not in known:
-            raise unknown("column", name, known, "--columns")
-    return [known[name] for name in names]
+        if name not in candidates:
+            raise unknown("column", name, candidates, "--columns")
+    return [candidates[name] for name in names]
 
 
 def fit(columns: Sequence[Column], width: int) -> tuple[list[Column], list[str]]:
-    """The columns that fit into `width` characters, and the names of the others. One is always shown."""
+    """The columns that fit into `width` characters, and the names of the rest. One is always shown."""
     shown = list(columns)
     while len(shown) > 1 and sum(column.width + _EDGES for column in shown) + 1 > width:
         highest = max(column.rank for column in shown)
@@ -128,7 +128,7 @@ def fit(columns: Sequence[Column], width: int) -> tuple[list[Column], list[str]]
 
 
 def draw(columns: Sequence[Column], notes: Sequence[str], width: int | None = None) -> None:
-    """Print the columns that fit to stdout, and lines of `notes` below. width: None for that of the terminal; all of them if it is none."""
+    """Print the columns that fit to stdout, and lines of `notes` below. width: None for the terminal's, or all columns without one."""
     from rich.console import Console
 
     console = Console()

@@ -33,9 +33,9 @@ class InferenceJob:
 
     config: Inference
     dataset: QuestionDataset
-    """Of the split."""
+    """The questions of the split."""
     indices: list[int]
-    """Which of its questions are asked."""
+    """The questions to answer."""
     control: QuestionDataset | None = None
     """The same questions with wrong contexts."""
 
@@ -95,7 +95,7 @@ def make(run: Run, job: InferenceJob, generator: AnswerGenerator, inputs: Mappin
         distributed.broadcast_from_rank0(lambda: write_json(run.path / speed.FILE, measured))
     predictions = [generator.predictions(job.indices, texts) for texts in answered]
     scores, *wrong = distributed.broadcast_from_rank0(
-        lambda: [answers.scores(config.metrics, given, config.best_answer) for given in predictions]
+        lambda: [answers.scores(config.metrics, answer_list, config.best_answer) for answer_list in predictions]
     )
     for control in wrong:
         scores |= answers.control_scores(scores, control)

@@ -61,7 +61,7 @@ class Submission:
 
 @dataclass(frozen=True)
 class UnresolvedSubmission:
-    """An interrupted submission whose launcher does not tell what it queued."""
+    """An interrupted submission with unknown jobs: its launcher cannot list them."""
 
     folder: Path
     experiments: tuple[str, ...]
@@ -71,7 +71,7 @@ class UnresolvedSubmission:
     @property
     def message(self) -> str:
         """For people."""
-        return f"submission {self.folder.name} was interrupted, and what it queued is not known: {self.error}"
+        return f"submission {self.folder.name} was interrupted, and its jobs are unknown: {self.error}"
 
 
 @contextlib.contextmanager
@@ -86,7 +86,7 @@ def lock(runs: Path, wait_seconds: float = LOCK_SECONDS) -> Iterator[None]:
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
-    until, said = time.monotonic() + wait_seconds, False
+    until, reported = time.monotonic() + wait_seconds, False
     try:
         while True:
             try:
@@ -97,9 +97,9 @@ def lock(runs: Path, wait_seconds: float = LOCK_SECONDS) -> Iterator[None]:
                     raise LaunchError(f"{folder}: another submission has held the lock for {wait_seconds:g} s. Try again later.") from None
             except OSError as error:
                 raise LaunchError(f"{folder}: this file system offers no locks (flock: {error.strerror}). Choose another folder.") from None
-            if not said:
+            if not reported:
                 log.info("%s: waiting for another submission to end", folder)
-                said = True
+                reported = True
             time.sleep(0.05)
         yield
     finally:
@@ -110,7 +110,7 @@ def create(runs: Path, launcher: Mapping[str, Any], job_config: str, snapshot: s
     """Record the intent to submit. commands: exp_id -> trainval.py and its arguments.
 
     Raises:
-        RunError: the disk refuses; nothing may be submitted.
+        RunError: the disk refuses; submit nothing.
     """
     launcher = _without_variables(launcher)
     now = datetime.now(UTC)
@@ -125,9 +125,7 @@ def create(runs: Path, launcher: Mapping[str, Any], job_config: str, snapshot: s
 
 
 def _without_variables(launcher: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of a launcher as those who look need it. The variables of its jobs, and what their scripts do first, are nobody else's
-    business.
-    """
+    """The config of a launcher without the variables of its jobs and the setup of their scripts, which can hold secrets."""
     return {key: value for key, value in launcher.items() if key not in ("environment", "setup")}
 
 
@@ -135,17 +133,17 @@ def read(runs: Path, name: str) -> Submission:
     """The submission called `name`.
 
     Raises:
-        LaunchError: there is none, or its file is damaged.
+        LaunchError: no such submission, or its file is damaged.
     """
     folder = runs.resolve() / FOLDER / name
     if not re.fullmatch(r"[\w-]+", name):
         raise LaunchError(f"{runs / FOLDER}: {name!r} is not the name of a submission.")
-    found = read_json(folder / INTENT, LaunchError)
+    result = read_json(folder / INTENT, LaunchError)
     try:
-        experiments = tuple(map(str, found["experiments"]))
-        return Submission(folder, _without_variables(found["launcher"]), str(found["snapshot"]), experiments, dict(found["commands"]))
-    except (KeyError, TypeError, ValueError):
-        raise LaunchError(f"{folder / INTENT}: not what a submission writes. Its jobs, if any, are to be looked for by hand.") from None
+        experiments = tuple(map(str, result["experiments"]))
+        return Submission(folder, _without_variables(result["launcher"]), str(result["snapshot"]), experiments, dict(result["commands"]))
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise LaunchError(f"{folder / INTENT}: expected the intent of a submission. Look for its jobs by hand.") from None
 
 
 def note(submission: Submission, jobs: Mapping[str, str], complete: bool = False) -> None:
@@ -167,7 +165,7 @@ def _note_in_runs(submission: Submission, jobs: Mapping[str, str]) -> None:
 
 
 def interrupted_names(runs: Path) -> list[str]:
-    """Names of the submissions whose jobs are not known completely.
+    """Names of the submissions without a complete list of jobs.
 
     Raises:
         RunError: the folder cannot be read.
@@ -192,7 +190,7 @@ def reconcile(runs: Path, seconds: float | None = None) -> list[UnresolvedSubmis
     Raises:
         RunError: the disk refuses.
     """
-    found: list[UnresolvedSubmission] = []
+    result: list[UnresolvedSubmission] = []
     until = None if seconds is None else time.monotonic() + seconds
     for name in interrupted_names(runs):
         folder = runs / FOLDER / name
@@ -204,12 +202,12 @@ def reconcile(runs: Path, seconds: float | None = None) -> list[UnresolvedSubmis
             experiments = submission.experiments
             _reconcile_one(runs, submission, None if until is None else max(0.0, until - time.monotonic()))
         except LaunchError as error:
-            found.append(UnresolvedSubmission(folder, experiments, str(error)))
-    return found
+            result.append(UnresolvedSubmission(folder, experiments, str(error)))
+    return result
 
 
 def refuse(unclear: Sequence[UnresolvedSubmission], exp_ids: Collection[str]) -> None:
-    """Raise LaunchError for unresolved submissions that may have queued one of `exp_ids`; warn of the others."""
+    """Raise LaunchError for unresolved submissions that can have queued one of `exp_ids`; warn of the rest."""
     wrong = []
     for one in unclear:
         if one.experiments and not set(exp_ids).intersection(one.experiments):
@@ -230,22 +228,22 @@ def _reconcile_one(runs: Path, submission: Submission, seconds: float | None) ->
         with _in_doubt():
             return launcher.find(submission.folder, list(submission.experiments))
 
-    (found,) = ask([find], seconds)
-    if isinstance(found, LaunchError):
-        raise found
+    (result,) = ask([find], seconds)
+    if isinstance(result, LaunchError):
+        raise result
     with _in_doubt():
-        launcher.forbid(submission.folder, [exp_id for exp_id in submission.experiments if exp_id not in found])
-    log.info("%s: was interrupted; %d of its %d jobs are there", submission.name, len(found), len(submission.experiments))
+        launcher.forbid(submission.folder, [exp_id for exp_id in submission.experiments if exp_id not in result])
+    log.info("%s: was interrupted; %d of its %d jobs are there", submission.name, len(result), len(submission.experiments))
     before = _read_noted_jobs(submission.folder)
     if before is None:  # damaged: if an experiment was submitted again since, the later job counts
-        found = {exp_id: job_id for exp_id, job_id in found.items() if _submission_of(runs / exp_id) <= submission.name}
-    _note_in_runs(submission, found)
-    note(submission, found, complete=True)
+        result = {exp_id: job_id for exp_id, job_id in result.items() if _submission_of(runs / exp_id) <= submission.name}
+    _note_in_runs(submission, result)
+    note(submission, result, complete=True)
 
 
 @contextlib.contextmanager
 def _in_doubt() -> Iterator[None]:
-    """A file that cannot be read or written, such as somebody else's, leaves in doubt what a submission queued, and nothing else."""
+    """Turn an unreadable or unwritable file into doubt about the jobs of one submission, and nothing else."""
     try:
         yield
     except RunError as error:
@@ -264,19 +262,19 @@ def last_jobs(runs: Path, exp_ids: Collection[str]) -> dict[str, tuple[str, str]
     Raises:
         RunError: the folder cannot be read.
     """
-    found: dict[str, tuple[str, str]] = {}
+    result: dict[str, tuple[str, str]] = {}
     for name in _submission_names(runs):
         jobs = (_read_noted_jobs(runs / FOLDER / name) or NOTHING)[0]
-        found |= {exp_id: (jobs[exp_id], name) for exp_id in exp_ids if isinstance(jobs.get(exp_id), str)}
-    return found
+        result |= {exp_id: (jobs[exp_id], name) for exp_id in exp_ids if isinstance(jobs.get(exp_id), str)}
+    return result
 
 
 def _read_noted_jobs(folder: Path) -> tuple[dict[str, Any], bool] | None:
-    """The noted job ids, and whether they are all. None: the file is damaged, so that the launcher must be asked again."""
+    """The noted job ids, and whether they are all. None: the file is damaged, so the launcher must be queried again."""
     if not (folder / JOBS).exists():
         return NOTHING
     try:
-        found = read_json(folder / JOBS, RunError)
-        return dict(found["jobs"]), found["complete"] is True
+        result = read_json(folder / JOBS, RunError)
+        return dict(result["jobs"]), result["complete"] is True
     except (RunError, KeyError, TypeError, ValueError):
         return None

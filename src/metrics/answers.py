@@ -12,7 +12,7 @@ from src.interfaces import MetricConfig, Prediction
 PREDICTION = "answer_pred"
 """Field of an inference's rows with the model's answer."""
 INFERENCE = "inference"
-"""Folder of a run with the rows of an inference, and the beginning of the names of its scores."""
+"""Folder of a run with the rows of an inference, and the prefix of the names of its scores."""
 SHUFFLED = "_shuffled_context"
 """Ending of the names of scores at an evaluation, of answers that were given with another question's contexts."""
 WRONG, GAIN = "_wrong_context", "_gain"
@@ -50,14 +50,14 @@ def read_row_indices(path: Path) -> list[int]:
             lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
         raise DataError(f"{path}: no such file.") from None
-    found = []
+    result = []
     for number, line in enumerate(lines, 1):
         text = line.strip()
         if text and not (text.isascii() and text.isdigit()):
             raise DataError(f"{path}:{number}: expected the number of a row, counted from 0, got {text[:60]!r}.")
         if text:
-            found.append(int(text))
-    return found
+            result.append(int(text))
+    return result
 
 
 def select_rows(
@@ -72,9 +72,9 @@ def select_rows(
         if not 0 <= number < count:
             raise DataError(f"{place}: row {number} of {count}, counted from 0.")
         if times > 1:
-            raise DataError(f"{place}: row {number} stands there {times} times.")
-    found = range(count) if numbers is None else numbers
-    return [i for i in found if sources is None or source_of(i) in sources]
+            raise DataError(f"{place}: row {number} is listed {times} times.")
+    result = range(count) if numbers is None else numbers
+    return [i for i in result if sources is None or source_of(i) in sources]
 
 
 def best_over_references(reference_scores: Callable[[str, str], float], answer: Prediction) -> float:
@@ -96,7 +96,7 @@ def scores(metrics: Iterable[MetricConfig], answers: Sequence[Prediction], best_
     questions, answers = group_by_question(answers, best_answer)
     sources = [answers[question[0]].source for question in questions]
     parts = sorted(set(sources)) if len(set(sources)) > 1 else []
-    found: dict[str, float] = {}
+    result: dict[str, float] = {}
     for metric in metrics:
         totals = metric.score(answers)
         by_part = {}
@@ -104,22 +104,23 @@ def scores(metrics: Iterable[MetricConfig], answers: Sequence[Prediction], best_
             by_part = {part: metric.score([answer for answer in answers if answer.source == part]) for part in parts}
         for name, values in totals.items():
             if isinstance(values, float):
-                found[name] = values
-                found |= {f"{name}/{part}": cast("float", by_part[part][name]) for part in parts}
+                result[name] = values
+                result |= {f"{name}/{part}": cast("float", by_part[part][name]) for part in parts}
                 continue
-            assert len(values) == len(answers), name
-            by_question = question_scores(values, questions)
-            found[name] = _mean(by_question)
+            each = cast("list[float]", values)
+            assert len(each) == len(answers), name
+            by_question = question_scores(each, questions)
+            result[name] = _mean(by_question)
             for part in parts:
-                found[f"{name}/{part}"] = _mean([value for value, s in zip(by_question, sources, strict=True) if s == part])
-    return found
+                result[f"{name}/{part}"] = _mean([value for value, s in zip(by_question, sources, strict=True) if s == part])
+    return result
 
 
 def answer_scores(metrics: Iterable[MetricConfig], answers: Sequence[Prediction], best_answer: bool = False) -> dict[str, list[float]]:
     """The scores of each answer by name, without those of a complete set. `scores` takes their means over questions."""
     accepted = group_by_question(answers, best_answer)[1]
-    found = [metric.score(accepted) for metric in metrics]
-    return {name: values for each in found for name, values in each.items() if isinstance(values, list)}
+    result = [metric.score(accepted) for metric in metrics]
+    return {name: values for each in result for name, values in each.items() if isinstance(values, list)}
 
 
 def question_scores(values: Sequence[float], questions: Iterable[Sequence[int]]) -> list[float]:

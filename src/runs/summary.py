@@ -58,24 +58,24 @@ def parse_summary(value: Any) -> Summary | None:
     return None
 
 
-def summarize(path: Path, known: Summary | None = None) -> Summary:
-    """Summary of the scores.jsonl `path`, which need not exist. If `known` is still valid, only later rows are read.
+def summarize(path: Path, earlier: Summary | None = None) -> Summary:
+    """Summary of the scores.jsonl `path`, which need not exist. If `earlier` is still valid, only later rows are read.
 
     Raises:
         DataError: a line that is not a row; names the file and the line.
         RunError: the file cannot be read.
     """
-    piece = read_appended(path, known.size, known.tail) if known else read_appended(path)
-    if known is None or piece.start == 0:
+    piece = read_appended(path, earlier.size, earlier.tail) if earlier else read_appended(path)
+    if earlier is None or piece.start == 0:
         summary = Summary()
     else:
-        summary = Summary(known.size, known.tail, known.step, dict(known.last))
+        summary = Summary(earlier.size, earlier.tail, earlier.step, dict(earlier.last))
     if piece.lines:
         try:
             summary.add(parse_rows(piece, path))
         except DataError:
             if piece.start:
-                return summarize(path)  # counts lines from the beginning, for the message
+                return summarize(path)  # counts lines from the start of the file, for the message
             raise
     summary.size, summary.tail = piece.end, piece.tail
     return summary

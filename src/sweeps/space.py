@@ -65,7 +65,7 @@ def grid_dimensions(dimensions: Sequence[SearchDimension], where: str) -> list[S
             )
     listed = [_choice(dimension.path, dimension.choices or range(int(dimension.low), int(dimension.high) + 1)) for dimension in dimensions]
     if (count := math.prod(len(dimension.choices) for dimension in listed)) > MAX_COMBINATIONS:
-        raise ConfigError(f"{where}: {count} combinations; a grid may have {MAX_COMBINATIONS}. Use method 'random' or 'bayes'.")
+        raise ConfigError(f"{where}: {count} combinations; the limit of a grid is {MAX_COMBINATIONS}. Use method 'random' or 'bayes'.")
     return listed
 
 
@@ -108,9 +108,7 @@ def _flatten(parameters: Any, above: str, where: str) -> Iterator[tuple[str, Map
 def _parse_dimension(path: str, spec: Mapping[str, Any], where: str) -> SearchDimension:
     name = spec.get("distribution") or _implied_distribution(spec, where)
     if isinstance(name, str) and name not in _KEYS and _UNSUPPORTED.fullmatch(name):
-        raise ConfigError(
-            f"{where}: the distribution {name} is not supported. Use one of {', '.join(_KEYS)}, or list what it may be as values."
-        )
+        raise ConfigError(f"{where}: the distribution {name} is not supported. Use one of {', '.join(_KEYS)}, or list its values.")
     if not isinstance(name, str) or name not in _KEYS:
         raise ConfigError(f"{where}.distribution: {unknown_text('distribution', str(name), _KEYS)}")
     for key in spec:
@@ -124,14 +122,14 @@ def _parse_dimension(path: str, spec: Mapping[str, Any], where: str) -> SearchDi
         if not isinstance(values, list) or not values:
             raise ConfigError(f"{where}.values: expected a list that is not empty, got {values!r} ({_type(values)}).")
         if len({json.dumps(value, default=str, sort_keys=True) for value in values}) < len(values):
-            raise ConfigError(f"{where}.values: a value stands twice.")
+            raise ConfigError(f"{where}.values: duplicate value.")
         return _choice(path, values)
     low, high = (_number(spec[key], f"{where}.{key}") for key in _BOUNDS)
     if low > high or (low == high and name != "int_uniform"):
         raise ConfigError(f"{where}: expected min below max, got {low} and {high}.")
     if name == "int_uniform":
         if not (type(low) is type(high) is int):
-            raise ConfigError(f"{where}: int_uniform needs whole numbers, got {low} and {high}.")
+            raise ConfigError(f"{where}: int_uniform needs integers, got {low} and {high}.")
         return SearchDimension(path, "int", low, high)
     if name == "log_uniform_values" and low <= 0:
         raise ConfigError(f"{where}.min: expected a number > 0 for {name}, got {low}.")
@@ -143,7 +141,7 @@ def _choice(path: str, values: Sequence[Any]) -> SearchDimension:
 
 
 def _implied_distribution(spec: Mapping[str, Any], where: str) -> str:
-    """As wandb: bounds that are both whole mean int_uniform."""
+    """As in wandb, two integer bounds mean int_uniform."""
     if "value" in spec:
         return "constant"
     if "values" in spec:

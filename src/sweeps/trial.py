@@ -23,7 +23,7 @@ POLL_SECONDS = 0.2
 EXP_ID = "exp_id"
 """The attribute of a trial that holds its experiment id."""
 GRACE_SECONDS = 60.0
-"""How long a training may take to stop, with a checkpoint, before it is killed."""
+"""Time for a training to stop with a checkpoint before it is killed."""
 RESTARTS = 3
 """How often a training that something else killed is restarted without progress."""
 _INTERRUPTED = {75, 128 + signal.SIGTERM, 128 + signal.SIGKILL, 128 + signal.SIGUSR1}
@@ -31,7 +31,7 @@ _INTERRUPTED = {75, 128 + signal.SIGTERM, 128 + signal.SIGKILL, 128 + signal.SIG
 
 @dataclass(frozen=True)
 class TrialResult:
-    """How a trial ended. value: the last one of the metric, None if there is none."""
+    """How a trial ended. value: the last one of the metric, None without a metric."""
 
     state: Literal["done", "pruned", "failed"]
     value: float | None = None
@@ -58,7 +58,7 @@ class Training:
         self._holder = StalenessProbe(2 * STALE_SECONDS)
 
     def follow(self, prune: Callable[[Sequence[float]], bool]) -> TrialResult:
-        """Train to the end. `prune` gets all values so far whenever there may be new ones; True stops the training.
+        """Train to the end. `prune` gets all values so far whenever there can be new ones; True stops the training.
 
         An interruption of this process stops the training gracefully first.
 
@@ -138,8 +138,8 @@ class Training:
         version = (facts.st_ino, facts.st_size, facts.st_mtime_ns)
         if version != self._known[0]:
             rows = Scores(file, read_only=True).rows()
-            found = [row[self.metric] for row in rows if self.metric in row]
-            self._known = (version, [float(value) if is_finite(value) else None for value in found])
+            column = [row[self.metric] for row in rows if self.metric in row]
+            self._known = (version, [float(value) if is_finite(value) else None for value in column])
         return self._known[1]
 
     def _stop(self) -> None:

@@ -35,11 +35,11 @@ def read(folder: Path, runs: Sequence[str], names: Sequence[str]) -> Values:
     """The cached ones of the values `names` of the runs with the ids `runs` in `folder`. Raises nothing."""
 
     def select(database: sqlite3.Connection) -> Values:
-        found: Values = {}
+        result: Values = {}
         for run, name, data, crc in database.execute(_SELECT, [json.dumps(runs), json.dumps(names)]):
             if crc == _checksum(run, name, data):
-                found.setdefault(run.decode(), {})[name.decode()] = data
-        return found
+                result.setdefault(run.decode(), {})[name.decode()] = data
+        return result
 
     return _use(folder / CACHE, select) or {}
 

@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 PERF = "perf.jsonl"
 VALUES = ("last", "best", "max", "min")
-"""Which value of a run stands for it."""
+"""Which value of a run a table shows."""
 _BATCH = 500
 _HEAD = ""
-"""The name of the column that describes the others. The names of scores are stored as JSON."""
+"""The name of the column that describes the remaining ones. The names of scores are stored as JSON."""
 Columns = dict[str, "np.ndarray"]
-"""float64 by score, and "step", all of one length; NaN where a row lacks the score."""
+"""float64 by score, and "step", all of one length; NaN if a row has no such score."""
 
 
 class _History(NamedTuple):
-    """Columns of the first `size` bytes of a scores.jsonl, whose end has the hash `tail`. scores: all names, in order."""
+    """Columns of the first `size` bytes of a scores.jsonl; its end has the hash `tail`. scores: all names, in order."""
 
     size: int
     tail: str
@@ -65,7 +65,7 @@ class Band:
 
 
 def _moving_average(values: "np.ndarray", weight: float) -> "np.ndarray":
-    """NaN, and nothing for what follows, where a value is NaN."""
+    """The moving average. NaN values stay NaN and do not count."""
     averages, total, norm = values.copy(), 0.0, 0.0
     for place, value in enumerate(values):
         if math.isfinite(value):
@@ -79,39 +79,39 @@ def histories(runs: Path, names: Iterable[str], scores: Sequence[str]) -> tuple[
 
     Rows of haven without a step are numbered. Only rows that were appended since the last call are parsed.
     """
-    found: dict[str, Columns] = {}
+    result: dict[str, Columns] = {}
     warnings: list[str] = []
-    names, wanted = list(names), ["step", *scores]
+    names, requested = list(names), ["step", *scores]
     for start in range(0, len(names), _BATCH):
         batch = names[start : start + _BATCH]
-        known = _read_cache(runs, batch, wanted)
+        cached = _read_cache(runs, batch, requested)
         changed: dict[str, _History] = {}
         for name in batch:
             try:
                 with reading(runs / name):
-                    history = _read_history(runs / name, known.get(name))
+                    history = _read_history(runs / name, cached.get(name))
             except UserError as error:
                 warnings.append(f"without its history: {error}")
                 continue
-            found[name] = {score: history.columns[score] for score in wanted if score in history.columns}
-            if history.size and history is not known.get(name):
+            result[name] = {score: history.columns[score] for score in requested if score in history.columns}
+            if history.size and history is not cached.get(name):
                 changed[name] = history
         stored.write(runs, {name: _pack(history) for name, history in changed.items()})
-    return found, warnings
+    return result, warnings
 
 
 def choose_values(runs: Path, rows: Sequence[Row], value: str = "last", at_step: int | None = None) -> tuple[list[Row], list[str]]:
-    """The rows with another value of each score than the last, and warnings: of runs whose history cannot be read, or lacks the step.
+    """The rows with a different value of each score than the last, and warnings: of unreadable histories, and of runs without the step.
 
-    value: one of `VALUES`, over the whole run; the best is that by `loop.best_mode` of the dict for its `loop.best_metric`, and by the name
+    value: one of `VALUES`, over all steps; the best is that by `loop.best_mode` of the dict for its `loop.best_metric`, and by the name
     for other scores. A score that ended in NaN or infinity has no best, max or min either: such a run heads no ranking.
     at_step: the values at exactly this step, None if a run has no row or no value there.
     """
     if value == "last" and at_step is None:
         return list(rows), []
     names = list(dict.fromkeys(name for score in score_names(rows) for name in (score, score.removeprefix("score."))))
-    found, warnings = histories(runs, [row["exp_id"] for row in rows], names)
-    chosen = [row.replace(_choose_of_run(row, found.get(row["exp_id"], {}), value, at_step)) for row in rows]
+    result, warnings = histories(runs, [row["exp_id"] for row in rows], names)
+    chosen = [row.replace(_choose_of_run(row, result.get(row["exp_id"], {}), value, at_step)) for row in rows]
     for row in chosen:
         row.at_step = at_step
     if at_step is not None and (absent := sum(row["step"] is None for row in chosen)):
@@ -156,10 +156,10 @@ def bands(
         DataError: no run has any `x`.
     """
     names = [name.removeprefix("score.") for name in scores]
-    wanted = list(dict.fromkeys([*scores, *names, x]))
-    found, warnings = histories(runs, [row["exp_id"] for group in groups for row in group], wanted)
+    requested = list(dict.fromkeys([*scores, *names, x]))
+    result, warnings = histories(runs, [row["exp_id"] for group in groups for row in group], requested)
     if x != "step":
-        places = {name: _x_values(runs / name, columns, x) for name, columns in found.items()}
+        places = {name: _x_values(runs / name, columns, x) for name, columns in result.items()}
         if not any(len(of_run) for of_run in places.values()):
             raise DataError(f"{runs}: no run has {x!r} in its scores, nor in its {PERF}, to be drawn over.")
     else:
@@ -167,7 +167,7 @@ def bands(
 
     def points(group: Sequence[Mapping[str, Any]], score: str, name: str) -> Iterator[tuple[Any, Any, Any]]:
         for row in sorted(group, key=lambda row: row["exp_id"]):  # so that the order of the runs does not change the last digits
-            columns = found.get(row["exp_id"], {})
+            columns = result.get(row["exp_id"], {})
             values = columns.get(score, columns.get(name))
             if values is not None:
                 yield columns["step"], values, places.get(row["exp_id"], columns["step"])
@@ -175,17 +175,17 @@ def bands(
     return [[_band(list(points(group, *pair))) for group in groups] for pair in zip(scores, names, strict=True)], warnings
 
 
-def _read_cache(runs: Path, names: Sequence[str], wanted: Collection[str]) -> dict[str, _History]:
-    """The histories of the runs for which the cache holds all `wanted` columns."""
+def _read_cache(runs: Path, names: Sequence[str], requested: Collection[str]) -> dict[str, _History]:
+    """The histories of the runs for which the cache holds all `requested` columns."""
     import numpy as np
 
-    found: dict[str, _History] = {}
-    for name, blobs in stored.read(runs, names, [_HEAD, *map(json.dumps, wanted)]).items():
+    result: dict[str, _History] = {}
+    for name, blobs in stored.read(runs, names, [_HEAD, *map(json.dumps, requested)]).items():
         length, size, tail, scores = json.loads(blobs.get(_HEAD, b"[0, 0, 0, []]"))
-        columns = {score: np.frombuffer(blobs.get(json.dumps(score), b"")) for score in scores if score in wanted}
+        columns = {score: np.frombuffer(blobs.get(json.dumps(score), b"")) for score in scores if score in requested}
         if length and all(len(column) == length for column in columns.values()):
-            found[name] = _History(size, tail, scores, columns)
-    return found
+            result[name] = _History(size, tail, scores, columns)
+    return result
 
 
 def _pack(history: _History) -> dict[str, bytes]:
@@ -193,8 +193,8 @@ def _pack(history: _History) -> dict[str, bytes]:
     return {_HEAD: json.dumps(head).encode()} | {json.dumps(score): column.tobytes() for score, column in history.columns.items()}
 
 
-def _read_history(path: Path, known: _History | None) -> _History:
-    """The history of the run in `path`: `known` itself if nothing was appended, else with all columns.
+def _read_history(path: Path, cached: _History | None) -> _History:
+    """The history of the run in `path`: `cached` itself if nothing was appended, else with all columns.
 
     Raises:
         DataError: the scores are damaged.
@@ -202,17 +202,17 @@ def _read_history(path: Path, known: _History | None) -> _History:
     """
     import numpy as np
 
-    piece = read_appended(path / SCORES, known.size, known.tail) if known else read_appended(path / SCORES)
-    if known and piece.start:
+    piece = read_appended(path / SCORES, cached.size, cached.tail) if cached else read_appended(path / SCORES)
+    if cached and piece.start:
         if not piece.lines:
-            return known
-        whole = _read_cache(path.parent, [path.name], known.scores).get(path.name)
-        if whole is None or whole.tail != known.tail:
+            return cached
+        whole = _read_cache(path.parent, [path.name], cached.scores).get(path.name)
+        if whole is None or whole.tail != cached.tail:
             return _read_history(path, None)
         try:
             new = _columns(parse_rows(piece, path / SCORES))
         except DataError:
-            return _read_history(path, None)  # counts lines from the beginning, for the message
+            return _read_history(path, None)  # counts lines from the start of the file, for the message
         lengths = len(whole.columns["step"]), len(new["step"])
         absent = [np.full(length, np.nan) for length in lengths]
         names = dict.fromkeys([*whole.columns, *new])
@@ -237,7 +237,7 @@ def _column(values: list[Any]) -> "np.ndarray":
         column = np.array(values, dtype=np.float64)
     except (TypeError, ValueError, OverflowError):
         column = None
-    if column is None or column.ndim != 1:  # haven's rows may hold anything
+    if column is None or column.ndim != 1:  # haven's rows can hold anything
         return np.array([float(value) if is_finite(value) and abs(value) < 1e308 else np.nan for value in values])
     return column
 

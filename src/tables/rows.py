@@ -23,7 +23,7 @@ AVERAGED = ("exp_ids", "runs", "done", "over", "gpu_hours")
 ENDS = ("_std", "_ci95", "_n", "_nan")
 """Further columns of the rows of `statistics.aggregate`, and the suffixes of its columns for each score."""
 FINISHED = ("done", "haven", "foreign")
-"""States of runs whose last scores are results. Of those that haven wrote, or something else, nothing but scores is known."""
+"""States in which the last scores are results. Runs of haven and other programs have only scores."""
 SEED = "seed"
 """The key that means are taken over, unless another is named."""
 _LOWER_IS_BETTER = {"loss", "ppl", "perplexity", "error", "errors", "err", "nll", "wer", "cer", "bpb", "bpc", "mse", "mae", "rmse", "kl"}
@@ -41,7 +41,7 @@ class Row(dict[str, Any]):
     groups: tuple[str, ...] = ()
     """The requested groups that contain the run, or all of its groups. "group" is the first."""
     at_step: int | None = None
-    """The step whose values the row has, if it is not the last of each score."""
+    """The step of the values, if they are not the last ones."""
 
     def replace(self, values: Mapping[str, Any]) -> "Row":
         """A copy with different values of some keys."""
@@ -66,10 +66,10 @@ RowCache = ReadCache[tuple[list[str], RunRecord, dict[tuple[str, ...], Row]]]
 def load_rows(runs: Path, group: str | Sequence[str] | None = None, saved: RowCache | None = None) -> tuple[list[Row], list[str]]:
     """One row for each save directory in `runs`, and a warning for each that cannot be read.
 
-    group: only the runs of one or several groups; the row of a run in several names the first. saved: rows to reuse.
+    group: only the runs of one or several groups; see `Row.groups`. saved: rows to reuse.
 
-    "tags" (a list) and "note" are what a person said of it. "state" is `metadata.state_of`, or "haven" for a directory that haven wrote,
-    or "foreign" for one whose id another program made. "step" is that of the last row of scores, or None. A config key with the name of a
+    "tags" (a list) and "note" are a person's remarks. "state" is `metadata.state_of`, or "haven" for a directory that haven wrote,
+    or "foreign" for one with an id of another program. "step" is that of the last row of scores, or None. A config key with the name of a
     fact or of a column of tables ("runs", "loss_std") is called "config.<name>", a score with such a name or that of a config key
     "score.<name>".
 
@@ -79,8 +79,8 @@ def load_rows(runs: Path, group: str | Sequence[str] | None = None, saved: RowCa
     """
     if not runs.is_dir():
         raise DataError(f"{runs}: no such folder of runs. Train something first, or name the folder given as --savedir_base.")
-    wanted = [group] if isinstance(group, str) else group or []
-    rows, warnings, known = [], [], set()
+    requested = [group] if isinstance(group, str) else group or []
+    rows, warnings, existing = [], [], set()
     with reading(runs):
         names = list_names(runs)
         valid, marks = saved.read(names) if saved else ({}, {})
@@ -89,27 +89,27 @@ def load_rows(runs: Path, group: str | Sequence[str] | None = None, saved: RowCa
             groups, record, made = valid.get(name, ([], None, {}))
             if record is None:
                 try:
-                    groups, record = index.read(name, None if group is None else wanted)
+                    groups, record = index.read(name, None if group is None else requested)
                 except UserError as error:
                     warnings.append(f"skipped: {error}")
                     continue
                 if saved and record is not None and record.state in (*FINISHED, "failed", "stopped"):
                     saved.save(name, marks, (groups, record, made))
-            known.update(groups)
-            members = tuple(each for each in wanted if each in groups)
+            existing.update(groups)
+            members = tuple(each for each in requested if each in groups)
             if record is not None and (members or group is None):
                 members = members or tuple(groups) or ("",)
                 if members not in made:
                     made[members] = _row(runs / name, record, members)
                 rows.append(made[members])
         index.save()
-    for each in wanted:
-        if each not in known:
-            raise unknown("group", each, known, str(runs))
+    for each in requested:
+        if each not in existing:
+            raise unknown("group", each, existing, str(runs))
     if not rows and not warnings:
         raise DataError(f"{runs}: no runs in this folder. Train something first, or name the folder given as --savedir_base.")
-    taken = {name + end for name in score_names(rows) for end in ENDS}
-    return [row if taken.isdisjoint(row) else _rename(row, taken) for row in rows], warnings
+    reserved = {name + end for name in score_names(rows) for end in ENDS}
+    return [row if reserved.isdisjoint(row) else _rename(row, reserved) for row in rows], warnings
 
 
 def group_rows(rows: Iterable[Row], by: Sequence[str]) -> list[list[Row]]:
@@ -138,7 +138,7 @@ def _varies(rows: Sequence[Row], key: str) -> bool:
 def distinguishing_keys(rows: Sequence[Row], seed: str = SEED) -> list[str]:
     """`varying_keys` without the key `seed`, and without the id of a parent if each seed has a parent of its own.
 
-    Of several groups "group" and what varies within one of them: two groups may differ in everything.
+    For several groups "group" and the keys that vary within one of them: two groups can differ in everything.
     """
     groups = group_rows(rows, ["group"])
     if len(groups) > 1:
@@ -155,13 +155,13 @@ def distinguishing_keys(rows: Sequence[Row], seed: str = SEED) -> list[str]:
 
 
 def describe_differences(experiments: Mapping[str, tuple[str, Mapping[str, Any]]]) -> dict[str, str]:
-    """What sets each experiment, a dict with its group, apart from the others of its group: {id: "seed=1 learning_rate=0.001"}."""
-    found: dict[str, str] = {}
+    """The values that differ between the experiments of a group: {id: "seed=1 learning_rate=0.001"}. experiments: {id: (group, dict)}."""
+    result: dict[str, str] = {}
     for group in {group for group, _ in experiments.values()}:
         rows = {name: Row(flatten(exp)) for name, (of, exp) in experiments.items() if of == group}
         short = short_names(varying_keys(list(rows.values())))
-        found |= {name: " ".join(f"{short[key]}={row[key]}" for key in short if key in row) for name, row in rows.items()}
-    return found
+        result |= {name: " ".join(f"{short[key]}={row[key]}" for key in short if key in row) for name, row in rows.items()}
+    return result
 
 
 def config_keys(row: Row) -> list[str]:
@@ -181,12 +181,12 @@ def score_names(rows: Iterable[Row]) -> list[str]:
 
 
 def headline_scores(names: Sequence[str]) -> list[str]:
-    """The most interesting scores: no diagnostics, no parts such as "em/nq" ("inference/em" is none); all if no others are left."""
+    """The most interesting scores: no diagnostics, no parts such as "em/nq" or "inference/em/nq"; all scores if none of them remains."""
     return [name for name in names if name not in DIAGNOSTICS and "/" not in name.removeprefix("inference/")] or list(names)
 
 
 def lower_is_better(name: str) -> bool:
-    """Whether a score of this name is a loss, a perplexity or an error; others are better when higher."""
+    """Whether a score of this name is a loss, a perplexity or an error. All other scores are better when higher."""
     return any(word in _LOWER_IS_BETTER for word in re.split(r"[^a-z0-9]+", name.lower()))
 
 
@@ -242,29 +242,29 @@ def select(
     if not chosen:
         names = [name for name in sorted(expressions.compile(question).names) if name in config_keys(rows[0]) or name in FACTS]
         values = {name: list(dict.fromkeys(str(row.get(name)) for row in rows)) for name in names}
-        seen = "; ".join(f"{name} is {', '.join(of_name[:5])}{', …' * (len(of_name) > 5)}" for name, of_name in values.items())
-        raise ConfigError(f"--where: none of {len(rows)} runs answers {question!r}.{f' Among them {seen}.' if seen else ''}")
+        examples = "; ".join(f"{name} is {', '.join(of_name[:5])}{', …' * (len(of_name) > 5)}" for name, of_name in values.items())
+        raise ConfigError(f"--where: none of {len(rows)} runs answers {question!r}.{f' Among them {examples}.' if examples else ''}")
     return chosen, warnings
 
 
 def filter_rows(rows: Sequence[Row], text: str, place: str = "--where") -> list[Row]:
     """The rows for which the expression `text` holds: see `expressions`. "status" means "state", unless it is a config key.
 
-    Without rows any name is accepted. place: begins the messages.
+    Without rows any name is accepted. place: the start of each message.
 
     Raises:
         ConfigError: it is malformed, or uses a name that no row has.
     """
-    asked = expressions.compile(text, place)
+    expression = expressions.compile(text, place)
     if not rows:
         return []
-    known = {key for row in rows for key in row}
-    renamed = "status" in asked.names and "status" not in known
-    check_known("name", sorted(asked.names - {"status"} if renamed else asked.names), known, place)
+    existing = {key for row in rows for key in row}
+    renamed = "status" in expression.names and "status" not in existing
+    check_known("name", sorted(expression.names - {"status"} if renamed else expression.names), existing, place)
     chosen = []
     for row in rows:
-        candidates = row.in_groups() if "group" in asked.names else [row]
-        matches = [each for each in candidates if asked.matches({**each, "status": each["state"]} if renamed else each)]
+        candidates = row.in_groups() if "group" in expression.names else [row]
+        matches = [each for each in candidates if expression.matches({**each, "status": each["state"]} if renamed else each)]
         if matches and matches[0] is not row:
             matches[0].groups = tuple(each["group"] for each in matches)
         chosen += matches[:1]
@@ -274,29 +274,29 @@ def filter_rows(rows: Sequence[Row], text: str, place: str = "--where") -> list[
 def _row(path: Path, record: RunRecord, groups: Sequence[str]) -> Row:
     state = record.state
     if state == "running" and holder_is_dead(path):
-        state = state_of(path)  # read again: it may have ended since
+        state = state_of(path)  # read again: it can have ended since
     facts = {"exp_id": path.name, "state": state, "group": groups[0], "step": record.summary.step}
     row = Row({**facts, "tags": record.tags, "note": record.note})
     row.groups = tuple(groups)
     row.update({f"config.{key}" if key in FACTS or key in AVERAGED else key: value for key, value in record.config.items()})
-    last = {str(name): value for name, value in record.summary.last.items()}  # haven's rows may have other keys than texts
+    last = {str(name): value for name, value in record.summary.last.items()}  # haven's rows can have keys that are not texts
     named = {f"score.{name}" if name in row or name in AVERAGED else name: value for name, value in last.items()}
     row.scores = tuple(named)
     row.update(named)
     return row
 
 
-def _rename(row: Row, taken: Collection[str]) -> Row:
-    """The row with other names for those of its keys that are `taken`."""
-    names = {key: f"{'score' if key in row.scores else 'config'}.{key}" if key in taken else key for key in row}
+def _rename(row: Row, reserved: Collection[str]) -> Row:
+    """The row with other names for those of its keys that are `reserved`."""
+    names = {key: f"{'score' if key in row.scores else 'config'}.{key}" if key in reserved else key for key in row}
     renamed = Row({names[key]: value for key, value in row.items()})
     renamed.scores, renamed.groups = tuple(names[key] for key in row.scores), row.groups
     return renamed
 
 
-def resolve_key(known: Collection[str], key: str) -> str:
-    """`key` or, where that is no `known` key but the name of a column, "config.<key>"."""
-    return key if key in known or f"config.{key}" not in known else f"config.{key}"
+def resolve_key(existing: Collection[str], key: str) -> str:
+    """`key` or, where that is no `existing` key but the name of a column, "config.<key>"."""
+    return key if key in existing or f"config.{key}" not in existing else f"config.{key}"
 
 
 def sort_key(value: Any) -> tuple[int, Any, str]:
@@ -317,8 +317,8 @@ def spell(row: Mapping[str, Any], key: str) -> str:
 _spell_scalar = lru_cache(maxsize=1 << 16, typed=True)(json.dumps)
 
 
-def check_known(kind: str, names: Iterable[str], known: Iterable[str], place: str = "results") -> None:
-    known = set(known)
+def check_known(kind: str, names: Iterable[str], existing: Iterable[str], place: str = "results") -> None:
+    existing = set(existing)
     for name in names:
-        if name not in known:
-            raise unknown(kind, name, known, place)
+        if name not in existing:
+            raise unknown(kind, name, existing, place)

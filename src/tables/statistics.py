@@ -1,4 +1,4 @@
-"""Groups of runs that differ in their seed alone: mean, standard deviation, confidence interval, and tables of two keys."""
+"""Groups of runs that differ only in their seed: mean, standard deviation, confidence interval, and tables of two keys."""
 
 import math
 import statistics
@@ -31,19 +31,19 @@ def grouping_keys(rows: Sequence[Row], by: Sequence[str] | None, seed: str = SEE
     """
     if by is None:
         return distinguishing_keys(rows, seed)
-    known = {*all_config_keys(rows), *FACTS}
-    by = [resolve_key(known, key) for key in by]
-    check_known("key", by, known)
+    existing = {*all_config_keys(rows), *FACTS}
+    by = [resolve_key(existing, key) for key in by]
+    check_known("key", by, existing)
     return by
 
 
 def averaged_rows(rows: Sequence[Row], unfinished: bool = False) -> list[Row]:
-    """Those of `rows` that means are taken over: the finished ones. The last score of a run that crashed or goes on is no result."""
+    """The rows that means are over: finished runs. The last score of a crashed or running run is no result."""
     return [row for row in rows if unfinished or row["state"] in FINISHED]
 
 
 def mean(rows: Sequence[Row], score: str, unfinished: bool = False) -> float | None:
-    """Of one score over `averaged_rows`; None where none of these has it."""
+    """The mean of one score over `averaged_rows`; None if all of these miss it."""
     values = [row[score] for row in averaged_rows(rows, unfinished) if row.get(score) is not None]
     return statistics.fmean(values) if values else None
 
@@ -97,18 +97,18 @@ def nan_remarks(rows: Sequence[Row], scores: Sequence[str], unfinished: bool = F
 
 
 def missing_seeds(rows: Sequence[Row], by: Sequence[str], seed: str = SEED) -> list[str]:
-    """A sentence for each combination of `by` that lacks values of `seed` which others have: its mean is over different runs."""
+    """A sentence for each combination of `by` without a value of `seed` that another has: its mean is over different runs."""
     if seed in by:
         return []
-    found = []
+    result = []
     for alike in group_rows(rows, ["group"] if "group" in by else []):  # groups that are rows of their own are not compared
         seeds = sorted({spell(row, seed): row[seed] for row in alike if seed in row}.items(), key=lambda pair: sort_key(pair[1]))
         for group in group_rows(alike, by):
             has = {spell(row, seed) for row in group}
             if absent := [value for spelled, value in seeds if spelled not in has]:
                 named = ", ".join(f"{key}={group[0].get(key)}" for key in by) or "all"
-                found.append(f"{named}: no run with {seed} {', '.join(map(str, absent))}, which others have.")
-    return found
+                result.append(f"{named}: no run with {seed} {', '.join(map(str, absent))}; other rows have it.")
+    return result
 
 
 @dataclass(frozen=True)
@@ -143,23 +143,23 @@ def _aggregate_group(rows: Sequence[Row], by: Sequence[str], scores: Sequence[st
     counts = {state: states.count(state) for state in dict.fromkeys(states)}
     at_step = rows[0].at_step
     steps = [row["step"] for row in over or rows if row["step"] is not None]
-    found: dict[str, Any] = {key: rows[0].get(key) for key in by}
-    found["exp_ids"] = [row["exp_id"] for row in rows]
-    found["runs"] = len(rows)
-    found["done"] = len(averaged_rows(rows))
-    found["state"] = states[0] if len(counts) == 1 else ", ".join(f"{n} {state}" for state, n in counts.items())
-    found["over"] = f"step {at_step}" if at_step is not None else "all" if unfinished else "done"
-    found["step"] = f"{min(steps)}-{max(steps)}" if len(set(steps)) > 1 else next(iter(steps), None)
-    found["tags"] = sorted({tag for row in rows for tag in row["tags"]})
-    found["note"] = "; ".join(dict.fromkeys(row["note"] for row in rows if row["note"]))
+    result: dict[str, Any] = {key: rows[0].get(key) for key in by}
+    result["exp_ids"] = [row["exp_id"] for row in rows]
+    result["runs"] = len(rows)
+    result["done"] = len(averaged_rows(rows))
+    result["state"] = states[0] if len(counts) == 1 else ", ".join(f"{n} {state}" for state, n in counts.items())
+    result["over"] = f"step {at_step}" if at_step is not None else "all" if unfinished else "done"
+    result["step"] = f"{min(steps)}-{max(steps)}" if len(set(steps)) > 1 else next(iter(steps), None)
+    result["tags"] = sorted({tag for row in rows for tag in row["tags"]})
+    result["note"] = "; ".join(dict.fromkeys(row["note"] for row in rows if row["note"]))
     for name in scores:
         values = [row[name] for row in over if row.get(name) is not None]
-        found[name] = statistics.fmean(values) if values else None
-        found[f"{name}_std"] = deviation(values) if len(values) > 1 else None
-        found[f"{name}_ci95"] = ci95(values)
-        found[f"{name}_n"] = len(values)
-        found[f"{name}_nan"] = sum(ended_in_nan(row, name) for row in over)
-    return found
+        result[name] = statistics.fmean(values) if values else None
+        result[f"{name}_std"] = deviation(values) if len(values) > 1 else None
+        result[f"{name}_ci95"] = ci95(values)
+        result[f"{name}_n"] = len(values)
+        result[f"{name}_nan"] = sum(ended_in_nan(row, name) for row in over)
+    return result
 
 
 @cache

@@ -1,4 +1,4 @@
-"""State of the loop besides weights and optimizer, saved in each checkpoint's state.json."""
+"""State of the loop without weights and optimizer, saved in each checkpoint's state.json."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ from src.runs.context import Run
 CONTENT = "content of "
 """Begins the names of inputs that `content_samples` gives."""
 ADDED, ADDED_TOTALS = {"cursor", "since_brief_row"}, {"sums"}
-"""Fields of `State` and `IntervalTotals` that checkpoints of earlier versions lack. They are empty there."""
+"""Fields of `State` and `IntervalTotals` that are missing in checkpoints of earlier versions. They are empty there."""
 TOTALS = ("since_row", "since_brief_row")
 """Fields of `State` that are `IntervalTotals`."""
 
@@ -29,14 +29,14 @@ class IntervalTotals:
 
     steps: int = 0
     tokens: float = 0
-    """What the losses are divided by (`TrainSpec.count`, tokens by default), over the steps whose loss is finite."""
+    """The divisor of the losses (`TrainSpec.count`, tokens by default), over the steps with a finite loss."""
     loss: float = 0.0
     grad_norm: float = 0.0
     clipped: int = 0
     skipped: int = 0
     """Steps that moved nothing: a gradient overflowed float16, or the batch was left out. They have no gradient norm."""
     sums: dict[str, list[float]] = field(default_factory=dict)
-    """[sum, count] of what is reported as a mean beside the loss, by name."""
+    """[sum, count] of further values that are reported as means, by name."""
 
     def add_step(self, loss: float, tokens: float, grad_norm: float | None, clipped: bool) -> None:
         """Add an optimizer step, but for its `sums`. loss: summed over the `tokens`. grad_norm: None where it moved nothing."""
@@ -79,13 +79,13 @@ class State:
     """Since the last row of any kind."""
     selection: dict[str, Any] = field(default_factory=dict)
     scaler: dict[str, Any] = field(default_factory=dict)
-    """Of the fp16 loss scaler."""
+    """State of the fp16 loss scaler."""
     detector: dict[str, Any] = field(default_factory=dict)
-    """Of the detector of divergence."""
+    """State of the divergence detector."""
     inputs: dict[str, str] = field(default_factory=dict)
-    """Fingerprints of what the training reads and does not make, by name."""
+    """Fingerprints of the inputs of the training, by name."""
     cursor: Cursor = field(default_factory=dict)
-    """Of the order of the data, behind `step`."""
+    """Position in the order of the data, after `step`."""
 
     def add_step(self, loss: float, tokens: float, grad_norm: float | None, clipped: bool) -> None:
         """Count an optimizer step, in the totals too: see `IntervalTotals.add_step`."""
@@ -145,15 +145,15 @@ def content_samples(run: Run) -> dict[str, str]:
     Its fingerprint is that of its manifest; this is of samples of the files themselves, about 6 MiB of a data set. So a file that was
     changed in place is noticed, unless few bytes of a large one were. Stores of encoded contexts are not sampled.
     """
-    found = {}
+    digests = {}
     for name in sorted({value for value in _texts(run.dir.exp.get("data")) if os.path.isfile(run.places.data / value / files.MANIFEST)}):
         folder = run.places.data / name
         listed = sorted(files.read_manifest(folder, DataError)["files"])
         pieces = max(4, 1024 // max(1, len(listed)))
         with files.reading(folder, DataError):
             samples = [[file, files.sample_digest(folder / file, 1024 * pieces, pieces)] for file in listed]
-        found[CONTENT + name] = hashlib.sha256(json.dumps(samples).encode()).hexdigest()
-    return found
+        digests[CONTENT + name] = hashlib.sha256(json.dumps(samples).encode()).hexdigest()
+    return digests
 
 
 def _texts(value: Any) -> Iterator[str]:

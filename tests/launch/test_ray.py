@@ -205,7 +205,7 @@ def test_a_look_that_got_no_answer_in_time_forbids_nothing_later(cluster: FakeRa
     before = set(threading.enumerate())
     cluster.faults.append(answer_late)
     (row,) = status.table(suite.runs, [item.exp_id], Question(seconds=0.2))
-    assert "was interrupted, and what it queued is not known" in row.reason
+    assert "was interrupted, and its jobs are unknown" in row.reason
     late = [thread for thread in threading.enumerate() if thread not in before and thread.name.endswith("(work)")]
     assert late
     assert suite.states([item]) == ["queued"]

@@ -291,7 +291,7 @@ def test_an_unclear_submission_stands_in_the_way_of_its_own_experiments_alone(wo
         with pytest.raises(LaunchError, match=r"(?s)NOT_SET_HERE is not set.*nothing is submitted again before that is known"):
             world.run([one])
     world.run([other])
-    assert "was interrupted, and what it queued is not known" in caplog.text
+    assert "was interrupted, and its jobs are unknown" in caplog.text
     assert world.ended([other]) == ["done"]
     assert world.states([one]) == ["unknown"]
     with pytest.raises(LaunchError, match="NOT_SET_HERE is not set"):

@@ -256,6 +256,6 @@ def test_an_interrupted_submission_delays_no_look(world: World, monkeypatch: pyt
     try:
         rows = look(world, items, Question(seconds=0.2))
         assert [row.state for row in rows] == ["unknown", "unknown"]
-        assert "was interrupted, and what it queued is not known" in rows[0].reason
+        assert "was interrupted, and its jobs are unknown" in rows[0].reason
     finally:
         release.set()

@@ -56,12 +56,12 @@ def test_chosen_questions(settings: dict[str, Any], listed: list[int] | None, ex
             r"^inference\.datasets: unknown source 'ood'\. Did you mean 'odd'\? Known: even, odd\.$",
         ),
         ({"index_file": "x.txt"}, [3, 10], DataError, r"^inference\.index_file: x\.txt: row 10 of 10, counted from 0\.$"),
-        ({"index_file": "x.txt"}, [3, 5, 3], DataError, r"^inference\.index_file: x\.txt: row 3 stands there 2 times\.$"),
+        ({"index_file": "x.txt"}, [3, 5, 3], DataError, r"^inference\.index_file: x\.txt: row 3 is listed 2 times\.$"),
         ({"index_file": "x.txt"}, [], DataError, r"^inference: no row of the split is in inference\.index_file"),
         ({"index_file": "x.txt", "datasets": ["odd"]}, [2, 4], DataError, r"^inference: no row of the split is in inference\.index_file"),
     ],
 )
-def test_questions_that_cannot_be_asked(settings: dict[str, Any], listed: list[int] | None, error: type[Exception], message: str):
+def test_questions_that_do_not_exist(settings: dict[str, Any], listed: list[int] | None, error: type[Exception], message: str):
     with pytest.raises(error, match=message):
         inference(**settings).select(Rows(), listed)
 
@@ -81,9 +81,9 @@ def test_names_of_scores_and_number_of_questions():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("asked")
-    toy.write_data(made / "data")
-    return made
+    root = tmp_path_factory.mktemp("asked")
+    toy.write_data(root / "data")
+    return root
 
 
 @pytest.mark.parametrize(
@@ -107,13 +107,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"loop": {**toy.CROSSATTN["loop"], "best_metric": "inference/em", "best_mode": "max"}}, "loop.best_metric: unknown score"),
     ],
 )
-def test_a_dry_run_tells(folder: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], message: str):
+def test_a_dry_run_reports_mistakes(folder: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], message: str):
     exp = copy.deepcopy(toy.CROSSATTN) | changes
     assert toy.main(["-e", "c", "--dry-run"], {"base": [toy.BASE], "c": [exp]}, folder) == 1
     assert message in capsys.readouterr().err
 
 
-def test_a_dry_run_of_what_is_right(folder: Path):
+def test_a_dry_run_of_valid_experiments(folder: Path):
     loop = {**toy.CROSSATTN["loop"], "best_metric": "rougeL", "best_mode": "max"}
     answers = {**toy.CROSSATTN["answers"], "metrics": [{"name": "rouge"}]}
     exp = {**toy.CROSSATTN, "loop": loop, "answers": answers, "inference": INFERENCE}

@@ -12,7 +12,7 @@ from src.runs.run_dir import RunDir
 
 
 @pytest.fixture
-def asked(tmp_path: Path) -> Path:
+def runs_with_answers(tmp_path: Path) -> Path:
     """Two runs that answered four questions; the better one was asked with wrong contexts, too."""
     for seed, right in ((0, 2), (1, 3)):
         exp = {"recipe": "toy", "seed": seed}
@@ -36,23 +36,23 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     return capsys.readouterr().out
 
 
-def test_questions_of_the_best_run_are_printed_evenly_spread(asked: Path, capsys: pytest.CaptureFixture[str]):
-    text = printed(capsys, asked, "--count", "2")
+def test_questions_of_the_best_run_are_printed_evenly_spread(runs_with_answers: Path, capsys: pytest.CaptureFixture[str]):
+    text = printed(capsys, runs_with_answers, "--count", "2")
     assert "inference/val.jsonl: inference/em 0.75, the best of 2 runs" in text
     assert [line for line in text.splitlines() if line.startswith("question")] == ["question    q0 of 1", "question    q2 of 1"]
     assert text.count("\n  |     pass\n") == 2
     assert text.count("(right)\nwith another question's context: no\n") == 2
 
 
-def test_the_difference_to_wrong_contexts_has_an_interval(asked: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_difference_to_wrong_contexts_has_an_interval(runs_with_answers: Path, capsys: pytest.CaptureFixture[str]):
     # Differences 1, 1, 1, 0: mean 0.75, standard deviation 0.433, and 1.96 * 0.433 / 2 = 0.424.
-    text = printed(capsys, asked)
+    text = printed(capsys, runs_with_answers)
     assert re.search(r"^em 0\.75, 0 with .* 0\.75 \(95 % interval 0\.3256 to 1\.174\) over 4 questions", text, re.MULTILINE)
     assert "em 0.75: 3 of 4 questions" in text
 
 
-def test_the_wrong_ones_alone(asked: Path, capsys: pytest.CaptureFixture[str]):
-    text = printed(capsys, asked, "--wrong")
+def test_only_wrong_answers(runs_with_answers: Path, capsys: pytest.CaptureFixture[str]):
+    text = printed(capsys, runs_with_answers, "--wrong")
     assert "question    q3 of 1\n" in text
     assert "truth       a3\nanswer      no   (wrong)\n" in text
     assert text.count("question  ") == 1
@@ -65,20 +65,20 @@ def test_an_answer_is_right_as_the_metrics_of_its_experiment_say(tmp_path: Path)
         with RunDir.open(tmp_path / "runs", exp, exp) as opened:
             run = opened.path
         write(run / "inference" / "val.jsonl", 0, 4)
-        (found,) = answers.samples(run).values()
-        assert next(iter(found[0].scores)) == first
-        assert [sample.is_right for sample in found] == [True] * 4
+        (entries,) = answers.samples(run).values()
+        assert next(iter(entries[0].scores)) == first
+        assert [sample.is_right for sample in entries] == [True] * 4
         (run / "inference" / "val.jsonl").write_text(
             (run / "inference" / "val.jsonl").read_text().replace('"answer_pred": "a3"', '"answer_pred": "A3."')
         )
-        (found,) = answers.samples(run).values()
-        assert found[3].answer.text == "A3.", "a file that changed is read again"
-        assert found[3].is_right
+        (entries,) = answers.samples(run).values()
+        assert entries[3].answer.text == "A3.", "a file that changed is read again"
+        assert entries[3].is_right
 
 
-def test_the_questions_of_one_run(asked: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_questions_of_one_run(runs_with_answers: Path, capsys: pytest.CaptureFixture[str]):
     first = exp_id({"recipe": "toy", "seed": 0})
-    assert "q0 of 0" in printed(capsys, asked, "--exp_id", first[:6])
+    assert "q0 of 0" in printed(capsys, runs_with_answers, "--exp_id", first[:6])
 
 
 def test_runs_without_answers_are_refused(runs: Path, capsys: pytest.CaptureFixture[str]):

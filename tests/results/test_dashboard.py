@@ -18,7 +18,7 @@ import pandas as pd
 import panel as pn
 import pytest
 
-from results import chart, dashboard, overview, panes
+from results import chart, dashboard, legend, overview, panes
 from results.dashboard import Dashboard
 from src.errors import ConfigError
 from src.experiments.identity import exp_id
@@ -244,7 +244,7 @@ def test_answered_questions_are_read_and_those_that_are_wrong_alone(demo_runs: P
     for told in ("Which exceptions does this function raise?", "def function_0(", "<td>ValueError</td>", "em 1, f1 1", "with another"):
         assert told in text
     page.wrong.value = True
-    assert "40 are shown" in page.details[1].object
+    assert "40 of 60 answers are shown" in page.details[1].object
     assert 'class="sample right"' not in page.details[1].object
 
 
@@ -324,14 +324,14 @@ def test_the_switch_and_the_interval_rule_the_ticks(runs: Path):
 
 
 def test_many_configurations_are_cut_to_the_best(tmp_path: Path):
-    for stride in range(overview.LINES + 3):
+    for stride in range(legend.LINES + 3):
         exp = {"recipe": "toy", "model": {"stride": stride}}
         with RunDir.open(tmp_path, exp, exp) as run:
             run.scores.append({"step": 1, "em": 1.0 * stride})
             run.set_status("done")
     drawn = overview.curves(overview.load(tmp_path), "em")
-    assert [line.mean for line in drawn.lines] == [[float(stride)] for stride in range(overview.LINES + 2, 2, -1)]
-    assert drawn.notes == [f"The best {overview.LINES} of {overview.LINES + 3} configurations; filter to see others."]
+    assert [line.mean for line in drawn.lines] == [[float(stride)] for stride in range(legend.LINES + 2, 2, -1)]
+    assert drawn.notes == [f"The best {legend.LINES} of {legend.LINES + 3} configurations; filter to see more."]
 
 
 def test_durations_are_short_words():

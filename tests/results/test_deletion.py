@@ -145,7 +145,7 @@ def test_a_run_with_a_job_that_can_still_start_stays(tmp_path: Path, capsys: pyt
     assert f"{waiting}: stays: " in capsys.readouterr().err
 
 
-def test_a_child_that_appears_before_the_confirmation_keeps_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_parent_of_a_child_that_appears_before_the_confirmation_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     parent = make(tmp_path, 0)
 
     def answer() -> str:
@@ -162,8 +162,8 @@ def test_a_directory_of_another_program_stays(tmp_path: Path):
     foreign.mkdir()
     write_json(foreign / "exp_dict.json", {"recipe": "toy"})
     (foreign / "score_list.pkl").write_bytes(b"")
-    found = deletion.plan(tmp_path, [foreign], time.time() + 9)
-    assert (found.runs, len(found.warnings)) == ([], 1)
+    result = deletion.plan(tmp_path, [foreign], time.time() + 9)
+    assert (result.runs, len(result.warnings)) == ([], 1)
 
 
 @pytest.mark.parametrize("words", [["--delete", "--apply"], ["--yes"], ["--delete", "-e", "x"], ["--delete", "--where", "seed =="]])

@@ -109,7 +109,7 @@ def test_what_cannot_be_read_is_named_and_the_rest_is_compared(tmp_path: Path, c
         assert message in captured.err
 
 
-def test_ids_may_be_short_but_not_ambiguous(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_ids_can_be_short_but_not_ambiguous(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     runs = {}
     number = 0
     while len(runs) < 17:  # two of 17 begin with the same digit

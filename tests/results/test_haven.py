@@ -68,7 +68,7 @@ def test_infinity_at_the_end_is_missing_where_haven_shows_an_earlier_value(runs:
     assert results.load_rows(runs)[0][0]["val_loss"] is None
 
 
-def test_haven_opens_the_runs_of_an_earlier_version_beside_new_ones(runs: Path, tmp_path: Path):
+def test_haven_opens_runs_of_an_earlier_version_and_new_ones(runs: Path, tmp_path: Path):
     with tarfile.open(OLD_RUNS) as archive:
         archive.extractall(tmp_path / "old", filter="data")
     old = {path.name: path for path in (tmp_path / "old" / "runs").iterdir() if (path / "exp_dict.json").exists()}

@@ -16,11 +16,11 @@ from src.tables import rows as results
 pytestmark = pytest.mark.filterwarnings("ignore:The inplace keyword:pandas.errors.Pandas4Warning")
 
 
-def by_stride(found: dict[tuple[str, str | None], str], rows: list[results.Row]) -> dict[int, set[str]]:
-    return {stride: {found[row["exp_id"], row["group"]] for row in rows if row["model.stride"] == stride} for stride in (1, 2)}
+def by_stride(by_run: dict[tuple[str, str | None], str], rows: list[results.Row]) -> dict[int, set[str]]:
+    return {stride: {by_run[row["exp_id"], row["group"]] for row in rows if row["model.stride"] == stride} for stride in (1, 2)}
 
 
-def test_colours_follow_from_the_values_of_configurations_alone(runs: Path):
+def test_colours_follow_only_from_the_values_of_configurations(runs: Path):
     rows, _ = results.load_rows(runs)
     expected = {1: {legend.COLOURS[0]}, 2: {legend.COLOURS[1]}}
     random.Random(0).shuffle(rows)
@@ -32,9 +32,9 @@ def test_colours_follow_from_the_values_of_configurations_alone(runs: Path):
 
 def test_any_number_of_configurations_have_distinct_colours():
     rows = [results.Row({"exp_id": str(n), "group": "g", "model.stride": n}) for n in range(60)]
-    found = legend.colours(rows)
-    assert len(set(found.values())) == 60
-    assert all(re.fullmatch("#[0-9a-f]{6}", colour) for colour in found.values())
+    by_run = legend.colours(rows)
+    assert len(set(by_run.values())) == 60
+    assert all(re.fullmatch("#[0-9a-f]{6}", colour) for colour in by_run.values())
 
 
 def test_plot_report_and_dashboard_draw_a_configuration_in_one_colour(runs: Path, tmp_path: Path):
@@ -55,7 +55,7 @@ def test_plot_report_and_dashboard_draw_a_configuration_in_one_colour(runs: Path
     assert all(colour in picture for colour in legend.COLOURS[:2])
 
 
-def test_what_varies_is_asked_within_a_group(runs: Path):
+def test_varying_keys_are_those_within_a_group(runs: Path):
     exp = {"recipe": "other", "seed": 0, "optimizer": "none", "model": {"name": "x"}}
     with RunDir.open(runs, exp, exp, facts={"groups": ["later"]}) as run:
         run.scores.append({"step": 1, "val_loss": 9.0})
@@ -64,9 +64,9 @@ def test_what_varies_is_asked_within_a_group(runs: Path):
     shown = overview.tabulate(overview.load(runs))
     assert shown.headings[-5:] == ["group", "stride", "runs", "state", "step"]
     assert len(shown.lines) == 3
-    _, told = overview.differing(overview.load(runs))
-    assert told[run.exp_id] == ""
-    assert max(told.values()) == "stride=2, seed=2"
+    _, labels = overview.differing(overview.load(runs))
+    assert labels[run.exp_id] == ""
+    assert max(labels.values()) == "stride=2, seed=2"
 
 
 def test_long_values_are_clipped():

@@ -66,21 +66,21 @@ def rows_of(runs: Path, capsys: pytest.CaptureFixture[str], *arguments: object) 
     return {row["model.stride"]: row for row in json.loads(capsys.readouterr().out)}
 
 
-def test_every_view_has_the_means_of_what_is_done(planted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    found = rows_of(planted, capsys)
-    assert list(found) == [2, 1, 3], "the best first, and last what has no result"
-    assert [found[2][key] for key in ("val_loss", "val_loss_std", "val_loss_n", "done", "runs")] == [
+def test_every_view_has_the_means_of_finished_runs(planted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    result = rows_of(planted, capsys)
+    assert list(result) == [2, 1, 3], "the best first, and last what has no result"
+    assert [result[2][key] for key in ("val_loss", "val_loss_std", "val_loss_n", "done", "runs")] == [
         *(statistics.fmean(DONE), statistics.stdev(DONE)),
         *(3, 3, 5),
     ]
-    assert (found[3]["val_loss"], found[3]["val_loss_n"], found[3]["done"]) == (None, 0, 0)
+    assert (result[3]["val_loss"], result[3]["val_loss_n"], result[3]["done"]) == (None, 0, 0)
     cells = [f"{MEAN} ± {STD} (3 of 5)", "0.6050 ± 0.0071", "0 of 2 done"]
 
     assert table.main([str(planted)]) == 0
     terminal = capsys.readouterr()
     digits = ["0.5100 ± 0.0100 (3 of 5)", *cells[1:]]
     assert [line.split("│")[1].strip() for line in terminal.out.splitlines() if line.startswith("│")] == digits
-    assert "4 of 9 runs are not done; the means are over the others" in terminal.err
+    assert "4 of 9 runs are not done; the means are over finished runs" in terminal.err
 
     assert table.main([str(planted), "--format", "latex"]) == 0
     latex = capsys.readouterr().out
@@ -89,8 +89,8 @@ def test_every_view_has_the_means_of_what_is_done(planted: Path, tmp_path: Path,
     assert r"0 of 2 done \\" in latex
     assert table.main([str(planted), "--format", "csv"]) == 0
     assert [(row["val_loss"], row["val_loss_n"]) for row in csv.DictReader(io.StringIO(capsys.readouterr().out))] == [
-        (str(found[2]["val_loss"]), "3"),
-        (str(found[1]["val_loss"]), "2"),
+        (str(result[2]["val_loss"]), "3"),
+        (str(result[1]["val_loss"]), "2"),
         ("", "0"),
     ]
 
@@ -105,7 +105,7 @@ def test_every_view_has_the_means_of_what_is_done(planted: Path, tmp_path: Path,
     lines = {str(line.get_label()).strip(): line for line in axes.lines}
     assert set(lines) == set(drawn) == {"stride=1 (2)", "stride=2 (3 of 5)", "stride=3 (0 of 2 done)"}
     best = "stride=2 (3 of 5)"
-    assert drawn[best].mean[-1] == list(lines[best].get_ydata())[-1] == found[2]["val_loss"]
+    assert drawn[best].mean[-1] == list(lines[best].get_ydata())[-1] == result[2]["val_loss"]
     assert drawn[best].x == [68, 200, 300], "step 100 is of a run that was stopped"
     assert drawn["stride=3 (0 of 2 done)"].mean == [0.01], "what goes on is seen"
 
@@ -126,7 +126,7 @@ def test_haven_has_the_last_values_of_the_same_runs(planted: Path, capsys: pytes
     assert (of_stride_2.mean(), of_stride_2.std()) == pytest.approx((statistics.fmean(DONE), statistics.stdev(DONE)))
 
 
-def test_a_seed_that_goes_on_changes_no_mean_in_any_view(planted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_running_seed_changes_no_mean_in_any_view(planted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Of the best configuration, with a better score than any that is done."""
     exp = experiment(2, 5)
     with RunDir.open(planted, exp, exp, facts={"groups": ["g"]}) as run:
@@ -250,7 +250,7 @@ def test_means_over_another_key_than_the_seed(tmp_path: Path, capsys: pytest.Cap
             (1, 3, pytest.approx(1.1)),
             (2, 2, pytest.approx(2.05)),
         ]
-        assert f"seed=2: no run with {word} 2, which others have." in captured.err
+        assert f"seed=2: no run with {word} 2; other rows have it." in captured.err
     keys = legend.Configurations(results.load_rows(tmp_path)[0], seed="config.runs").keys
     assert sorted(keys) == ["seed", "trial.number"]
     output = tmp_path / "a.svg"
@@ -261,7 +261,7 @@ def test_means_over_another_key_than_the_seed(tmp_path: Path, capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--at-step", "1", "--value", "best"], "--at-step takes the value at one step, --value one of the whole run"),
+        (["--at-step", "1", "--value", "best"], "--at-step takes the value at one step, --value one of all steps"),
         (["--seed-key", "sed"], "--seed-key: unknown key 'sed'. Did you mean 'seed'?"),
     ],
 )
@@ -324,5 +324,5 @@ def test_a_foreign_dict_that_cannot_be_read_is_one_line(planted: Path, capsys: p
     (planted / name / "exp_dict.json").write_text(text)
     (planted / name / "score_list.pkl").write_bytes(pickle.dumps([{"val_loss": 0.4}]))
     assert table.main([str(planted), "--unfinished"]) == 0
-    (told,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("skipped: ")]
-    assert f"{name}/exp_dict.json" in told
+    (warning,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("skipped: ")]
+    assert f"{name}/exp_dict.json" in warning

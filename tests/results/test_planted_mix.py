@@ -86,13 +86,13 @@ STRIDES = ("--by", "model.stride", "--scores", "val_loss")
 
 def test_the_table_has_the_truth_in_every_format(runs: Path, capsys: pytest.CaptureFixture[str]):
     out, err = printed(capsys, runs, *STRIDES, "--format", "json")
-    found = {row["model.stride"]: row for row in json.loads(out)}
-    assert list(found)[:4] == list(TRUTH)[:4]
+    result = {row["model.stride"]: row for row in json.loads(out)}
+    assert list(result)[:4] == list(TRUTH)[:4]
     keys = ("val_loss", "val_loss_n", "runs", "step")
-    assert {stride: tuple(row[key] for key in keys) for stride, row in found.items()} == {
+    assert {stride: tuple(row[key] for key in keys) for stride, row in result.items()} == {
         stride: (mean if mean is None else pytest.approx(mean), *rest) for stride, (_, mean, *rest) in TRUTH.items()
     }
-    assert (found[1]["val_loss_std"], found[1]["val_loss_nan"], found[4]["val_loss_nan"]) == (pytest.approx(0.1), 1, 1)
+    assert (result[1]["val_loss_std"], result[1]["val_loss_nan"], result[4]["val_loss_nan"]) == (pytest.approx(0.1), 1, 1)
     assert "2 runs ended in NaN: val_loss." in err
 
     for row in csv.DictReader(io.StringIO(printed(capsys, runs, *STRIDES, "--format", "csv")[0])):
@@ -128,8 +128,8 @@ def test_a_pivot_has_the_truth(runs: Path, capsys: pytest.CaptureFixture[str]):
 def test_a_run_in_two_groups_counts_in_each(runs: Path, capsys: pytest.CaptureFixture[str]):
     for words in (["-e", "g", "h"], ["-e", "h", "g"], []):
         out, _ = printed(capsys, runs, *words, "--by", "group", "--scores", "val_loss", "--format", "json")
-        found = {row["group"]: (row["val_loss"], row["val_loss_n"], row["runs"]) for row in json.loads(out)}
-        assert found == {"g": (pytest.approx(4.0 / 6), 6, 12), "h": (pytest.approx(0.65), 3, 3)}, words
+        result = {row["group"]: (row["val_loss"], row["val_loss_n"], row["runs"]) for row in json.loads(out)}
+        assert result == {"g": (pytest.approx(4.0 / 6), 6, 12), "h": (pytest.approx(0.65), 3, 3)}, words
     out, _ = printed(capsys, runs, "-e", "g", "h", *STRIDES, "--format", "json")
     assert {row["model.stride"]: row["runs"] for row in json.loads(out)} == {stride: count for stride, (_, _, _, count, _) in TRUTH.items()}
     for word, strides in (("h", {2, 6}), ("g", {1, 2, 3, 4, 5, 7})):
@@ -142,7 +142,7 @@ def test_a_run_in_two_groups_counts_in_each(runs: Path, capsys: pytest.CaptureFi
         ("g", "0.67 ± 0.11 (6 of 12)"),
         ("h", "0.65 ± 0.10"),
     ]
-    assert set(page.group.options) >= {"g", "h"}
+    assert overview.load(runs).groups == ["g", "h"]
 
 
 @pytest.mark.parametrize(
@@ -164,8 +164,8 @@ def test_values_at_a_step_and_best_values(runs: Path, capsys: pytest.CaptureFixt
     def numbers(cell: str) -> list[Any]:
         return [pytest.approx(float(word), abs=0.006) if re.fullmatch(r"\d+\.\d+", word) else word for word in cell.split()]
 
-    found = {stride: shown[stride].split() for stride in cells}
-    assert {stride: [float(word) if re.fullmatch(r"\d+\.\d+", word) else word for word in words] for stride, words in found.items()} == {
+    result = {stride: shown[stride].split() for stride in cells}
+    assert {stride: [float(word) if re.fullmatch(r"\d+\.\d+", word) else word for word in words] for stride, words in result.items()} == {
         stride: numbers(cell) for stride, cell in cells.items()
     }
     first = next(iter(shown))
@@ -182,8 +182,8 @@ def test_pages_have_the_truth(runs: Path, tmp_path: Path):
     assert shown == cells
     assert "2 runs ended in NaN: val_loss" in page.result_note.object
 
-    found = overview.load(runs)
-    ranking = overview.tabulate(found, ["model.stride"], ["val_loss"])
+    result = overview.load(runs)
+    ranking = overview.tabulate(result, ["model.stride"], ["val_loss"])
     assert ranking.best.startswith("Best val_loss: 0.550 with stride=6")
     assert report.main([str(runs), "-o", str(tmp_path / "report.html")]) == 0
     text = (tmp_path / "report.html").read_text()
@@ -200,7 +200,7 @@ def test_pages_have_the_truth(runs: Path, tmp_path: Path):
 def test_plots_have_the_truth(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     drawn = legend.Configurations(results.load_rows(runs)[0], ["model.stride"])
     figure, _ = plot.points(runs, drawn, "model.stride", "val_loss")
-    assert {point for line in figure.axes[0].lines for point in zip(*line.get_data(), strict=True)} == POINTS
+    assert {point for line in figure.axes[0].lines for point in zip(list(line.get_xdata()), list(line.get_ydata()), strict=True)} == POINTS
     scattered = overview.curves(overview.load(runs), "val_loss", overview.Look("model.stride", by=["model.stride"]))
     assert {(x, y) for line in scattered.lines for x, y in zip(line.x, line.mean, strict=True)} == POINTS
     lines = overview.curves(overview.load(runs), "val_loss", overview.Look(by=["model.stride"])).lines

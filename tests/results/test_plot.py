@@ -46,7 +46,7 @@ def test_a_panel_for_each_metric(runs: Path):
     assert [axes.get_ylabel() for axes in plot.draw(runs, rows, ["em", "train_loss"]).axes] == ["em", "train_loss"]
 
 
-def test_a_curve_skips_what_is_missing_and_not_finite(tmp_path: Path):
+def test_a_curve_skips_missing_and_non_finite_values(tmp_path: Path):
     for seed, lines in enumerate((['{"step": 1, "a": 1.0}', '{"step": 2, "a": null}'], ['{"step": 1, "a": 3.0}', '{"step": 3, "a": 5.0}'])):
         exp = {"recipe": "toy", "seed": seed}
         with RunDir.open(tmp_path, exp, exp) as run:
@@ -69,7 +69,7 @@ def test_no_text_of_a_run_is_read_as_mathematics_or_hidden(tmp_path: Path, capsy
     assert sorted(text.get_text() for text in axes.figure.legends[0].get_texts()) == [" _note=$$ \\frac", " _note=$x_{", " _note=_hidden"]
 
 
-def test_the_picture_is_written_whole(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_picture_is_written_with_its_folder(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     output = tmp_path / "new" / "tiny.png"
     assert plot.main([str(runs), "-e", "tiny", "--metric", "val_loss", "em", "--output", str(output)]) == 0
     assert capsys.readouterr().out == f"{output}\n"
@@ -200,7 +200,7 @@ def test_long_names_leave_room_for_the_plot(runs: Path):
         assert "stride" not in other
 
 
-def test_which_keys_tell_configurations_apart_may_be_said(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_by_chooses_the_keys_of_configurations(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     drawn = legend.Configurations(results.load_rows(runs)[0], ["recipe"])
     for figure in (plot.points(runs, drawn, "em", "val_loss")[0], plot.draw_panels(runs, drawn)[0]):
         assert [text.get_text() for text in figure.legends[0].get_texts()] == [" recipe=toy (6)"]
@@ -208,7 +208,7 @@ def test_which_keys_tell_configurations_apart_may_be_said(runs: Path, tmp_path: 
     assert "unknown key 'model.strde'. Did you mean 'model.stride'?" in capsys.readouterr().err
 
 
-def test_points_of_runs_that_lack_a_number_are_left_out(runs: Path):
+def test_points_of_runs_without_a_number_are_left_out(runs: Path):
     exp = {"recipe": "toy", "seed": 0, "model": {"name": "m", "stride": 4, "kind": "a_b & 50%"}}
     with RunDir.open(runs, exp, exp) as run:
         run.scores.append({"step": 1, "val_loss": 1.0})
@@ -257,7 +257,7 @@ def strides(figure) -> set[int]:
 
 
 @pytest.mark.parametrize(("metric", "top"), [("val_loss", 12), ("em", 12), ("val_loss", 3)])
-def test_the_best_configurations_are_drawn_and_the_others_counted(hundred: Path, metric: str, top: int):
+def test_the_best_configurations_are_drawn_and_all_counted(hundred: Path, metric: str, top: int):
     figure, remarks = plot.draw_panels(hundred, legend.Configurations(results.load_rows(hundred)[0], most=top), [metric])
     best = sorted(range(100), key=lambda number: (abs(number - 50), number))
     assert len(strides(figure)) == top

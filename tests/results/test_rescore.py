@@ -38,24 +38,24 @@ def scores(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, 
 
 
 def test_overall_and_by_source(file: Path, capsys: pytest.CaptureFixture[str]):
-    found = scores(capsys, file)[str(file)]
-    assert {source: (part["rows"], part["em"], part["f1"]) for source, part in found.items()} == {
+    result = scores(capsys, file)[str(file)]
+    assert {source: (part["rows"], part["em"], part["f1"]) for source, part in result.items()} == {
         "all": (4, 1 / 2, pytest.approx((2 + 2 / 3) / 4)),
         "nq": (2, 1, 1),
         "squad": (1, 0, 0),
         "squad_hard": (1, 0, pytest.approx(2 / 3)),
     }
-    assert scores(capsys, file.parents[1]) == {str(file): found}, "the save directory leads to its inference"
-    assert scores(capsys, file.parent) == {str(file): found}
+    assert scores(capsys, file.parents[1]) == {str(file): result}, "the save directory leads to its inference"
+    assert scores(capsys, file.parent) == {str(file): result}
 
 
 def test_chosen_rows(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     index = tmp_path / "hard.txt"
     index.write_text("3\n\n0\n")
-    found = scores(capsys, file, "--index_file", index, "--metrics", "squad")[str(file)]
-    assert (found["all"]["rows"], found["all"]["em"]) == (2, 1 / 2)
-    found = scores(capsys, file, "--datasets", "squad", "squad_hard")[str(file)]
-    assert (found["all"]["rows"], found["all"]["em"], set(found)) == (2, 0, {"all", "squad", "squad_hard"})
+    result = scores(capsys, file, "--index_file", index, "--metrics", "squad")[str(file)]
+    assert (result["all"]["rows"], result["all"]["em"]) == (2, 1 / 2)
+    result = scores(capsys, file, "--datasets", "squad", "squad_hard")[str(file)]
+    assert (result["all"]["rows"], result["all"]["em"], set(result)) == (2, 0, {"all", "squad", "squad_hard"})
 
 
 def test_the_best_of_rows_that_ask_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -66,8 +66,8 @@ def test_the_best_of_rows_that_ask_the_same(tmp_path: Path, capsys: pytest.Captu
 
 def test_every_metric_with_its_options(file: Path, capsys: pytest.CaptureFixture[str]):
     metrics = ["squad", '{"name": "rouge", "stemmer": true}', "bleu", "meteor", "knowledge"]
-    found = scores(capsys, file, "--metrics", *metrics)[str(file)]["all"]
-    assert {"em", "rougeLsum", "bleu", "meteor", "k_precision", "k_f1_plus_plus"} <= found.keys()
+    result = scores(capsys, file, "--metrics", *metrics)[str(file)]["all"]
+    assert {"em", "rougeLsum", "bleu", "meteor", "k_precision", "k_f1_plus_plus"} <= result.keys()
 
 
 def test_tables(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -99,7 +99,7 @@ def test_tables(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         (["--datasets", "sqad"], "val.jsonl: --datasets: unknown source 'sqad'. Did you mean 'squad'? Known: nq, squad, squad_hard."),
         (["--index_file", "nowhere.txt"], "nowhere.txt: no such file."),
         (["--index_file", "FOLDER/far.txt"], "--index_file: row 4 of 4, counted from 0."),
-        (["--index_file", "FOLDER/twice.txt"], "--index_file: row 1 stands there 2 times."),
+        (["--index_file", "FOLDER/twice.txt"], "--index_file: row 1 is listed 2 times."),
         (["--index_file", "FOLDER/word.txt"], "word.txt:2: expected the number of a row, counted from 0, got '-1'."),
         (["--index_file", "FOLDER/zero.txt", "--datasets", "squad"], "val.jsonl: no row is left of 4."),
     ],
@@ -124,7 +124,7 @@ def test_mistakes_are_one_line(file: Path, capsys: pytest.CaptureFixture[str], a
         (json.dumps(row("a", "b", answers="b")) + "\n", "val.jsonl:1: field 'answers': expected a list of str, got 'b'."),
     ],
 )
-def test_files_that_are_none(file: Path, capsys: pytest.CaptureFixture[str], content: str, message: str):
+def test_malformed_files(file: Path, capsys: pytest.CaptureFixture[str], content: str, message: str):
     file.write_text(content)
     assert rescore.main([str(file)]) == 1
     assert message in capsys.readouterr().err
@@ -134,4 +134,4 @@ def test_nothing_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert rescore.main([str(tmp_path / "x.jsonl")]) == 1
     assert "x.jsonl: no such file." in capsys.readouterr().err
     assert rescore.main([str(tmp_path)]) == 1
-    assert "no inference in this folder. Name a save directory whose run has ended, or a file." in capsys.readouterr().err
+    assert "no inference in this folder. Name the save directory of a finished run, or a file." in capsys.readouterr().err

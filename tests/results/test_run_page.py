@@ -89,7 +89,7 @@ def test_nothing_is_loaded_or_run_and_hostile_text_is_text(run: Path, tmp_path: 
     assert "".join(parsed.texts).count(HOSTILE) == 6, "both titles, reason, layer, event and experiment"
 
 
-def test_heat_maps_mark_zero_and_what_is_not_finite():
+def test_heat_maps_mark_zero_and_non_finite_values():
     kind = layers.Layers("x")
     for step, values in {1: (1e-3, None, 0.0), 5: (1.0, 10.0, 0.0)}.items():
         for name, value in zip("abc", values, strict=True):
@@ -111,7 +111,7 @@ def test_many_steps_are_thinned_to_the_last():
     assert kind.steps() == sorted(kind.steps())
 
 
-def test_a_run_that_has_only_begun_and_damaged_lines(run: Path, tmp_path: Path):
+def test_a_run_without_scores_and_damaged_lines(run: Path, tmp_path: Path):
     with open(run / run_page.PERF, "a") as file:
         file.write('{"step": 2, "tokens_per_second": 20.0}\n[1]\n{"step": 6, "torn')
     with open(run / layers.FILE, "a") as file:
@@ -143,7 +143,7 @@ def test_a_run_of_a_group_is_called_by_what_distinguishes_it_and_shows_its_answe
     assert '<section class="only-wrong">' in text
 
 
-def test_a_run_is_found_by_the_beginning_of_its_id(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_run_is_found_by_the_start_of_its_id(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     output = tmp_path / "page.html"
     assert run_page.main([run.name[:6], "--runs", str(run.parent), "-o", str(output)]) == 0
     assert run.name in output.read_text()

@@ -71,8 +71,8 @@ def test_several_groups_and_where_the_runs_are(runs: Path, capsys: pytest.Captur
         (["-e", "tiny", runs], [1, 2]),
         (["--group", "late/one", "--", runs], [7]),
     ):
-        found = json.loads(printed(capsys, "--by", "model.stride", "--format", "json", *words))
-        assert [row["model.stride"] for row in found] == strides, words
+        result = json.loads(printed(capsys, "--by", "model.stride", "--format", "json", *words))
+        assert [row["model.stride"] for row in result] == strides, words
     monkeypatch.setattr(run_arguments, "RUNS", runs)
     assert len(json.loads(printed(capsys, "-e", "tiny", "late/one", "--by", "model.stride", "--format", "json"))) == 3
 
@@ -120,7 +120,7 @@ def test_one_seed_has_no_deviation(runs: Path, capsys: pytest.CaptureFixture[str
     assert "±" not in text
 
 
-def test_what_is_not_done_or_not_readable_is_said_beside_the_table(runs: Path, capsys: pytest.CaptureFixture[str]):
+def test_unfinished_and_unreadable_runs_are_reported_on_stderr(runs: Path, capsys: pytest.CaptureFixture[str]):
     exp = {"recipe": "toy", "seed": 9, "model": {"name": "m", "stride": 1, "kind": "a_b & 50%"}}
     with RunDir.open(runs, exp, exp, facts={"groups": ["tiny"]}) as run:
         run.set_status("failed")
@@ -130,10 +130,10 @@ def test_what_is_not_done_or_not_readable_is_said_beside_the_table(runs: Path, c
     assert "| 1 | 4 | " in captured.out
     assert "3 done, 1 failed" in captured.out or "1 failed, 3 done" in captured.out
     assert "exp_dict.json: no such file" in captured.err
-    assert "1 of 7 runs are not done; the means are over the others; --unfinished takes all." in captured.err
+    assert "1 of 7 runs are not done; the means are over finished runs; --unfinished takes all." in captured.err
 
 
-def test_runs_that_were_stopped_before_their_first_score_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_runs_that_were_stopped_before_their_first_score_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     exp = {"recipe": "toy", "seed": 9}
     with RunDir.open(tmp_path, exp, exp, facts={"groups": ["tiny"]}) as run:
         run.set_status("stopped")
@@ -204,13 +204,13 @@ def test_the_95_percent_interval(runs: Path, capsys: pytest.CaptureFixture[str])
     assert "95 % interval" in printed(capsys, runs, "--interval", "ci95")
 
 
-def test_what_a_mean_hides_is_said(runs: Path, capsys: pytest.CaptureFixture[str]):
+def test_differences_within_a_mean_are_reported(runs: Path, capsys: pytest.CaptureFixture[str]):
     for seed in range(3, 10):
         exp = {"recipe": "toy", "seed": seed, "model": {"name": "m", "stride": 1, "kind": "a_b & 50%"}}
         with RunDir.open(runs, exp, exp, facts={"groups": ["tiny"]}) as run:
             run.set_status("done")
     assert table.main([str(runs), "--format", "markdown"]) == 0
-    assert "model.stride=2: no run with seed 3, 4, 5, 6, 7, 8, 9, which others have." in capsys.readouterr().err
+    assert "model.stride=2: no run with seed 3, 4, 5, 6, 7, 8, 9; other rows have it." in capsys.readouterr().err
     assert table.main([str(runs), "--by", "model.kind", "--format", "markdown"]) == 0
     assert "the means are over different model.stride." in capsys.readouterr().err
 

@@ -18,7 +18,7 @@ def row(mean: float | None, half: float | None, count: int = 2) -> dict[str, Any
     return {"em": mean, "em_std": half, "em_n": count, "em_nan": 0, "runs": 2, "done": count, "over": "done"}
 
 
-def test_scores_come_first_and_what_is_the_same_is_said_once(runs: Path, capsys: pytest.CaptureFixture[str]):
+def test_scores_come_first_and_constants_are_one_line(runs: Path, capsys: pytest.CaptureFixture[str]):
     lines = drawn(runs, capsys)
     headings = [text.strip() for text in lines[1].split("┃")[1:-1]]
     assert headings == ["val_loss ↓", "em", "stride"]
@@ -48,16 +48,16 @@ def test_digits_are_those_of_the_smallest_deviation(rows: list[dict[str, Any]], 
 
 def test_a_narrow_terminal_loses_facts_then_scores_then_keys():
     columns = [Column(name, name, ["x" * 17], rank) for name, rank in (("a", 0), ("b", 2), ("c", 2), ("k", 1), ("l", 1), ("f", 3))]
-    left = {width: [column.name for column in terminal_table.fit(columns, width)[0]] for width in (121, 120, 100, 80, 60, 40, 5)}
-    assert left == {121: [*"abcklf"], 120: [*"abckl"], 100: [*"abkl"], 80: [*"akl"], 60: [*"ak"], 40: ["a"], 5: ["a"]}
+    remaining = {width: [column.name for column in terminal_table.fit(columns, width)[0]] for width in (121, 120, 100, 80, 60, 40, 5)}
+    assert remaining == {121: [*"abcklf"], 120: [*"abckl"], 100: [*"abkl"], 80: [*"akl"], 60: [*"ak"], 40: ["a"], 5: ["a"]}
     assert terminal_table.fit(columns, 60)[1] == ["b", "c", "l", "f"]
 
 
 @pytest.mark.parametrize("width", [40, 80, 120])
 def test_no_line_is_wider_than_the_terminal_and_no_cell_is_cut(runs: Path, capsys: pytest.CaptureFixture[str], width: int):
     rows, _ = table.results.select(runs)
-    made, keys, scores = table.tabulate(rows, ["model.stride", "seed", "model.kind"], None)
-    columns, _ = terminal_table.arrange(made, keys, scores, "val_loss", None, "std")
+    rows_of_table, keys, scores = table.tabulate(rows, ["model.stride", "seed", "model.kind"], None)
+    columns, _ = terminal_table.arrange(rows_of_table, keys, scores, "val_loss", None, "std")
     terminal_table.draw(columns, ["about"], width)
     text = capsys.readouterr().out
     assert max(len(line.rstrip()) for line in text.splitlines() if line[:1] in "┏┃┡│└") <= width
@@ -74,7 +74,7 @@ def test_columns_are_chosen_by_name_in_any_order(runs: Path, capsys: pytest.Capt
     assert "--columns is for the terminal: with --format csv take --by and --scores." in capsys.readouterr().err
 
 
-def test_the_table_after_the_demo_begins_with_the_answers(demo_runs: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_table_after_the_demo_starts_with_the_answers(demo_runs: Path, capsys: pytest.CaptureFixture[str]):
     """As the dashboard does; "em" is inference/em, and what is the same in all rows can be chosen, too."""
     above = [line for line in drawn(demo_runs, capsys, "-e", "demo") if line.startswith("┃")]
     assert above[-1].split("┃")[1].strip() == "em ↑"
@@ -91,6 +91,6 @@ def test_scores_to_look_at_first():
     assert table.headline(names[:3]) == ["val_loss", "val_loss_x", "train_loss"]
 
 
-def test_long_headings_are_folded_behind_their_words():
+def test_long_headings_are_folded_between_words():
     assert Column("n", "inference/em_wrong_context", ["0.49 ± 0.04"], 2).folded == "inference/\nem_wrong_\ncontext"
     assert Column("n", "inference/em", ["0.49 ± 0.04 (2)"], 2).folded == "inference/em"

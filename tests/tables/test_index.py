@@ -98,7 +98,7 @@ def cached(runs: Path) -> set[str]:
     return set(cache.read(runs, [path.name for path in runs.iterdir()], ["record"]))
 
 
-def test_what_was_read_once_is_not_read_again(runs: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_unchanged_run_is_read_once(runs: Path, monkeypatch: pytest.MonkeyPatch):
     first = answer(runs)
     assert len(cached(runs)) == 6
     monkeypatch.setattr(scan, "_read_record", None)  # calling it would fail
@@ -112,9 +112,9 @@ def test_what_changed_a_moment_ago_is_read_again(runs: Path, monkeypatch: pytest
     answer(runs)
     assert cached(runs) == set()
     status = next(runs.glob("*/status.json"))
-    kept = status.stat()
+    saved = status.stat()
     status.write_text(status.read_text().replace('"done"', '"fail"'))  # as long as before
-    os.utime(status, ns=(kept.st_atime_ns, kept.st_mtime_ns))
+    os.utime(status, ns=(saved.st_atime_ns, saved.st_mtime_ns))
     assert "expected a dict with one of the states" in answer(runs)[1][0]
 
 
@@ -186,7 +186,7 @@ def test_the_index_answers_as_a_full_scan_of_any_tree(runs: Path, seed: int):
 
 
 @pytest.mark.parametrize("content", [b"", b"no database", b"SQLite format 3\0" + bytes(2000)])
-def test_a_damaged_index_is_made_anew(runs: Path, content: bytes):
+def test_a_damaged_index_is_rebuilt(runs: Path, content: bytes):
     first = answer(runs)
     (runs / CACHE).write_bytes(content)
     assert answer(runs) == first
@@ -194,7 +194,7 @@ def test_a_damaged_index_is_made_anew(runs: Path, content: bytes):
     assert len(cached(runs)) == 6
 
 
-def test_an_index_of_another_version_is_made_anew(runs: Path):
+def test_an_index_of_another_version_is_rebuilt(runs: Path):
     first = answer(runs)
     with sqlite3.connect(runs / CACHE) as database:
         database.execute("PRAGMA user_version = 99")
@@ -238,7 +238,7 @@ def test_a_folder_where_no_index_can_lie(runs: Path, caplog: pytest.LogCaptureFi
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody who may not write")
-def test_a_folder_that_may_only_be_read(at_once: None):
+def test_a_read_only_folder(at_once: None):
     folder = Path(tempfile.mkdtemp())
     try:
         runs = folder / "runs"
@@ -281,14 +281,14 @@ def test_many_processes_at_once(runs: Path):
     assert len(cached(runs)) == 6
 
 
-def test_summaries_are_of_what_was_written(tmp_path: Path):
+def test_summaries_have_the_last_written_values(tmp_path: Path):
     path = make(tmp_path, 1)
     status = json.loads((path / "status.json").read_text())
     assert parse_summary(status[SUMMARY]) == summarize(path / "scores.jsonl")
     assert parse_summary(status[SUMMARY]).last == {"loss": 1 + 1 / 3, "em": None}  # type: ignore[union-attr]
 
 
-def test_no_history_is_read_for_a_table_of_runs_that_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_no_history_is_read_for_a_table_of_running_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     exp = experiment(1)
     with RunDir.open(tmp_path, exp, exp) as run:
         for step in range(1, 4):
@@ -302,7 +302,7 @@ def test_no_history_is_read_for_a_table_of_runs_that_go_on(tmp_path: Path, monke
         assert results.load_rows(tmp_path)[0][0]["loss"] == 0.25
 
 
-def test_a_run_whose_status_has_no_summary_is_read_from_its_scores(tmp_path: Path):
+def test_a_run_without_a_summary_in_its_status_is_read_from_its_scores(tmp_path: Path):
     path = make(tmp_path, 1)
     status = json.loads((path / "status.json").read_text())
     del status[SUMMARY]
@@ -324,7 +324,7 @@ def test_runs_that_are_gone_are_forgotten(runs: Path):
 @pytest.mark.parametrize("change", ["altered", "cut", "longer", "replaced"])
 def test_a_summary_of_other_scores_is_not_believed(tmp_path: Path, change: str):
     path = make(tmp_path, 1) / "scores.jsonl"
-    known = summarize(path)
+    earlier = summarize(path)
     lines = path.read_text().splitlines(keepends=True)
     changed = {
         "altered": [*lines[:-1], lines[-1].replace("1.33", "1.44")],
@@ -333,12 +333,12 @@ def test_a_summary_of_other_scores_is_not_believed(tmp_path: Path, change: str):
         "replaced": ['{"step": 1, "other": 2.0}\n'] * 9,
     }
     path.write_text("".join(changed[change]))
-    assert summarize(path, known) == summarize(path)
-    assert summarize(path) != known
+    assert summarize(path, earlier) == summarize(path)
+    assert summarize(path) != earlier
 
 
 @pytest.mark.parametrize("value", [None, {}, {"bytes": "1"}, {"bytes": 1, "tail": "", "step": 1, "names": ["a"], "values": []}])
-def test_what_is_no_summary(value: Any):
+def test_malformed_summaries_are_ignored(value: Any):
     assert parse_summary(value) is None
 
 
@@ -382,32 +382,32 @@ def test_histories_are_those_in_the_files_however_they_grow(runs: Path, seed: in
         else:
             (runs / CACHE).unlink(missing_ok=True)
         tick(runs)
-        found, warnings = curves.histories(runs, names, rng.choice([["loss"], ["loss", "late"], ["em", "late"]]))
+        result, warnings = curves.histories(runs, names, rng.choice([["loss"], ["loss", "late"], ["em", "late"]]))
         assert warnings == []
         for name in names:
             if columns_of(runs, name):
-                same(found[name], columns_of(runs, name))
+                same(result[name], columns_of(runs, name))
 
 
-def test_only_what_was_appended_is_parsed(runs: Path, monkeypatch: pytest.MonkeyPatch):
+def test_only_appended_rows_are_parsed(runs: Path, monkeypatch: pytest.MonkeyPatch):
     name = exp_id(experiment(1))
     curves.histories(runs, [name], ["loss"])
     with open(runs / name / "scores.jsonl", "a") as file:
         file.write('{"step": 4, "loss": 0.125}\n')
     tick(runs)
-    seen = []
+    collected = []
     real = curves.parse_rows
-    monkeypatch.setattr(curves, "parse_rows", lambda piece, path: seen.append(piece.lines) or real(piece, path))
-    found, _ = curves.histories(runs, [name], ["loss"])
-    assert found[name]["loss"].tolist() == [2.0, 1.5, 1 + 1 / 3, 0.125]
-    assert seen == [b'{"step": 4, "loss": 0.125}\n']
+    monkeypatch.setattr(curves, "parse_rows", lambda piece, path: collected.append(piece.lines) or real(piece, path))
+    result, _ = curves.histories(runs, [name], ["loss"])
+    assert result[name]["loss"].tolist() == [2.0, 1.5, 1 + 1 / 3, 0.125]
+    assert collected == [b'{"step": 4, "loss": 0.125}\n']
     curves.histories(runs, [name], ["loss", "em"])
-    assert len(seen) == 1, "nothing changed, so nothing was read"
+    assert len(collected) == 1, "nothing changed, so nothing was read"
 
 
-def test_damaged_scores_are_named_and_the_others_are_there(runs: Path):
+def test_damaged_scores_are_named_and_the_remaining_runs_listed(runs: Path):
     names = [exp_id(experiment(number)) for number in (1, 2)]
     (runs / names[0] / "scores.jsonl").write_text('{"step": 1}\noops\n')
-    found, warnings = curves.histories(runs, names, ["loss"])
-    assert list(found) == [names[1]]
+    result, warnings = curves.histories(runs, names, ["loss"])
+    assert list(result) == [names[1]]
     assert "scores.jsonl:2: not a row of scores" in warnings[0]

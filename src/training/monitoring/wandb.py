@@ -1,5 +1,6 @@
 """Weights & Biases: the only module that calls it. The key comes from the environment or netrc and is never written."""
 
+import contextlib
 import logging
 import math
 import os
@@ -23,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class Wandb:
-    """One wandb run per experiment, whose rows are those of scores.jsonl: a restart continues it by its id, and logs no step twice.
+    """One wandb run per experiment, with the rows of scores.jsonl: a restart continues it by its id, and logs no step twice.
 
     Offline each start writes a folder <run>/wandb/offline-run-*; `wandb sync --id` makes one run of them.
 
@@ -43,7 +44,7 @@ class Wandb:
         identity = _identity(run)
         self.last_step = -1 if online else _last_step(run.path, identity)
         """Rows up to this step are logged."""
-        # Of the command, code and machine env.json has what is no secret; wandb would send the whole command and the whole diff.
+        # env.json has the parts of the command, code and machine that are no secret; wandb would send the full command and diff.
         settings = wandb.Settings(disable_git=True, disable_code=True, disable_job_creation=True, x_disable_meta=True)
         try:
             self.wandb = wandb.init(
@@ -62,7 +63,7 @@ class Wandb:
             raise RunError(f"wandb: {reason} Run `wandb login`, or leave out --wandb_entity_name to log to files.") from None
         if online and self.wandb.resumed:
             self.last_step = self.wandb.step - 1
-        for row in run.dir.scores.rows():  # what a killed start did not bring to wandb any more
+        for row in run.dir.scores.rows():  # rows that a killed start did not log to wandb
             self._log(row)
         if options.gradients:
             self.wandb.watch(model, log="gradients", log_freq=run.options.log_every or 100)
@@ -89,14 +90,24 @@ def _identity(run: runs.Run) -> str:
     """The id of the experiment; with a number appended after -r 1, which starts another wandb run. Stored in wandb.json."""
     file = run.path / ID
     if file.exists():
-        found = read_json(file, RunError)
-        if isinstance(found, dict) and isinstance(found.get("id"), str):
-            return found["id"]
-        raise RunError(f'{file}: expected {{"id": ...}}. Delete it to begin another wandb run.')
-    resets = len(list((run.places.runs / DELETED).glob(f"{run.dir.exp_id}*")))
-    identity = f"{run.dir.exp_id}-{resets}" if resets else run.dir.exp_id
+        saved = read_json(file, RunError)
+        if isinstance(saved, dict) and isinstance(saved.get("id"), str):
+            return saved["id"]
+        raise RunError(f'{file}: expected {{"id": ...}}. Delete it to start another wandb run.')
+    resets = list((run.places.runs / DELETED).glob(f"{run.dir.exp_id}*"))
+    number = max([len(resets), *(1 + _reset_number(path / ID) for path in resets)])  # older ones can have been deleted
+    identity = f"{run.dir.exp_id}-{number}" if number else run.dir.exp_id
     write_json(file, {"id": identity})
     return identity
+
+
+def _reset_number(file: Path) -> int:
+    """The number at the end of the id in a wandb.json; 0 without one."""
+    with contextlib.suppress(RunError):
+        saved = read_json(file, RunError, None)
+        number = str(saved.get("id", "")).partition("-")[2] if isinstance(saved, dict) else ""
+        return int(number) if number.isdecimal() else 0
+    return 0
 
 
 def _last_step(path: Path, identity: str) -> int:
@@ -109,7 +120,7 @@ def _last_step(path: Path, identity: str) -> int:
         except subprocess.TimeoutExpired:
             done = None
         if done is None or done.returncode:
-            log.warning("%s: wandb cannot read it, so that steps that are trained again may stand in it twice.", file)
+            log.warning("%s: wandb cannot read it, so steps that are trained again can be logged twice.", file)
             continue
         for line in done.stdout.splitlines():
             if '"history"' in line and (record := parse_json(line, file, RunError))["type"] == "history":

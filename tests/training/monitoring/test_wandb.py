@@ -44,7 +44,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def logged(run: Path) -> list[tuple[str, list[dict[str, Any]]]]:
     """(id, rows) of each offline run below the save directory, in the order of their start."""
-    found = []
+    result = []
     for folder in sorted((run / "wandb").glob("offline-run-*")):
         command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(folder)]
         lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
@@ -52,8 +52,8 @@ def logged(run: Path) -> list[tuple[str, list[dict[str, Any]]]]:
         (file,) = folder.glob("run-*.wandb")
         identity = file.stem.removeprefix("run-")
         assert {record["run"]["run_id"] for record in records if record["type"] == "run"} <= {identity}  # none where a kill lost all
-        found.append((identity, [record["history"]["item"] for record in records if record["type"] == "history"]))
-    return found
+        result.append((identity, [record["history"]["item"] for record in records if record["type"] == "history"]))
+    return result
 
 
 def environment(root: Path, **more: str) -> dict[str, str]:
@@ -69,9 +69,9 @@ def start(root: Path, arguments: list[str], **variables: str) -> warm.Process:
 
 def ended(root: Path, process: warm.Process, code: int) -> str:
     """What all have printed, when it has ended."""
-    found = process.wait(timeout=600)
+    result = process.wait(timeout=600)
     printed = (root.parent / "printed").read_text()
-    assert found == code, printed
+    assert result == code, printed
     return printed
 
 
@@ -95,10 +95,10 @@ def killed_and_stopped(root: Path) -> tuple[Path, str]:
 @pytest.mark.slow
 def test_restarts_continue_the_run_and_log_no_step_twice(root: Path, killed_and_stopped: tuple[Path, str]):
     """Also the rows that a killed process could not hand over any more are there."""
-    found = logged(killed_and_stopped[0])
-    assert [identity for identity, _ in found] == [exp_id(EXP)] * 3
-    assert found[1][1], "the one that was told to stop lost its rows"
-    rows = [row for _, rows in found for row in rows]
+    result = logged(killed_and_stopped[0])
+    assert [identity for identity, _ in result] == [exp_id(EXP)] * 3
+    assert result[1][1], "the one that was told to stop lost its rows"
+    rows = [row for _, rows in result for row in rows]
     assert [row["_step"] for row in rows] == [*range(1, 31)]
     scores = toy.rows(root.parent, exp_id(EXP))
     assert [row["train_loss"] for row in rows] == [row["train_loss"] for row in scores]
@@ -176,8 +176,8 @@ def test_a_damaged_id_is_named(tmp_path: Path):
     with RunDir.open(tmp_path / "runs", EXP, {}) as opened:
         (opened.path / "wandb.json").write_text("[]")
         options = runs.Wandb(None, "p", None, False)
-        told = f'{opened.path}/wandb.json: expected {{"id": ...}}. Delete it to begin another wandb run.'
-        with pytest.raises(RunError, match=re.escape(told)):
+        message = f'{opened.path}/wandb.json: expected {{"id": ...}}. Delete it to start another wandb run.'
+        with pytest.raises(RunError, match=re.escape(message)):
             Wandb(runs.Run(opened, Places(tmp_path, tmp_path / "runs"), runs.Options(None, options)), options, nn.Linear(1, 1))
 
 
@@ -193,14 +193,14 @@ def test_a_trial_of_an_agent_is_online_or_refused(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("WANDB_SWEEP_ID", "s1")
     options = arguments.training_options(args, 1).wandb
     assert options is not None
-    asked: dict[str, Any] = {}
+    arguments_of_init: dict[str, Any] = {}
 
-    def init(**given: Any) -> None:
-        asked.update(given)
+    def init(**settings: Any) -> None:
+        arguments_of_init.update(settings)
         raise wandb.Error("no key")
 
     monkeypatch.setattr(wandb, "init", init)
-    for mode, told in (
+    for mode, message in (
         (None, "wandb: no key Run `wandb login`"),
         ("offline", "WANDB_MODE is 'offline', so this trial's sweep would get no"),
     ):
@@ -208,9 +208,9 @@ def test_a_trial_of_an_agent_is_online_or_refused(tmp_path: Path, monkeypatch: p
             monkeypatch.delenv("WANDB_MODE", raising=False)
         else:
             monkeypatch.setenv("WANDB_MODE", mode)
-        with RunDir.open(tmp_path / "runs", EXP, {}) as opened, pytest.raises(RunError, match=re.escape(told)):
+        with RunDir.open(tmp_path / "runs", EXP, {}) as opened, pytest.raises(RunError, match=re.escape(message)):
             Wandb(runs.Run(opened, Places(tmp_path, tmp_path / "runs"), runs.Options(None, options)), options, nn.Linear(1, 1))
-    assert {name: asked[name] for name in ("mode", "entity", "project", "id", "resume")} == {
+    assert {name: arguments_of_init[name] for name in ("mode", "entity", "project", "id", "resume")} == {
         "mode": "online",
         "entity": None,
         "project": None,
