@@ -79,7 +79,8 @@ def test_special_files_are_refused_without_blocking(kind: str, tmp_path: Path, m
     if kind == "FIFO":
         os.mkfifo(path)
     elif kind == "socket":
-        socket.socket(socket.AF_UNIX).bind("a.jsonl")
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind("a.jsonl")
     else:
         path.symlink_to("/dev/zero")
     for read in (

@@ -4,25 +4,20 @@ import hashlib
 import json
 import logging
 import os
-import re
 import shutil
 import stat
 import subprocess
 from collections.abc import Iterator, Sequence
-from fnmatch import fnmatch
 from pathlib import Path, PurePath
 
 from src.errors import LaunchError
 from src.files import MANIFEST, defect, new_directory, reading
-from src.runs.environment import SECRET_FILES, SNAPSHOT, code_version
+from src.runs.code_version import SNAPSHOT, code_version, is_python_installation, looks_secret
 
 MAX_FILE_BYTES = 20_000_000
 MAX_BYTES = 200_000_000
 MOST_NAMES = 10
 """Most files that are named in the log."""
-SECRET_WORDS = {"secret", "secrets", "token", "password", "passwords", "passwd", "apikey", "credential", "credentials"}
-"""A file whose name has one of these words is left out (wandb_token.txt, my-secrets.yaml), but for modules (tokenizers.py, token.py)."""
-SECRET_MODULES = {"secret.py", "secrets.py", "credentials.py", "password.py", "passwords.py"}
 LEFT_OUT = {"__pycache__", "node_modules"}
 """Folders that are skipped without git, besides hidden ones, environments and results."""
 _RESERVED = {SNAPSHOT, MANIFEST}
@@ -38,7 +33,7 @@ def take(root: Path, snapshots: Path, leave_out: Sequence[Path] = ()) -> Path:
     """Copy the code in `root` to <snapshots>/<digest>, unless that is there, and give that folder.
 
     The code is what git tracks or would track, but no environment; without git, every file but those of `LEFT_OUT`.
-    Links are followed. Likely secrets are excluded, by `SECRET_FILES` and `SECRET_WORDS`, and named in the log.
+    Links are followed. Likely secrets are excluded, by `looks_secret`, and named in the log.
     The digest is that of the paths, the modes and the contents.
 
     leave_out: folders that are not code, such as save directories.
@@ -57,7 +52,7 @@ def take(root: Path, snapshots: Path, leave_out: Sequence[Path] = ()) -> Path:
         try:
             with new_directory(final) as folder:
                 _copy(found, folder)
-                (folder / SNAPSHOT).write_text(json.dumps(code_version(root), indent=4) + "\n", encoding="utf-8")
+                (folder / SNAPSHOT).write_text(json.dumps(code_version(root, leave_out), indent=4) + "\n", encoding="utf-8")
         except _ChangedError:
             continue
         return final
@@ -105,16 +100,6 @@ def _check_size(path: Path, size: int, total: int) -> None:
         raise LaunchError(f"{path}: with it the code has more than {MAX_BYTES:,} bytes. {advice}")
 
 
-def looks_secret(name: str) -> bool:
-    """Whether a file of this name is left out of a snapshot."""
-    lower = name.lower()
-    if any(fnmatch(lower, pattern) for pattern in SECRET_FILES) and not lower.endswith(".py"):
-        return True
-    if lower.endswith((".py", ".sh")):
-        return lower in SECRET_MODULES
-    return not SECRET_WORDS.isdisjoint(re.split(r"[^a-z0-9]+", lower))
-
-
 def _git_files(root: Path, apart: Sequence[Path]) -> dict[str, Path] | None:
     """What git tracks or would track below `root`; None where git does not know the code."""
     try:
@@ -131,7 +116,7 @@ def _git_files(root: Path, apart: Sequence[Path]) -> dict[str, Path] | None:
     if done.returncode != 0 or "trainval.py" not in names:
         return None
     folders = {folder for name in names for folder in PurePath(name).parents} - {PurePath()}
-    environments = {folder for folder in folders if _is_environment(root / folder)}
+    environments = {folder for folder in folders if is_python_installation(root / folder)}
     found: dict[str, Path] = {}
     for name in dict.fromkeys(names):
         path = root / name
@@ -163,15 +148,10 @@ def _walk(folder: Path, name: str, apart: Sequence[Path], above: tuple[Path, ...
             yield inner, Path(entry.path)
 
 
-def _is_environment(folder: Path) -> bool:
-    """Whether it holds an installation of Python, whatever it is called."""
-    return any((folder / sign).exists() for sign in ("pyvenv.cfg", "conda-meta"))
-
-
 def _is_in_environment(folder: Path, above: Path) -> bool:
     """Whether `folder`, an entry of `above`, is an installation of Python or a link to a part of one. Code may itself lie in one."""
     real, outside = folder.resolve(), {above.resolve(), *above.resolve().parents}
-    return any(_is_environment(each) for each in (real, *real.parents) if each not in outside)
+    return any(is_python_installation(each) for each in (real, *real.parents) if each not in outside)
 
 
 def _is_below(path: Path, folders: Sequence[Path]) -> bool:

@@ -17,6 +17,7 @@ from src import distributed
 from src.errors import RunError, UserError
 from src.files import read_json, reading
 from src.runs import environment, jsonl_records
+from src.runs.code_version import code_version
 from src.runs.metadata import ENV
 
 FILE = "ledger.jsonl"
@@ -129,7 +130,7 @@ def user_and_host() -> str:
 @functools.cache
 def commit() -> str | None:
     """The git commit of this code, with "+" if it has uncommitted changes; None if not known. Computed once."""
-    return _commit(environment.code_version(_ROOT))
+    return _commit(code_version(_ROOT))
 
 
 def last_start(run: Path) -> dict[str, str | None]:

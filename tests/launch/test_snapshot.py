@@ -9,7 +9,7 @@ import pytest
 
 from src.errors import LaunchError
 from src.launch import snapshot
-from src.runs import environment
+from src.runs.code_version import code_version
 
 
 def git(root: Path, *words: str) -> str:
@@ -200,7 +200,7 @@ def test_the_snapshot_knows_the_commit_and_what_was_not_committed(root: Path, tm
     taken = snapshot.take(root, root / "results" / "snapshots")
     commit = git(root, "rev-parse", "HEAD")
     git(root, "commit", "-q", "-a", "-m", "later")
-    facts = environment.code_version(taken)
+    facts = code_version(taken)
     assert (facts["commit"], facts["branch"], facts["dirty"]) == (commit, "main", True)
     assert "+print('changed')" in facts["diff"]
     assert json.loads((taken / "snapshot.json").read_text()) == facts
