@@ -166,7 +166,7 @@ def _add_changes(changes: _Changes, git: _Git, base: str | None, inside: str, pr
     repositories = [*sorted(links), *(name.rstrip("/") for name in new if name.endswith("/"))]
     names |= dict.fromkeys(name for name in new if not name.endswith("/") and not looks_secret(PurePath(name).name))
     chosen = []
-    for name in names.keys() - links:
+    for name in sorted(names.keys() - links):  # a folder that was a file comes before its files
         if reason := _reason_to_omit(git.folder / name, name):
             changes.omitted.append(_describe(git.folder / name, prefix + name, reason))
         else:

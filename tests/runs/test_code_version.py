@@ -1,6 +1,7 @@
 """The recorded code version reproduces the tree."""
 
 import os
+import shutil
 import stat
 import subprocess
 from pathlib import Path
@@ -43,7 +44,7 @@ def root(tmp_path: Path) -> Path:
     write(
         root, {**files, "binary.bin": BINARY, "no_newline": "a\nb", "latin.txt": b"caf\xe9\n", ".gitignore": "ignored\n", "trainval.py": ""}
     )
-    write(root, {"gone.bin": BINARY[::-1], "crlf.txt": "a\r\nb\r\n", "staged.py": "1\n", "folder": "a file\n"})
+    write(root, {"gone.bin": BINARY[::-1], "crlf.txt": "a\r\nb\r\n", "staged.py": "1\n", "folder": "a file\n", "directory/a/b.py": "1\n"})
     os.symlink("src/changed.py", root / "link")
     commit(root)
     return root
@@ -98,6 +99,8 @@ def change_everything(root: Path) -> None:
     (root / "new_link").symlink_to("nowhere")
     (root / "folder").unlink()
     write(root, {"folder/inner.py": "1\n"})
+    shutil.rmtree(root / "directory")
+    write(root, {"directory": "a file now\n"})
 
 
 @pytest.mark.parametrize("config", [{}, {"diff.noprefix": "true", "color.ui": "always", "diff.context": "0", "diff.renames": "copies"}])
