@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from src.config import Problems, describe_value, join, shorten, top_level, unknown
+from src.config import Problems, describe_value, join, shorten, top_level, unknown, unknown_text
 from src.errors import ConfigError
 from src.experiments import expressions
 from src.launch.job import LauncherConfig, bind_launcher
@@ -14,6 +14,7 @@ from src.runs.metadata import flatten
 
 ENV_PATH = "ENV_PATH"
 """Environment variable: the folder of the Python environment of the jobs."""
+_EXAMPLES = "resources/job_configs"
 _SUBMISSIONS = "submissions"
 """Field of a launcher's Config that keeps its state in the folder of the submissions."""
 
@@ -86,7 +87,8 @@ def load_named(name: str, runs: Path, experiments: Iterable[Mapping[str, Any]]) 
     """
     entries = top_level("job_configs", "JOB_CONFIGS")
     if name not in entries:
-        raise unknown("job config", name, entries, "-j")
+        examples = ", ".join(sorted(f"{_EXAMPLES}/{path.name}" for path in Path(__file__).parents[2].joinpath(_EXAMPLES).glob("*.md")))
+        raise ConfigError(f"-j: {unknown_text('job config', name, entries)} Add it to job_configs.py; examples: {examples}.")
     found = load(name, entries[name], runs, os.environ.get(ENV_PATH))
     found.check_names(experiments)
     found.launcher.check()

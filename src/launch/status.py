@@ -22,8 +22,6 @@ from src.launch.tracking import LOOK, Question, TrackedJob, track
 from src.runs import events, lease, metadata, parents, scores
 
 LOGS = "logs"
-_SILENT_SECONDS = 10 * lease.STALE_SECONDS
-"""A forgotten job whose run is held on another machine counts as running if its heartbeat is more recent than this."""
 _ID = re.compile(r"[0-9a-f]{32}")
 State = Literal["never", "queued", "running", "done", "failed", "stopped", "lost", "unknown"]
 
@@ -151,7 +149,7 @@ def _row(runs: Path, exp_id: str, tracked: TrackedJob | None, doubt: str) -> Row
         groups[0] if groups else "",
         "unknown" if complaint and state not in ("done", "queued", "running") else state,
         "; ".join(dict.fromkeys(notes)),
-        (seen.node if seen else "") or (lease.holder_host(run) if state == "running" else ""),
+        (seen.node if seen else "") or (lease.holder_host(run) if state in ("running", "lost") else ""),
         seen.seconds if seen and seen.seconds is not None else _elapsed_seconds(status, state),
         starts,
         last.get("step"),
@@ -172,12 +170,14 @@ def _resolve_state(
     own: `metadata.state_of` the save directory. beat: `lease.heartbeat_seconds`. doubt: why nobody knows what the scheduler says.
     """
     said = str(status.get("reason") or "")
+    if own == "lost":
+        said = lease.lost_contact(run) or said
     if own == "done":
         return "done", ""
     if own == "running" and lease.holder_is_dead(run) is False:
         # Whatever happened to the job: a process on this machine trains it now.
         return "running", ""
-    beats = own == "running" and beat is not None and beat < _SILENT_SECONDS
+    beats = own == "running" and beat is not None and beat < lease.SILENT_SECONDS
     if doubt:
         # The last that its save directory says stands, unless the job may have ended or begun since without writing there.
         known = tracked is not None and (beats or own in ("failed", "stopped"))
@@ -190,7 +190,8 @@ def _resolve_state(
             return "running", f"job {tracked.job_id} is unknown to the scheduler, but its heartbeat is recent"
         if own == "new":
             return "lost", f"submitted as job {tracked.job_id}, which the scheduler no longer knows"
-        return "lost", f"job {tracked.job_id} is no longer known to the scheduler, and its process is gone"
+        gone = lease.lost_contact(run) or "its process is gone"
+        return "lost", f"job {tracked.job_id} is no longer known to the scheduler, and {gone}"
     if seen.state == "completed":
         return "failed", f"{seen.word or 'COMPLETED'} says the scheduler, but the run is not done (its state: {own})"
     if seen.state in ("failed", "cancelled"):

@@ -31,7 +31,7 @@ from src.launch.tracking import ALIVE
 from src.runs import events, heartbeat, lease, metadata
 
 NEW, KNOWN = 3, 4
-SILENT_SECONDS = 10 * lease.STALE_SECONDS
+SILENT_SECONDS = lease.SILENT_SECONDS
 """A holder without a heartbeat for so long is gone, or stopped."""
 _ROWS = 50
 """Newest rows of perf.jsonl from which durations are estimated."""

@@ -26,6 +26,9 @@ from src.runs.environment import now
 STALE_SECONDS = 30.0
 """A holder elsewhere whose counter does not change for so long is dead."""
 BEAT_SECONDS = 5.0
+SILENT_SECONDS = 10 * STALE_SECONDS
+"""A holder on another machine without a heartbeat for this long counts as not running. Not a proof that it is dead: clocks differ, and
+network file systems cache."""
 GUARD_SECONDS = 20.0
 """How long to wait for the guard, which is held for milliseconds, before giving up."""
 LEASE = "lease"
@@ -175,6 +178,19 @@ def heartbeat_seconds(path: Path) -> float | None:
         return max(0.0, time.time() - (path / LEASE).stat().st_mtime)
     except OSError:
         return None
+
+
+def lost_contact(path: Path) -> str:
+    """ "lost contact 49 min ago" for a holder on another machine that was silent for `SILENT_SECONDS`; "" in any other case.
+
+    Sufficient to count the run as not running, not to delete anything: `holder_is_dead` decides that.
+    """
+    silent = heartbeat_seconds(path)
+    if silent is None or silent <= SILENT_SECONDS or holder_is_dead(path) is not None:
+        return ""
+    minutes = int(silent // 60)
+    days, hours = minutes // 1440, minutes // 60
+    return f"lost contact {f'{days} d' if days > 1 else f'{hours} h' if hours > 1 else f'{minutes} min'} ago"
 
 
 def holder_host(path: Path) -> str:

@@ -15,7 +15,7 @@ from src.config import join
 from src.errors import ConfigError, RunError
 from src.experiments.identity import check_values, exp_id
 from src.files import read_json, reading, write_json, writing
-from src.runs.lease import directory_lock, holder_is_dead
+from src.runs.lease import directory_lock, holder_is_dead, lost_contact
 
 EXP_DICT = "exp_dict.json"
 CONFIG = "config.json"
@@ -102,15 +102,15 @@ def read_status(path: Path) -> dict[str, Any]:
 
 
 def state_of(path: Path, status: Mapping[str, Any] | None = None) -> str:
-    """State of the save directory `path`: new, running, done, failed, stopped; or lost: running with a dead holder.
+    """State of the save directory `path`: new, running, done, failed, stopped; or lost: running with a dead holder, or without contact.
 
-    A holder on another machine counts as alive. status: `read_status(path)`, if it was just read.
+    A holder on another machine counts as alive until `lost_contact`. status: `read_status(path)`, if it was just read.
 
     Raises:
         RunError: status.json is damaged.
     """
     state = (read_status(path) if status is None else status)["state"]
-    return "lost" if state == "running" and holder_is_dead(path) else state
+    return "lost" if state == "running" and (holder_is_dead(path) or lost_contact(path)) else state
 
 
 def attempts(path: Path) -> int:

@@ -11,7 +11,7 @@ from src.config import unknown
 from src.errors import ConfigError, DataError, UserError
 from src.experiments import expressions
 from src.files import reading
-from src.runs.lease import holder_is_dead
+from src.runs.lease import holder_is_dead, lost_contact
 from src.runs.metadata import CODE_VERSIONS, flatten, state_of
 from src.runs.summary import is_finite
 from src.tables.scan import RunIndex, RunRecord
@@ -36,11 +36,13 @@ class Row(dict[str, Any]):
 
     scores: tuple[str, ...] = ()
     """The keys that are scores, in order of first appearance."""
+    contact: str = ""
+    """See `lease.lost_contact`; shown for the state "lost"."""
 
     def replace(self, values: Mapping[str, Any]) -> "Row":
         """A copy with other values of some of its keys."""
         changed = Row({**self, **values})
-        changed.scores = self.scores
+        changed.scores, changed.contact = self.scores, self.contact
         return changed
 
 
@@ -210,7 +212,7 @@ def filter_rows(rows: Sequence[Row], text: str, place: str = "--where") -> list[
 
 def _row(path: Path, record: RunRecord, group: str) -> Row:
     state = record.state
-    if state == "running" and holder_is_dead(path):
+    if state == "running" and holder_is_dead(path) is not False:
         state = state_of(path)  # read again: it may have ended since
     row = Row({"exp_id": path.name, "state": state, "group": group, "step": record.summary.step, "tags": record.tags, "note": record.note})
     row.update({f"config.{key}" if key in FACTS or key in AVERAGED else key: value for key, value in record.config.items()})
@@ -218,6 +220,7 @@ def _row(path: Path, record: RunRecord, group: str) -> Row:
     named = {f"score.{name}" if name in row or name in AVERAGED else name: value for name, value in last.items()}
     row.scores = tuple(named)
     row.update(named)
+    row.contact = lost_contact(path) if state == "lost" else ""
     return row
 
 
@@ -225,7 +228,7 @@ def _rename(row: Row, taken: Collection[str]) -> Row:
     """The row with other names for those of its keys that are `taken`."""
     names = {key: f"{'score' if key in row.scores else 'config'}.{key}" if key in taken else key for key in row}
     renamed = Row({names[key]: value for key, value in row.items()})
-    renamed.scores = tuple(names[key] for key in row.scores)
+    renamed.scores, renamed.contact = tuple(names[key] for key in row.scores), row.contact
     return renamed
 
 

@@ -114,7 +114,7 @@ def pivot(rows: Sequence[Row], index: str, columns: str, score: str, unfinished:
 
 def _aggregate_group(rows: Sequence[Row], by: Sequence[str], scores: Sequence[str], unfinished: bool) -> dict[str, Any]:
     over = averaged_rows(rows, unfinished)
-    states = [row["state"] for row in rows]
+    states = [(row["state"] == "lost" and row.contact) or row["state"] for row in rows]
     counts = {state: states.count(state) for state in dict.fromkeys(states)}
     steps = [row["step"] for row in rows if row["step"] is not None]
     found: dict[str, Any] = {key: rows[0].get(key) for key in by}

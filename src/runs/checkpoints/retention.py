@@ -21,7 +21,7 @@ from src.runs.checkpoints import folder as checkpoints
 from src.runs.checkpoints import pins
 from src.runs.history import archive as abandoned
 from src.runs.history import branches
-from src.runs.lease import directory_lock, holder_is_dead
+from src.runs.lease import directory_lock, holder_is_dead, lost_contact
 from src.runs.metadata import EXP_DICT, JOB, STATUS, read_exp_dict, read_status
 from src.runs.scores import SCORES, Scores
 
@@ -82,7 +82,9 @@ def plan(run: Path, rule: CleanupRule, by_others: NeededCheckpoints, now: float)
         RunError, CheckpointError: status.json, best.json or a pin is damaged.
     """
     if holder_is_dead(run) is not True:
-        return Plan(run, reason_to_keep="it is running, or its holder on another machine may be")
+        contact = lost_contact(run)
+        state = f"{contact}, which does not prove that it ended" if contact else "it is running, or its holder on another machine may be"
+        return Plan(run, reason_to_keep=state)
     seen = _snapshot(run)
     whole, torn = [], []
     for checkpoint in checkpoints.list_all(run):
