@@ -114,6 +114,10 @@ class ModelConfig(Component):
         """ "float32", "bfloat16" or "float16", of its weights or its base's in memory; None where its config does not say."""
         return base.weight_type(places) if isinstance(base := getattr(self, "base", None), ModelConfig) else getattr(self, "dtype", None)
 
+    def trained_type(self, places: Places) -> str | None:
+        """As `weight_type`, of the weights that training updates. Adapters and new layers are float32 whatever the base's type."""
+        return base.trained_type(places) if isinstance(base := getattr(self, "base", None), ModelConfig) else getattr(self, "dtype", None)
+
     def frame_sizes(self, places: Places) -> tuple[int, int] | None:
         """Of a model that reads images: pixels of a side of a frame, and tokens of one. None where only loading it would tell."""
         return base.frame_sizes(places) if isinstance(base := getattr(self, "base", None), ModelConfig) else None

@@ -77,6 +77,9 @@ class Config(ModelConfig):
         """
         return self._adapt(self.base.build(places), places)
 
+    def trained_type(self, places: Places) -> str:
+        return "float32"
+
     def build_unfilled(self, places: Places) -> "nn.Module":
         return self._adapt(self.base.build_unfilled(places), places)
 

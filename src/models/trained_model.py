@@ -80,6 +80,9 @@ class Config(ModelConfig):
     def weight_type(self, places: Places) -> str | None:
         return self.parent(places).weight_type(places)
 
+    def trained_type(self, places: Places) -> str | None:
+        return self.parent(places).trained_type(places)
+
     def cache_bytes(self, places: Places, value_bytes: int) -> dict[str, int] | None:
         return self.parent(places).cache_bytes(places, value_bytes)
 

@@ -150,6 +150,10 @@ class LoopConfig(Config):
             raise ConfigError("\n".join(wrong))
 
 
+SHORT_TYPES = ("bfloat16", "float16")
+"""Types whose rounding loses small updates: an Adam step of 1e-5 is below half the spacing of bfloat16 for any weight above 0.005."""
+
+
 class Evaluation(Config):
     """The model is evaluated once, without training."""
 
@@ -178,6 +182,20 @@ def check_weight_type(precision: str, field: str, model: ModelConfig, places: Pl
     of_weights = model.weight_type(places)
     if {precision, of_weights} == {"bfloat16", "float16"}:
         raise ConfigError(f"{field}: {precision!r}, and the model's weights are in {of_weights!r} (dtype). Write the same for both.")
+
+
+def check_trained_type(model: ModelConfig, places: Places) -> None:
+    """Raises ConfigError where training would update weights in bfloat16 or float16."""
+    if (kind := model.trained_type(places)) in SHORT_TYPES:
+        raise ConfigError(short_weights_message(kind))
+
+
+def short_weights_message(kind: str) -> str:
+    """For trained weights in one of `SHORT_TYPES`."""
+    return (
+        f"model.dtype: {kind!r}, and these weights are trained: updates smaller than their rounding would be lost. "
+        'Use "dtype": "float32" with "precision": "bfloat16" in loop, or put \'lora\' around the model.'
+    )
 
 
 def require_device(precision: str, field: str) -> None:

@@ -27,7 +27,7 @@ from src.runs.metadata import CODE_VERSIONS
 from src.training import loader, seeds
 from src.training.checkpointing import folder as checkpoint
 from src.training.checkpointing.saver import LoopSnapshot, Saver
-from src.training.config import LoopConfig
+from src.training.config import SHORT_TYPES, LoopConfig, short_weights_message
 from src.training.divergence.guard import DivergenceGuard, Source
 from src.training.loss import NamedSums, watch_groups
 from src.training.monitoring.monitor import Monitor
@@ -104,6 +104,9 @@ class Loop:
 
     def __init__(self, spec: TrainSpec, run: Run, config: LoopConfig, seed: int, accelerator: Accelerator) -> None:
         self.spec, self.run, self.config, self.seed, self.accelerator = spec, run, config, seed, accelerator
+        for parameter in spec.model.parameters():
+            if parameter.requires_grad and (kind := str(parameter.dtype).removeprefix("torch.")) in SHORT_TYPES:
+                raise ConfigError(short_weights_message(kind))
         self.engine: Engine  # made by `restore`, when the weights are there
         self.branches = distributed.broadcast_from_rank0(lambda: branches.read(run.path))
         own = (run.dir.exp.get("loop") or {}).get("micro_batch", config.micro_batch)  # whatever --micro_batch says

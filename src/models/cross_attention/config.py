@@ -182,6 +182,9 @@ class Config(ModelConfig):
         block = 2 * made.num_key_value_heads * (made.hidden_size // made.num_heads)
         return kv_cache_size.cross_attention_bytes(sizes, 1 if self.shared_weights else self.num_layers, block, value_bytes)
 
+    def trained_type(self, places: Places) -> str | None:
+        return self.base.trained_type(places) if self.train_all_params else "float32"
+
     def trains_base(self) -> bool:
         """Whether the base changes in training, so that no context can be encoded before it."""
         return self.train_all_params

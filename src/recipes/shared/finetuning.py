@@ -12,7 +12,7 @@ from src.errors import ConfigError
 from src.interfaces import DatasetField, ModelField, RecipeConfig
 from src.kinds import DECODER
 from src.runs.context import Run
-from src.training.config import Evaluation, LoopConfig, check_weight_type, require_device, require_float8
+from src.training.config import Evaluation, LoopConfig, check_trained_type, check_weight_type, require_device, require_float8
 
 if TYPE_CHECKING:
     from src.training.parallel.memory_plan import MemoryPlan
@@ -75,8 +75,10 @@ class Finetuning(RecipeConfig):
         return stage.precision, f"{name}.precision"
 
     def check_precision(self, places: Places) -> None:
-        """Raises ConfigError where the model's weights are of another short type, or its family has no matrix that float8 takes."""
+        """Raises ConfigError where the weights are of the other 16-bit type, or are trained in 16 bits, or where float8 finds no matrix."""
         check_weight_type(*self._precision, self.model, places)
+        if self.loop:
+            check_trained_type(self.model, places)
         sizes = call_once(self.model.architecture, places) if self.loop and self.loop.float8 else None
         if sizes and sizes.model_type == "gpt2" and self.model.kind(places) == DECODER:
             raise ConfigError("loop.float8: the family 'gpt2' keeps its matrices in layers of its own (Conv1D). Leave loop.float8 out.")
