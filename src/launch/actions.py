@@ -81,8 +81,9 @@ def run(request: Request, given: Resources, option: str = "run") -> None:
         if not todo:
             log.info("nothing to submit")
             return
+        new = [path for item in todo if not (path := request.runs.resolve() / item.exp_id).exists()]
         made = _build_jobs(request, given, todo, option)
-        ids = _submit(request, given, made)
+        ids = _submit(request, given, made, new)
     given.launcher.wait_for(ids)
 
 
@@ -177,8 +178,8 @@ def _jobs_to_await(request: Request, given: Resources, todo: Sequence[Planned]) 
     return found
 
 
-def _submit(request: Request, given: Resources, made: Sequence[Job]) -> list[str]:
-    """Record the intent, submit the jobs, record their ids."""
+def _submit(request: Request, given: Resources, made: Sequence[Job], new: Sequence[Path]) -> list[str]:
+    """Record the intent, submit the jobs, record their ids. new: save directories to remove again if their jobs are refused."""
     resolved = registry.resolved_dict(given.launcher, key="launcher")
     commands = {job.exp_id: job.args for job in made}
     submission = submissions.create(request.runs, resolved, given.name, made[0].cwd.name, commands)
@@ -187,7 +188,9 @@ def _submit(request: Request, given: Resources, made: Sequence[Job]) -> list[str
     except (LaunchError, RunError):
         # A launcher that refuses leaves nothing queued. If it has, reconciling finds it.
         with contextlib.suppress(LaunchError, RunError):
-            submissions.reconcile(request.runs)
+            if submission.name not in [each.folder.name for each in submissions.reconcile(request.runs)]:
+                for path in new:
+                    metadata.undo_prepare(path)
         raise
     submissions.note(submission, {job.exp_id: job_id for job, job_id in zip(made, ids, strict=True)}, complete=True)
     log.info("submitted as %s: %d", submission.name, len(ids))

@@ -207,6 +207,20 @@ def prepare(path: Path, exp: Mapping[str, Any], groups: Iterable[str]) -> None:
     join_groups(path, groups)
 
 
+def undo_prepare(path: Path) -> None:
+    """Remove the save directory `path` if `prepare` made it and nothing was written there since: no job, no lease.
+
+    Raises:
+        RunError: the disk refuses.
+    """
+    with writing(path), contextlib.suppress(FileNotFoundError):
+        if set(os.listdir(path)) <= {EXP_DICT, GROUPS}:
+            for name in (GROUPS, EXP_DICT):
+                (path / name).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # a start has just written to it
+                path.rmdir()
+
+
 def write_job(path: Path, job_id: str, command: str, submission: str = "") -> None:
     """Record the job that was submitted for the experiment in `path`, as haven's job manager does. Needs no lease.
 

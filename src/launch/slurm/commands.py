@@ -127,7 +127,8 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 # What sbatch says, and the setting to blame.
 _MEANT = {
-    "account/qos|accounting/qos": "'account', 'qos' or 'time', or queue fewer jobs: a limit of the cluster is exceeded",
+    "account/qos|accounting/qos": "The job config exceeds a limit of the cluster: "
+    "lower 'time', set another 'account' or 'qos', or queue fewer jobs.",
     "partition specified|partition name": "'partition'",
     "account": "'account'",
     "qos": "'qos'",
@@ -143,5 +144,6 @@ _MEANT = {
 def explain_refusal(error: Refused) -> LaunchError:
     """The message of sbatch, with the setting to change."""
     setting = next((setting for words, setting in _MEANT.items() if re.search(words, error.said, re.IGNORECASE)), None)
-    said = error.said if error.said.endswith(".") else f"{error.said}."
-    return LaunchError(f"sbatch refused the jobs: {said}{f' Change {setting} of the job config.' if setting else ''}")
+    message = error.said if error.said.endswith(".") else f"{error.said}."
+    advice = setting if setting and setting.endswith(".") else f"Change {setting} of the job config." if setting else ""
+    return LaunchError(f"sbatch refused the jobs: {message} {advice}".strip())

@@ -83,7 +83,8 @@ class Config(LauncherConfig):
     gpus_per_node: Annotated[int, Field(ge=0)] | Annotated[str, Field(pattern=r"^[\w.-]+:\d+$")] | None = None
     """Number, or type and number such as "a100:4"."""
     max_running: Annotated[int, Field(ge=1)] | None = None
-    """How many tasks of one array run at a time."""
+    """Most tasks of a submission that run at a time. Where it takes several arrays, those that exceed the limit together run one after
+    another: an array then starts when all tasks of the arrays before it have ended."""
     jobs_per_task: int = added_field(1, ge=1)
     """Up to so many experiments run side by side in one task, and share its processors, memory and GPUs. Those that others of the
     submission start from have a task of their own."""
@@ -141,13 +142,16 @@ class Config(LauncherConfig):
         _refuse_shared_parents(jobs)
         queued: dict[str, str] = {}
         try:
+            waves = _Waves(self.max_running)
             for array in self._group_into_arrays(jobs, largest):
+                limit, before = waves.place(array)
                 tasks = _write_task_file(array, folder)
                 program = [str(script.absolute()), str(tasks), str(array.config.stop_after_failures)]
                 if array.jobs_per_task > 1:
                     program[0] = str(shared_tasks.write_shared_script(folder, self._outcomes).absolute())
                     program += [str(array.jobs_per_task), str(self._outcomes.absolute())]
-                array_id = _queue_array([*_sbatch_command(array, tasks, queued), *program], _job_name(tasks), patience)
+                array_id = _queue_array([*_sbatch_command(array, tasks, queued, limit, before), *program], _job_name(tasks), patience)
+                waves.add(array, array_id)
                 job_ids = shared_tasks.job_ids(array_id, len(array.jobs), array.jobs_per_task, folder)
                 ids = {job.exp_id: job_id for job, job_id in zip(array.jobs, job_ids, strict=True)}
                 queued |= ids
@@ -187,8 +191,25 @@ class Config(LauncherConfig):
         ask(["scontrol", "release", ",".join(_whole_tasks(job_ids))], self.patience_seconds)
 
     def throttle(self, job_ids: Sequence[str], max_running: int) -> None:
-        for array in dict.fromkeys(job_id.partition("_")[0] for job_id in job_ids):
-            ask(["scontrol", "update", f"JobId={array}", f"ArrayTaskThrottle={max_running}"], self.patience_seconds)
+        """Arrays of one wave share the limit; those of another wave do not run at the same time.
+
+        Raises:
+            LaunchError: Slurm refuses, or there are more arrays than `max_running`.
+        """
+        arrays = list(dict.fromkeys(job_id.partition("_")[0] for job_id in job_ids))
+        waves: dict[str, list[str]] = {}
+        if len(arrays) > 1:
+            waits = ask(["squeue", "--noheader", f"--jobs={','.join(arrays)}", "--format=%F|%E"], self.patience_seconds).splitlines()
+            dependencies = dict(line.strip().partition("|")[::2] for line in waits)
+            for array in arrays:
+                ids = re.findall(r"afterany:(\d+)", dependencies.get(array, ""))
+                waves.setdefault(",".join(ids), []).append(array)
+        for wave in waves.values() or [arrays]:
+            if 0 < max_running < len(wave):
+                raise LaunchError(f"--max_running {max_running}: {len(wave)} arrays are queued at once. Write at least {len(wave)}.")
+            for place, array in enumerate(wave):
+                limit = max_running // len(wave) + (place < max_running % len(wave))
+                ask(["scontrol", "update", f"JobId={array}", f"ArrayTaskThrottle={limit}"], self.patience_seconds)
 
     def find(self, folder: Path, exp_ids: Sequence[str]) -> dict[str, str]:
         tasks_of = {_job_name(tasks): tasks for tasks in _task_files(folder)}
@@ -237,6 +258,43 @@ class _Array(NamedTuple):
     config: Config
     jobs: list[Job]
     jobs_per_task: int
+
+    @property
+    def tasks(self) -> int:
+        return -(-len(self.jobs) // self.jobs_per_task)
+
+
+class _Waves:
+    """Enforces `max_running` across the arrays of a submission, each of which has only a limit of its own in Slurm.
+
+    Arrays that together stay within the limit form a wave. Each array of the next wave waits until every array of this wave has ended.
+    """
+
+    def __init__(self, max_running: int | None) -> None:
+        """max_running: of the job config; an override can set a lower limit for its own arrays."""
+        self._max_running = max_running
+        self._waves: dict[int | None, list[list[tuple[_Array, str]]]] = {}
+
+    def place(self, array: _Array) -> tuple[int | None, list[str]]:
+        """The limit of its tasks, and the ids of the arrays that it waits for. Starts a new wave if it does not fit."""
+        limits = [limit for limit in (self._max_running, array.config.max_running) if limit]
+        if not limits:
+            return None, []
+        waves = self._waves.setdefault(self._max_running or array.config.max_running, [[], []])
+        if self._running(waves[-1], array, own=False) > limits[0] or self._running(waves[-1], array, own=True) > limits[-1]:
+            waves.append([])
+        return min(limits), [array_id for _, array_id in waves[-2]]
+
+    def add(self, array: _Array, array_id: str) -> None:
+        """Note the id of the array that was placed last."""
+        if key := self._max_running or array.config.max_running:
+            self._waves[key][-1].append((array, array_id))
+
+    def _running(self, wave: Sequence[tuple[_Array, str]], array: _Array, own: bool) -> int:
+        """Most tasks of `wave` and `array` that run at a time; own: only of the arrays with the limit of `array`. 0 for a new wave."""
+        arrays = [each for each, _ in wave if not own or each.config.max_running == array.config.max_running]
+        limits = [[each.tasks, each.config.max_running, self._max_running] for each in (*arrays, array)]
+        return sum(min(filter(None, each)) for each in limits) if wave else 0
 
 
 def _whole_tasks(job_ids: Sequence[str]) -> list[str]:
@@ -289,20 +347,24 @@ def _write_task_file(array: _Array, folder: Path) -> Path:
     return tasks
 
 
-def _sbatch_command(array: _Array, tasks: Path, queued: dict[str, str]) -> list[str]:
-    """The command that queues `array`, before the program. Every value is an argument of its own; no shell parses it."""
+def _sbatch_command(array: _Array, tasks: Path, queued: dict[str, str], limit: int | None, before: Sequence[str]) -> list[str]:
+    """The command that queues `array`, without the program. Every value is an argument of its own; no shell parses it.
+
+    limit: of its running tasks. before: arrays that must end first.
+    """
     config, job = array.config, array.jobs[0]
     parents = [*dict.fromkeys([queued[exp_id] for exp_id in job.after if exp_id in queued] + list(job.after_jobs))]
-    throttle = f"%{config.max_running}" if config.max_running else ""
+    waits = [f"{kind}:{':'.join(ids)}" for kind, ids in (("afterok", parents), ("afterany", before)) if ids]
+    throttle = f"%{limit}" if limit else ""
     options: dict[str, object] = {
         "job-name": _job_name(tasks),
-        "array": f"0-{(len(array.jobs) - 1) // array.jobs_per_task}{throttle}",
+        "array": f"0-{array.tasks - 1}{throttle}",
         "chdir": tasks.parent,
-        "output": f"{tasks.stem}.log",
+        "output": _escape(f"{tasks.parent}/{tasks.stem}.log"),
         "open-mode": "append",
         "requeue" if config.requeue else "no-requeue": True,
         "kill-on-invalid-dep": "yes",
-        "dependency": f"afterok:{':'.join(parents)}" if parents else None,
+        "dependency": ",".join(waits) or None,
         "signal": f"B:USR1@{config.signal_seconds}" if config.signal_seconds else None,
         "nodes": config.processes.nodes,
         "ntasks-per-node": 1,
@@ -320,6 +382,11 @@ def _sbatch_command(array: _Array, tasks: Path, queued: dict[str, str]) -> list[
         f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items() if value is not None and value is not False
     ]
     return ["sbatch", "--parsable", *words]
+
+
+def _escape(path: str) -> str:
+    r"""A path that Slurm opens as it is written: it replaces %A and the like, but nothing in a path with a backslash, which it removes."""
+    return path.replace("\\", r"\\") if "\\" in path else path.replace("%", "%%")
 
 
 def _queue_array(argv: Sequence[str], name: str, patience_seconds: float) -> str:

@@ -42,6 +42,7 @@ _QUEUE_FIELDS = {
     "StartTime": 24,
 }
 _NO_ACCOUNTING = re.compile("accounting storage is disabled|accounting.*not (enabled|configured|supported)", re.IGNORECASE)
+_NO_OUTPUT = "53"  # Slurm's "signal" when the files of --output or --error cannot be opened
 _LONGEST_ARGUMENT = 100_000  # bytes; Linux takes 128 KiB
 _OLD = "1970-01-01"
 
@@ -196,6 +197,8 @@ def _scheduler_state(word: str, reason: str, node: str, exit_code: str, seconds:
 
 def _describe_exit(exit_code: str) -> str:
     code, _, number = exit_code.partition(":")
+    if number == _NO_OUTPUT:
+        return "the node cannot open the job's output (exit code 0:53); it may not see the folder of the runs, which all nodes must share"
     if number.isdigit() and int(number):
         try:
             return f"killed by {signal.Signals(int(number)).name}"
