@@ -11,7 +11,6 @@ from src.launch import actions, resources
 from src.launch.slurm import launcher as slurm
 from src.launch.slurm.states import _scheduler_state
 from tests.launch.fake_slurm.cluster import SOON, Cluster, job, submit
-from tests.launch.test_slurm import option
 from tests.launch.test_status import World, planned
 
 LIMIT = "sbatch: error: Batch job submission failed: Job violates accounting/QOS policy (job submit limit)"
