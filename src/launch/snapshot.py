@@ -17,16 +17,16 @@ from src.runs.code_version import SNAPSHOT, code_version, is_python_installation
 MAX_FILE_BYTES = 20_000_000
 MAX_BYTES = 200_000_000
 MOST_NAMES = 10
-"""Most files that are named in the log."""
+"""Maximum number of files named in the log."""
 LEFT_OUT = {"__pycache__", "node_modules"}
-"""Folders that are skipped without git, besides hidden ones, environments and results."""
+"""Folders that are skipped without git, in addition to hidden ones, environments and results."""
 _RESERVED = {SNAPSHOT, MANIFEST}
 _GIT_SECONDS = 60.0
 _TRIES = 3
 
 log = logging.getLogger(__name__)
 _Found = dict[str, tuple[Path, bool, str]]
-"""Name below the root -> the file, whether it may be executed, and the sha256 of its content."""
+"""Name below the root -> the file, whether it is executable, and the sha256 of its content."""
 
 
 def take(root: Path, snapshots: Path, leave_out: Sequence[Path] = ()) -> Path:
@@ -39,19 +39,19 @@ def take(root: Path, snapshots: Path, leave_out: Sequence[Path] = ()) -> Path:
     leave_out: folders that are not code, such as save directories.
 
     Raises:
-        LaunchError: a file or the whole is too large, cannot be read, has a name of ours, or changes while it is copied.
+        LaunchError: a file or all files together are too large, a file cannot be read, has a reserved name, or changes while it is copied.
         RunError: the disk refuses.
     """
     if (root / SNAPSHOT).exists():
         return root  # submitted by a job, which runs from a snapshot
     for _ in range(_TRIES):
-        found = _collect_files(root, leave_out)
-        final = snapshots / _digest(found)
+        files = _collect_files(root, leave_out)
+        final = snapshots / _digest(files)
         if final.is_dir() and defect(final) is None:
             return final
         try:
             with new_directory(final) as folder:
-                _copy(found, folder)
+                _copy(files, folder)
                 (folder / SNAPSHOT).write_text(json.dumps(code_version(root, leave_out), indent=4) + "\n", encoding="utf-8")
         except _ChangedError:
             continue
@@ -71,7 +71,7 @@ def _collect_files(root: Path, leave_out: Sequence[Path]) -> _Found:
     if secret:
         more = f" and {len(secret) - MOST_NAMES} more" if len(secret) > MOST_NAMES else ""
         log.info("not copied for the jobs, as they look like keys: %s%s", ", ".join(secret[:MOST_NAMES]), more)
-    found: _Found = {}
+    files: _Found = {}
     total = 0
     for name in sorted(paths.keys() - set(secret)):
         if name in _RESERVED:
@@ -84,12 +84,12 @@ def _collect_files(root: Path, leave_out: Sequence[Path]) -> _Found:
                     continue
                 total += facts.st_size
                 _check_size(path, facts.st_size, total)
-                found[name] = path, bool(facts.st_mode & stat.S_IXUSR), hashlib.file_digest(file, "sha256").hexdigest()
+                files[name] = path, bool(facts.st_mode & stat.S_IXUSR), hashlib.file_digest(file, "sha256").hexdigest()
         except FileNotFoundError:
             continue  # tracked by git and deleted, or a link that leads nowhere
-    if not found:
+    if not files:
         raise LaunchError(f"{root}: holds no code.")
-    return found
+    return files
 
 
 def _check_size(path: Path, size: int, total: int) -> None:
@@ -117,17 +117,17 @@ def _git_files(root: Path, apart: Sequence[Path]) -> dict[str, Path] | None:
         return None
     folders = {folder for name in names for folder in PurePath(name).parents} - {PurePath()}
     environments = {folder for folder in folders if is_python_installation(root / folder)}
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     for name in dict.fromkeys(names):
         path = root / name
         if not environments.isdisjoint(PurePath(name).parents):
             continue
         if path.is_dir():  # a link to a folder, or a repository within this one
             if not _is_in_environment(path, root) and not _is_below(path.resolve(), apart):
-                found.update(_walk(path, name, apart, (root.resolve(),)))
+                files.update(_walk(path, name, apart, (root.resolve(),)))
         elif not apart or not _is_below(path.resolve(), apart):
-            found[name] = path
-    return found
+            files[name] = path
+    return files
 
 
 def _walk(folder: Path, name: str, apart: Sequence[Path], above: tuple[Path, ...]) -> Iterator[tuple[str, Path]]:
@@ -149,7 +149,7 @@ def _walk(folder: Path, name: str, apart: Sequence[Path], above: tuple[Path, ...
 
 
 def _is_in_environment(folder: Path, above: Path) -> bool:
-    """Whether `folder`, an entry of `above`, is an installation of Python or a link to a part of one. Code may itself lie in one."""
+    """Whether `folder`, an entry of `above`, is an installation of Python or a link to a part of one. The code itself can be in one."""
     real, outside = folder.resolve(), {above.resolve(), *above.resolve().parents}
     return any(is_python_installation(each) for each in (real, *real.parents) if each not in outside)
 
@@ -158,13 +158,13 @@ def _is_below(path: Path, folders: Sequence[Path]) -> bool:
     return any(path.is_relative_to(folder) for folder in folders)
 
 
-def _digest(found: _Found) -> str:
-    text = json.dumps([[name, runs, content] for name, (_, runs, content) in sorted(found.items())])
+def _digest(files: _Found) -> str:
+    text = json.dumps([[name, runs, content] for name, (_, runs, content) in sorted(files.items())])
     return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:32]
 
 
-def _copy(found: _Found, folder: Path) -> None:
-    for name, (path, runs, content) in found.items():
+def _copy(files: _Found, folder: Path) -> None:
+    for name, (path, runs, content) in files.items():
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
         try:

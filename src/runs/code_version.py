@@ -19,9 +19,9 @@ from src.files import MANIFEST, read_json, read_manifest, sample_digest, sha256
 MAX_DIFF_BYTES = 1_000_000
 """Size limit of a file in the patch, and of the patch. A larger file is listed by name, size and hash."""
 MAX_OMITTED = 1000
-"""Most files that are listed."""
+"""Maximum number of files in the list."""
 _MAX_HASHED_BYTES = 100_000_000
-"""Of a larger file only samples are hashed."""
+"""Larger files are hashed by samples."""
 _GIT_SECONDS = 10.0
 SNAPSHOT = "snapshot.json"
 """In a code snapshot of a job: the `code_version` of the original."""
@@ -105,12 +105,12 @@ class _Git:
         index, objects = (
             self.folder / os.fsdecode(self("rev-parse", "--git-path", name).removesuffix(b"\n")) for name in ("index", "objects")
         )
-        own = tempfile.mkdtemp(dir=scratch)
+        store = tempfile.mkdtemp(dir=scratch)
         if index.exists():
-            shutil.copy2(index, f"{own}/index")
+            shutil.copy2(index, f"{store}/index")
         self.environment |= {
-            "GIT_INDEX_FILE": f"{own}/index",
-            "GIT_OBJECT_DIRECTORY": own,
+            "GIT_INDEX_FILE": f"{store}/index",
+            "GIT_OBJECT_DIRECTORY": store,
             "GIT_ALTERNATE_OBJECT_DIRECTORIES": f'"{objects}"' if ":" in str(objects) else str(objects),
         }
 
@@ -146,7 +146,7 @@ def _version(root: Path, leave_out: Sequence[Path]) -> dict[str, Any]:
     facts = {"commit": commit, "branch": branch, "dirty": dirty, "diff": diff}
     if (more := len(changes.omitted) - MAX_OMITTED) > 0:
         changes.omitted[MAX_OMITTED:] = [{"name": f"and {more} more"}]
-    return facts | {key: found for key in ("omitted", "submodules") if (found := getattr(changes, key))}
+    return facts | {key: entries for key in ("omitted", "submodules") if (entries := getattr(changes, key))}
 
 
 def _add_changes(changes: _Changes, git: _Git, base: str | None, inside: str, prefix: str, leave_out: Sequence[Path]) -> None:
@@ -206,9 +206,9 @@ def _add_submodule(
         return  # not initialised
     inner = _Git(folder, git.scratch)
     commit = inner.try_read("rev-parse", "--verify", "HEAD")
-    known = base and inner.try_read("cat-file", "-e", f"{base}^{{commit}}") is not None
+    has_base = base and inner.try_read("cat-file", "-e", f"{base}^{{commit}}") is not None
     before = len(changes.patch), len(changes.omitted), len(changes.submodules)
-    _add_changes(changes, inner, base if known else commit if base else None, ".", f"{prefix}{name}/", leave_out)
+    _add_changes(changes, inner, base if has_base else commit if base else None, ".", f"{prefix}{name}/", leave_out)
     dirty = before != (len(changes.patch), len(changes.omitted), len(changes.submodules))
     if dirty or commit != base:
         changes.submodules.append({"path": prefix + name, "commit": commit, "recorded": base, "dirty": dirty})
@@ -225,13 +225,13 @@ def _clear_flags(git: _Git) -> None:
 
 def _entries(git: _Git, *arguments: str) -> dict[str, tuple[str, str]]:
     """Mode and hash by name."""
-    found = {}
+    entries = {}
     for line in git(*arguments).split(b"\0"):
         facts, tab, name = line.partition(b"\t")
         if tab:
             words = facts.decode().split()
-            found[os.fsdecode(name)] = words[0], words[2] if arguments[0] == "ls-tree" else words[1]
-    return found
+            entries[os.fsdecode(name)] = words[0], words[2] if arguments[0] == "ls-tree" else words[1]
+    return entries
 
 
 def _index_line(name: str, mode: str, digest: str) -> bytes:

@@ -23,7 +23,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 JOBS_PER_GPU = "JOBS_PER_GPU"
 """Variable of a job: how many share each of its GPUs."""
-# Only these variables are recorded: the whole environment may hold secrets.
+# Only these variables are recorded: other variables can hold secrets.
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
     "NVIDIA_VISIBLE_DEVICES",
@@ -44,7 +44,7 @@ VARIABLES = (
 )
 _SECRET_WORDS = {"key", "apikey", "token", "secret", "secrets", "password", "passwd", "pwd", "credential", "credentials", "auth"}
 _OTHER_ROOMS = {"exp_groups", "launch", "operations", "sweeps", "tables"}
-"""Rooms of src from which no training takes code: experiments are in its id, and the others start or show trainings."""
+"""Folders of src without training code: experiments are part of the id, and the rest starts or shows trainings."""
 _IN_ADDRESS = re.compile(r"(\w+://)[^/\s@]+@")
 _HIDDEN = "***"
 
@@ -83,7 +83,7 @@ def slurm_job(variables: Mapping[str, str]) -> str | None:
 
 @functools.cache
 def code_digest(root: Path = _ROOT) -> str:
-    """Digest of the modules that a training may run, the same in a checkout and in a snapshot of it: those of src but `_OTHER_ROOMS`."""
+    """Digest of the modules of src that a training can run, without `_OTHER_ROOMS`. The same in a checkout and in a snapshot of it."""
     digest = hashlib.sha256()
     for path in sorted((root / "src").rglob("*.py")):
         name = path.relative_to(root / "src")
@@ -112,7 +112,7 @@ def redact(command: Sequence[str]) -> list[str]:
 
 def installed_packages(paths: Iterable[str]) -> dict[str, str]:
     """Name -> version of every installed distribution, from the names of the metadata folders: faster than opening 200 files."""
-    found: dict[str, str] = {}
+    packages: dict[str, str] = {}
     for path in paths:
         try:
             entries = os.listdir(path or ".")
@@ -121,8 +121,8 @@ def installed_packages(paths: Iterable[str]) -> dict[str, str]:
         for entry in entries:
             if entry.endswith(".dist-info"):
                 name, _, version = entry.removesuffix(".dist-info").partition("-")
-                found.setdefault(name.lower().replace("_", "-"), version)
-    return dict(sorted(found.items()))
+                packages.setdefault(name.lower().replace("_", "-"), version)
+    return dict(sorted(packages.items()))
 
 
 def gpu_names() -> list[str]:

@@ -62,29 +62,29 @@ class Lineage:
         return [edge for *_, edge in self._graph.out_edges(exp_id, data="edge")]
 
     def find(self, prefix: str) -> str:
-        """The one id that begins with `prefix`.
+        """The single id with this prefix.
 
         Raises:
             ConfigError: none does, or several do.
         """
-        found = [name for name in self.nodes if name.startswith(prefix)]
-        if not found:
-            raise ConfigError(f"--exp_id {prefix}: no experiment among these {len(self.nodes)} has an id that begins like that.")
-        if len(found) > 1:
-            raise ConfigError(f"--exp_id {prefix}: {len(found)} experiments begin like that: {', '.join(found)}. Write more of the id.")
-        return found[0]
+        matches = [name for name in self.nodes if name.startswith(prefix)]
+        if not matches:
+            raise ConfigError(f"--exp_id {prefix}: none of the {len(self.nodes)} experiments has an id with this prefix.")
+        if len(matches) > 1:
+            raise ConfigError(f"--exp_id {prefix}: {len(matches)} experiments have this prefix: {', '.join(matches)}. Use more digits.")
+        return matches[0]
 
     def family(self, members: Iterable[str]) -> "Lineage":
-        """`members` with all ancestors and descendants, and their problems. Unknown ones, such as what is damaged, are left out."""
+        """`members` with all ancestors and descendants, and their problems. Unknown and damaged ones are skipped."""
         import networkx
 
         members = [name for name in members if name in self.nodes]
         directions = (self._graph, self._graph.reverse(copy=False))
-        kept = {name for graph in directions for layer in networkx.bfs_layers(graph, members) for name in layer}
+        selected = {name for graph in directions for layer in networkx.bfs_layers(graph, members) for name in layer}
         return Lineage(
-            {name: node for name, node in self.nodes.items() if name in kept},
-            tuple(edge for edge in self.edges if edge.child in kept and edge.parent in kept),
-            tuple(line for line in self.problems if line.split(":")[0] in kept),
+            {name: node for name, node in self.nodes.items() if name in selected},
+            tuple(edge for edge in self.edges if edge.child in selected and edge.parent in selected),
+            tuple(line for line in self.problems if line.split(":")[0] in selected),
             self.warnings,
         )
 
@@ -157,8 +157,8 @@ def _node(runs: Path, row: results.Row) -> Node:
     scores = {name: row[name] for name in results.headline_scores(row.scores)}
     reason = "" if row["state"] in results.FINISHED else str(read_status(runs / row["exp_id"]).get("reason", ""))
     reason = row.contact or reason
-    begun = tuple((branch.number, branch.from_step) for branch in branches.read(runs / row["exp_id"]))
-    return Node(row["exp_id"], row["state"], row["group"], str(recipe), row["step"], scores, reason, begun)
+    started = tuple((branch.number, branch.from_step) for branch in branches.read(runs / row["exp_id"]))
+    return Node(row["exp_id"], row["state"], row["group"], str(recipe), row["step"], scores, reason, started)
 
 
 def _absent_node(runs: Path, parent: str, warnings: Iterable[str]) -> Node:
@@ -170,5 +170,5 @@ def _absent_node(runs: Path, parent: str, warnings: Iterable[str]) -> Node:
 
 def _problems(runs: Path, dicts: Mapping[str, dict[str, Any]], planned: Mapping[str, Planned]) -> list[str]:
     places = Places(data=runs, runs=runs, experiments={name: item.exp for name, item in planned.items()})
-    seen: references.Seen = {}
-    return [f"{name}: {text}" for name, exp in dicts.items() for text in references.missing_parents(exp, places, seen=seen)]
+    visited: references.Seen = {}
+    return [f"{name}: {text}" for name, exp in dicts.items() for text in references.missing_parents(exp, places, seen=visited)]
