@@ -110,5 +110,5 @@ def test_interrupted_outputs_are_continued(folder: Path, outputs: dict[str, Any]
     kept = 8  # whole batches
     (run / f"{made.name}.part.jsonl").write_text("".join([header, *texts[:kept]]))
     assert toy.main(["-e", name], {name: [outputs[name]["experiment"]]}, folder) == 0
-    assert f"goes on after {kept} of {len(texts)} inputs" in caplog.text
+    assert f"resumes after {kept} of {len(texts)} inputs" in caplog.text
     assert {path.name: path.read_bytes() for path in made.iterdir()} == before

@@ -361,7 +361,7 @@ class TestBadInput:
         """Found without data: --dry-run on a laptop tells it."""
         exp = changed(toy.CROSSATTN, data__val_samples=3, data__corpus="nothing", answers__questions=4)
         errors = fails(["-e", "g", "--dry-run", "--with-parents"], {"base": [toy.BASE], "g": [exp]}, folder, capsys)
-        assert "answers.questions: 4, but data.val_samples is 3. Ask for at most that many." in errors
+        assert "answers.questions: 4, but data.val_samples is 3. Use at most 3" in errors
 
     @pytest.mark.parametrize("name", ["answers", "sampled"])
     def test_an_assistant_is_asked_no_more_questions_than_there_are(self, folder: Path, capsys: pytest.CaptureFixture[str], name: str):
@@ -473,7 +473,7 @@ class TestBadInput:
         with toy.new_directory(folder / "data" / "toy_text") as made:
             for split in ("train", "val"):
                 (made / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        assert "data: no longer what this run began with" in fails(["-e", "g"], {"g": [SHORT]}, folder, capsys)
+        assert "data: changed since the start of this run" in fails(["-e", "g"], {"g": [SHORT]}, folder, capsys)
 
     def test_a_tokenizer_that_changed_since_the_start(self, folder: Path, capsys: pytest.CaptureFixture[str]):
         """Packed rows are cut by its tokens."""
@@ -487,7 +487,7 @@ class TestBadInput:
         text = path.read_text()
         assert all(entry in text for entry in ids.values())
         path.write_text(text.replace(ids["blue"], f'"blue": {vocabulary["pink"]}').replace(ids["pink"], f'"pink": {vocabulary["blue"]}'))
-        assert "tokenizer: no longer what this run began with" in fails(["-e", "g"], {"g": [exp]}, folder, capsys)
+        assert "tokenizer: changed since the start of this run" in fails(["-e", "g"], {"g": [exp]}, folder, capsys)
 
     def test_a_parent_that_changed_since_the_start(self, folder: Path, capsys: pytest.CaptureFixture[str]):
         child = changed(SHORT, model=ref(SHORT))
@@ -498,7 +498,7 @@ class TestBadInput:
         weights = load_file(parent / "model.safetensors")
         rewritten(parent, {name: tensor + 1 for name, tensor in weights.items()})
         errors = fails(["-e", "child"], groups, folder, capsys)
-        assert f"parent {exp_id(SHORT)}/last: no longer what this run began with" in errors
+        assert f"parent {exp_id(SHORT)}/last: changed since the start of this run" in errors
 
     def test_a_held_save_directory(self, folder: Path, capsys: pytest.CaptureFixture[str]):
         recipe = load_experiment(SHORT, "g")

@@ -330,7 +330,8 @@ def _parse(line: bytes, where: str) -> Row:
     try:
         row = parse_json(line, where, DataError)
     except DataError as error:
-        raise DataError(f"{error} Remove this line, or start over with -r 1.") from None
+        reason = str(error).removeprefix(f"{where}: ")
+        raise DataError(f"{where}: not a row of scores: {reason} Remove this line, or start over with -r 1.") from None
     if not _is_row(row):
         raise DataError(f"{where}: expected a row with an int 'step', got {line[:60].decode(errors='replace')!r}.")
     return row

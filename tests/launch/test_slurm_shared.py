@@ -87,7 +87,7 @@ def test_what_cannot_be_is_refused(cluster: Cluster, folder: Path, config: slurm
     with pytest.raises(LaunchError, match=r"e: it starts from the experiment of job 1_0\+0of2, which shares a Slurm task with others"):
         submit([job(folder, "e", after_jobs=("1_0+0of2",))], folder, config)
     assert not cluster.calls("sbatch")
-    with pytest.raises(LaunchError, match=r"job 1_0\+0of2: it shares its task with other experiments, and Slurm holds whole tasks alone"):
+    with pytest.raises(LaunchError, match=r"job 1_0\+0of2: it shares its task, and Slurm can only hold complete tasks"):
         config.hold(["1_0+0of2"])
     with pytest.raises(ConfigError, match=r"jobs_per_task: 2 experiments cannot share a task of 3 nodes\. Write 1"):
         configs.load(slurm.Config, {"jobs_per_task": 2, "processes": {"starter": "torchrun", "nodes": 3}}, "here")

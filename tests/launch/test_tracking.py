@@ -200,7 +200,7 @@ def test_a_reset_that_is_refused_kills_nobody(world: World, cluster: Cluster):
     items = submit(world, 2)
     cluster.set("1_0", state="RUNNING")
     cluster.set("1_1", state="WONDERING")
-    with pytest.raises(LaunchError, match=r"what became of job 1_1 is not known(.|\n)*Nothing was killed"):
+    with pytest.raises(LaunchError, match=r"the state of job 1_1 is unknown(.|\n)*Nothing was killed"):
         submit(world, 2, "reset")
     assert [row.state for row in look(world, items)] == ["running", "unknown"]
     assert not cluster.calls("scancel")

@@ -244,7 +244,7 @@ def test_an_interrupted_inference_goes_on(world: World, ended: Path, caplog: pyt
 
     caplog.clear()
     assert world.main("all") == 0
-    assert f"goes on after {done} of {ROWS} inputs" in caplog.text
+    assert f"resumes after {done} of {ROWS} inputs" in caplog.text
     for name in ("inference/test.jsonl", "inference/manifest.json", "scores.jsonl"):
         assert (ended / name).read_bytes() == (world.folder / "undisturbed" / name).read_bytes()
 
@@ -258,7 +258,7 @@ def test_several_processes_give_the_same_answers(world: World, ended: Path, proc
     first = [json.dumps(row["answer_pred"]) for row in lines(world.folder / "undisturbed")][:4]
     (ended / "inference.part.jsonl").write_text("\n".join([json.dumps(head, sort_keys=True), *first, '"wrong"', ""]))
     log = world.start(processes, more)
-    assert "goes on after 4 of 21 inputs" in log
+    assert "resumes after 4 of 21 inputs" in log
     assert lines(ended) == lines(world.folder / "undisturbed")
     assert last_row(ended) == last_row(world.folder / "undisturbed")
 

@@ -75,7 +75,7 @@ def test_a_live_run_and_a_damaged_one_are_named_and_the_others_cleaned(tmp_path:
     error = capsys.readouterr().err
     assert f"{live}: nothing of it goes: it is running" in error
     assert "best.json: expected" in error
-    assert "What it starts from is not known" in error
+    assert "Its parent is unknown" in error
 
 
 def submit(runs: Path, name: str, digest: str, experiments: list[str]) -> None:

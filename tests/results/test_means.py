@@ -250,7 +250,7 @@ def test_means_over_another_key_than_the_seed(tmp_path: Path, capsys: pytest.Cap
             (1, 3, pytest.approx(1.1)),
             (2, 2, pytest.approx(2.05)),
         ]
-        assert f"seed=2: no run with {word} 2, which others have." in captured.err
+        assert f"seed=2: no run with {word} 2, unlike the rest." in captured.err
     keys = legend.Configurations(results.load_rows(tmp_path)[0], seed="config.runs").keys
     assert sorted(keys) == ["seed", "trial.number"]
     output = tmp_path / "a.svg"

@@ -208,7 +208,7 @@ def test_what_a_mean_hides_is_said(runs: Path, capsys: pytest.CaptureFixture[str
         with RunDir.open(runs, exp, exp, facts={"groups": ["tiny"]}) as run:
             run.set_status("done")
     assert table.main([str(runs), "--format", "markdown"]) == 0
-    assert "model.stride=2: no run with seed 3, 4, 5, 6, 7, 8, 9, which others have." in capsys.readouterr().err
+    assert "model.stride=2: no run with seed 3, 4, 5, 6, 7, 8, 9, unlike the rest." in capsys.readouterr().err
     assert table.main([str(runs), "--by", "model.kind", "--format", "markdown"]) == 0
     assert "the means are over different model.stride." in capsys.readouterr().err
 

@@ -188,7 +188,7 @@ def test_damaged_scores_keep_everything_and_are_told(tmp_path: Path, caplog: pyt
     Rotation(tmp_path, RotationRule(last=1, best=2), "val_loss", "min").rotate(6, 2)
     assert steps(tmp_path) == [2, 4, 6]
     assert "scores.jsonl:1: not a row of scores" in caplog.text
-    assert "Until that is mended, checkpoints may stay that could go." in caplog.text
+    assert "Until this is fixed, fewer checkpoints are deleted." in caplog.text
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")

@@ -211,7 +211,7 @@ def test_values_that_cannot_be_hashed_are_refused_before_anything_is_made(tmp_pa
             b"{",
             r"config\.json:1: not valid JSON: .* Delete it if no default has changed .*, or start over with -r 1",
         ),
-        ("status.json", b"", r"status\.json:1: not valid JSON: .* Delete it: the run then goes on from its newest checkpoint"),
+        ("status.json", b"", r"status\.json:1: not valid JSON: .* Delete it: the run then resumes from its newest checkpoint"),
         ("status.json", b"\xff", r"status\.json: not UTF-8 text"),
         ("status.json", b'{"state": "flying"}', r"status\.json: expected a dict with one of the states running, done, failed, stopped"),
     ],
@@ -434,7 +434,7 @@ def test_a_file_where_the_folder_should_be_is_one_line(tmp_path: Path):
     with pytest.raises(RunError, match="cannot write: Not a directory"):
         RunDir.open(tmp_path / "runs", EXP, RESOLVED)
     (tmp_path / ID).write_text("")
-    with pytest.raises(RunError, match=f"{ID}: a file stands where the save directory should be"):
+    with pytest.raises(RunError, match=f"{ID}: a file where the save directory should be"):
         RunDir.open(tmp_path, EXP, RESOLVED)
 
 

@@ -265,9 +265,9 @@ def test_a_controller_that_is_gone_is_told(cluster: Cluster, folder: Path, monke
     conf.write_text(text.replace(f"SlurmctldPort={port}", "SlurmctldPort=9"))
     monkeypatch.setenv("SLURM_CONF", str(conf))
     impatient = slurm.Config(patience_seconds=3.0)
-    with pytest.raises(LaunchError, match=r"Is the controller up\?"):
+    with pytest.raises(LaunchError, match="scontrol ping"):
         submit([job(folder, "a", "pass")], folder, impatient)
-    with pytest.raises(LaunchError, match=r"Is the controller up\?"):
+    with pytest.raises(LaunchError, match="scontrol ping"):
         impatient.states(["1_0"])
 
 

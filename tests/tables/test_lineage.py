@@ -139,7 +139,7 @@ def test_a_unique_prefix_of_an_id_is_enough(tmp_path: Path):
     ids = [make(tmp_path, {"recipe": "lm", "seed": seed}) for seed in range(17)]  # two of 17 begin with the same of 16 characters
     graph = lineage.build(tmp_path)
     assert graph.find(ids[0][:12]) == ids[0]
-    with pytest.raises(ConfigError, match="17 experiments begin like that"):
+    with pytest.raises(ConfigError, match="17 experiments have this prefix"):
         graph.find("")
     with pytest.raises(ConfigError, match="--exp_id zz: no experiment among these 17 has"):
         graph.find("zz")

@@ -258,8 +258,8 @@ def test_missing_seeds_are_named(tmp_path: Path):
     make(tmp_path, experiment(1, 10), [])
     rows = grid(tmp_path, (3,), (0,))
     assert sorted(statistics.missing_seeds(rows, ["model.stride"])) == [
-        "model.stride=2: no run with seed 10, which others have.",
-        "model.stride=3: no run with seed 1, 2, 10, which others have.",
+        "model.stride=2: no run with seed 10, unlike the rest.",
+        "model.stride=3: no run with seed 1, 2, 10, unlike the rest.",
     ]
     assert statistics.missing_seeds(rows, ["model.stride", "seed"]) == []
     assert statistics.missing_seeds(rows[:1], []) == []

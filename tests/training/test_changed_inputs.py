@@ -47,7 +47,7 @@ def test_other_code_is_told_in_the_log_and_in_the_table(root: Path, tmp_path: Pa
     assert toy.run(root, ARGUMENTS, tmp_path).returncode == 0
     first, second, third = (event["code"] for event in ledger.read(run) if event["event"] == "start")
     assert first == second != third
-    text = f"goes on with other code than at its last start ({second}, now {third})."
+    text = f"continues with other code than at its last start ({second}, now {third})."
     assert (run / "logs" / "train.log").read_text().count(text) == 1
     assert table.main([str(tmp_path / "runs"), "--format", "json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
@@ -101,7 +101,7 @@ def test_data_of_the_same_size_with_other_content_are_refused(root: Path, tmp_pa
     file.write_bytes(before.replace(b"red", b"tan"))
     done = toy.run(root, ARGUMENTS, tmp_path)
     assert done.returncode == 1
-    assert "content of toy_text: no longer what this run began with. Restore what it began with" in done.stderr
+    assert "content of toy_text: changed since the start of this run. Restore the original" in done.stderr
     file.write_bytes(before)
     assert toy.run(root, ARGUMENTS, tmp_path).returncode == 0
 
@@ -119,7 +119,7 @@ def test_a_run_that_has_sampled_such_a_folder_goes_on(tmp_path: Path):
         small.train(run, inputs={"content of text": "a", "data": "b"})
         state, _ = small.train(run, inputs={"data": "b"})
         assert state.step == small.CONFIG.steps
-        with pytest.raises(RunError, match="data: no longer what this run began with"):
+        with pytest.raises(RunError, match="data: changed since the start of this run"):
             small.train(run, inputs={})
 
 

@@ -49,7 +49,7 @@ def test_a_run_with_dropout_goes_on_with_its_own_alone(tmp_path: Path, capsys: p
     toy.kill_midway(root, words, tmp_path, run)
     before = {path.name for path in (tmp_path / "runs" / run / "checkpoints").iterdir()}
     assert toy.main([*words, "--micro_batch", "2"], GROUPS, tmp_path) == 1
-    assert "dropout[0]: --micro_batch 2: the model trains with dropout, which is drawn by micro-batch" in capsys.readouterr().err
+    assert "dropout[0]: --micro_batch 2: the model trains with dropout, which depends on the micro-batch" in capsys.readouterr().err
     assert {path.name for path in (tmp_path / "runs" / run / "checkpoints").iterdir()} == before
     assert toy.main([*words, "--micro_batch", "4"], GROUPS, tmp_path) == 0
 

@@ -117,7 +117,7 @@ def test_a_divergence_of_one_takes_both_back_and_past_it(pair: Pair):
 
 
 def test_experience_is_loaded_when_both_can_go_on(pair: Pair):
-    assert "a: no longer what this run began with" in pair.ends("experience loaded", 1)["why"]
+    assert "a: changed since the start of this run" in pair.ends("experience loaded", 1)["why"]
     assert pair.ends("experience loaded", 2)["end"] == "done"
 
 

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class Wandb:
-    """One wandb run per experiment, whose rows are those of scores.jsonl: a restart continues it by its id, and logs no step twice.
+    """One wandb run per experiment, with the rows of scores.jsonl: a restart resumes it by its id, and logs no step twice.
 
     Offline each start writes a folder <run>/wandb/offline-run-*; `wandb sync --id` makes one run of them.
 
@@ -42,7 +42,7 @@ class Wandb:
         identity = _identity(run)
         self.last_step = -1 if online else _last_step(run.path, identity)
         """Rows up to this step are logged."""
-        # Of the command, code and machine env.json has what is no secret; wandb would send the whole command and the whole diff.
+        # env.json has the command, code and machine without secrets; wandb would send the full command and diff.
         settings = wandb.Settings(disable_git=True, disable_code=True, disable_job_creation=True, x_disable_meta=True)
         try:
             self.wandb = wandb.init(
@@ -61,7 +61,7 @@ class Wandb:
             raise RunError(f"wandb: {reason} Run `wandb login`, or leave out --wandb_entity_name to log to files.") from None
         if online and self.wandb.resumed:
             self.last_step = self.wandb.step - 1
-        for row in run.dir.scores.rows():  # what a killed start did not bring to wandb any more
+        for row in run.dir.scores.rows():  # rows that a killed start did not send to wandb
             self._log(row)
         if options.gradients:
             self.wandb.watch(model, log="gradients", log_freq=run.options.log_every or 100)
@@ -88,10 +88,10 @@ def _identity(run: runs.Run) -> str:
     """The id of the experiment; with a number appended after -r 1, which starts another wandb run. Stored in wandb.json."""
     file = run.path / ID
     if file.exists():
-        found = read_json(file, RunError)
-        if isinstance(found, dict) and isinstance(found.get("id"), str):
-            return found["id"]
-        raise RunError(f'{file}: expected {{"id": ...}}. Delete it to begin another wandb run.')
+        facts = read_json(file, RunError)
+        if isinstance(facts, dict) and isinstance(facts.get("id"), str):
+            return facts["id"]
+        raise RunError(f'{file}: expected {{"id": ...}}. Delete it to start another wandb run.')
     resets = len(list((run.places.runs / DELETED).glob(f"{run.dir.exp_id}*")))
     identity = f"{run.dir.exp_id}-{resets}" if resets else run.dir.exp_id
     write_json(file, {"id": identity})
@@ -108,7 +108,7 @@ def _last_step(path: Path, identity: str) -> int:
         except subprocess.TimeoutExpired:
             done = None
         if done is None or done.returncode:
-            log.warning("%s: wandb cannot read it, so that steps that are trained again may stand in it twice.", file)
+            log.warning("%s: wandb cannot read it, so steps that are trained again can be logged twice.", file)
             continue
         for line in done.stdout.splitlines():
             if '"history"' in line and (record := parse_json(line, file, RunError))["type"] == "history":

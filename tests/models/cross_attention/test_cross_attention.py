@@ -37,7 +37,7 @@ def test_placement_that_does_not_fit():
         layer_indices(16, 6, 3)
     with pytest.raises(ConfigError, match=r"num_layers 2 x stride 9 .* the base has 8. Fits: stride up to 4."):
         layer_indices(8, 2, 9)
-    with pytest.raises(ConfigError, match=r"Both must be smaller: their product may be 4 at most"):
+    with pytest.raises(ConfigError, match=r"Both must be smaller: their product can be 4 at most"):
         layer_indices(4, 5, 6)
     with pytest.raises(ConfigError, match=r"num_layers 0 and stride 1 must be at least 1"):
         layer_indices(4, 0, 1)

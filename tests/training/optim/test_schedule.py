@@ -123,8 +123,8 @@ def test_a_step_is_a_whole_number_of_micro_batches():
     ("given", "message"),
     [
         ({"schedule": "constant", "warmup_rate": 0.1}, "schedule 'constant' has no warm-up"),
-        ({"warmup_start": 0.5}, "warmup_start is where a warm-up begins, and there is none: give warmup_rate, or leave warmup_start out"),
-        ({"warmup_start": 0.5, "warmup_rate": 0.001}, "warmup_start is where a warm-up begins, and there is none"),
+        ({"warmup_start": 0.5}, "warmup_start: there is no warm-up. Set warmup_rate"),
+        ({"warmup_start": 0.5, "warmup_rate": 0.001}, "warmup_start: there is no warm-up"),
         *(
             ({"schedule": name, "final_rate": 0.1}, f"final_rate is where 'linear' and 'cosine' end; schedule '{name}' would ignore it")
             for name in ("constant", "constant_with_warmup", "inverse_sqrt", "polynomial", "cosine_with_restarts")

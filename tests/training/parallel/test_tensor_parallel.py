@@ -158,7 +158,7 @@ def test_models_that_would_learn_something_else_are_refused(family: str, own: di
         cut_matrices(model, two)
 
 
-@pytest.mark.parametrize(("processes", "wrong"), [(4, ""), (8, "fewer than the 4 processes that read apart. Start at most 4,")])
+@pytest.mark.parametrize(("processes", "wrong"), [(4, ""), (8, "fewer than the 4 processes with data of their own. Start at most 4,")])
 def test_more_processes_may_start_than_a_step_has_micro_batches(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, processes: int, wrong: str
 ):
