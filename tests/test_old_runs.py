@@ -65,7 +65,7 @@ def test_the_table_lists_them(folder: Path, expected: dict[str, Any]):
     assert not warnings
 
 
-def test_what_was_stopped_goes_on_to_the_same_bits(folder: Path, expected: dict[str, Any], tmp_path_factory: pytest.TempPathFactory):
+def test_a_stopped_run_resumes_with_the_same_bits(folder: Path, expected: dict[str, Any], tmp_path_factory: pytest.TempPathFactory):
     groups = {name: [found["experiment"]] for name, found in expected.items()}
     assert toy.main(["-e", "crossattn", "seed"], groups, folder) == 0
     anew = tmp_path_factory.mktemp("anew")

@@ -193,7 +193,7 @@ def test_a_reserved_name_is_refused(root: Path, tmp_path: Path):
         snapshot.take(root, tmp_path / "snapshots")
 
 
-def test_the_snapshot_knows_the_commit_and_what_was_not_committed(root: Path, tmp_path: Path):
+def test_the_snapshot_records_the_commit_and_uncommitted_changes(root: Path, tmp_path: Path):
     """A run from it records the code that was submitted, not that of a repository around the runs folder."""
     under_git(root)
     (root / "trainval.py").write_text("print('changed')\n")

@@ -41,7 +41,7 @@ def test_secrets_in_the_command_are_hidden(command: list[str], shown: list[str])
     assert environment.redact(command) == shown
 
 
-def test_only_listed_variables_are_kept(monkeypatch: pytest.MonkeyPatch):
+def test_only_listed_variables_are_recorded(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HF_TOKEN", "hush-hush")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     facts = environment.describe([])
