@@ -84,7 +84,7 @@ def test_parents_do_not_share_a_task(cluster: Cluster, folder: Path, config: slu
 
 
 def test_what_cannot_be_is_refused(cluster: Cluster, folder: Path, config: slurm.Config):
-    with pytest.raises(LaunchError, match=r"e: it starts from the experiment of job 1_0\+0of2, which shares a Slurm task with others"):
+    with pytest.raises(LaunchError, match=r"e: it starts from the experiment of job 1_0\+0of2, which shares a Slurm task"):
         submit([job(folder, "e", after_jobs=("1_0+0of2",))], folder, config)
     assert not cluster.calls("sbatch")
     with pytest.raises(LaunchError, match=r"job 1_0\+0of2: it shares its task, and Slurm can only hold complete tasks"):
