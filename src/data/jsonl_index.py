@@ -80,7 +80,7 @@ def write(path: Path, key: Mapping[str, Any], ends: "array[int]", groups: "array
 
     ends, groups: arrays of type "Q" and "I".
 
-    Several processes may do this at once: each writes the same bytes under a temporary name, then replaces the file.
+    Safe for several processes at once: each writes the same bytes under a temporary name, then replaces the file.
     """
     header = json.dumps({"key": key, "rows": len(ends) - 1, "names": names}).encode()
     header += b" " * (-(len(header) + 1) % 8) + b"\n"

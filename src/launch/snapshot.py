@@ -7,8 +7,9 @@ import os
 import shutil
 import stat
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
+from typing import Any
 
 from src.errors import LaunchError
 from src.files import MANIFEST, defect, new_directory, reading
@@ -34,7 +35,7 @@ def take(root: Path, snapshots: Path, leave_out: Sequence[Path] = ()) -> Path:
 
     The code is what git tracks or would track, but no environment; without git, every file but those of `LEFT_OUT`.
     Links are followed. Likely secrets are excluded, by `looks_secret`, and named in the log.
-    The digest is that of the paths, the modes and the contents.
+    The digest is that of the paths, the modes, the contents and the commit.
 
     leave_out: folders that are not code, such as save directories.
 
@@ -46,13 +47,14 @@ def take(root: Path, snapshots: Path, leave_out: Sequence[Path] = ()) -> Path:
         return root  # submitted by a job, which runs from a snapshot
     for _ in range(_TRIES):
         files = _collect_files(root, leave_out)
-        final = snapshots / _digest(files)
+        version = code_version(root, leave_out)
+        final = snapshots / _digest(files, version)
         if final.is_dir() and defect(final) is None:
             return final
         try:
             with new_directory(final) as folder:
                 _copy(files, folder)
-                (folder / SNAPSHOT).write_text(json.dumps(code_version(root, leave_out), indent=4) + "\n", encoding="utf-8")
+                (folder / SNAPSHOT).write_text(json.dumps(version, indent=4) + "\n", encoding="utf-8")
         except _ChangedError:
             continue
         return final
@@ -158,8 +160,9 @@ def _is_below(path: Path, folders: Sequence[Path]) -> bool:
     return any(path.is_relative_to(folder) for folder in folders)
 
 
-def _digest(files: _Found) -> str:
-    text = json.dumps([[name, runs, content] for name, (_, runs, content) in sorted(files.items())])
+def _digest(files: _Found, version: Mapping[str, Any]) -> str:
+    described = [version["commit"], version["dirty"]]  # equal files of another commit are another snapshot
+    text = json.dumps([described, *([name, runs, content] for name, (_, runs, content) in sorted(files.items()))])
     return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:32]
 
 

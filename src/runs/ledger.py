@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 def event(name: str, **facts: Any) -> dict[str, Any]:
-    """An event `name` at the present time: "when" (UTC), "who" (user@host) and `facts`, JSON values only."""
+    """An event `name` with the present time (UTC), the person (user@host) and `facts`, JSON values only."""
     return {"event": name, "when": environment.now(), "who": user_and_host(), **facts}
 
 

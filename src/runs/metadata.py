@@ -31,7 +31,7 @@ State = Literal["running", "done", "failed", "stopped"]
 
 
 def expand_run(path: Path, runs: Path = Path("results/runs")) -> Path:
-    """`path`, or the save directory whose id starts with its name. A bare name is looked up in `runs`.
+    """`path`, or the save directory with its name as prefix of the id. A bare name is looked up in `runs`.
 
     Raises:
         RunError: several ids start with it.

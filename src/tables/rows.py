@@ -19,9 +19,9 @@ from src.tables.scan import RunIndex, RunRecord
 FACTS = ("exp_id", "state", "group", "step", "tags", "note")
 AVERAGED = ("exp_ids", "runs", "done", "gpu_hours")
 ENDS = ("_std", "_ci95", "_n")
-"""Suffixes of the additional columns of `statistics.aggregate` for each score."""
+"""What the rows of `statistics.aggregate` have besides: columns of their own, and for each score names with these ends."""
 FINISHED = ("done", "haven", "foreign")
-"""States with final scores. For runs by haven or another program only scores are known."""
+"""States of runs whose last scores are results. Of those that haven wrote, or something else, nothing but scores is known."""
 SEED = "seed"
 """The key that means are taken over, unless another is named."""
 _LOWER_IS_BETTER = {"loss", "ppl", "perplexity", "error", "errors", "err", "nll", "wer", "cer", "bpb", "bpc", "mse", "mae", "rmse", "kl"}
@@ -51,8 +51,8 @@ def load_rows(runs: Path, group: str | Sequence[str] | None = None) -> tuple[lis
 
     group: only the runs of one or several groups; the row of a run in several names the first.
 
-    "tags" (a list) and "note" are remarks of a person. "state" is `metadata.state_of`, or "haven" for a directory by haven,
-    or "foreign" for one with an id by another program. "step" is that of the last row of scores, or None. A config key with the name of a
+    "tags" (a list) and "note" are what a person said of it. "state" is `metadata.state_of`, or "haven" for a directory that haven wrote,
+    or "foreign" for one whose id another program made. "step" is that of the last row of scores, or None. A config key with the name of a
     fact or of a column of tables ("runs", "loss_std") is called "config.<name>", a score with such a name or that of a config key
     "score.<name>".
 
@@ -62,27 +62,27 @@ def load_rows(runs: Path, group: str | Sequence[str] | None = None) -> tuple[lis
     """
     if not runs.is_dir():
         raise DataError(f"{runs}: no such folder of runs. Train something first, or name the folder given as --savedir_base.")
-    requested = [group] if isinstance(group, str) else group or []
-    rows, warnings, names = [], [], set()
+    wanted = [group] if isinstance(group, str) else group or []
+    rows, warnings, known = [], [], set()
     with reading(runs):
         index = RunIndex(runs)
         for name in index.names:
             try:
-                groups, record = index.read(name, None if group is None else requested)
+                groups, record = index.read(name, None if group is None else wanted)
             except UserError as error:
                 warnings.append(f"skipped: {error}")
                 continue
-            names.update(groups)
+            known.update(groups)
             if record is not None:
-                rows.append(_row(runs / name, record, next((each for each in requested if each in groups), (groups or [""])[0])))
+                rows.append(_row(runs / name, record, next((each for each in wanted if each in groups), (groups or [""])[0])))
         index.save()
-    for each in requested:
-        if each not in names:
-            raise unknown("group", each, names, str(runs))
+    for each in wanted:
+        if each not in known:
+            raise unknown("group", each, known, str(runs))
     if not rows and not warnings:
         raise DataError(f"{runs}: no runs in this folder. Train something first, or name the folder given as --savedir_base.")
-    reserved = {name + end for name in score_names(rows) for end in ENDS}
-    return [row if reserved.isdisjoint(row) else _rename(row, reserved) for row in rows], warnings
+    taken = {name + end for name in score_names(rows) for end in ENDS}
+    return [row if taken.isdisjoint(row) else _rename(row, taken) for row in rows], warnings
 
 
 def group_rows(rows: Iterable[Row], by: Sequence[str]) -> list[list[Row]]:
@@ -102,7 +102,7 @@ def varying_keys(rows: Sequence[Row]) -> list[str]:
 def distinguishing_keys(rows: Sequence[Row], seed: str = SEED) -> list[str]:
     """`varying_keys` without the key `seed`, and without the id of a parent if each seed has a parent of its own.
 
-    For several groups: "group" and the keys that vary within one of them, since two groups can differ in everything.
+    Of several groups "group" and what varies within one of them: two groups may differ in everything.
     """
     groups = group_rows(rows, ["group"])
     if len(groups) > 1:
@@ -119,13 +119,13 @@ def distinguishing_keys(rows: Sequence[Row], seed: str = SEED) -> list[str]:
 
 
 def describe_differences(experiments: Mapping[str, tuple[str, Mapping[str, Any]]]) -> dict[str, str]:
-    """The distinguishing settings of each experiment within its group: {id: "seed=1 learning_rate=0.001"}."""
-    settings: dict[str, str] = {}
+    """What sets each experiment, a dict with its group, apart from the others of its group: {id: "seed=1 learning_rate=0.001"}."""
+    found: dict[str, str] = {}
     for group in {group for group, _ in experiments.values()}:
         rows = {name: Row(flatten(exp)) for name, (of, exp) in experiments.items() if of == group}
         short = short_names(varying_keys(list(rows.values())))
-        settings |= {name: " ".join(f"{short[key]}={row[key]}" for key in short if key in row) for name, row in rows.items()}
-    return settings
+        found |= {name: " ".join(f"{short[key]}={row[key]}" for key in short if key in row) for name, row in rows.items()}
+    return found
 
 
 def config_keys(row: Row) -> list[str]:
@@ -139,12 +139,12 @@ def score_names(rows: Iterable[Row]) -> list[str]:
 
 
 def headline_scores(names: Sequence[str]) -> list[str]:
-    """The most interesting scores: no diagnostics or parts such as "em/nq" ("inference/em" is no part); all scores if nothing remains."""
+    """The most interesting scores: no diagnostics, no parts such as "em/nq" ("inference/em" is none); all if no others are left."""
     return [name for name in names if name not in DIAGNOSTICS and "/" not in name.removeprefix("inference/")] or list(names)
 
 
 def lower_is_better(name: str) -> bool:
-    """Whether a score of this name is a loss, a perplexity or an error. Every other score is better when higher."""
+    """Whether a score of this name is a loss, a perplexity or an error; others are better when higher."""
     return any(word in _LOWER_IS_BETTER for word in re.split(r"[^a-z0-9]+", name.lower()))
 
 
@@ -188,35 +188,35 @@ def select(runs: Path, group: str | Sequence[str] | None = None, question: str |
     if not chosen:
         names = [name for name in sorted(expressions.compile(question).names) if name in config_keys(rows[0]) or name in FACTS]
         values = {name: list(dict.fromkeys(str(row.get(name)) for row in rows)) for name in names}
-        states = "; ".join(f"{name} is {', '.join(of_name[:5])}{', …' * (len(of_name) > 5)}" for name, of_name in values.items())
-        raise ConfigError(f"--where: none of {len(rows)} runs answers {question!r}.{f' Among them {states}.' if states else ''}")
+        seen = "; ".join(f"{name} is {', '.join(of_name[:5])}{', …' * (len(of_name) > 5)}" for name, of_name in values.items())
+        raise ConfigError(f"--where: none of {len(rows)} runs answers {question!r}.{f' Among them {seen}.' if seen else ''}")
     return chosen, warnings
 
 
 def filter_rows(rows: Sequence[Row], text: str, place: str = "--where") -> list[Row]:
     """The rows for which the expression `text` holds: see `expressions`. "status" means "state", unless it is a config key.
 
-    Without rows any name is accepted. place: prefix of the messages.
+    Without rows any name is accepted. place: begins the messages.
 
     Raises:
         ConfigError: it is malformed, or uses a name that no row has.
     """
-    query = expressions.compile(text, place)
+    asked = expressions.compile(text, place)
     if not rows:
         return []
-    names = {key for row in rows for key in row}
-    renamed = "status" in query.names and "status" not in names
-    check_known("name", sorted(query.names - {"status"} if renamed else query.names), names, place)
-    return [row for row in rows if query.matches({**row, "status": row["state"]} if renamed else row)]
+    known = {key for row in rows for key in row}
+    renamed = "status" in asked.names and "status" not in known
+    check_known("name", sorted(asked.names - {"status"} if renamed else asked.names), known, place)
+    return [row for row in rows if asked.matches({**row, "status": row["state"]} if renamed else row)]
 
 
 def _row(path: Path, record: RunRecord, group: str) -> Row:
     state = record.state
     if state == "running" and holder_is_dead(path) is not False:
-        state = state_of(path)  # read again: it can have ended since
+        state = state_of(path)  # read again: it may have ended since
     row = Row({"exp_id": path.name, "state": state, "group": group, "step": record.summary.step, "tags": record.tags, "note": record.note})
     row.update({f"config.{key}" if key in FACTS or key in AVERAGED else key: value for key, value in record.config.items()})
-    last = {str(name): value for name, value in record.summary.last.items()}  # keys of haven's rows are not always strings
+    last = {str(name): value for name, value in record.summary.last.items()}  # haven's rows may have other keys than texts
     named = {f"score.{name}" if name in row or name in AVERAGED else name: value for name, value in last.items()}
     row.scores = tuple(named)
     row.update(named)
@@ -224,17 +224,17 @@ def _row(path: Path, record: RunRecord, group: str) -> Row:
     return row
 
 
-def _rename(row: Row, reserved: Collection[str]) -> Row:
+def _rename(row: Row, taken: Collection[str]) -> Row:
     """The row with other names for those of its keys that are `taken`."""
-    names = {key: f"{'score' if key in row.scores else 'config'}.{key}" if key in reserved else key for key in row}
+    names = {key: f"{'score' if key in row.scores else 'config'}.{key}" if key in taken else key for key in row}
     renamed = Row({names[key]: value for key, value in row.items()})
     renamed.scores, renamed.contact = tuple(names[key] for key in row.scores), row.contact
     return renamed
 
 
-def resolve_key(names: Collection[str], key: str) -> str:
+def resolve_key(known: Collection[str], key: str) -> str:
     """`key` or, where that is no `known` key but the name of a column, "config.<key>"."""
-    return key if key in names or f"config.{key}" not in names else f"config.{key}"
+    return key if key in known or f"config.{key}" not in known else f"config.{key}"
 
 
 def sort_key(value: Any) -> tuple[int, Any, str]:
@@ -254,8 +254,8 @@ def spell(row: Mapping[str, Any], key: str) -> str:
 _spell_scalar = lru_cache(maxsize=1 << 16, typed=True)(json.dumps)
 
 
-def check_known(kind: str, names: Iterable[str], choices: Iterable[str], place: str = "results") -> None:
-    choices = set(choices)
+def check_known(kind: str, names: Iterable[str], known: Iterable[str], place: str = "results") -> None:
+    known = set(known)
     for name in names:
-        if name not in choices:
-            raise unknown(kind, name, choices, place)
+        if name not in known:
+            raise unknown(kind, name, known, place)

@@ -1,4 +1,4 @@
-"""Groups of runs that differ only in their seed: mean, standard deviation, confidence interval, and tables of two keys."""
+"""Groups of runs that differ in their seed alone: mean, standard deviation, confidence interval, and tables of two keys."""
 
 import math
 import statistics
@@ -38,12 +38,12 @@ def grouping_keys(rows: Sequence[Row], by: Sequence[str] | None, seed: str = SEE
 
 
 def averaged_rows(rows: Sequence[Row], unfinished: bool = False) -> list[Row]:
-    """The rows that means are taken over: finished runs. The last score of a crashed or running run is not final."""
+    """Those of `rows` that means are taken over: the finished ones. The last score of a run that crashed or goes on is no result."""
     return [row for row in rows if unfinished or row["state"] in FINISHED]
 
 
 def mean(rows: Sequence[Row], score: str, unfinished: bool = False) -> float | None:
-    """Mean of one score over `averaged_rows`; None if no row has it."""
+    """Of one score over `averaged_rows`; None where none of these has it."""
     values = [row[score] for row in averaged_rows(rows, unfinished) if row.get(score) is not None]
     return statistics.fmean(values) if values else None
 
@@ -72,7 +72,7 @@ def count_runs(row: dict[str, Any], score: str) -> str:
 
 
 def missing_seeds(rows: Sequence[Row], by: Sequence[str], seed: str = SEED) -> list[str]:
-    """A sentence for each combination of `by` with missing values of `seed`: its mean is over different runs."""
+    """A sentence for each combination of `by` that lacks values of `seed` which others have: its mean is over different runs."""
     if seed in by:
         return []
     found = []
@@ -82,7 +82,7 @@ def missing_seeds(rows: Sequence[Row], by: Sequence[str], seed: str = SEED) -> l
             has = {spell(row, seed) for row in group}
             if absent := [value for spelled, value in seeds if spelled not in has]:
                 named = ", ".join(f"{key}={group[0].get(key)}" for key in by) or "all"
-                found.append(f"{named}: no run with {seed} {', '.join(map(str, absent))}, unlike the rest.")
+                found.append(f"{named}: no run with {seed} {', '.join(map(str, absent))}, which others have.")
     return found
 
 

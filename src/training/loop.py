@@ -72,7 +72,7 @@ def fit(spec: TrainSpec, run: Run, config: LoopConfig, seed: int) -> State:
     reader = loader.StepLoader(spec.train, loop.order, config, accelerator.device, spec.count, num_workers)
     with (
         contextlib.closing(reporter),
-        contextlib.closing(reader.steps(loop.state)) as steps,  # otherwise a traceback keeps worker processes alive
+        contextlib.closing(reader.steps(loop.state)) as steps,  # a traceback would leave worker processes alive
         memory.oom_advice(),
         loop.saver.close_on_exit(),
         distributed.stop_when(limits.reason),

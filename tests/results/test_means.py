@@ -66,7 +66,7 @@ def rows_of(runs: Path, capsys: pytest.CaptureFixture[str], *arguments: object) 
     return {row["model.stride"]: row for row in json.loads(capsys.readouterr().out)}
 
 
-def test_every_view_has_the_means_of_finished_runs(planted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_every_view_has_the_means_of_what_is_done(planted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     found = rows_of(planted, capsys)
     assert list(found) == [2, 1, 3], "the best first, and last what has no result"
     assert [found[2][key] for key in ("val_loss", "val_loss_std", "val_loss_n", "done", "runs")] == [
@@ -126,7 +126,7 @@ def test_haven_has_the_last_values_of_the_same_runs(planted: Path, capsys: pytes
     assert (of_stride_2.mean(), of_stride_2.std()) == pytest.approx((statistics.fmean(DONE), statistics.stdev(DONE)))
 
 
-def test_a_running_seed_changes_no_mean_in_any_view(planted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_seed_that_goes_on_changes_no_mean_in_any_view(planted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Of the best configuration, with a better score than any that is done."""
     exp = experiment(2, 5)
     with RunDir.open(planted, exp, exp, facts={"groups": ["g"]}) as run:
@@ -250,7 +250,7 @@ def test_means_over_another_key_than_the_seed(tmp_path: Path, capsys: pytest.Cap
             (1, 3, pytest.approx(1.1)),
             (2, 2, pytest.approx(2.05)),
         ]
-        assert f"seed=2: no run with {word} 2, unlike the rest." in captured.err
+        assert f"seed=2: no run with {word} 2, which others have." in captured.err
     keys = legend.Configurations(results.load_rows(tmp_path)[0], seed="config.runs").keys
     assert sorted(keys) == ["seed", "trial.number"]
     output = tmp_path / "a.svg"

@@ -118,7 +118,7 @@ def test_one_seed_has_no_deviation(runs: Path, capsys: pytest.CaptureFixture[str
     assert "±" not in text
 
 
-def test_unfinished_and_unreadable_runs_are_reported(runs: Path, capsys: pytest.CaptureFixture[str]):
+def test_what_is_not_done_or_not_readable_is_said_beside_the_table(runs: Path, capsys: pytest.CaptureFixture[str]):
     exp = {"recipe": "toy", "seed": 9, "model": {"name": "m", "stride": 1, "kind": "a_b & 50%"}}
     with RunDir.open(runs, exp, exp, facts={"groups": ["tiny"]}) as run:
         run.set_status("failed")
@@ -131,7 +131,7 @@ def test_unfinished_and_unreadable_runs_are_reported(runs: Path, capsys: pytest.
     assert "1 of 7 runs are not done; the means are over the others; --unfinished takes all." in captured.err
 
 
-def test_runs_stopped_before_their_first_score_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_runs_that_were_stopped_before_their_first_score_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     exp = {"recipe": "toy", "seed": 9}
     with RunDir.open(tmp_path, exp, exp, facts={"groups": ["tiny"]}) as run:
         run.set_status("stopped")
@@ -202,13 +202,13 @@ def test_the_95_percent_interval(runs: Path, capsys: pytest.CaptureFixture[str])
     assert "95 % interval" in printed(capsys, runs, "--interval", "ci95")
 
 
-def test_a_mean_over_different_values_is_reported(runs: Path, capsys: pytest.CaptureFixture[str]):
+def test_what_a_mean_hides_is_said(runs: Path, capsys: pytest.CaptureFixture[str]):
     for seed in range(3, 10):
         exp = {"recipe": "toy", "seed": seed, "model": {"name": "m", "stride": 1, "kind": "a_b & 50%"}}
         with RunDir.open(runs, exp, exp, facts={"groups": ["tiny"]}) as run:
             run.set_status("done")
     assert table.main([str(runs), "--format", "markdown"]) == 0
-    assert "model.stride=2: no run with seed 3, 4, 5, 6, 7, 8, 9, unlike the rest." in capsys.readouterr().err
+    assert "model.stride=2: no run with seed 3, 4, 5, 6, 7, 8, 9, which others have." in capsys.readouterr().err
     assert table.main([str(runs), "--by", "model.kind", "--format", "markdown"]) == 0
     assert "the means are over different model.stride." in capsys.readouterr().err
 

@@ -60,7 +60,7 @@ def test_a_run_without_any_finite_value_shows_none(tmp_path: Path):
     assert statistics.aggregate([row], [], ["loss"])[0]["loss"] is None
 
 
-def test_clashing_names_get_prefixes(tmp_path: Path):
+def test_names_that_clash_are_told_apart(tmp_path: Path):
     make(tmp_path, {"recipe": "toy", "state": 1, "seed": 3}, [{"step": 1, "seed": 0.5, "exp_id": 2}])
     (row,), _ = results.load_rows(tmp_path)
     assert (row["state"], row["config.state"], row["seed"], row["score.seed"], row["score.exp_id"]) == ("done", 1, 3, 0.5, 2)
@@ -74,7 +74,7 @@ def test_states_follow_the_lease(tmp_path: Path):
     assert {row["model.stride"]: row["state"] for row in rows} == {1: "lost", 2: "failed", 3: "running"}
 
 
-def test_several_groups_are_selected(tmp_path: Path):
+def test_groups_are_chosen_even_where_several_asked(tmp_path: Path):
     path = make(tmp_path, experiment(1, 0), [], group="a")
     join_groups(path, ["b"])
     make(tmp_path, experiment(2, 0), [], group="b")
@@ -258,8 +258,8 @@ def test_missing_seeds_are_named(tmp_path: Path):
     make(tmp_path, experiment(1, 10), [])
     rows = grid(tmp_path, (3,), (0,))
     assert sorted(statistics.missing_seeds(rows, ["model.stride"])) == [
-        "model.stride=2: no run with seed 10, unlike the rest.",
-        "model.stride=3: no run with seed 1, 2, 10, unlike the rest.",
+        "model.stride=2: no run with seed 10, which others have.",
+        "model.stride=3: no run with seed 1, 2, 10, which others have.",
     ]
     assert statistics.missing_seeds(rows, ["model.stride", "seed"]) == []
     assert statistics.missing_seeds(rows[:1], []) == []
@@ -282,13 +282,13 @@ def test_a_pivot_holds_what_aggregate_holds(tmp_path: Path):
         statistics.pivot(rows, "stride", "seed", "loss")
 
 
-def test_intervals_follow_deviations(tmp_path: Path):
+def test_intervals_stand_beside_deviations(tmp_path: Path):
     (row,) = statistics.aggregate(grid(tmp_path, (1,)), [], ["loss"], unfinished=True)
     assert row["loss_ci95"] == pytest.approx(4.302652729911275 * row["loss_std"] / 3**0.5, rel=1e-9)
     (alone,) = statistics.aggregate(grid(tmp_path / "other", (1,), (0,)), [], ["loss"], unfinished=True)
     assert alone["loss_ci95"] is None
 
 
-def test_distinguishing_settings_of_a_group_are_short():
+def test_what_sets_experiments_of_a_group_apart_is_told_in_short():
     experiments = {"a": ("g", experiment(1, 0)), "b": ("g", experiment(1, 1)), "c": ("h", experiment(2, 0))}
     assert results.describe_differences(experiments) == {"a": "seed=0", "b": "seed=1", "c": ""}

@@ -1,7 +1,7 @@
 """The archive of abandoned branches, <run>/abandoned/branch-K with increasing K, and the builder of the changes that add one.
 
 A branch's folder holds the checkpoints and rows after the step; before/ with a copy of every changeable file, and the remaining checkpoints
-as links (retention may delete the originals); record.json, which describes the change. Nothing is deleted or overwritten.
+as links (retention can delete the originals); record.json, which describes the change. Nothing is deleted or overwritten.
 """
 
 import hashlib
