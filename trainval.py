@@ -274,7 +274,7 @@ def run_one(item: Any, reset: int, places: Any, options: Any, micro_batch: int |
         lacks = parents.missing_parents(item.exp, places)
         if lacks and (reset or metadata.state_of(places.runs / item.exp_id) != "done"):
             raise ConfigError("\n".join(lacks))
-        facts = {"groups": list(item.groups), **describe(sys.argv), "torch": torch_settings.describe()}
+        facts = {"groups": list(item.groups), **describe(sys.argv, (places.runs, places.data)), "torch": torch_settings.describe()}
         resolved = resolved_dict(item.recipe, key="recipe")
         opened.append(RunDir.open(places.runs, item.exp, resolved, recipe=item.recipe, reset=reset, facts=facts))
         return opened[0].status()["state"]

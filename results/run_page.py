@@ -13,6 +13,7 @@ from results.plot import PLOTS, place_legend
 from src.errors import UserError, print_errors
 from src.metrics.answers import GAIN, INFERENCE, WRONG
 from src.runs import jsonl_records, ledger
+from src.runs.lease import lost_contact
 from src.runs.metadata import flatten, is_foreign, read_exp_dict, read_foreign_dict, read_status, state_of
 from src.runs.scores import SCORES, Scores
 from src.runs.summary import Summary
@@ -235,7 +236,8 @@ def _header(run: Path, title: str, status: Mapping[str, Any], rows: Sequence[Map
     state = state_of(run, status)
     step, steps = rows[-1]["step"] if rows else status.get("step"), status.get("steps")
     place = f"step {step} of {steps}" if step is not None and steps is not None else f"step {step}" if step is not None else "no steps yet"
-    reason = status.get("reason")
+    reason = lost_contact(run) if state == "lost" else ""
+    reason = reason or status.get("reason")
     return (
         f"<header><h1>{markup.escape(title)}</h1>"
         f'<div class="where">run {markup.escape(run.resolve().name)} · {markup.escape(run)} · {markup.escape(place)} · written {now}</div>'

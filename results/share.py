@@ -15,7 +15,7 @@ from results.plot import PLOTS
 from results.table import render, tabulate
 from src.errors import DataError, print_errors
 from src.files import reading, sync_directory, writing
-from src.runs.environment import SECRET_FILES
+from src.runs.code_version import SECRET_FILES
 from src.runs.lease import GUARD, LEASE
 from src.runs.metadata import EXP_DICT
 from src.tables import rows as results

@@ -12,10 +12,10 @@ P = ParamSpec("P")
 
 
 class UserError(Exception):
-    """Says where the mistake is, what was found, and what would be right. Any other exception is a bug of ours."""
+    """An error with three parts: where, the wrong value, and the fix. Any other exception is a bug in this project."""
 
     everywhere = False
-    """True where every process of the training raises it at the same point, so that all can go on with something else."""
+    """True if every process of the training raises it at the same point, so all of them can continue."""
 
 
 class ConfigError(UserError):
@@ -33,7 +33,7 @@ def print_errors(main: Callable[P, int]) -> Callable[P, int]:
             sys.stderr.write("".join(f"error: {line}\n" for line in str(error).splitlines()))
             return 1
         except OSError as error:
-            if error.errno != errno.ENAMETOOLONG:  # only a path that the user named can be so long
+            if error.errno != errno.ENAMETOOLONG:  # the path is from the user
                 raise
             sys.stderr.write(f"error: {_shorten(error.filename)}: {error.strerror}. Use shorter names.\n")
             return 1
@@ -53,7 +53,7 @@ def end_with_reader(action: Callable[P, int]) -> Callable[P, int]:
         except BrokenPipeError:
             if not _has_lost_reader(sys.stdout.fileno()):
                 raise
-            null = os.open(os.devnull, os.O_WRONLY)  # for what is still to be written at the end
+            null = os.open(os.devnull, os.O_WRONLY)  # for output that is flushed at exit
             os.dup2(null, sys.stdout.fileno())
             os.close(null)
             return 141
@@ -74,14 +74,14 @@ def _has_lost_reader(pipe: int) -> bool:
 
 def check_all(*checks: Callable[[], object]) -> None:
     """Run every check, and raise one ConfigError with a line for each failure."""
-    found = []
+    messages = []
     for check in checks:
         try:
             check()
         except UserError as error:
-            found.append(str(error))
-    if found:
-        raise ConfigError("\n".join(dict.fromkeys(found)))
+            messages.append(str(error))
+    if messages:
+        raise ConfigError("\n".join(dict.fromkeys(messages)))
 
 
 class DataError(UserError):
@@ -97,7 +97,7 @@ class RunError(UserError):
 
 
 class TrainingError(UserError):
-    """A training that must not go on, such as one whose loss is no longer finite. Judged on values that all processes share."""
+    """A training that must stop, for example because its loss is not finite. Based on values that all processes share."""
 
     everywhere = True
 

@@ -38,10 +38,10 @@ def writing(path: Path) -> Iterator[None]:
     """Turn an OSError of a write into a RunError that names `path`.
 
     Raises:
-        RunError: the disk is full, read-only, over quota or forbidden, or `path` leads nowhere, or is a FIFO, socket or device.
+        RunError: the disk is full, read-only, over quota or forbidden, or `path` leads nowhere, or is a FIFO or a socket.
             Complete files are untouched.
     """
-    _refuse_special_file(path, RunError)
+    _refuse_special_file(path, RunError, devices=False)
     try:
         yield
     except OSError as error:
@@ -78,14 +78,15 @@ def read_bytes(path: Path, refusal: type[UserError] = RunError) -> bytes:
         return path.read_bytes()
 
 
-def _refuse_special_file(path: Path, refusal: type[UserError]) -> None:
-    """Refuse a FIFO, which would block, a socket or a device. Paths in /dev and /proc, such as /dev/stdin, are accepted."""
+def _refuse_special_file(path: Path, refusal: type[UserError], devices: bool = True) -> None:
+    """Refuse a FIFO, which would block, a socket, and with `devices` a device. Paths in /dev and /proc are accepted."""
     if path.is_absolute() and path.parts[1:2] in (("dev",), ("proc",)):
         return
     with contextlib.suppress(OSError, ValueError):
         mode = os.stat(path).st_mode
-        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-            kind = "FIFO" if stat.S_ISFIFO(mode) else "socket" if stat.S_ISSOCK(mode) else "device"
+        device = stat.S_ISCHR(mode) or stat.S_ISBLK(mode)
+        if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or (devices and device):
+            kind = "device" if device else "FIFO" if stat.S_ISFIFO(mode) else "socket"
             raise refusal(f"{path}: a {kind}, not a regular file. Move it away.")
 
 

@@ -1,4 +1,4 @@
-"""What each kind of component offers: the methods that recipes call, with their defaults. A new component writes only what it changes.
+"""The interface of each kind of component: methods that recipes call, with their defaults. A new component overrides only some of them.
 
 A component is a `Config` that an experiment names: `registry.bind` makes it from a dict. Nothing here imports torch; `build`, `run`,
 `score` and `submit` do, where they need it.
@@ -47,11 +47,11 @@ class Architecture:
     num_heads: int
     num_key_value_heads: int
     max_positions: int | None = None
-    """Most tokens of a sequence, if known."""
+    """Maximum tokens of a sequence, if known."""
     head_size: int | None = None
     """Width of a head, if given; else hidden size / heads."""
     attention: str | None = None
-    """Implementation of attention that an experiment asks for; None: transformers' choice."""
+    """Implementation of attention that an experiment sets; None: transformers' choice."""
 
 
 class ModelConfig(Component):
@@ -73,16 +73,16 @@ class ModelConfig(Component):
         """Raises a UserError for what `build` would refuse, as far as it is known without loading weights."""
 
     def check_device(self) -> None:
-        """Raises a ConfigError where this machine lacks the device that the model needs."""
+        """Raises a ConfigError if this machine does not have the device that the model needs."""
         if isinstance(base := getattr(self, "base", None), ModelConfig):
             base.check_device()
 
     def kind(self, places: Places | None) -> str | None:
-        """One of `kinds.KINDS`; None if only `places`, where parents are, would tell."""
+        """One of `kinds.KINDS`; None if it depends on a parent and `places` is None."""
         return DECODER
 
     def architecture(self, places: Places) -> Architecture | None:
-        """Its sizes; None if only loading it would tell."""
+        """Its sizes; None if unknown before it is loaded."""
         return None
 
     def fingerprint(self, places: Places) -> str | None:
@@ -107,15 +107,19 @@ class ModelConfig(Component):
         return base.new_tokens() if isinstance(base, ModelConfig) else getattr(self, "extra_tokens", None) or ()
 
     def new_token_ids(self, places: Places) -> Sequence[int]:
-        """Ids of the tokens whose embeddings `build` adds to those of pretrained weights."""
+        """Ids of the tokens that `build` adds to the embeddings of pretrained weights."""
         return base.new_token_ids(places) if isinstance(base := getattr(self, "base", None), ModelConfig) else ()
 
     def weight_type(self, places: Places) -> str | None:
         """ "float32", "bfloat16" or "float16", of its weights or its base's in memory; None where its config does not say."""
         return base.weight_type(places) if isinstance(base := getattr(self, "base", None), ModelConfig) else getattr(self, "dtype", None)
 
+    def trained_type(self, places: Places) -> str | None:
+        """As `weight_type`, of the weights that training updates. Adapters and new layers are float32 whatever the base's type."""
+        return base.trained_type(places) if isinstance(base := getattr(self, "base", None), ModelConfig) else getattr(self, "dtype", None)
+
     def frame_sizes(self, places: Places) -> tuple[int, int] | None:
-        """Of a model that reads images: pixels of a side of a frame, and tokens of one. None where only loading it would tell."""
+        """For a model that reads images: side of a frame in pixels, and tokens per frame. None if unknown before it is loaded."""
         return base.frame_sizes(places) if isinstance(base := getattr(self, "base", None), ModelConfig) else None
 
     def is_frozen(self) -> bool:
@@ -127,23 +131,23 @@ class ModelConfig(Component):
         return False
 
     def trains_base(self) -> bool:
-        """Whether it is a wrapper whose base is trained too."""
+        """Whether it is a wrapper that also trains its base."""
         return False
 
-    def require_kind(self, wanted: str, places: Places | None, field: str = "model") -> None:
+    def require_kind(self, required: str, places: Places | None, field: str = "model") -> None:
         """Raises ValueError where the model, which an experiment names in `field`, is known to be of another kind than `wanted`."""
-        if (found := self.kind(places)) not in (None, wanted):
-            raise ValueError(f"{field}: expected {KINDS[wanted]}; got {self.name!r}, which is of the kind {found!r}.")
+        if (kind_of_model := self.kind(places)) not in (None, required):
+            raise ValueError(f"{field}: expected {KINDS[required]}; got {self.name!r}, which is of the kind {kind_of_model!r}.")
 
-    def check_kind(self, wanted: str, places: Places, field: str = "model") -> None:
+    def check_kind(self, required: str, places: Places, field: str = "model") -> None:
         """`require_kind` before a start: a ConfigError where the model is of another kind."""
         try:
-            self.require_kind(wanted, places, field)
+            self.require_kind(required, places, field)
         except ValueError as error:
             raise ConfigError(str(error)) from None
 
     def longest_sequence(self, places: Places) -> int | None:
-        """Most tokens of a sequence that it can read; None if that is not known or unlimited."""
+        """Maximum tokens of a sequence that it can read; None if unknown or unlimited."""
         sizes = call_once(self.architecture, places)
         return sizes.max_positions if sizes else None
 
@@ -159,7 +163,7 @@ class Dataset(Protocol):
         ...
 
     def sample(self, epoch: int, index: int) -> Any:
-        """Sample `index` of an epoch. Raises IndexError where there is none."""
+        """Sample `index` of an epoch. Raises IndexError if out of range."""
         ...
 
     def collate(self, samples: Sequence[Any]) -> Batch:
@@ -178,14 +182,14 @@ class MeasuredDataset(Dataset, Protocol):
 
 @runtime_checkable
 class DecodedDataset(Dataset, Protocol):
-    """A data set whose samples take long to make, as images are decoded for them."""
+    """A data set with slow samples, such as decoded images."""
 
     decodes: ClassVar[bool]
 
 
 @runtime_checkable
 class SourcedDataset(Dataset, Protocol):
-    """A data set whose samples come from several sources: the training loss of each is logged by name."""
+    """A data set of several sources: the training loss of each is logged by name."""
 
     @property
     def sources(self) -> Sequence[str]:
@@ -202,7 +206,7 @@ class QuestionDataset(Dataset, Protocol):
 
     @property
     def num_questions(self) -> int:
-        """Rows that can be asked."""
+        """Number of rows."""
         ...
 
     def row(self, index: int) -> dict[str, Any]:
@@ -244,23 +248,23 @@ class TaskDataset(QuestionDataset, Protocol):
     task: Any
     """The `data.tasks.task_table.Named` that the rows are of."""
     answer_tokens: int
-    """Most tokens of an answer."""
+    """Maximum tokens of an answer."""
 
     @property
     def answer_ids(self) -> Sequence[Sequence[int]]:
-        """Ids of every text that may be answered, each with its end token; empty where they cannot be listed."""
+        """Ids of every possible answer, each with its end token; empty if they cannot be listed."""
         ...
 
     def input(self, index: int) -> str:
-        """What the model reads."""
+        """The prompt."""
         ...
 
     def target(self, index: int) -> str:
-        """What the model should write."""
+        """The reference answer."""
         ...
 
     def prediction(self, index: int, text: str) -> "Prediction":
-        """Row `index` with what a model has written, to be scored."""
+        """Row `index` with the text of a model, to be scored."""
         ...
 
     def collate_answers(self, samples: Sequence[Any], answer: Sequence[int]) -> Batch:
@@ -301,7 +305,7 @@ class DatasetConfig(Component):
         """Raises a UserError where the data are missing or malformed, as far as it is known without reading the rows."""
 
     def check_tokenizer(self, folder: Path | None) -> None:
-        """Raises a UserError where the tokenizer in `folder`, which is not loaded, lacks a token. None: not known yet."""
+        """Raises a UserError if a token is missing in the tokenizer in `folder`, without loading it. None: not known yet."""
 
     def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
         """Raises ConfigError where a model of `max_positions` (None: unknown or no limit) cannot read a sample or write `new_tokens`."""
@@ -317,7 +321,7 @@ class DatasetConfig(Component):
         """Raises ConfigError where a training of `loop.steps` would never read a part of it."""
 
     def check_compiled(self) -> None:
-        """Raises ConfigError where `loop.compile` would compile anew for each length of a batch."""
+        """Raises ConfigError if `loop.compile` would recompile for each length of a batch."""
         if self.batch_lengths() is None:
             raise ConfigError(f"loop.compile: needs batches of one length, and those of {self.name!r} differ. {self.same_length_advice}")
 
@@ -359,7 +363,7 @@ class MetricConfig(Component):
         """By name: a list with the score of each answer, or a float where only all of them together have one."""
 
     def score_names(self) -> Sequence[str]:
-        """The names that `score` gives. Metrics whose library loads slowly override this."""
+        """The names that `score` returns. Override this if loading the metric's library is slow."""
         return list(self.score([]))
 
 
@@ -368,14 +372,14 @@ class RecipeConfig(Component):
 
     @abstractmethod
     def checks(self, places: Places) -> list[Callable[[], object]]:
-        """Checks that load nothing; each raises a UserError for what is known to fail."""
+        """Checks that load nothing; each raises a UserError for an experiment that would fail."""
 
     def check(self, places: Places) -> None:
         """Raises one ConfigError with a line for everything that is known to fail."""
         check_all(*self.checks(places))
 
     def check_device(self) -> None:
-        """Raises a ConfigError where this machine, on which the experiment is to run, lacks the device that it needs."""
+        """Raises a ConfigError if this machine, where the experiment will run, does not have the required device."""
 
     @abstractmethod
     def run(self, run: Any) -> None:
@@ -391,7 +395,7 @@ def load_experiment(raw: dict[str, Any], where: str) -> RecipeConfig:
     """The recipe that an experiment dict names, as its config.
 
     Raises:
-        ConfigError: one line for each mistake, each beginning with `where` and the dotted path.
+        ConfigError: one line for each mistake, with `where` and the dotted path.
     """
     try:
         return bind(RECIPES, raw, key="recipe")

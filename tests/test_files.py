@@ -31,7 +31,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_folder_appears_with_its_manifest_and_nothing_beside_it(tmp_path):
+def test_a_folder_appears_with_its_manifest_and_no_leftovers(tmp_path):
     facts = {"made": "by hand"}
     with files.new_directory(tmp_path / "a" / "b", facts) as beside:
         (beside / "x").write_text("12345")
@@ -58,7 +58,7 @@ def test_a_copied_manifest_is_replaced(tmp_path: Path):
     assert list(files.read_json(tmp_path / "two" / "manifest.json", RunError)["files"]) == ["inner/manifest.json"]
 
 
-def test_an_older_folder_is_replaced_whole(tmp_path):
+def test_an_older_folder_is_replaced_completely(tmp_path):
     fill(tmp_path / "a", {"old": "1", "same": "1"})
     fill(tmp_path / "a", {"new": "2", "same": "2"})
     assert names(tmp_path) == ["a"]
@@ -66,7 +66,7 @@ def test_an_older_folder_is_replaced_whole(tmp_path):
     assert files.defect(tmp_path / "a") is None
 
 
-def test_a_link_stays_and_what_it_names_is_replaced(tmp_path):
+def test_a_link_stays_and_its_target_is_replaced(tmp_path):
     fill(tmp_path / "disk" / "a", {"x": "old"})
     (tmp_path / "link").symlink_to(tmp_path / "disk" / "a")
     fill(tmp_path / "link", {"x": "new"})
@@ -140,7 +140,7 @@ def test_the_older_folder_comes_back_when_the_second_rename_fails(tmp_path, monk
     assert names(tmp_path) == ["a"]
 
 
-def test_a_refusal_of_the_exchange_is_told_from_its_absence(tmp_path):
+def test_a_refused_exchange_differs_from_an_unsupported_one(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"No such file or directory: .*/b"):
         files._exchange(tmp_path, tmp_path / "b")
 
@@ -328,7 +328,7 @@ FACTS = {"bytes": 1, "sha256": "00"}
         ),
     ],
 )
-def test_a_manifest_that_is_none_is_a_defect(tmp_path, content, message):
+def test_an_invalid_manifest_is_a_defect(tmp_path, content, message):
     (tmp_path / "manifest.json").write_text(content)
     assert files.defect(tmp_path) == f"{tmp_path}/manifest.json{message}"
     with pytest.raises(CheckpointError, match=r"manifest.json:"):
@@ -345,7 +345,7 @@ def test_a_manifest_that_is_none_is_a_defect(tmp_path, content, message):
         ("folder", "Is a directory"),
     ],
 )
-def test_a_path_that_leads_nowhere_is_one_line_with_its_reason_alone(tmp_path, name, reason):
+def test_a_path_that_leads_nowhere_is_one_line_with_its_reason(tmp_path, name, reason):
     (tmp_path / "file").write_text("")
     (tmp_path / "folder").mkdir()
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
@@ -372,7 +372,7 @@ def test_json_that_python_cannot_hold_is_named(tmp_path, content):
         files.read_json(tmp_path / "a", DataError)
 
 
-def test_a_defect_may_be_looked_for_without_reading_the_files(tmp_path):
+def test_a_defect_check_can_skip_the_hashes(tmp_path):
     fill(tmp_path / "a", {"x": "new"})
     (tmp_path / "a" / "x").write_text("old")
     assert "sha256" in files.defect(tmp_path / "a")

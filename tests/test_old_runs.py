@@ -65,7 +65,7 @@ def test_the_table_lists_them(folder: Path, expected: dict[str, Any]):
     assert not warnings
 
 
-def test_what_was_stopped_goes_on_to_the_same_bits(folder: Path, expected: dict[str, Any], tmp_path_factory: pytest.TempPathFactory):
+def test_a_stopped_run_resumes_with_the_same_bits(folder: Path, expected: dict[str, Any], tmp_path_factory: pytest.TempPathFactory):
     groups = {name: [found["experiment"]] for name, found in expected.items()}
     assert toy.main(["-e", "crossattn", "seed"], groups, folder) == 0
     anew = tmp_path_factory.mktemp("anew")
@@ -110,5 +110,5 @@ def test_interrupted_outputs_are_continued(folder: Path, outputs: dict[str, Any]
     kept = 8  # whole batches
     (run / f"{made.name}.part.jsonl").write_text("".join([header, *texts[:kept]]))
     assert toy.main(["-e", name], {name: [outputs[name]["experiment"]]}, folder) == 0
-    assert f"goes on after {kept} of {len(texts)} inputs" in caplog.text
+    assert f"resumes after {kept} of {len(texts)} inputs" in caplog.text
     assert {path.name: path.read_bytes() for path in made.iterdir()} == before

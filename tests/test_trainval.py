@@ -80,7 +80,7 @@ class TestTraining:
         assert last["val_loss"] < first["val_loss"]
         assert {"em", "f1", "precision", "recall"} <= last.keys()
 
-    def test_a_group_runs_whole_and_finished_ones_are_skipped(self, folder: Path, caplog: pytest.LogCaptureFixture):
+    def test_a_group_runs_and_finished_experiments_are_skipped(self, folder: Path, caplog: pytest.LogCaptureFixture):
         caplog.set_level("INFO")
         group = [changed(SHORT, seed=seed) for seed in (0, 1)]
         assert toy.main(["-e", "g"], {"g": group}, folder) == 0
@@ -97,14 +97,14 @@ class TestTraining:
         assert (folder / "runs" / exp_id(SHORT) / "scores.jsonl").read_text() == before, "the same numbers"
         assert len(list((folder / "runs" / "deleted").iterdir())) == 2
 
-    def test_one_failing_experiment_does_not_stop_the_others(self, folder: Path, capsys: pytest.CaptureFixture[str]):
+    def test_one_failing_experiment_does_not_stop_the_rest(self, folder: Path, capsys: pytest.CaptureFixture[str]):
         wild = changed(SHORT, loop__learning_rate=1e30, loop__max_grad_norm=1e30)
         errors = fails(["-e", "g"], {"g": [wild, SHORT]}, folder, capsys)
         assert re.search(r"step \d: the (loss|gradient norm) is (nan|inf)\. .*The training stops before the optimizer moves", errors)
         states = [json.loads((folder / "runs" / exp_id(e) / "status.json").read_text())["state"] for e in (wild, SHORT)]
         assert states == ["failed", "done"]
 
-    def test_under_torchrun_too_the_others_go_on(self, folder: Path):
+    def test_a_failing_experiment_under_torchrun_does_not_stop_the_rest(self, folder: Path):
         wild = changed(SHORT, loop__learning_rate=1e30, loop__max_grad_norm=1e30)
         root = toy.project(folder, f"EXP_GROUPS = {{'g': [{wild!r}, {SHORT!r}]}}\n")
         done = toy.run(root, ["-e", "g"], folder, processes=2)
@@ -135,7 +135,7 @@ class TestTraining:
             assert a["train_loss"] == pytest.approx(b["train_loss"], rel=1e-5)
             assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
 
-    def test_checkpoints_rotate_and_the_best_is_kept(self, folder: Path):
+    def test_checkpoints_rotate_and_the_best_stays(self, folder: Path):
         # The highest loss: so the first evaluation stays the best.
         exp = changed(toy.BASE, loop__steps=10, loop__eval_every=2, loop__best_metric="val_loss", loop__best_mode="max")
         assert toy.main(["-e", "g"], {"g": [exp]}, folder) == 0
@@ -152,7 +152,7 @@ class TestTraining:
         best = [row["step"] for row in sorted(evaluated, key=lambda row: -row["val_loss"])[:3]]
         assert kept == [f"step-{step:08d}" for step in sorted({14, 6, 12, *best})]
 
-    def test_the_rule_of_a_start_holds_from_its_beginning(self, folder: Path):
+    def test_the_rule_of_a_start_applies_from_its_first_step(self, folder: Path):
         """Also where a kill came between the last checkpoint and what it makes superfluous."""
         exp = changed(toy.BASE, loop__steps=8, loop__eval_every=2, loop__best_metric="val_loss", loop__best_mode="max")
         assert toy.main(["-e", "g", "--keep_last", "4"], {"g": [exp]}, folder) == 0
@@ -228,7 +228,7 @@ class TestPlans:
         name, _, exp = capsys.readouterr().out.split(maxsplit=2)
         assert (name, json.loads(exp)["loop"]) == (exp_id(SHORT), SHORT["loop"])
 
-    def test_a_damaged_status_is_shown_and_told(self, folder: Path, capsys: pytest.CaptureFixture[str]):
+    def test_a_damaged_status_is_reported(self, folder: Path, capsys: pytest.CaptureFixture[str]):
         assert toy.main(["-e", "g"], {"g": [SHORT]}, folder) == 0
         (folder / "runs" / exp_id(SHORT) / "status.json").write_text("{")
         assert toy.main(["-e", "g", "--dry-run"], {"g": [SHORT]}, folder) == 1
@@ -267,7 +267,7 @@ class TestPlans:
         ("line", "found"),
         [("-e cross", ["crossattn"]), ("-j lo", ["local"]), ("--save_", ["--save_every"]), ("--job_option st", ["status"])],
     )
-    def test_a_shell_is_told_how_a_word_may_end(self, tmp_path: Path, line: str, found: list[str]):
+    def test_shell_completion_lists_endings(self, tmp_path: Path, line: str, found: list[str]):
         root, line = toy.project(tmp_path, f"EXP_GROUPS = {toy.GROUPS!r}\n"), f"trainval.py {line}"
         asked = {
             "_ARGCOMPLETE": "1",
@@ -279,7 +279,7 @@ class TestPlans:
         told = (tmp_path / "told").read_text().replace("\x0b", "\n").split()
         assert [word for word in told if word != "--savedir_base"] == found
 
-    def test_exp_id_runs_what_a_save_directory_holds(self, folder: Path):
+    def test_exp_id_runs_the_experiment_of_a_save_directory(self, folder: Path):
         assert toy.main(["-e", "g", "--steps", "2"], {"g": [SHORT]}, folder) == 0
         wanted = exp_id(changed(SHORT, loop__steps=2))
         (folder / "runs" / wanted / "status.json").unlink()
@@ -361,10 +361,10 @@ class TestBadInput:
         """Found without data: --dry-run on a laptop tells it."""
         exp = changed(toy.CROSSATTN, data__val_samples=3, data__corpus="nothing", answers__questions=4)
         errors = fails(["-e", "g", "--dry-run", "--with-parents"], {"base": [toy.BASE], "g": [exp]}, folder, capsys)
-        assert "answers.questions: 4, but data.val_samples is 3. Ask for at most that many." in errors
+        assert "answers.questions: 4, but data.val_samples is 3. Use at most 3" in errors
 
     @pytest.mark.parametrize("name", ["answers", "sampled"])
-    def test_an_assistant_is_asked_no_more_questions_than_there_are(self, folder: Path, capsys: pytest.CaptureFixture[str], name: str):
+    def test_more_questions_than_samples_are_refused(self, folder: Path, capsys: pytest.CaptureFixture[str], name: str):
         exp = changed(train_assistants.SFT, data__val_samples=3)
         more = {"samples": 2} if name == "sampled" else {}
         del exp["answers"]
@@ -414,7 +414,7 @@ class TestBadInput:
         assert "g[0]: " in (errors := fails(["-e", "g"], {"g": [SHORT]}, folder, capsys))
         assert "written by another version of this code. Start over with -r 1" in errors
 
-    def test_a_finished_run_without_status_keeps_its_step(self, folder: Path):
+    def test_a_finished_run_without_status_has_its_step(self, folder: Path):
         assert toy.main(["-e", "g"], {"g": [SHORT]}, folder) == 0
         status = folder / "runs" / exp_id(SHORT) / "status.json"
         status.unlink()
@@ -433,7 +433,7 @@ class TestBadInput:
         assert "3" in errors
         assert "stride" in errors
 
-    def test_the_flagship_lacks_only_its_base_model_and_says_how_to_get_it(self, tmp_path: Path):
+    def test_the_flagship_needs_only_its_base_model(self, tmp_path: Path):
         (tmp_path / "data" / "nq").mkdir(parents=True)
         done = toy.run_cold(toy.ROOT, ["-e", "crossattn_starcoderbase-3b", "--dry-run"], tmp_path)
         assert done.returncode == 1
@@ -473,7 +473,7 @@ class TestBadInput:
         with toy.new_directory(folder / "data" / "toy_text") as made:
             for split in ("train", "val"):
                 (made / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        assert "data: no longer what this run began with" in fails(["-e", "g"], {"g": [SHORT]}, folder, capsys)
+        assert "data: changed since the start of this run" in fails(["-e", "g"], {"g": [SHORT]}, folder, capsys)
 
     def test_a_tokenizer_that_changed_since_the_start(self, folder: Path, capsys: pytest.CaptureFixture[str]):
         """Packed rows are cut by its tokens."""
@@ -487,7 +487,7 @@ class TestBadInput:
         text = path.read_text()
         assert all(entry in text for entry in ids.values())
         path.write_text(text.replace(ids["blue"], f'"blue": {vocabulary["pink"]}').replace(ids["pink"], f'"pink": {vocabulary["blue"]}'))
-        assert "tokenizer: no longer what this run began with" in fails(["-e", "g"], {"g": [exp]}, folder, capsys)
+        assert "tokenizer: changed since the start of this run" in fails(["-e", "g"], {"g": [exp]}, folder, capsys)
 
     def test_a_parent_that_changed_since_the_start(self, folder: Path, capsys: pytest.CaptureFixture[str]):
         child = changed(SHORT, model=ref(SHORT))
@@ -498,7 +498,7 @@ class TestBadInput:
         weights = load_file(parent / "model.safetensors")
         rewritten(parent, {name: tensor + 1 for name, tensor in weights.items()})
         errors = fails(["-e", "child"], groups, folder, capsys)
-        assert f"parent {exp_id(SHORT)}/last: no longer what this run began with" in errors
+        assert f"parent {exp_id(SHORT)}/last: changed since the start of this run" in errors
 
     def test_a_held_save_directory(self, folder: Path, capsys: pytest.CaptureFixture[str]):
         recipe = load_experiment(SHORT, "g")

@@ -143,7 +143,7 @@ def _index_all(index: Callable[[Any], Indexed], tars: Sequence[Any], processes: 
                 errors.append(str(error))
             except BrokenProcessPool:
                 raise RunError(
-                    f"--processes {processes}: a process was killed, perhaps for lack of memory. Finished indexes remain: start again "
+                    f"--processes {processes}: a process was killed, maybe out of memory. Finished indexes remain: start again "
                     "with fewer processes."
                 ) from None
             else:

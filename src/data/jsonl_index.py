@@ -1,4 +1,4 @@
-"""An index beside a JSONL file: where its rows end, and the group of each. Made once, when the rows are checked; later starts map it."""
+"""An index of a JSONL file: the end and the group of each row. Written once, when the rows are checked; later starts map it."""
 
 import contextlib
 import fcntl
@@ -31,7 +31,7 @@ class RowIndex:
     ends: Sequence[int]
     """Byte offsets at which rows end, after a 0."""
     groups: Sequence[int]
-    """Of each row, the number of its group in `names`; empty where rows have none."""
+    """For each row, the number of its group in `names`; empty without groups."""
     names: Sequence[str]
     place: tuple[Path, Mapping[str, Any]] | None = None
     """The index file and its key, if it is mapped."""
@@ -42,7 +42,7 @@ class RowIndex:
 
 
 def key_of(file: BinaryIO, facts: object, rules: Mapping[str, Any]) -> dict[str, Any]:
-    """What an index is valid for: the open file, by the manifest's `facts`, size, time and some blocks of it; and the rules."""
+    """The key of an index: the manifest's `facts`, size, time and some blocks of the open file, and the rules."""
     digest, state = hashlib.sha256(), os.fstat(file.fileno())
     for number in range(_BLOCKS):
         file.seek(max(0, state.st_size - _BLOCK_BYTES) * number // (_BLOCKS - 1))
@@ -59,13 +59,13 @@ def key_of(file: BinaryIO, facts: object, rules: Mapping[str, Any]) -> dict[str,
 
 
 def read(path: Path, key: Mapping[str, Any]) -> RowIndex | None:
-    """The index of the rows of `path`, mapped; None if there is none for this key."""
+    """The index of the rows of `path`, mapped; None without an index for this key."""
     return next((index for place in _places(path, key) if (index := _map(place, key)) is not None), None)
 
 
 @contextlib.contextmanager
 def one_builder(file: BinaryIO) -> Iterator[None]:
-    """Only one process at a time is in the block with this data file, where its file system has locks; NFS has none for readers."""
+    """Only one process at a time runs the block for this data file, if its file system has locks; NFS has no locks for readers."""
     with contextlib.suppress(OSError):
         fcntl.flock(file, fcntl.LOCK_EX)
     try:
@@ -76,11 +76,11 @@ def one_builder(file: BinaryIO) -> Iterator[None]:
 
 
 def write(path: Path, key: Mapping[str, Any], ends: "array[int]", groups: "array[int]", names: Sequence[str]) -> RowIndex:
-    """Keep an index beside `path`, or in the cache of the user where that folder cannot be written; returns it mapped, if it was kept.
+    """Save an index next to `path`, or in the user's cache if that folder is not writable; return it mapped if it was saved.
 
     ends, groups: arrays of type "Q" and "I".
 
-    Several processes may do this at once: each writes the same bytes under a name of its own, which then replaces the last one.
+    Safe for several processes at once: each writes the same bytes under a temporary name, then replaces the file.
     """
     header = json.dumps({"key": key, "rows": len(ends) - 1, "names": names}).encode()
     header += b" " * (-(len(header) + 1) % 8) + b"\n"
@@ -90,7 +90,7 @@ def write(path: Path, key: Mapping[str, Any], ends: "array[int]", groups: "array
             place.parent.mkdir(parents=True, exist_ok=True)
             files.write_atomic(place, data)
         except (OSError, RunError) as error:
-            log.info("%s: not kept: %s", place, error)
+            log.info("%s: not saved: %s", place, error)
             continue
         if (index := _map(place, key)) is not None:
             return index
@@ -98,7 +98,7 @@ def write(path: Path, key: Mapping[str, Any], ends: "array[int]", groups: "array
 
 
 def _places(path: Path, key: Mapping[str, Any]) -> list[Path]:
-    """Where the index may be: files of other rules have other names."""
+    """Possible paths of the index, with a hash of the rules in the name."""
     name = hashlib.sha256(json.dumps(key["rules"], sort_keys=True).encode()).hexdigest()[:8]
     whole = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "trainval"

@@ -1,6 +1,6 @@
 """Resumable outputs of a trained model: files <run>/<folder>/<name>.jsonl, complete or absent, after any interruption.
 
-Until all is there, the texts are collected in <run>/<folder>.part.jsonl, from which an interrupted run goes on with any number of
+The texts are first collected in <run>/<folder>.part.jsonl, from which an interrupted run resumes with any number of
 processes. Its first line, like the manifest of the folder, holds the key of the outputs: the weights, everything that the model is made
 from, the data and the settings. Outputs are reused only where the key is the same.
 """
@@ -43,7 +43,7 @@ class ResumableOutputs:
     run: Run
     folder: str
     field: str
-    """Of a line, with the output."""
+    """Field of a line with the output."""
     files: Sequence[OutputFile]
     batch_size: int
     """Inputs that are answered together: an interrupted run repeats the batch that was not finished."""
@@ -59,7 +59,7 @@ class ResumableOutputs:
         settings: what else the outputs depend on.
 
         Raises:
-            distributed.TrainingStopped: a process was asked to stop meanwhile. The outputs so far are kept.
+            distributed.TrainingStopped: a process received a stop signal. The outputs so far are saved.
             RunError: the disk refuses, or another process has taken over the save directory.
         """
         key = distributed.broadcast_from_rank0(lambda: self._key(inputs, settings))
@@ -86,7 +86,7 @@ class ResumableOutputs:
         }
 
     def _read_finished(self, key: dict[str, Any]) -> list[str] | None:
-        """The outputs of a complete folder with this key; None if there is none."""
+        """The outputs of a complete folder with this key; None without one."""
         folder = self.run.path / self.folder
         if not folder.is_dir() or defect(folder) is not None or not key.items() <= read_manifest(folder, RunError).items():
             return None
@@ -101,15 +101,15 @@ class ResumableOutputs:
         """Generate the outputs, continuing after those of an interrupted run."""
         texts = distributed.broadcast_from_rank0(lambda: self._begin(key))
         if texts:
-            log.info("%s: goes on after %d of %d inputs.", self.part, len(texts), sum(file.count for file in self.files))
-        for file, own in list(zip(self.files, self._split_by_file(texts), strict=True)):
-            for batch in file.generate(len(own)) if len(own) < file.count else ():
+            log.info("%s: resumes after %d of %d inputs.", self.part, len(texts), sum(file.count for file in self.files))
+        for file, local in list(zip(self.files, self._split_by_file(texts), strict=True)):
+            for batch in file.generate(len(local)) if len(local) < file.count else ():
                 distributed.broadcast_from_rank0(lambda batch=batch: self._append(batch))
                 texts += batch
         return texts
 
     def _begin(self, key: dict[str, Any]) -> list[str]:
-        """The outputs in `part`. Truncates it to whole batches; removes it if it has another key."""
+        """The outputs in `part`. Truncates it to complete batches; removes it if it has another key."""
         self.run.dir.confirm()
         try:
             with reading(self.part):
@@ -142,24 +142,24 @@ class ResumableOutputs:
         self.run.dir.confirm()
         by_file = self._split_by_file(texts)
         with new_directory(self.run.path / self.folder, key) as folder:
-            for file, own in zip(self.files, by_file, strict=True):
+            for file, local in zip(self.files, by_file, strict=True):
                 with open(folder / f"{file.name}.jsonl", "w", encoding="utf-8", newline="\n") as out:
-                    out.writelines(file.line(i, text) + "\n" for i, text in enumerate(own))
+                    out.writelines(file.line(i, text) + "\n" for i, text in enumerate(local))
             self.write_more(folder, by_file)
         with writing(self.part):
             self.part.unlink(missing_ok=True)
 
     def _split_by_file(self, texts: Sequence[str]) -> list[list[str]]:
-        """The outputs by file; the last ones may be missing."""
-        found, start = [], 0
+        """The outputs by file; the last ones can be missing."""
+        by_file, start = [], 0
         for file in self.files:
-            found.append(list(texts[start : start + file.count]))
+            by_file.append(list(texts[start : start + file.count]))
             start += file.count
-        return found
+        return by_file
 
 
 def _texts(lines: Iterable[bytes]) -> Iterator[str]:
-    """Texts up to the first line that is not a JSON string, which a power cut may leave."""
+    """Texts up to the first line that is not a JSON string, which a power cut can leave."""
     for line in lines:
         try:
             text = parse_json(line, "", RunError)

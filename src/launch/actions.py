@@ -37,17 +37,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line asks for."""
+    """The request of a command line."""
 
     runs: Path
     planned: Sequence[Planned]
     """Parents before children."""
     chosen: Collection[str]
-    """The ids that the command line names; the others are parents that were added."""
+    """The ids that the command line names; the rest are parents that were added."""
     root: Path
     """The folder that holds trainval.py."""
     command: Callable[[str], Sequence[str]]
-    """exp_id -> trainval.py and its arguments, never with a reset: a job may be started several times and continues each time."""
+    """exp_id -> trainval.py and its arguments, never with a reset: a job can start several times and resumes each time."""
     python_binary: str | None = None
     reset: int = 0
     leave_out: Sequence[Path] = ()
@@ -62,12 +62,12 @@ def pending_parents(runs: Path, planned: Sequence[Planned]) -> set[str]:
     return {exp_id for exp_id, job in tracked.items() if job.is_alive}
 
 
-def run(request: Request, given: Resources, option: str = "run") -> None:
-    """Submit by `option`: "run" what was never run, stopped or lost; "retry" what failed or was lost, and what was
-    left out by a queue that failures stopped; "reset" everything anew.
+def run(request: Request, target: Resources, option: str = "run") -> None:
+    """Submit by `option`: "run" never started, stopped or lost experiments; "retry" failed or lost experiments, and
+    those skipped by a queue that failures stopped; "reset" all of them from the start.
 
-    Queued and running jobs are left alone, except that "reset" kills them first, unless what became of one is not known:
-    then it refuses. Returns when the jobs are queued, or have ended if the launcher waits for them.
+    Queued and running jobs are skipped, except that "reset" kills them first, or refuses if the state of one is unknown.
+    Returns when the jobs are queued, or have ended if the launcher waits for them.
 
     Raises:
         LaunchError: refused by the launcher; a parent that has failed, or is a job of another launcher; jobs that do not end.
@@ -81,9 +81,10 @@ def run(request: Request, given: Resources, option: str = "run") -> None:
         if not todo:
             log.info("nothing to submit")
             return
-        made = _build_jobs(request, given, todo, option)
-        ids = _submit(request, given, made)
-    given.launcher.wait_for(ids)
+        new = [path for item in todo if not (path := request.runs.resolve() / item.exp_id).exists()]
+        jobs = _build_jobs(request, target, todo, option)
+        ids = _submit(request, target, jobs, new)
+    target.launcher.wait_for(ids)
 
 
 def _choose(request: Request, rows: Mapping[str, Row], option: str) -> list[Planned]:
@@ -114,10 +115,10 @@ def _needs_job(request: Request, row: Row, option: str) -> bool:
     return False
 
 
-def _build_jobs(request: Request, given: Resources, todo: Sequence[Planned], option: str) -> list[Job]:
+def _build_jobs(request: Request, target: Resources, todo: Sequence[Planned], option: str) -> list[Job]:
     """Prepare the save directories of `todo`; their jobs. Nothing is queued yet."""
-    after_jobs = _jobs_to_await(request, given, todo)
-    own = {item.exp_id: given.config_for(item.exp) for item in todo}
+    after_jobs = _jobs_to_await(request, target, todo)
+    overrides = {item.exp_id: target.config_for(item.exp) for item in todo}
     code = snapshot.take(request.root, request.runs.resolve() / SNAPSHOTS, (request.runs, *request.leave_out))
     runs = request.runs.resolve()
     with files.defer_sync(runs):
@@ -136,13 +137,13 @@ def _build_jobs(request: Request, given: Resources, todo: Sequence[Planned], opt
             request.python_binary,
             tuple(references.parent_ids(item.exp)),
             after_jobs[item.exp_id],
-            own[item.exp_id],
+            overrides[item.exp_id],
         )
         for item in todo
     ]
 
 
-def _jobs_to_await(request: Request, given: Resources, todo: Sequence[Planned]) -> dict[str, tuple[str, ...]]:
+def _jobs_to_await(request: Request, target: Resources, todo: Sequence[Planned]) -> dict[str, tuple[str, ...]]:
     """Jobs of earlier submissions that each experiment must wait for.
 
     Raises:
@@ -152,7 +153,7 @@ def _jobs_to_await(request: Request, given: Resources, todo: Sequence[Planned]) 
     outside = list(dict.fromkeys(p for item in todo for p in references.parent_ids(item.exp) if p not in here))
     rows = {row.exp_id: row for row in status.table(request.runs, outside, ACT)}
     tracked = track(request.runs, outside)[0] if outside else {}
-    found, wrong = {}, []
+    waits_by_id, wrong = {}, []
     for item in todo:
         waits = []
         for parent in references.parent_ids(item.exp):
@@ -160,36 +161,38 @@ def _jobs_to_await(request: Request, given: Resources, todo: Sequence[Planned]) 
                 continue
             row, job = rows[parent], tracked.get(parent)
             if row.state in ALIVE and job and job.launcher and job.is_alive:
-                if tracking.same_scheduler(job.launcher, given.launcher):
+                if tracking.same_scheduler(job.launcher, target.launcher):
                     waits.append(job.job_id)
                 else:
                     wrong.append(
                         f"{item.where}: it starts from experiment {parent}, which is {row.state} as job {row.job_id} of the "
-                        f"launcher {job.launcher.name}; {given.launcher.name} cannot wait for that. Wait yourself, or use that launcher."
+                        f"launcher {job.launcher.name}; {target.launcher.name} cannot wait for that. Wait yourself, or use that launcher."
                     )
             else:
                 reason = f" ({row.reason})" if row.reason else ""
                 how = "Repair it first: --job_option retry" if row.state == "failed" else "Run it first"
                 wrong.append(f"{item.where}: it starts from experiment {parent}, which is {row.state}, not done{reason}. {how}.")
-        found[item.exp_id] = tuple(waits)
+        waits_by_id[item.exp_id] = tuple(waits)
     if wrong:
         raise LaunchError("\n".join(dict.fromkeys(wrong)))
-    return found
+    return waits_by_id
 
 
-def _submit(request: Request, given: Resources, made: Sequence[Job]) -> list[str]:
-    """Record the intent, submit the jobs, record their ids."""
-    resolved = registry.resolved_dict(given.launcher, key="launcher")
-    commands = {job.exp_id: job.args for job in made}
-    submission = submissions.create(request.runs, resolved, given.name, made[0].cwd.name, commands)
+def _submit(request: Request, target: Resources, jobs: Sequence[Job], new: Sequence[Path]) -> list[str]:
+    """Record the intent, submit the jobs, record their ids. new: save directories to remove again if their jobs are refused."""
+    resolved = registry.resolved_dict(target.launcher, key="launcher")
+    commands = {job.exp_id: job.args for job in jobs}
+    submission = submissions.create(request.runs, resolved, target.name, jobs[0].cwd.name, commands)
     try:
-        ids = given.launcher.submit(made, submission.folder, lambda noted: submissions.note(submission, noted))
+        ids = target.launcher.submit(jobs, submission.folder, lambda noted: submissions.note(submission, noted))
     except (LaunchError, RunError):
         # A launcher that refuses leaves nothing queued. If it has, reconciling finds it.
         with contextlib.suppress(LaunchError, RunError):
-            submissions.reconcile(request.runs)
+            if submission.name not in [each.folder.name for each in submissions.reconcile(request.runs)]:
+                for path in new:
+                    metadata.undo_prepare(path)
         raise
-    submissions.note(submission, {job.exp_id: job_id for job, job_id in zip(made, ids, strict=True)}, complete=True)
+    submissions.note(submission, {job.exp_id: job_id for job, job_id in zip(jobs, ids, strict=True)}, complete=True)
     log.info("submitted as %s: %d", submission.name, len(ids))
     return ids
 
@@ -222,7 +225,7 @@ def throttle(runs: Path, exp_ids: Sequence[str], max_running: int) -> None:
 
 
 def _kill(runs: Path, exp_ids: Sequence[str], all_or_none: bool = False) -> None:
-    """Kill what can be killed, then raise for the rest. all_or_none: raise first."""
+    """Kill all jobs with a known state, then raise for the rest. all_or_none: raise first."""
     tracked, wrong = track(runs, exp_ids)
     alive = {exp_id: job for exp_id, job in tracked.items() if job.is_alive}
     for exp_id in exp_ids:
@@ -230,7 +233,7 @@ def _kill(runs: Path, exp_ids: Sequence[str], all_or_none: bool = False) -> None
         if exp_id in alive or exp_id in wrong:
             continue
         if job and job.seen and job.is_unknown and not _is_done(runs / exp_id):
-            wrong[exp_id] = f"{exp_id}: what became of job {job.job_id} is not known, so it is left alone: {job.seen.reason}"
+            wrong[exp_id] = f"{exp_id}: the state of job {job.job_id} is unknown, so it is not killed: {job.seen.reason}"
         else:
             log.info("%s: %s", exp_id, _why_no_job(runs / exp_id))
     if wrong and all_or_none:
@@ -262,18 +265,18 @@ def _why_no_job(run: Path) -> str:
 def _wait_until_gone(launchers: Sequence[tuple[LauncherConfig, list[str]]]) -> None:
     until = time.monotonic() + GONE_SECONDS
     while True:
-        left: list[str] = []
+        remaining: list[str] = []
         why = ""
         for launcher, ids in launchers:
             try:
-                seen = launcher.states(ids)
-                left += [job_id for job_id in ids if job_id in seen and seen[job_id].state in ALIVE]
+                states = launcher.states(ids)
+                remaining += [job_id for job_id in ids if job_id in states and states[job_id].state in ALIVE]
             except LaunchError as error:
-                left += ids
+                remaining += ids
                 why = f" {error}"
-        if not left:
+        if not remaining:
             return
         if time.monotonic() > until:
-            told = f"{', '.join(left)}: told to end, but not known to be gone after {GONE_SECONDS:g} s."
-            raise LaunchError(f"{told} Look again later.{why}")
+            message = f"{', '.join(remaining)}: still running {GONE_SECONDS:g} s after the kill."
+            raise LaunchError(f"{message} Look again later.{why}")
         time.sleep(_POLL_SECONDS)

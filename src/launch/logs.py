@@ -13,7 +13,7 @@ from src.launch.tracking import ALIVE
 LINES = 20
 POLL_SECONDS = 0.5
 STATES_SECONDS = 5.0
-"""How often the schedulers, which are shared, are asked whether all have ended."""
+"""How often the shared schedulers are queried whether all jobs have ended."""
 _SHORT = 8
 
 log = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ def follow(runs: Path, exp_ids: Sequence[str], lines: int = LINES, sleep: Callab
     """The last `lines` lines of each log of the experiments, then every line as it is written, until none is queued or running any more.
     At the end, those that have printed nothing are logged.
 
-    Each line begins with the first characters of the experiment's id where there are several.
+    With several experiments, each line starts with the first characters of the id.
     """
     heads = {exp_id: f"{exp_id[:_SHORT]} " if len(exp_ids) > 1 else "" for exp_id in exp_ids}
     places: dict[Path, int] = {}
@@ -31,18 +31,18 @@ def follow(runs: Path, exp_ids: Sequence[str], lines: int = LINES, sleep: Callab
         for path in _log_files(runs, exp_id):
             places[path] = _size(path)
             yield from (heads[exp_id] + line for line in status.tail(path, lines, places[path]).splitlines())
-    asked = float("-inf")
+    queried = float("-inf")
     rows: list[status.Row] = []
     alive: set[str] = set()
     ended = False
     while True:
-        if time.monotonic() - asked >= STATES_SECONDS:
+        if time.monotonic() - queried >= STATES_SECONDS:
             rows = status.table(runs, exp_ids)
             # A scheduler that does not answer has ended nothing.
             doubtful = {row.exp_id for row in rows if row.doubt or row.state == "unknown"}
             alive = {row.exp_id for row in rows if row.state in ALIVE} | (alive & doubtful)
             ended = not alive
-            asked = time.monotonic()
+            queried = time.monotonic()
         for exp_id in exp_ids:
             for path in _log_files(runs, exp_id):
                 yield from (heads[exp_id] + line for line in _new_lines(path, places, ended))
@@ -55,13 +55,13 @@ def follow(runs: Path, exp_ids: Sequence[str], lines: int = LINES, sleep: Callab
 
 
 def _log_files(runs: Path, exp_id: str) -> list[Path]:
-    """The output files of the job; if there are none, the log of the training."""
+    """The output files of the job, or the log of the training if they do not exist."""
     *printed, logged = status.logs_of(runs, exp_id)
     return [path for path in printed if path.exists()] or [logged]
 
 
 def _new_lines(path: Path, places: dict[Path, int], last: bool) -> list[str]:
-    """The whole lines since the last call; at the `last` one also an unfinished line."""
+    """The complete lines since the last call; with `last` also an unfinished line."""
     start = places.get(path, 0)
     try:
         with reading(path), open(path, "rb") as file:

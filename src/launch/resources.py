@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from src.config import Problems, describe_value, join, shorten, top_level, unknown
+from src.config import Problems, describe_value, join, shorten, top_level, unknown, unknown_text
 from src.errors import ConfigError
 from src.experiments import expressions
 from src.launch.job import LauncherConfig, bind_launcher
@@ -14,13 +14,14 @@ from src.runs.metadata import flatten
 
 ENV_PATH = "ENV_PATH"
 """Environment variable: the folder of the Python environment of the jobs."""
+_EXAMPLES = "resources/job_configs"
 _SUBMISSIONS = "submissions"
-"""Field of a launcher's Config that keeps its state in the folder of the submissions."""
+"""Field of a launcher Config that stores state in the folder of the submissions."""
 
 
 @dataclass(frozen=True)
 class Resources:
-    """A launcher and what it gives to the jobs."""
+    """A launcher and the resources of its jobs."""
 
     name: str
     """Its key in JOB_CONFIGS."""
@@ -47,10 +48,10 @@ class Resources:
 
     def check_names(self, experiments: Iterable[Mapping[str, Any]]) -> None:
         """Raises ConfigError, with the nearest name, if an override uses a name that is in none of the `experiments`."""
-        known = {name for exp in experiments for name in flatten(exp)}
+        names = {name for exp in experiments for name in flatten(exp)}
         for i, (where, _) in enumerate(self.overrides):
-            for name in sorted(where.names - known):
-                raise unknown("name", name, known, f"{self.where}.overrides[{i}].where")
+            for name in sorted(where.names - names):
+                raise unknown("name", name, names, f"{self.where}.overrides[{i}].where")
 
 
 def load(name: str, raw: Any, runs: Path, env_path: str | None = None) -> Resources:
@@ -64,33 +65,35 @@ def load(name: str, raw: Any, runs: Path, env_path: str | None = None) -> Resour
         raise ConfigError(f"{where}: expected a dict with 'launcher', got {describe_value(raw)}.")
     if _SUBMISSIONS in raw:
         raise ConfigError(f"{where}.{_SUBMISSIONS}: filled in when jobs are submitted. Leave it out.")
-    own = {key: value for key, value in raw.items() if key != "overrides"}
-    launcher = bind_at(own, where)
+    config = {key: value for key, value in raw.items() if key != "overrides"}
+    launcher = bind_at(config, where)
     fields = type(launcher).model_fields
-    if env_path and "processes" in fields and not own.get("processes", {}).get("env_path"):
-        own = _merge(own, {"processes": {"env_path": env_path}})
+    if env_path and "processes" in fields and not config.get("processes", {}).get("env_path"):
+        config = _merge(config, {"processes": {"env_path": env_path}})
     if _SUBMISSIONS in fields:
-        own[_SUBMISSIONS] = str(runs.resolve() / _SUBMISSIONS)
+        config[_SUBMISSIONS] = str(runs.resolve() / _SUBMISSIONS)
     overrides = raw.get("overrides", [])
     if not isinstance(overrides, list):
         raise ConfigError(f"{where}.overrides: expected a list, got {describe_value(overrides)}.")
-    return Resources(name, bind_at(own, where), tuple(_override(own, o, f"{where}.overrides[{i}]") for i, o in enumerate(overrides)), own)
+    checked = tuple(_override(config, override, f"{where}.overrides[{i}]") for i, override in enumerate(overrides))
+    return Resources(name, bind_at(config, where), checked, config)
 
 
 def load_named(name: str, runs: Path, experiments: Iterable[Mapping[str, Any]]) -> Resources:
     """The entry `name` of job_configs.py, checked for `experiments` and by its launcher.
 
     Raises:
-        ConfigError: there is none, or a mistake in it.
+        ConfigError: the entry is missing or invalid.
         LaunchError: no jobs could be queued from here.
     """
     entries = top_level("job_configs", "JOB_CONFIGS")
     if name not in entries:
-        raise unknown("job config", name, entries, "-j")
-    found = load(name, entries[name], runs, os.environ.get(ENV_PATH))
-    found.check_names(experiments)
-    found.launcher.check()
-    return found
+        examples = ", ".join(sorted(f"{_EXAMPLES}/{path.name}" for path in Path(__file__).parents[2].joinpath(_EXAMPLES).glob("*.md")))
+        raise ConfigError(f"-j: {unknown_text('job config', name, entries)} Add it to job_configs.py; examples: {examples}.")
+    target = load(name, entries[name], runs, os.environ.get(ENV_PATH))
+    target.check_names(experiments)
+    target.launcher.check()
+    return target
 
 
 def _override(base: dict[str, Any], override: Any, where: str) -> tuple[expressions.Query, dict[str, Any]]:
@@ -102,7 +105,7 @@ def _override(base: dict[str, Any], override: Any, where: str) -> tuple[expressi
         if fixed in changes:
             raise ConfigError(f"{where}.{fixed}: is the same for all jobs of a submission. Leave it out.")
     if not changes:
-        raise ConfigError(f"{where}: changes nothing. Write what is other for these experiments, or leave it out.")
+        raise ConfigError(f"{where}: changes nothing. Add the changes for these experiments, or remove the override.")
     try:
         compiled = expressions.compile(override["where"])
     except ConfigError as error:
@@ -120,7 +123,7 @@ def bind_at(raw: Mapping[str, Any], where: str) -> LauncherConfig:
 
 
 def with_submissions(launcher: LauncherConfig, folder: Path) -> LauncherConfig:
-    """The launcher, if it keeps its state in the folder of the submissions, with this one: where it lies now."""
+    """The launcher with the current folder of the submissions, if it stores state there."""
     return launcher.model_copy(update={_SUBMISSIONS: str(folder)}) if _SUBMISSIONS in type(launcher).model_fields else launcher
 
 

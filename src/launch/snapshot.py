@@ -4,60 +4,57 @@ import hashlib
 import json
 import logging
 import os
-import re
 import shutil
 import stat
 import subprocess
-from collections.abc import Iterator, Sequence
-from fnmatch import fnmatch
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
+from typing import Any
 
 from src.errors import LaunchError
 from src.files import MANIFEST, defect, new_directory, reading
-from src.runs.environment import SECRET_FILES, SNAPSHOT, code_version
+from src.runs.code_version import SNAPSHOT, code_version, is_python_installation, looks_secret
 
 MAX_FILE_BYTES = 20_000_000
 MAX_BYTES = 200_000_000
 MOST_NAMES = 10
-"""Most files that are named in the log."""
-SECRET_WORDS = {"secret", "secrets", "token", "password", "passwords", "passwd", "apikey", "credential", "credentials"}
-"""A file whose name has one of these words is left out (wandb_token.txt, my-secrets.yaml), but for modules (tokenizers.py, token.py)."""
-SECRET_MODULES = {"secret.py", "secrets.py", "credentials.py", "password.py", "passwords.py"}
+"""Maximum number of files named in the log."""
 LEFT_OUT = {"__pycache__", "node_modules"}
-"""Folders that are skipped without git, besides hidden ones, environments and results."""
+"""Folders that are skipped without git, in addition to hidden ones, environments and results."""
 _RESERVED = {SNAPSHOT, MANIFEST}
 _GIT_SECONDS = 60.0
 _TRIES = 3
 
 log = logging.getLogger(__name__)
 _Found = dict[str, tuple[Path, bool, str]]
-"""Name below the root -> the file, whether it may be executed, and the sha256 of its content."""
+"""Name below the root -> the file, whether it is executable, and the sha256 of its content."""
 
 
 def take(root: Path, snapshots: Path, leave_out: Sequence[Path] = ()) -> Path:
     """Copy the code in `root` to <snapshots>/<digest>, unless that is there, and give that folder.
 
     The code is what git tracks or would track, but no environment; without git, every file but those of `LEFT_OUT`.
-    Links are followed. Likely secrets are excluded, by `SECRET_FILES` and `SECRET_WORDS`, and named in the log.
-    The digest is that of the paths, the modes and the contents.
+    Links are followed. Likely secrets are excluded, by `looks_secret`, and named in the log.
+    The digest is that of the paths, the modes, the contents and the commit.
 
     leave_out: folders that are not code, such as save directories.
 
     Raises:
-        LaunchError: a file or the whole is too large, cannot be read, has a name of ours, or changes while it is copied.
+        LaunchError: a file or all files together are too large, a file cannot be read, has a reserved name, or changes while it is copied.
         RunError: the disk refuses.
     """
     if (root / SNAPSHOT).exists():
         return root  # submitted by a job, which runs from a snapshot
     for _ in range(_TRIES):
-        found = _collect_files(root, leave_out)
-        final = snapshots / _digest(found)
+        files = _collect_files(root, leave_out)
+        version = code_version(root, leave_out)
+        final = snapshots / _digest(files, version)
         if final.is_dir() and defect(final) is None:
             return final
         try:
             with new_directory(final) as folder:
-                _copy(found, folder)
-                (folder / SNAPSHOT).write_text(json.dumps(code_version(root), indent=4) + "\n", encoding="utf-8")
+                _copy(files, folder)
+                (folder / SNAPSHOT).write_text(json.dumps(version, indent=4) + "\n", encoding="utf-8")
         except _ChangedError:
             continue
         return final
@@ -76,7 +73,7 @@ def _collect_files(root: Path, leave_out: Sequence[Path]) -> _Found:
     if secret:
         more = f" and {len(secret) - MOST_NAMES} more" if len(secret) > MOST_NAMES else ""
         log.info("not copied for the jobs, as they look like keys: %s%s", ", ".join(secret[:MOST_NAMES]), more)
-    found: _Found = {}
+    files: _Found = {}
     total = 0
     for name in sorted(paths.keys() - set(secret)):
         if name in _RESERVED:
@@ -89,12 +86,12 @@ def _collect_files(root: Path, leave_out: Sequence[Path]) -> _Found:
                     continue
                 total += facts.st_size
                 _check_size(path, facts.st_size, total)
-                found[name] = path, bool(facts.st_mode & stat.S_IXUSR), hashlib.file_digest(file, "sha256").hexdigest()
+                files[name] = path, bool(facts.st_mode & stat.S_IXUSR), hashlib.file_digest(file, "sha256").hexdigest()
         except FileNotFoundError:
             continue  # tracked by git and deleted, or a link that leads nowhere
-    if not found:
+    if not files:
         raise LaunchError(f"{root}: holds no code.")
-    return found
+    return files
 
 
 def _check_size(path: Path, size: int, total: int) -> None:
@@ -103,16 +100,6 @@ def _check_size(path: Path, size: int, total: int) -> None:
         raise LaunchError(f"{path}: {size:,} bytes, more than the {MAX_FILE_BYTES:,} of a file of code. {advice}")
     if total > MAX_BYTES:
         raise LaunchError(f"{path}: with it the code has more than {MAX_BYTES:,} bytes. {advice}")
-
-
-def looks_secret(name: str) -> bool:
-    """Whether a file of this name is left out of a snapshot."""
-    lower = name.lower()
-    if any(fnmatch(lower, pattern) for pattern in SECRET_FILES) and not lower.endswith(".py"):
-        return True
-    if lower.endswith((".py", ".sh")):
-        return lower in SECRET_MODULES
-    return not SECRET_WORDS.isdisjoint(re.split(r"[^a-z0-9]+", lower))
 
 
 def _git_files(root: Path, apart: Sequence[Path]) -> dict[str, Path] | None:
@@ -131,18 +118,18 @@ def _git_files(root: Path, apart: Sequence[Path]) -> dict[str, Path] | None:
     if done.returncode != 0 or "trainval.py" not in names:
         return None
     folders = {folder for name in names for folder in PurePath(name).parents} - {PurePath()}
-    environments = {folder for folder in folders if _is_environment(root / folder)}
-    found: dict[str, Path] = {}
+    environments = {folder for folder in folders if is_python_installation(root / folder)}
+    files: dict[str, Path] = {}
     for name in dict.fromkeys(names):
         path = root / name
         if not environments.isdisjoint(PurePath(name).parents):
             continue
         if path.is_dir():  # a link to a folder, or a repository within this one
             if not _is_in_environment(path, root) and not _is_below(path.resolve(), apart):
-                found.update(_walk(path, name, apart, (root.resolve(),)))
+                files.update(_walk(path, name, apart, (root.resolve(),)))
         elif not apart or not _is_below(path.resolve(), apart):
-            found[name] = path
-    return found
+            files[name] = path
+    return files
 
 
 def _walk(folder: Path, name: str, apart: Sequence[Path], above: tuple[Path, ...]) -> Iterator[tuple[str, Path]]:
@@ -163,28 +150,24 @@ def _walk(folder: Path, name: str, apart: Sequence[Path], above: tuple[Path, ...
             yield inner, Path(entry.path)
 
 
-def _is_environment(folder: Path) -> bool:
-    """Whether it holds an installation of Python, whatever it is called."""
-    return any((folder / sign).exists() for sign in ("pyvenv.cfg", "conda-meta"))
-
-
 def _is_in_environment(folder: Path, above: Path) -> bool:
-    """Whether `folder`, an entry of `above`, is an installation of Python or a link to a part of one. Code may itself lie in one."""
+    """Whether `folder`, an entry of `above`, is an installation of Python or a link to a part of one. The code itself can be in one."""
     real, outside = folder.resolve(), {above.resolve(), *above.resolve().parents}
-    return any(_is_environment(each) for each in (real, *real.parents) if each not in outside)
+    return any(is_python_installation(each) for each in (real, *real.parents) if each not in outside)
 
 
 def _is_below(path: Path, folders: Sequence[Path]) -> bool:
     return any(path.is_relative_to(folder) for folder in folders)
 
 
-def _digest(found: _Found) -> str:
-    text = json.dumps([[name, runs, content] for name, (_, runs, content) in sorted(found.items())])
+def _digest(files: _Found, version: Mapping[str, Any]) -> str:
+    described = [version["commit"], version["dirty"]]  # equal files of another commit are another snapshot
+    text = json.dumps([described, *([name, runs, content] for name, (_, runs, content) in sorted(files.items()))])
     return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:32]
 
 
-def _copy(found: _Found, folder: Path) -> None:
-    for name, (path, runs, content) in found.items():
+def _copy(files: _Found, folder: Path) -> None:
+    for name, (path, runs, content) in files.items():
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
         try:

@@ -23,8 +23,6 @@ from src.runs import events, lease, metadata, parents, scores
 from src.runs.read_cache import ReadCache
 
 LOGS = "logs"
-_SILENT_SECONDS = 10 * lease.STALE_SECONDS
-"""A forgotten job whose run is held on another machine counts as running if its heartbeat is more recent than this."""
 _ID = re.compile(r"[0-9a-f]{32}")
 State = Literal["never", "queued", "running", "done", "failed", "stopped", "lost", "unknown"]
 
@@ -50,15 +48,15 @@ class Row:
     job_id: str | None
     log: Path | None
     doubt: str = ""
-    """Why the scheduler's word is lacking: the state is the last one known, and nothing is submitted. "": it is not lacking."""
+    """Why the scheduler could not be queried; empty if it could. The state is then the last known one, and nothing is submitted."""
 
 
 def select_runs(path: Path, group: str | None = None) -> tuple[Path, list[str]]:
-    """The folder of save directories, and the selected ids: all in `path`, or `path` itself if it is a save directory or begins one's id.
+    """The folder of save directories, and the selected ids: all in `path`, or `path` itself if it is one or the prefix of an id.
 
     Raises:
         ConfigError: no such folder, no run in it, or none of `group`.
-        RunError: the folder cannot be read, or several ids begin so.
+        RunError: the folder cannot be read, or several ids have this prefix.
     """
     path = metadata.expand_run(path).resolve()
     if not path.is_dir():
@@ -84,16 +82,16 @@ def table(runs: Path, exp_ids: Sequence[str], question: Question = LOOK, saved: 
 
     saved: rows of ended experiments to reuse.
 
-    What is done, or held by a living process of this machine, is known from its save directory. The schedulers are asked only for the
-    others, in one call each. Interrupted submissions are reconciled first, unless another process is submitting.
+    Runs that are done, or held by a living process of this machine, need no scheduler. Each scheduler is queried once for
+    the rest. Interrupted submissions are reconciled first, unless another process is submitting.
     """
     began = time.monotonic()
     trouble = _reconcile(runs, question)
-    left = question.seconds and max(min(0.5, question.seconds), question.seconds - (time.monotonic() - began))
+    remaining = question.seconds and max(min(0.5, question.seconds), question.seconds - (time.monotonic() - began))
     rows, marks = saved.read([exp_id for exp_id in exp_ids if exp_id not in trouble]) if saved else ({}, {})
     unread = [exp_id for exp_id in exp_ids if exp_id not in rows]
     settled = {exp_id for exp_id in unread if _is_settled(runs / exp_id)}
-    tracked, wrong = track(runs, unread, replace(question, seconds=left), settled)
+    tracked, wrong = track(runs, unread, replace(question, seconds=remaining), settled)
     for exp_id in unread:
         job = tracked.get(exp_id)
         row = rows[exp_id] = _row(runs, exp_id, job, wrong.get(exp_id) or trouble.get(exp_id) or "")
@@ -103,11 +101,11 @@ def table(runs: Path, exp_ids: Sequence[str], question: Question = LOOK, saved: 
 
 
 _reconciled: dict[Path, tuple[float, dict[str, str]]] = {}
-"""By folder of runs: when its interrupted submissions were last reconciled, and what is not known of their experiments."""
+"""By folder of runs: when its interrupted submissions were last reconciled, and the unresolved experiments with a message."""
 
 
 def _reconcile(runs: Path, question: Question) -> dict[str, str]:
-    """What is not known of the experiments of interrupted submissions."""
+    """A message for each unresolved experiment of interrupted submissions."""
     when, trouble = _reconciled.get(runs, (float("-inf"), {}))
     if time.monotonic() - when <= question.max_age_seconds:
         return trouble
@@ -122,7 +120,7 @@ def _reconcile(runs: Path, question: Question) -> dict[str, str]:
 
 
 def _is_settled(run: Path) -> bool:
-    """Whether no scheduler needs to be asked: the run is done, or a living process of this machine trains it."""
+    """Whether no scheduler must be queried: the run is done, or a living process of this machine trains it."""
     with contextlib.suppress(UserError):
         state = metadata.read_status(run)["state"]
         return state == "done" or (state == "running" and lease.holder_is_dead(run) is False)
@@ -130,21 +128,21 @@ def _is_settled(run: Path) -> bool:
 
 
 def _row(runs: Path, exp_id: str, tracked: TrackedJob | None, doubt: str) -> Row:
-    """The row of one experiment. Its save directory is read after the scheduler was asked, so that no end is missed."""
+    """The row of one experiment. Its save directory is read after the scheduler was queried, so that no end is missed."""
     run = runs / exp_id
     status: dict[str, Any] = {}
     beat = lease.heartbeat_seconds(run)
-    seen = tracked.seen if tracked else None
-    if seen and seen.state == "unknown":
-        doubt = seen.reason or f"the scheduler says {seen.word}"
+    scheduled = tracked.seen if tracked else None
+    if scheduled and scheduled.state == "unknown":
+        doubt = scheduled.reason or f"the scheduler says {scheduled.word}"
     try:
         status = metadata.read_status(run)
-        own = metadata.state_of(run, status)
+        local_state = metadata.state_of(run, status)
     except UserError as error:
         doubt = doubt or str(error)
         state, reason = "unknown", doubt
     else:
-        state, reason = _resolve_state(run, own, status, tracked, beat, doubt)
+        state, reason = _resolve_state(run, local_state, status, tracked, beat, doubt)
     exp, complaint = _try_read(lambda: metadata.read_exp_dict(run), {})
     with contextlib.suppress(PermissionError):  # of an unreadable directory
         complaint = complaint if (run / metadata.EXP_DICT).exists() else ""
@@ -161,8 +159,8 @@ def _row(runs: Path, exp_id: str, tracked: TrackedJob | None, doubt: str) -> Row
         groups[0] if groups else "",
         "unknown" if complaint and state not in ("done", "queued", "running") else state,
         "; ".join(dict.fromkeys(notes)),
-        (seen.node if seen else "") or (lease.holder_host(run) if state == "running" else ""),
-        seen.seconds if seen and seen.seconds is not None else _elapsed_seconds(status, state),
+        (scheduled.node if scheduled else "") or (lease.holder_host(run) if state in ("running", "lost") else ""),
+        scheduled.seconds if scheduled and scheduled.seconds is not None else _elapsed_seconds(status, state),
         starts,
         last.get("step"),
         loop.get("steps") if isinstance(loop, dict) and type(loop.get("steps")) is int else None,
@@ -175,53 +173,56 @@ def _row(runs: Path, exp_id: str, tracked: TrackedJob | None, doubt: str) -> Row
 
 
 def _resolve_state(
-    run: Path, own: str, status: Mapping[str, Any], tracked: TrackedJob | None, beat: float | None, doubt: str = ""
+    run: Path, local_state: str, status: Mapping[str, Any], tracked: TrackedJob | None, beat: float | None, doubt: str = ""
 ) -> tuple[State, str]:
-    """State and reason: "done" if the save directory says so; else what the scheduler says; else what the directory says.
+    """State and reason: "done" if the save directory says so; else the state from the scheduler; else that of the directory.
 
-    own: `metadata.state_of` the save directory. beat: `lease.heartbeat_seconds`. doubt: why nobody knows what the scheduler says.
+    own: `metadata.state_of` the save directory. beat: `lease.heartbeat_seconds`. doubt: why the scheduler could not be queried.
     """
-    said = str(status.get("reason") or "")
-    if own == "done":
+    message = str(status.get("reason") or "")
+    if local_state == "lost":
+        message = lease.lost_contact(run) or message
+    if local_state == "done":
         return "done", ""
-    if own == "running" and lease.holder_is_dead(run) is False:
+    if local_state == "running" and lease.holder_is_dead(run) is False:
         # Whatever happened to the job: a process on this machine trains it now.
         return "running", ""
-    beats = own == "running" and beat is not None and beat < _SILENT_SECONDS
+    beats = local_state == "running" and beat is not None and beat < lease.SILENT_SECONDS
     if doubt:
-        # The last that its save directory says stands, unless the job may have ended or begun since without writing there.
-        known = tracked is not None and (beats or own in ("failed", "stopped"))
-        return (own if known else "unknown"), "; ".join(text for text in (said, doubt) if text)  # type: ignore[return-value]
-    seen = tracked.seen if tracked else None
-    if tracked is None or (seen is None and own in ("failed", "stopped")):
-        return ("never" if own == "new" else own), said  # type: ignore[return-value]
-    if seen is None:
+        # The state in the save directory counts, unless the job can have started or ended since without an update.
+        has_known_state = tracked is not None and (beats or local_state in ("failed", "stopped"))
+        return (local_state if has_known_state else "unknown"), "; ".join(text for text in (message, doubt) if text)  # type: ignore[return-value]
+    scheduled = tracked.seen if tracked else None
+    if tracked is None or (scheduled is None and local_state in ("failed", "stopped")):
+        return ("never" if local_state == "new" else local_state), message  # type: ignore[return-value]
+    if scheduled is None:
         if beats:
             return "running", f"job {tracked.job_id} is unknown to the scheduler, but its heartbeat is recent"
-        if own == "new":
+        if local_state == "new":
             return "lost", f"submitted as job {tracked.job_id}, which the scheduler no longer knows"
-        return "lost", f"job {tracked.job_id} is no longer known to the scheduler, and its process is gone"
-    if seen.state == "completed":
-        return "failed", f"{seen.word or 'COMPLETED'} says the scheduler, but the run is not done (its state: {own})"
-    if seen.state in ("failed", "cancelled"):
-        word = seen.word if seen.word and seen.word.lower() not in (seen.state, "") else ""
-        reason = ": ".join(text for text in (word, seen.reason) if text)
-        if own in ("failed", "stopped") and said and said not in reason:
-            reason = f"{said} ({reason})" if reason else said
-        return ("failed" if seen.state == "failed" else "stopped"), reason
-    return seen.state, seen.reason
+        gone = lease.lost_contact(run) or "its process is gone"
+        return "lost", f"job {tracked.job_id} is no longer known to the scheduler, and {gone}"
+    if scheduled.state == "completed":
+        return "failed", f"{scheduled.word or 'COMPLETED'} says the scheduler, but the run is not done (its state: {local_state})"
+    if scheduled.state in ("failed", "cancelled"):
+        word = scheduled.word if scheduled.word and scheduled.word.lower() not in (scheduled.state, "") else ""
+        reason = ": ".join(text for text in (word, scheduled.reason) if text)
+        if local_state in ("failed", "stopped") and message and message not in reason:
+            reason = f"{message} ({reason})" if reason else message
+        return ("failed" if scheduled.state == "failed" else "stopped"), reason
+    return scheduled.state, scheduled.reason
 
 
-def _try_read(read: Callable[[], Any], otherwise: Any) -> tuple[Any, str]:
-    """`read()` and "", or `otherwise` and the error."""
+def _try_read(read: Callable[[], Any], default: Any) -> tuple[Any, str]:
+    """`read()` and "", or `default` and the error."""
     try:
         return read(), ""
     except UserError as error:
-        return otherwise, str(error)
+        return default, str(error)
 
 
 def _failed_parents(runs: Path, exp: Mapping[str, Any]) -> str:
-    """The parents that have failed or are lost, for a message; "" if there are none."""
+    """The failed and lost parents, for a message; "" without any."""
     failed = []
     for parent in parents.parent_ids(dict(exp)):
         with contextlib.suppress(UserError):
@@ -263,16 +264,16 @@ def tail(log: Path, lines: int, end: int | None = None) -> str:
 
 
 def format_table(rows: Iterable[Row], differences: Mapping[str, str] | None = None) -> list[str]:
-    """The rows as lines of a table, with a header and without empty columns. differences: by id, what sets an experiment apart."""
-    told = differences or {}
+    """The rows as lines of a table, with a header and without empty columns. differences: distinguishing settings by id."""
+    distinctions = differences or {}
     head = ("id", "group", "state", "job", "node", "time", "starts", "step", "loss", "beat", "differs by", "reason")
-    lines = [_cells(row, told.get(row.exp_id, "")) for row in rows]
+    lines = [_cells(row, distinctions.get(row.exp_id, "")) for row in rows]
     filled = [any(column) for column in zip(*lines, strict=True)]
     return aligned_lines([list(itertools.compress(line, filled)) for line in (head, *lines)])
 
 
 def to_json(rows: Iterable[Row], differences: Mapping[str, str]) -> str:
-    """The rows as a JSON list of dicts with the fields of `Row`, and "differs": what sets an experiment apart."""
+    """The rows as a JSON list of dicts with the fields of `Row`, and "differs": its distinguishing settings."""
     dicts = [{**vars(row), "log": row.log and str(row.log), "differs": differences.get(row.exp_id, "")} for row in rows]
     return json.dumps(dicts, indent=2)
 

@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685) in a frozen model: config, injection and merging.
 
-A matrix W of the base becomes W + alpha / rank * B A, where only A and B are trained and saved. B begins at zero, so that training
-begins at the base's own output.
+A matrix W of the base becomes W + alpha / rank * B A, where only A and B are trained and saved. B starts at zero, so that training
+starts at the base's own output.
 """
 
 import logging
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 logging.getLogger("bitsandbytes.backends.cpu").setLevel(logging.ERROR)
-"""peft loads it where it is installed, and it warns of what a CPU would lack for 4 bits, whether any are used or not."""
+"""peft loads it if installed, and it warns about 4 bits on a CPU even if they are not used."""
 _GPT = ("c_attn", "c_fc", "c_proj")
 _T5 = ("k", "o", "q", "v", "wi", "wi_0", "wi_1", "wo")
 _LLAMA = ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")
@@ -36,7 +36,7 @@ MATRICES = {
     "longt5": _T5,
     "t5": _T5,
 }
-"""Names of the matrices in the layers of a family, by `model_type`: what can be checked before a model is loaded."""
+"""Names of the matrices in the layers of a family, by `model_type`: for checks before a model is loaded."""
 
 
 class Config(ModelConfig):
@@ -61,7 +61,7 @@ class Config(ModelConfig):
         if self.base.trains_base():
             raise ValueError("base: it has train_all_params, which adapters would undo: all but them is frozen. Leave one of the two out.")
         if isinstance(self.base, CrossAttention) and self.base.cache_contexts:
-            raise ValueError("base: it has cache_contexts, but adapters change what the decoder makes of a context. Leave it out there.")
+            raise ValueError("base: it has cache_contexts, but adapters change the decoder's states of a context. Leave it out there.")
         if self.dropout_rate and self.base.kind(None) == CROSS_ATTENTION:
             raise ValueError("dropout_rate: the decoder of a cross-attention model drops nothing, so it would be ignored. Remove it.")
         return self
@@ -77,6 +77,9 @@ class Config(ModelConfig):
         """
         return self._adapt(self.base.build(places), places)
 
+    def trained_type(self, places: Places) -> str:
+        return "float32"
+
     def build_unfilled(self, places: Places) -> "nn.Module":
         return self._adapt(self.base.build_unfilled(places), places)
 
@@ -87,9 +90,9 @@ class Config(ModelConfig):
 
         merge(model)
         decoder = _decoder(model)
-        found = dict(_matrices(decoder))
-        _require_known(self.target_modules, {name.rpartition(".")[2] for name in found})
-        chosen = {name: matrix for name, matrix in found.items() if name.rpartition(".")[2] in self.target_modules}
+        matrices = dict(_matrices(decoder))
+        _require_known(self.target_modules, {name.rpartition(".")[2] for name in matrices})
+        chosen = {name: matrix for name, matrix in matrices.items() if name.rpartition(".")[2] in self.target_modules}
         transposed = isinstance(next(iter(chosen.values())), Conv1D)  # all of a model's are, or none
         settings = LoraConfig(
             r=self.rank,
@@ -107,7 +110,7 @@ class Config(ModelConfig):
         return model
 
     def _new_rows(self, places: Places, decoder: Any) -> dict[str, list[int]] | None:
-        """Ids of the base's new tokens, whose rows are learned: of the embedding, and of an output matrix that is another one."""
+        """Ids of the base's new tokens. Their rows are trained: in the embedding, and in the output matrix if not tied."""
         ids = [*self.base.new_token_ids(places)]
         if not ids:
             return None
@@ -117,9 +120,9 @@ class Config(ModelConfig):
 
     def check(self, places: Places) -> None:
         call_once(self.base.check, places)
-        known = self.architecture(places)
-        if known and known.model_type in MATRICES:
-            _require_known(self.target_modules, MATRICES[known.model_type])
+        model_type = self.architecture(places)
+        if model_type and model_type.model_type in MATRICES:
+            _require_known(self.target_modules, MATRICES[model_type.model_type])
 
     def architecture(self, places: Places) -> Architecture | None:
         return call_once(self.base.architecture, places)
@@ -163,7 +166,7 @@ def _decoder(model: "nn.Module") -> Any:
 
 
 def _matrices(decoder: Any) -> Iterator[tuple[str, "nn.Module"]]:
-    """(dotted name, module) of the matrices that can be adapted: all but the output matrix, which may be tied to the embedding."""
+    """(dotted name, module) of the matrices that can be adapted: all except the output matrix, which can be tied to the embedding."""
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
@@ -173,8 +176,8 @@ def _matrices(decoder: Any) -> Iterator[tuple[str, "nn.Module"]]:
             yield name, module
 
 
-def _require_known(wanted: Iterable[str], there: Iterable[str]) -> None:
+def _require_known(names: Iterable[str], there: Iterable[str]) -> None:
     there = set(there)
-    for name in wanted:
+    for name in names:
         if name not in there:
             raise ConfigError(f"lora.target_modules: {unknown_text('matrix of the base', name, there)}")

@@ -80,6 +80,9 @@ class Config(ModelConfig):
     def weight_type(self, places: Places) -> str | None:
         return self.parent(places).weight_type(places)
 
+    def trained_type(self, places: Places) -> str | None:
+        return self.parent(places).trained_type(places)
+
     def cache_bytes(self, places: Places, value_bytes: int) -> dict[str, int] | None:
         return self.parent(places).cache_bytes(places, value_bytes)
 
@@ -108,7 +111,7 @@ class Config(ModelConfig):
 
 
 def from_checkpoint(folder: Path, who: str, places: Places) -> "nn.Module":
-    """The model of a checkpoint, with its weights; `name_or_path` is the checkpoint's tokenizer. Messages begin with `who`.
+    """The model of a checkpoint, with its weights; its `name_or_path` is the checkpoint's tokenizer. `who` is the prefix of messages.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or does not fit its own description.

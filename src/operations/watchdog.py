@@ -31,8 +31,8 @@ from src.launch.tracking import ALIVE
 from src.runs import events, heartbeat, lease, metadata
 
 NEW, KNOWN = 3, 4
-SILENT_SECONDS = 10 * lease.STALE_SECONDS
-"""A holder without a heartbeat for so long is gone, or stopped."""
+SILENT_SECONDS = lease.SILENT_SECONDS
+"""A holder without a heartbeat for this long is dead or stopped."""
 _ROWS = 50
 """Newest rows of perf.jsonl from which durations are estimated."""
 _NOTIFY_SECONDS = 60.0
@@ -45,7 +45,7 @@ class Limits:
     """What counts as too long."""
 
     factor: float = 10.0
-    """Of the median step."""
+    """Duration of the median step."""
     least_seconds: float = 60.0
     """However fast the steps are."""
     start_seconds: float = 1800.0
@@ -124,7 +124,7 @@ def _judge_running(run: Path, row: Row, status: dict[str, Any], beat: heartbeat.
         if waits > limits.start_seconds:
             return "hung", f"its job runs, and no process of it has trained for {_format_seconds(waits)}", row.step
         return "running", "", row.step
-    known = pace(run, beat)
+    measured = pace(run, beat)
     step, age = status.get("step"), _age(run / metadata.STATUS) or 0.0
     if beat is not None and (beat.age_seconds <= age or type(step) is not int or beat.step >= step):
         step, age = beat.step, min(age, beat.age_seconds)
@@ -132,11 +132,11 @@ def _judge_running(run: Path, row: Row, status: dict[str, Any], beat: heartbeat.
         if age <= limits.start_seconds:
             return "running", "", row.step
         return "hung", f"no step since it was started {_format_seconds(age)} ago{_silence_note(silent)}", row.step
-    at_rest = 3 * known.pause if known.pause is not None else limits.start_seconds
-    allowed = max(limits.least_seconds, limits.factor * (known.step or 0.0)) + at_rest + (known.row if beat is None else 0.0)
+    at_rest = 3 * measured.pause if measured.pause is not None else limits.start_seconds
+    allowed = max(limits.least_seconds, limits.factor * (measured.step or 0.0)) + at_rest + (measured.row if beat is None else 0.0)
     if age <= allowed:
         return "running", "", step
-    usual = f"a step takes {_format_seconds(known.step)}" if known.step else "how long a step takes is not known"
+    usual = f"a step takes {_format_seconds(measured.step)}" if measured.step else "the time per step is unknown"
     late = f"its last step, {step}, was {_format_seconds(age)} ago; {usual}, and {_format_seconds(allowed)} are allowed"
     return "hung", f"{late}{_silence_note(silent)}", step
 
@@ -160,7 +160,7 @@ def _format_seconds(seconds: float) -> str:
 
 
 def inspect_runs(runs: Path, exp_ids: Sequence[str], limits: Limits) -> tuple[list[Verdict], list[tuple[str, events.Event]], list[str]]:
-    """Judge each run, scan its logs, and record what is new: the verdicts, (id, new event), and errors."""
+    """Judge each run, scan its logs, and record new events: the verdicts, (id, new event), and errors."""
     verdicts, new, trouble = [], [], []
     for row in launch_status.table(runs, exp_ids):
         run = runs / row.exp_id
@@ -185,7 +185,7 @@ def _note_incident(run: Path, verdict: Verdict) -> list[events.Event]:
         incident = f"{verdict.state}:{verdict.attempt}{at}"
         event = {"rule": verdict.state, "severity": "error", "line": verdict.reason, **facts, "incident": incident}
     elif verdict.state in ("running", "done") and (last := events.latest_problem(run, verdict.attempt)) and last["rule"] == "hung":
-        event = {"rule": "recovered", "severity": "info", "line": f"goes on after: {last['line']}", **facts}
+        event = {"rule": "recovered", "severity": "info", "line": f"continues after: {last['line']}", **facts}
         event["incident"] = f"recovered:{last['incident']}"
     else:
         return []
@@ -239,7 +239,7 @@ def watch(args: argparse.Namespace) -> int:
 
 
 def _run_round(runs: Path, exp_ids: Sequence[str], limits: Limits, command: str | None) -> int:
-    """Look once and report what is new; the exit code."""
+    """Look once and report new events; the exit code."""
     verdicts, new, trouble = inspect_runs(runs, exp_ids, limits)
     for text in trouble:
         log.warning("%s", text)

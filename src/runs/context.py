@@ -14,7 +14,7 @@ from src.runs.checkpoints.retention import RotationRule
 from src.runs.run_dir import RunDir
 
 BRIEF_ROW_EVERY = 10
-"""Steps between rows of the training alone, where the command line has no --log_every. They change no other row."""
+"""Steps between rows without evaluation, if the command line has no --log_every. They change no other row."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,13 @@ class Options:
     """Optimizer steps between checkpoints; None: at each evaluation, and at each multiple of `log_every` if that is given."""
     wandb: Wandb | None = None
     deepspeed: Path | None = None
-    """Settings of DeepSpeed ZeRO; None: every rank has the whole model."""
+    """Settings of DeepSpeed ZeRO; None: every rank has the full model."""
     fsdp: bool = False
     """Shard the model over the ranks (FSDP2)."""
     fsdp_replicas: int = 1
     """Parts of the ranks, each of which has a sharded model of its own (HSDP): the nodes, say, so that layers are gathered within one."""
     fsdp_sharded_gradients: bool = False
-    """Share the gradients out after each pass of a step, not after the last: less memory, more messages, sums that round otherwise."""
+    """Share the gradients out after each pass of a step, not after the last: less memory, more messages, sums that round differently."""
     tensor_parallel: int = 1
     """Neighbouring ranks that cut the matrices of each layer between them and read the same data, within a part that `fsdp` shards."""
     gradient_checkpointing: str | None = None
@@ -66,32 +66,32 @@ class Options:
     num_workers: int | None = None
     """Data loading processes per rank; None: see `training.loader.StepLoader`."""
     keep: RotationRule = field(default_factory=RotationRule)
-    """Which checkpoints are kept."""
+    """The rule for which checkpoints stay."""
     launcher_settings: Mapping[str, str | float] = field(default_factory=dict)
     """Settings of accelerate's launcher, by name: `LoopConfig.check_accelerate` refuses those that contradict the experiment."""
     after_step: Callable[[int], object] = lambda step: None
     """Called by each process with the number of optimizer steps that are finished, after each."""
 
     def check_parts(self, processes: int) -> None:
-        """Raises ConfigError where so many `processes` cannot be cut as these options say, or no model is sharded."""
+        """Raises ConfigError if this number of `processes` does not fit these options, or no model is sharded."""
         if not self.fsdp:
             refuse_without_fsdp(self)
         if processes % self.fsdp_replicas:
             raise ConfigError(f"--fsdp_replicas {self.fsdp_replicas}: {processes} processes cannot be cut into as many equal parts.")
-        if (left := processes // self.fsdp_replicas) % self.tensor_parallel:
-            raise ConfigError(f"--tensor_parallel {self.tensor_parallel}: no divisor of {left} processes.")
+        if (remaining := processes // self.fsdp_replicas) % self.tensor_parallel:
+            raise ConfigError(f"--tensor_parallel {self.tensor_parallel}: no divisor of {remaining} processes.")
 
     def save_intervals(self, eval_every: int) -> tuple[int, ...]:
         """Steps between checkpoints, which are written at the multiples of each."""
         return (self.save_every,) if self.save_every else (self.log_every or eval_every, eval_every)
 
 
-def refuse_without_fsdp(given: Any) -> None:
-    """Raises ConfigError where `given`, `Options` or a command line, says how FSDP2 shards, which nobody has asked for."""
+def refuse_without_fsdp(options: Any) -> None:
+    """Raises ConfigError where `options`, `Options` or a command line, has options of FSDP2 without --fsdp."""
     for name in ("fsdp_replicas", "tensor_parallel"):
-        if (getattr(given, name) or 1) > 1:
+        if (getattr(options, name) or 1) > 1:
             raise ConfigError(f"--{name}: says how --fsdp shards. Add it, or leave this out.")
-    if given.fsdp_sharded_gradients:
+    if options.fsdp_sharded_gradients:
         raise ConfigError("--fsdp_sharded_gradients: says how --fsdp shares gradients out. Add it, or leave this out.")
 
 

@@ -16,14 +16,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-MAX_DIFF_BYTES = 1_000_000
-_GIT_SECONDS = 5.0
+from src.runs.code_version import code_version
+
 _GPU_SECONDS = 2.0
 _ROOT = Path(__file__).resolve().parents[2]
 
 JOBS_PER_GPU = "JOBS_PER_GPU"
 """Variable of a job: how many share each of its GPUs."""
-# Only these variables are recorded: the whole environment may hold secrets.
+# Only these variables are recorded: other variables can hold secrets.
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
     "NVIDIA_VISIBLE_DEVICES",
@@ -43,29 +43,22 @@ VARIABLES = (
     JOBS_PER_GPU,
 )
 _SECRET_WORDS = {"key", "apikey", "token", "secret", "secrets", "password", "passwd", "pwd", "credential", "credentials", "auth"}
-SECRET_FILES = (
-    *(".env", ".env.*", "*.pem", "*.key", "*.p12", "*.pfx", ".netrc", "_netrc", "id_rsa*", "id_ed25519*", "id_ecdsa*", "credentials*"),
-    *(".git-credentials", ".pypirc", ".npmrc", "kaggle.json"),
-)
-"""Names of files that are likely to hold secrets: their content is never recorded."""
-SNAPSHOT = "snapshot.json"
-"""In a code snapshot of a job: the `code_version` of the original."""
 _OTHER_ROOMS = {"exp_groups", "launch", "operations", "sweeps", "tables"}
-"""Rooms of src from which no training takes code: experiments are in its id, and the others start or show trainings."""
+"""Folders of src without training code: experiments are part of the id, and the rest starts or shows trainings."""
 _IN_ADDRESS = re.compile(r"(\w+://)[^/\s@]+@")
 _HIDDEN = "***"
 
 
-def describe(command: Sequence[str]) -> dict[str, Any]:
-    """The content of env.json, JSON values only, in well under a second; None for what cannot be found out.
+def describe(command: Sequence[str], leave_out: Sequence[Path] = ()) -> dict[str, Any]:
+    """The content of env.json, JSON values only, in well under a second; None for unknown facts.
 
-    "diff" is the text of the uncommitted changes (at most `MAX_DIFF_BYTES`): `RunDir.open` writes it to diff.patch.
-    Values of flags that look like secrets are hidden in "command".
+    "diff" is the patch of the uncommitted changes: `RunDir.open` writes it to diff.patch.
+    Values of flags that look like secrets are hidden in "command". leave_out: folders that hold no code.
     """
     return {
         "time": now(),
         "command": redact(command),
-        **code_version(_ROOT),
+        **code_version(_ROOT, leave_out),
         "python": platform.python_version(),
         "packages": installed_packages(sys.path),
         "platform": platform.platform(),
@@ -88,24 +81,9 @@ def slurm_job(variables: Mapping[str, str]) -> str | None:
     return f"{array}_{task}" if array and task else variables.get("SLURM_JOB_ID")
 
 
-def code_version(root: Path) -> dict[str, Any]:
-    """The code in the folder `root`: "commit", "branch", "dirty", and the "diff" of the uncommitted changes; None: not known.
-
-    A snapshot for a job has no git: a file in it describes the original.
-    """
-    with contextlib.suppress(OSError, ValueError):
-        original = json.loads((root / SNAPSHOT).read_text(encoding="utf-8"))
-        if isinstance(original, dict):
-            return {key: original.get(key) for key in ("commit", "branch", "dirty", "diff")}
-    heads = (_git(root, "rev-parse", "HEAD", "--abbrev-ref", "HEAD") or "").split()
-    commit, branch = heads if len(heads) == 2 else (None, None)
-    diff = _git(root, "diff", "HEAD", "--no-color", "--no-ext-diff", "--", ".", *(f":(exclude,glob)**/{name}" for name in SECRET_FILES))
-    return {"commit": commit, "branch": branch, "dirty": None if diff is None else bool(diff), "diff": diff and _shorten(diff)}
-
-
 @functools.cache
 def code_digest(root: Path = _ROOT) -> str:
-    """Digest of the modules that a training may run, the same in a checkout and in a snapshot of it: those of src but `_OTHER_ROOMS`."""
+    """Digest of the modules of src that a training can run, without `_OTHER_ROOMS`. The same in a checkout and in a snapshot of it."""
     digest = hashlib.sha256()
     for path in sorted((root / "src").rglob("*.py")):
         name = path.relative_to(root / "src")
@@ -134,7 +112,7 @@ def redact(command: Sequence[str]) -> list[str]:
 
 def installed_packages(paths: Iterable[str]) -> dict[str, str]:
     """Name -> version of every installed distribution, from the names of the metadata folders: faster than opening 200 files."""
-    found: dict[str, str] = {}
+    packages: dict[str, str] = {}
     for path in paths:
         try:
             entries = os.listdir(path or ".")
@@ -143,8 +121,8 @@ def installed_packages(paths: Iterable[str]) -> dict[str, str]:
         for entry in entries:
             if entry.endswith(".dist-info"):
                 name, _, version = entry.removesuffix(".dist-info").partition("-")
-                found.setdefault(name.lower().replace("_", "-"), version)
-    return dict(sorted(found.items()))
+                packages.setdefault(name.lower().replace("_", "-"), version)
+    return dict(sorted(packages.items()))
 
 
 def gpu_names() -> list[str]:
@@ -162,17 +140,6 @@ def gpu_names() -> list[str]:
 def _is_secret(name: str) -> bool:
     words = re.split(r"[^a-z0-9]+", name.lower())
     return any(word in _SECRET_WORDS for word in words)
-
-
-def _shorten(diff: str) -> str:
-    data = diff.encode(errors="replace")
-    if len(data) <= MAX_DIFF_BYTES:
-        return diff
-    return data[:MAX_DIFF_BYTES].decode(errors="ignore") + f"\n[cut: {len(data)} bytes in all]\n"
-
-
-def _git(root: Path, *arguments: str) -> str | None:
-    return _output(["git", "-C", str(root), *arguments], _GIT_SECONDS)
 
 
 def _output(command: list[str], timeout_seconds: float) -> str | None:

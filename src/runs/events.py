@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 def scan(run: Path, logs: Sequence[Path], attempt: int = 0, ended: bool = False) -> list[Event]:
-    """Apply the rules to what was added to `logs` since the last scan. Records and returns the new events.
+    """Apply the rules to the new lines of `logs` since the last scan. Records and returns the new events.
 
     attempt: the start of the run that they belong to. ended: the logs are complete, so a last line without newline counts.
 
@@ -44,31 +44,31 @@ def scan(run: Path, logs: Sequence[Path], attempt: int = 0, ended: bool = False)
     new: list[Event] = []
     with jsonl_records.open_locked(run / EVENTS) as notes:
         cursors = _read_cursors(run)
-        known = {_identity(event) for event in notes.rows()}
+        recorded = {_identity(event) for event in notes.rows()}
 
         def note(event: Event) -> None:
-            if _identity(event) not in known:
+            if _identity(event) not in recorded:
                 new.append({"time": now(), **event, "attempt": attempt})
                 notes.append(new[-1])
-                known.add(_identity(event))
+                recorded.add(_identity(event))
 
         for path in logs:
             _scan_log(run, path, cursors, ended, note)
     return new
 
 
-def note_once(run: Path, *found: Mapping[str, Any]) -> list[Event]:
+def note_once(run: Path, *added: Mapping[str, Any]) -> list[Event]:
     """Add each event, unless there is one with the same "incident"; returns those that were added.
 
     Raises:
         RunError: the disk refuses.
         DataError: events.jsonl holds a line that is no event.
     """
-    if not found:
+    if not added:
         return []
     with jsonl_records.open_locked(run / EVENTS) as notes:
-        known = {old.get("incident") for old in notes.rows()}
-        new = [{"time": now(), **event} for event in found if event["incident"] not in known]
+        recorded = {old.get("incident") for old in notes.rows()}
+        new = [{"time": now(), **event} for event in added if event["incident"] not in recorded]
         for event in new:
             notes.append(event)
     return new
@@ -83,7 +83,7 @@ def scan_ledger(run: Path, attempt: int = 0) -> list[Event]:
         RunError: the disk refuses.
         DataError: events.jsonl holds a line that is no event.
     """
-    found = [
+    added = [
         {
             "rule": str(event.get("kind")),
             "severity": "error" if event.get("action") in ("stop", "rewind") else "warning",
@@ -96,7 +96,7 @@ def scan_ledger(run: Path, attempt: int = 0) -> list[Event]:
         for event in ledger.read(run)
         if event["event"] == "divergence"
     ]
-    return note_once(run, *found)
+    return note_once(run, *added)
 
 
 def latest_problem(run: Path, attempt: int) -> Event | None:
@@ -149,7 +149,7 @@ def _scan_log(run: Path, path: Path, cursors: dict[str, Any], ended: bool, note:
 
 
 def _match_new_lines(file: Any, name: str, cursor: dict[str, Any], ended: bool, note: Callable[[Event], None]) -> None:
-    """Match every whole line from the cursor on."""
+    """Match every complete line from the cursor on."""
     last = cursor["last"]
     for start, text in _pieces(file, cursor["offset"], ended):
         for begin, end, rule in log_rules.matches(text):
@@ -164,7 +164,7 @@ def _match_new_lines(file: Any, name: str, cursor: dict[str, Any], ended: bool, 
 
 
 def _pieces(file: Any, offset: int, ended: bool) -> Iterator[tuple[int, bytes]]:
-    """(offset, whole lines) of at most a MiB from `offset` on. A line without end counts when `ended`, or when it is too long."""
+    """(offset, complete lines) of at most a MiB from `offset` on. A line without end counts when `ended`, or when it is too long."""
     while True:
         text = os.pread(file.fileno(), _PIECE, offset)
         if not text:
@@ -191,7 +191,7 @@ def _read_cursors(run: Path) -> dict[str, Any]:
     if not (run / CURSORS).exists():
         return {}
     try:
-        found = read_json(run / CURSORS, RunError)
+        added = read_json(run / CURSORS, RunError)
     except RunError as error:
         log.warning("%s The logs are read from their start.", error)
         return {}
@@ -200,4 +200,4 @@ def _read_cursors(run: Path) -> dict[str, Any]:
         kinds = {"offset": int, "inode": int, "last": dict}
         return isinstance(cursor, dict) and all(isinstance(cursor.get(key), kind) for key, kind in kinds.items())
 
-    return {name: cursor for name, cursor in found.items() if is_whole(cursor)} if isinstance(found, dict) else {}
+    return {name: cursor for name, cursor in added.items() if is_whole(cursor)} if isinstance(added, dict) else {}

@@ -81,7 +81,7 @@ def append(path: Path, rows: Iterable[Mapping[str, Any]], durable: bool = True, 
 
 
 def truncate_after(path: Path, step: int, kind: str) -> None:
-    """Drop the lines after `step`, and a partial line of a killed writer. Reads from the end, as the file may be long.
+    """Drop the lines after `step`, and a partial line of a killed writer. Reads from the end, as the file can be long.
 
     The lines, each with a "step", are in the order of their steps. kind: the expected content, for the message.
 
@@ -108,13 +108,13 @@ def rows(path: Path) -> list[Line]:
         DataError: a line that is no JSON object; names the file and the line.
         RunError: the file cannot be read.
     """
-    found = []
+    result = []
     for number, line in enumerate(complete_lines(path), start=1):
         row = parse_object(line)
         if row is None:
             raise DataError(f"{path}:{number}: expected a JSON object, got {line[:60].decode(errors='replace')!r}. Remove this line.")
-        found.append(row)
-    return found
+        result.append(row)
+    return result
 
 
 def parse_object(line: bytes) -> Line | None:
@@ -153,7 +153,7 @@ def lines_from_end(path: Path) -> Iterator[tuple[int, bytes]]:
                 start -= count
                 file.seek(start)
                 buffer = file.read(count) + buffer
-                first = buffer.find(b"\n") + 1 if start else 0  # the line before it may begin earlier
+                first = buffer.find(b"\n") + 1 if start else 0  # the line before it can start earlier
                 if start and not first:
                     continue
                 *lines, torn = buffer[first:].split(b"\n")
@@ -196,11 +196,11 @@ def read_appended(path: Path, size: int = 0, tail: str = _EMPTY) -> AppendedLine
             content = file.readall()
     except FileNotFoundError:
         return AppendedLines(0, b"", _EMPTY)
-    known, lines = content[: size - start], content[size - start :]
-    if len(known) != size - start or hashlib.sha256(known).hexdigest() != tail:
+    previous, lines = content[: size - start], content[size - start :]
+    if len(previous) != size - start or hashlib.sha256(previous).hexdigest() != tail:
         return read_appended(path) if size else AppendedLines(0, b"", _EMPTY)
     lines = lines[: lines.rfind(b"\n") + 1]
-    return AppendedLines(size, lines, hashlib.sha256((known + lines[-TAIL_BYTES:])[-TAIL_BYTES:]).hexdigest() if lines else tail)
+    return AppendedLines(size, lines, hashlib.sha256((previous + lines[-TAIL_BYTES:])[-TAIL_BYTES:]).hexdigest() if lines else tail)
 
 
 def _lock_file(path: Path) -> int:

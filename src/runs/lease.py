@@ -1,6 +1,6 @@
 """The exclusive lock of a save directory: a file with a counter that its holder increments; a dead holder's lease is taken over.
 
-Every access to the file `lease` holds an flock on `lease.guard` beside it, so check-and-set is atomic. A holder in the same boot and pid
+Every access to the file `lease` holds an flock on `lease.guard`, so check-and-set is atomic. A holder in the same boot and pid
 namespace is judged by its process: gone means dead, stopped means alive. Any other holder is judged by its counter, observed on the local
 clock: no two clocks are compared. An unreadable lease (none of ours is) is observed likewise, and taken over if it does not change.
 """
@@ -24,8 +24,11 @@ from src.files import parse_json, reading, write_atomic, writing
 from src.runs.environment import now
 
 STALE_SECONDS = 30.0
-"""A holder elsewhere whose counter does not change for so long is dead."""
+"""A holder on another machine is dead if its counter does not change for this long."""
 BEAT_SECONDS = 5.0
+SILENT_SECONDS = 10 * STALE_SECONDS
+"""A holder on another machine without a heartbeat for this long counts as not running. Not a proof that it is dead: clocks differ, and
+network file systems cache."""
 GUARD_SECONDS = 20.0
 """How long to wait for the guard, which is held for milliseconds, before giving up."""
 LEASE = "lease"
@@ -57,14 +60,14 @@ class Lease:
             RunError: another process, or this one, holds it; or the disk refuses.
         """
         lease = cls(path, stale_seconds, beat_seconds)
-        seen = lease._try_acquire(None)
-        if seen is not None:
-            log.warning("%s: waiting up to %g s to see whether its holder is alive: %s", path, stale_seconds, _holder(seen))
+        observed = lease._try_acquire(None)
+        if observed is not None:
+            log.warning("%s: waiting up to %g s to see whether its holder is alive: %s", path, stale_seconds, _holder(observed))
             until = time.monotonic() + stale_seconds
-            while time.monotonic() < until and _read(path) == seen:
+            while time.monotonic() < until and _read(path) == observed:
                 time.sleep(min(1.0, stale_seconds / 20))
-            if lease._try_acquire(seen) is not None:
-                raise _held_error(path, _read(path) or seen)
+            if lease._try_acquire(observed) is not None:
+                raise _held_error(path, _read(path) or observed)
         lease._thread.start()
         return lease
 
@@ -75,7 +78,7 @@ class Lease:
             RunError: another process took over while this one was stopped, or the lease was removed.
         """
         if self._released.is_set():
-            raise RunError(f"{self.path}: the lease was released; nothing more may be written.")
+            raise RunError(f"{self.path}: the lease was released. Open the run again to write.")
         self._check_owner()
         if self.lost:
             held = _read(self.path)
@@ -141,28 +144,28 @@ class Lease:
                         return
                     self._write(beat)
             except (OSError, RunError) as error:
-                # A full disk may have room again before others consider us dead.
+                # A full disk can have room again before another process takes over.
                 log.warning("%s: no heartbeat: %s", self.path, error)
 
     def _check_owner(self) -> None:
         try:
-            found = _read(self.path)
+            content = _read(self.path)
         except RunError as error:
             log.warning("%s", error)
             return
-        if _parse(found).get("token") != self._facts["token"] and not self._released.is_set():
+        if _parse(content).get("token") != self._facts["token"] and not self._released.is_set():
             self.lost = True
 
 
 def holder_is_dead(path: Path) -> bool | None:
     """Whether the save directory `path` has no holder or a dead one; None for a holder that cannot be judged from here."""
     try:
-        found = _read(path)
+        content = _read(path)
     except RunError:
         return None
-    if found is None:
+    if content is None:
         return True
-    alive = _alive(_parse(found))
+    alive = _alive(_parse(content))
     return None if alive is None else not alive
 
 
@@ -175,6 +178,19 @@ def heartbeat_seconds(path: Path) -> float | None:
         return max(0.0, time.time() - (path / LEASE).stat().st_mtime)
     except OSError:
         return None
+
+
+def lost_contact(path: Path) -> str:
+    """ "lost contact 49 min ago" for a holder on another machine that was silent for `SILENT_SECONDS`; "" in any other case.
+
+    Sufficient to count the run as not running, not to delete anything: `holder_is_dead` decides that.
+    """
+    silent = heartbeat_seconds(path)
+    if silent is None or silent <= SILENT_SECONDS or holder_is_dead(path) is not None:
+        return ""
+    minutes = int(silent // 60)
+    days, hours = minutes // 1440, minutes // 60
+    return f"lost contact {f'{days} d' if days > 1 else f'{hours} h' if hours > 1 else f'{minutes} min'} ago"
 
 
 def holder_host(path: Path) -> str:
@@ -207,7 +223,7 @@ def process_start(pid: int) -> int | None:
 
 @contextlib.contextmanager
 def directory_lock(path: Path, create: bool = True) -> Iterator[None]:
-    """Hold the guard of the save directory `path`, for files that others than the holder of the lease may write. Not reentrant.
+    """Hold the guard of the save directory `path`, for files that any process can write without the lease. Not reentrant.
 
     create: make the directory if it is missing.
 
@@ -219,7 +235,7 @@ def directory_lock(path: Path, create: bool = True) -> Iterator[None]:
     try:
         yield
     finally:
-        fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked child may hold a copy of the descriptor, and with it the lock
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked child can hold a copy of the descriptor, and with it the lock
         os.close(descriptor)
 
 
@@ -263,11 +279,11 @@ def _make_directory(path: Path) -> None:
             if folder.is_symlink() and not folder.exists():
                 raise RunError(f"{folder}: a link to {os.readlink(folder)}, which is not there. Make it, or remove the link.") from None
             if folder.exists() and not folder.is_dir():
-                raise RunError(f"{folder}: a file stands where the save directory should be. Move it away.") from None
+                raise RunError(f"{folder}: a file where the save directory should be. Move it away.") from None
 
 
 def _read(path: Path) -> bytes | None:
-    """The bytes of the lease; None if there is none. Raises RunError if it cannot be read."""
+    """The bytes of the lease; None without a lease. Raises RunError if it cannot be read."""
     try:
         with reading(path / LEASE):
             return (path / LEASE).read_bytes()
@@ -276,7 +292,7 @@ def _read(path: Path) -> bytes | None:
 
 
 def _parse(content: bytes | None) -> dict[str, Any]:
-    """The facts in a lease; empty if there are none or they cannot be parsed."""
+    """The facts in a lease; empty without a lease, or if it cannot be parsed."""
     try:
         facts = parse_json(content or b"", LEASE, RunError)
     except RunError:

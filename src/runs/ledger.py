@@ -1,4 +1,4 @@
-"""ledger.jsonl of a save directory: what was done to the run, when, by whom and why. Append-only.
+"""ledger.jsonl of a save directory: actions on the run, with time, person and reason. Append-only.
 
 Each event is one synced line. A partial line of a killed writer stays, on a line of its own, and readers skip it.
 """
@@ -17,6 +17,7 @@ from src import distributed
 from src.errors import RunError, UserError
 from src.files import read_json, reading
 from src.runs import environment, jsonl_records
+from src.runs.code_version import code_version
 from src.runs.metadata import ENV
 
 FILE = "ledger.jsonl"
@@ -26,20 +27,20 @@ log = logging.getLogger(__name__)
 
 
 def event(name: str, **facts: Any) -> dict[str, Any]:
-    """An event called `name` at the present time: "when" (UTC), "who" (user@host) and `facts`, JSON values only."""
+    """An event `name` with the present time (UTC), the person (user@host) and `facts`, JSON values only."""
     return {"event": name, "when": environment.now(), "who": user_and_host(), **facts}
 
 
 def append(run: Path, what: Mapping[str, Any]) -> None:
     """Add an `event` to the ledger of the save directory `run`; it is on the disk when this returns. Needs no lease.
 
-    An event whose "id" is in the ledger already is not added again: a step repeated after a crash is recorded once.
+    An event is not added again if its "id" is in the ledger already: a step repeated after a crash is recorded once.
 
     Raises:
         RunError: the disk refuses. The ledger is unchanged.
     """
     with jsonl_records.open_locked(run / FILE, mend=False) as file:
-        if what.get("id") is None or all(known.get("id") != what["id"] for known in read(run)):
+        if what.get("id") is None or all(ids.get("id") != what["id"] for ids in read(run)):
             file.append(what, ensure_ascii=False)
 
 
@@ -59,9 +60,9 @@ def read(run: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         if not line:
             continue
-        found = jsonl_records.parse_object(line)
-        if found is not None and isinstance(found.get("event"), str):
-            events.append(found)
+        parsed = jsonl_records.parse_object(line)
+        if parsed is not None and isinstance(parsed.get("event"), str):
+            events.append(parsed)
         else:
             torn.append(number)
     if torn:
@@ -86,7 +87,7 @@ def attempt(run: Path, step: Callable[[], int], **facts: Any) -> Iterator[None]:
             codes = codes_of_starts(run, step())
             facts["code"] = environment.code_digest()
             if codes and codes[-1] != facts["code"]:
-                log.warning("%s: goes on with other code than at its last start (%s, now %s).", run, codes[-1], facts["code"])
+                log.warning("%s: continues with other code than at its last start (%s, now %s).", run, codes[-1], facts["code"])
         record("start", world_size=distributed.world_size(), **facts, **last_start(run))
     try:
         yield
@@ -105,16 +106,16 @@ def codes_of_starts(run: Path, step: int) -> list[str]:
 
     Without those of which nothing is left: a later start was at the same step or before it. step: of the start that comes now.
     """
-    left: list[dict[str, Any]] = []
-    before: dict[int, list[dict[str, Any]]] = {}  # what was left when a rewind was made, by its number
-    for found in read(run):
-        if found["event"] == "start":
-            left = [*(start for start in left if start["step"] < found["step"]), found]
-        elif found["event"] == "rewind" and "number" in found:
-            before[found["number"]] = left
-        elif found["event"] == "undo":
-            left = before.get(found.get("undoes", 0), left)
-    return [start["code"] for start in left if "code" in start and start["step"] < step]
+    remaining: list[dict[str, Any]] = []
+    before: dict[int, list[dict[str, Any]]] = {}  # remaining events at each rewind, by its number
+    for parsed in read(run):
+        if parsed["event"] == "start":
+            remaining = [*(start for start in remaining if start["step"] < parsed["step"]), parsed]
+        elif parsed["event"] == "rewind" and "number" in parsed:
+            before[parsed["number"]] = remaining
+        elif parsed["event"] == "undo":
+            remaining = before.get(parsed.get("undoes", 0), remaining)
+    return [start["code"] for start in remaining if "code" in start and start["step"] < step]
 
 
 def user_and_host() -> str:
@@ -129,7 +130,7 @@ def user_and_host() -> str:
 @functools.cache
 def commit() -> str | None:
     """The git commit of this code, with "+" if it has uncommitted changes; None if not known. Computed once."""
-    return _commit(environment.code_version(_ROOT))
+    return _commit(code_version(_ROOT))
 
 
 def last_start(run: Path) -> dict[str, str | None]:

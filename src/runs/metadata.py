@@ -15,7 +15,7 @@ from src.config import join
 from src.errors import ConfigError, RunError
 from src.experiments.identity import check_values, exp_id
 from src.files import read_json, reading, write_json, writing
-from src.runs.lease import directory_lock, holder_is_dead
+from src.runs.lease import directory_lock, holder_is_dead, lost_contact
 
 EXP_DICT = "exp_dict.json"
 CONFIG = "config.json"
@@ -31,25 +31,25 @@ State = Literal["running", "done", "failed", "stopped"]
 
 
 def expand_run(path: Path, runs: Path = Path("results/runs")) -> Path:
-    """`path` or, where there is no such thing, the one save directory there whose id it begins. A name alone is looked for in `runs`.
+    """`path`, or the save directory with its name as prefix of the id. A bare name is looked up in `runs`.
 
     Raises:
-        RunError: several begin so.
+        RunError: several ids start with it.
     """
     if path.exists() or not path.name.isalnum():
         return path
     folder = runs if path.parent == Path() else path.parent
-    found = [each for each in sorted(folder.glob(f"{path.name}*")) if (each / EXP_DICT).is_file()]
-    if len(found) > 1:
-        raise RunError(f"{path}: {len(found)} experiments begin so: {', '.join(each.name for each in found)}. Write more of the id.")
-    return found[0] if found else path
+    matches = [each for each in sorted(folder.glob(f"{path.name}*")) if (each / EXP_DICT).is_file()]
+    if len(matches) > 1:
+        raise RunError(f"{path}: {len(matches)} ids start with this: {', '.join(each.name for each in matches)}. Use more digits.")
+    return matches[0] if matches else path
 
 
 def read_exp_dict(path: Path) -> dict[str, Any]:
     """The dict of the experiment in the save directory `path`.
 
     Raises:
-        RunError: missing, damaged, or a dict whose id is not the directory's name.
+        RunError: missing, damaged, or the id of the dict is not the directory's name.
     """
     exp = read_foreign_dict(path)
     if exp_id(exp) != path.name:
@@ -84,12 +84,12 @@ def is_foreign(path: Path) -> bool:
 
 
 def read_status(path: Path) -> dict[str, Any]:
-    """status.json of the save directory `path`, or {"state": "new"} if there is none.
+    """status.json of the save directory `path`, or {"state": "new"} without one.
 
     Raises:
         RunError: it is damaged, or cannot be read.
     """
-    hint, new = "Delete it: the run then goes on from its newest checkpoint.", {"state": "new"}
+    hint, new = "Delete it: the run then resumes from its newest checkpoint.", {"state": "new"}
     try:
         status = read_json(path / STATUS, RunError, new)
     except RunError as error:
@@ -102,15 +102,15 @@ def read_status(path: Path) -> dict[str, Any]:
 
 
 def state_of(path: Path, status: Mapping[str, Any] | None = None) -> str:
-    """State of the save directory `path`: new, running, done, failed, stopped; or lost: running with a dead holder.
+    """State of the save directory `path`: new, running, done, failed, stopped; or lost: running with a dead holder, or without contact.
 
-    A holder on another machine counts as alive. status: `read_status(path)`, if it was just read.
+    A holder on another machine counts as alive until `lost_contact`. status: `read_status(path)`, if it was just read.
 
     Raises:
         RunError: status.json is damaged.
     """
     state = (read_status(path) if status is None else status)["state"]
-    return "lost" if state == "running" and holder_is_dead(path) else state
+    return "lost" if state == "running" and (holder_is_dead(path) or lost_contact(path)) else state
 
 
 def attempts(path: Path) -> int:
@@ -125,26 +125,26 @@ def attempts(path: Path) -> int:
 
 
 def join_groups(path: Path, groups: Iterable[str]) -> None:
-    """Record that `groups` contain the experiment in `path`. Several may; it is trained once. Needs no lease.
+    """Record that `groups` contain the experiment in `path`. It is trained once for all groups. Needs no lease.
 
     Raises:
         RunError: the disk refuses.
     """
-    if not (wanted := dict.fromkeys(groups)):
+    if not (requested := dict.fromkeys(groups)):
         return
     with directory_lock(path):
         noted = read_groups(path)
-        if joined := [group for group in wanted if group not in noted]:
+        if joined := [group for group in requested if group not in noted]:
             write_json(path / GROUPS, [*noted, *joined])
 
 
 def read_groups(path: Path) -> list[str]:
     """The recorded groups of the experiment in `path`, in the order of recording; empty if not known."""
     try:
-        found = read_json(path / GROUPS, RunError)
+        matches = read_json(path / GROUPS, RunError)
     except RunError:
         return []
-    return [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
+    return [name for name in matches if isinstance(name, str)] if isinstance(matches, list) else []
 
 
 def read_remarks(path: Path) -> tuple[list[str], str]:
@@ -155,17 +155,17 @@ def read_remarks(path: Path) -> tuple[list[str], str]:
     """
     hint = "Repair it or delete it; nothing else reads it."
     try:
-        found = read_json(path / REMARKS, RunError, {"tags": [], "note": ""})
+        matches = read_json(path / REMARKS, RunError, {"tags": [], "note": ""})
     except RunError as error:
         raise RunError(f"{error} {hint}") from None
-    tags, note = (found.get("tags"), found.get("note")) if isinstance(found, dict) else (None, None)
+    tags, note = (matches.get("tags"), matches.get("note")) if isinstance(matches, dict) else (None, None)
     if not isinstance(tags, list) or not all(isinstance(tag, str) for tag in tags) or not isinstance(note, str):
         raise RunError(f'{path / REMARKS}: expected a dict with a list "tags" and a text "note". {hint}')
     return tags, note
 
 
 def write_remarks(path: Path, add: Iterable[str] = (), remove: Iterable[str] = (), note: str | None = None) -> None:
-    """Add tags to those of the experiment in `path`, remove others, and replace its note unless that is None. Needs no lease.
+    """Add and remove tags of the experiment in `path`, and replace its note unless that is None. Needs no lease.
 
     Raises:
         RunError: its remarks are damaged, or the disk refuses.
@@ -205,6 +205,20 @@ def prepare(path: Path, exp: Mapping[str, Any], groups: Iterable[str]) -> None:
         with directory_lock(path):
             write_json(path / EXP_DICT, exp)
     join_groups(path, groups)
+
+
+def undo_prepare(path: Path) -> None:
+    """Remove the save directory `path` if `prepare` made it and nothing was written there since: no job, no lease.
+
+    Raises:
+        RunError: the disk refuses.
+    """
+    with writing(path), contextlib.suppress(FileNotFoundError):
+        if set(os.listdir(path)) <= {EXP_DICT, GROUPS}:
+            for name in (GROUPS, EXP_DICT):
+                (path / name).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # a start has just written to it
+                path.rmdir()
 
 
 def write_job(path: Path, job_id: str, command: str, submission: str = "") -> None:

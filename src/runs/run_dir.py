@@ -229,7 +229,7 @@ class RunDir:
         with writing(history):
             history.mkdir(parents=True, exist_ok=True)
         if diff:
-            write_atomic(history / DIFF, diff)
+            write_atomic(history / DIFF, diff.encode("utf-8", "surrogateescape"))
         for folder in (history, self.path):
             write_json(folder / ENV, {"attempt": self.attempt, **facts})
         self.set_status("running")

@@ -47,7 +47,7 @@ class Scores:
         self._check_writable()
         values = self._json_values(row)
         if not self._mended:
-            self.truncate(math.inf)  # a killed process may have left a partial line
+            self.truncate(math.inf)  # a killed process can leave a partial line
         step = row["step"]
         if self._last_step is not None and step <= self._last_step:
             raise ValueError(f"{self.path}: step {step} cannot follow step {self._last_step}: truncate first.")
@@ -165,7 +165,7 @@ def _load_list(text: bytes) -> list[Any]:
 
 
 def last_row(path: Path) -> Row | None:
-    """The last complete row of the scores file `path`; None if there is none yet. Reads only the end of the file.
+    """The last complete row of the scores file `path`; None before the first one. Reads only the end of the file.
 
     Raises:
         DataError: the last complete line is not a row.
@@ -191,15 +191,15 @@ def read_score_list(path: Path) -> list[dict[str, Any]]:
     try:
         rows = _ScoreListReader(content).load()
     except Exception as error:  # noqa: BLE001  a damaged pickle raises anything: MemoryError, RecursionError, AttributeError, …
-        told = " ".join(str(error).split())[:200] or type(error).__name__
-        raise DataError(f"{path}: damaged: expected a pickled list of dicts of numbers, got {told}.") from None
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise DataError(f"{path}: damaged: expected a pickled list of dicts of numbers, got {reason}.") from None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise DataError(f"{path}: expected a pickled list of dicts, got {type(rows).__name__}.")
     return rows
 
 
 class Opaque:
-    """A value, function or class of a pickle that is not read, as `<numpy.ndarray>`. What the pickle puts into it is dropped."""
+    """A value, function or class of a pickle that is not read, as `<numpy.ndarray>`. Its content in the pickle is dropped."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -208,7 +208,7 @@ class Opaque:
         return f"<{self.name}>"
 
     def append(self, _: Any) -> None:
-        """Of a list of a class of its own."""
+        """An instance of a subclass of list."""
 
     extend = add = append
 
@@ -242,7 +242,7 @@ _CONSTRUCTORS: dict[str, Callable[..., Any]] = {
     "numpy.core.multiarray.scalar": _scalar,  # numpy 1
     "_codecs.encode": lambda text, _: text.encode("latin1"),  # how protocols 0 to 2 spell bytes
 }
-"""By the name in the pickle, what is made of its arguments."""
+"""Constructors by the name in the pickle."""
 _REBUILDERS = {
     "_reconstruct": "numpy.ndarray",
     "_reconstructor": "object",
@@ -255,8 +255,8 @@ _REBUILDERS = {
 def _construct(called: Any, arguments: Any) -> Any:
     if not isinstance(called, Opaque) or not isinstance(arguments, tuple):
         raise pickle.UnpicklingError(f"a call of {type(called).__name__}")
-    if made := _CONSTRUCTORS.get(called.name):
-        return made(*arguments)
+    if constructors := _CONSTRUCTORS.get(called.name):
+        return constructors(*arguments)
     function = called.name.rpartition(".")[2]
     if function.startswith("_rebuild_tensor"):
         return Opaque("torch.Tensor")
@@ -302,9 +302,9 @@ class _ScoreListReader(_Unpickler):
         self.load_reduce()
 
     def load_build(self) -> None:
-        state, made = self.stack.pop(), self.stack[-1]
-        if isinstance(made, _Dtype):
-            made.order = state[1] if state[1] in (">", "=") else "<"
+        state, constructors = self.stack.pop(), self.stack[-1]
+        if isinstance(constructors, _Dtype):
+            constructors.order = state[1] if state[1] in (">", "=") else "<"
 
     def load_bytearray8(self) -> None:
         length = int.from_bytes(self.read(8), "little")
@@ -330,7 +330,8 @@ def _parse(line: bytes, where: str) -> Row:
     try:
         row = parse_json(line, where, DataError)
     except DataError as error:
-        raise DataError(f"{error} Remove this line, or start over with -r 1.") from None
+        reason = str(error).removeprefix(f"{where}: ")
+        raise DataError(f"{where}: not a row of scores: {reason} Remove this line, or start over with -r 1.") from None
     if not _is_row(row):
         raise DataError(f"{where}: expected a row with an int 'step', got {line[:60].decode(errors='replace')!r}.")
     return row

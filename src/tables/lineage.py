@@ -157,6 +157,7 @@ def _node(runs: Path, row: results.Row) -> Node:
     recipe = row.get("recipe", "")
     scores = {name: row[name] for name in results.headline_scores(row.scores)}
     reason = "" if row["state"] in results.FINISHED else str(read_status(runs / row["exp_id"]).get("reason", ""))
+    reason = row.contact or reason
     chain = tuple((branch.number, branch.from_step) for branch in branches.read(runs / row["exp_id"]))
     return Node(row["exp_id"], row["state"], row["group"], str(recipe), row["step"], scores, reason, chain)
 

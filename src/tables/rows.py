@@ -12,7 +12,7 @@ from src.config import unknown
 from src.errors import ConfigError, DataError, UserError
 from src.experiments import expressions
 from src.files import reading
-from src.runs.lease import holder_is_dead
+from src.runs.lease import holder_is_dead, lost_contact
 from src.runs.metadata import CODE_VERSIONS, flatten, state_of
 from src.runs.read_cache import ReadCache
 from src.runs.summary import is_finite
@@ -42,11 +42,14 @@ class Row(dict[str, Any]):
     """The requested groups that contain the run, or all of its groups. "group" is the first."""
     at_step: int | None = None
     """The step of the values, if they are not the last ones."""
+    contact: str = ""
+    """See `lease.lost_contact`; shown for the state "lost"."""
 
     def replace(self, values: Mapping[str, Any]) -> "Row":
         """A copy with different values of some keys."""
         changed = Row({**self, **values})
-        changed.scores, changed.groups, changed.at_step = self.scores, self.groups, self.at_step
+        changed.scores, changed.groups = self.scores, self.groups
+        changed.at_step, changed.contact = self.at_step, self.contact
         return changed
 
     def in_groups(self) -> list["Row"]:
@@ -273,7 +276,7 @@ def filter_rows(rows: Sequence[Row], text: str, place: str = "--where") -> list[
 
 def _row(path: Path, record: RunRecord, groups: Sequence[str]) -> Row:
     state = record.state
-    if state == "running" and holder_is_dead(path):
+    if state == "running" and holder_is_dead(path) is not False:
         state = state_of(path)  # read again: it can have ended since
     facts = {"exp_id": path.name, "state": state, "group": groups[0], "step": record.summary.step}
     row = Row({**facts, "tags": record.tags, "note": record.note})
@@ -283,6 +286,7 @@ def _row(path: Path, record: RunRecord, groups: Sequence[str]) -> Row:
     named = {f"score.{name}" if name in row or name in AVERAGED else name: value for name, value in last.items()}
     row.scores = tuple(named)
     row.update(named)
+    row.contact = lost_contact(path) if state == "lost" else ""
     return row
 
 
@@ -290,7 +294,7 @@ def _rename(row: Row, reserved: Collection[str]) -> Row:
     """The row with other names for those of its keys that are `reserved`."""
     names = {key: f"{'score' if key in row.scores else 'config'}.{key}" if key in reserved else key for key in row}
     renamed = Row({names[key]: value for key, value in row.items()})
-    renamed.scores, renamed.groups = tuple(names[key] for key in row.scores), row.groups
+    renamed.scores, renamed.groups, renamed.contact = tuple(names[key] for key in row.scores), row.groups, row.contact
     return renamed
 
 

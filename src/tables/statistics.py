@@ -139,7 +139,7 @@ def pivot(rows: Sequence[Row], index: str, columns: str, score: str, unfinished:
 
 def _aggregate_group(rows: Sequence[Row], by: Sequence[str], scores: Sequence[str], unfinished: bool) -> dict[str, Any]:
     over = averaged_rows(rows, unfinished)
-    states = [row["state"] for row in rows]
+    states = [(row["state"] == "lost" and row.contact) or row["state"] for row in rows]
     counts = {state: states.count(state) for state in dict.fromkeys(states)}
     at_step = rows[0].at_step
     steps = [row["step"] for row in over or rows if row["step"] is not None]

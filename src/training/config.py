@@ -44,7 +44,7 @@ class LoopConfig(Config):
     warmup_rate: float = Field(default=0.0, ge=0, lt=1)
     """Share of `steps` during which the learning rate rises, from 0 where `warmup_start` says nothing else."""
     warmup_start: float = Field(default=0.0, ge=0, le=1)
-    """Share of `learning_rate` at which the warm-up begins. T5's schedule, 1/sqrt(max(step, warm-up)), is inverse_sqrt with 1."""
+    """Share of `learning_rate` at the start of the warm-up. T5's schedule, 1/sqrt(max(step, warm-up)), is inverse_sqrt with 1."""
     final_rate: float = Field(default=0.0, ge=0, le=1)
     """Share of `learning_rate` at which linear and cosine end."""
     weight_decay: float = Field(default=0.0, ge=0)
@@ -58,22 +58,22 @@ class LoopConfig(Config):
     """Weight of the squared logarithm of the softmax's denominator, of each token: 1e-4 for PaLM (Chowdhery et al. 2022, section 5) and
     for T5 (`z_loss` of Mesh TensorFlow's Unitransformer)."""
     cross_entropy_chunk_tokens: int = added_field(0, ge=0)
-    """Output projection and cross entropy take so many tokens at a time, 1024 say, and never hold the logits of all; each chunk's are
-    computed again in the backward pass. Sums are rounded otherwise. 0: all at once."""
+    """Tokens per chunk of the output projection and cross entropy, such as 1024. Only the logits of a chunk are in memory; they are
+    recomputed in the backward pass. Sums are rounded differently. 0: one chunk."""
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Of the forward and backward pass; weights and optimizer stay as the model was built."""
+    """Type of the forward and backward pass; weights and optimizer have the type of the model."""
     float8: Literal["tensorwise", "rowwise"] | None = added_field(None)
     """Whether trained matrices of the layers multiply in float8 in training passes, by torchao, with one scale for a tensor, or (slower,
     more exact) one for each row. Needs bfloat16 and a GPU; without `compile` it takes more time than it saves."""
     group_by_length: bool = added_field(False)
-    """Whether micro-batches are made of samples of like lengths, so that less is padded: those of 50 steps are sorted, and dealt anew."""
+    """Whether micro-batches have samples of similar length, for less padding: the samples of 50 steps are sorted by length."""
     compile: bool = False
     """Whether the model's layers are compiled for training passes. Another rounding, and other draws of dropout."""
     eval_every: int = Field(gt=0)
     """Optimizer steps between evaluations; the last step is always evaluated."""
     also_at: list[PositiveInt] = added_field([])
     """Further steps to evaluate and save at, such as [2, 100]. Each counts as an evaluation for early stopping. Their checkpoints are
-    deleted like others, by --keep_last and --keep_every."""
+    deleted by --keep_last and --keep_every."""
     best_metric: str = "val_loss"
     best_mode: Literal["min", "max"] = "min"
     early_stopping: EarlyStopping | None = None
@@ -84,7 +84,7 @@ class LoopConfig(Config):
         if self.sequences_per_step % self.micro_batch:
             raise ValueError(
                 f"sequences_per_step = {self.sequences_per_step} is not a multiple of micro_batch = {self.micro_batch}, "
-                "so no whole number of micro-batches makes a step."
+                "so a step is no integer number of micro-batches."
             )
         if self.float8 and self.precision != "bfloat16":
             raise ValueError(f"float8 needs precision 'bfloat16' for all else, and it is {self.precision!r}. Change one of the two.")
@@ -96,7 +96,7 @@ class LoopConfig(Config):
         if self.schedule == "constant" and self.warmup_rate:
             raise ValueError("schedule 'constant' has no warm-up: write 'constant_with_warmup', or leave warmup_rate out.")
         if self.warmup_start and not round(self.warmup_rate * self.steps):
-            raise ValueError("warmup_start is where a warm-up begins, and there is none: give warmup_rate, or leave warmup_start out.")
+            raise ValueError("warmup_start: there is no warm-up. Set warmup_rate, or leave warmup_start out.")
         if self.final_rate and self.schedule not in ("linear", "cosine"):
             raise ValueError(f"final_rate is where 'linear' and 'cosine' end; schedule {self.schedule!r} would ignore it. Leave it out.")
         return self
@@ -124,18 +124,18 @@ class LoopConfig(Config):
         if count < shares:
             raise ConfigError(
                 f"loop.sequences_per_step: {self.sequences_per_step} sequences in micro-batches of {self.micro_batch} make {count} "
-                f"micro-batches a step, fewer than the {shares} processes that read apart. Start at most "
+                f"micro-batches a step, fewer than the {shares} processes with data of their own. Start at most "
                 f"{count * distributed.world_size() // shares}, or lower loop.micro_batch."
             )
 
-    def check_accelerate(self, told: Mapping[str, str | float]) -> None:
-        """Refuse options of `accelerate launch` that contradict the experiment. told: as from `src.launch.accelerate_env`.
+    def check_accelerate(self, options: Mapping[str, str | float]) -> None:
+        """Refuse options of `accelerate launch` that contradict the experiment. options: from `src.launch.accelerate_env`.
 
         Raises:
             ConfigError: names both values.
         """
         accumulated = -(-(self.sequences_per_step // self.micro_batch) // distributed.data_size())
-        own = {
+        expected = {
             "precision": ("--mixed_precision", "loop.precision", self.precision),
             "gradient_accumulation_steps": ("--gradient_accumulation_steps", "the accumulation of loop.sequences_per_step", accumulated),
             "max_grad_norm": ("--gradient_clipping", "loop.max_grad_norm", self.max_grad_norm),
@@ -143,11 +143,15 @@ class LoopConfig(Config):
         wrong = [
             f"{name} is {value}, but accelerate launch {option} says {other if isinstance(other, str) else f'{other:g}'}. "
             "Leave it out there: the experiment decides."
-            for key, (option, name, value) in own.items()
-            if (other := told.get(key, value)) != value
+            for key, (option, name, value) in expected.items()
+            if (other := options.get(key, value)) != value
         ]
         if wrong:
             raise ConfigError("\n".join(wrong))
+
+
+SHORT_TYPES = ("bfloat16", "float16")
+"""Types that lose small updates by rounding: an Adam step of 1e-5 is below half the spacing of bfloat16 at weights above 0.005."""
 
 
 class Evaluation(Config):
@@ -156,16 +160,16 @@ class Evaluation(Config):
     micro_batch: int = Field(gt=0)
     """Sequences in one forward pass."""
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Of the forward pass; weights stay as the model was built."""
+    """Type of the forward pass; weights have the type of the model."""
 
     @property
     def steps(self) -> int:
         """Always 0: nothing is trained."""
         return 0
 
-    def check_accelerate(self, told: Mapping[str, str | float]) -> None:
-        """Raises ConfigError where `accelerate launch` was told another precision."""
-        other = told.get("precision", self.precision)
+    def check_accelerate(self, options: Mapping[str, str | float]) -> None:
+        """Raises ConfigError if `accelerate launch` has another precision."""
+        other = options.get("precision", self.precision)
         if other != self.precision:
             raise ConfigError(
                 f"evaluation.precision is {self.precision}, but accelerate launch --mixed_precision says {other}. "
@@ -180,6 +184,20 @@ def check_weight_type(precision: str, field: str, model: ModelConfig, places: Pl
         raise ConfigError(f"{field}: {precision!r}, and the model's weights are in {of_weights!r} (dtype). Write the same for both.")
 
 
+def check_trained_type(model: ModelConfig, places: Places) -> None:
+    """Raises ConfigError where training would update weights in bfloat16 or float16."""
+    if (kind := model.trained_type(places)) in SHORT_TYPES:
+        raise ConfigError(short_weights_message(kind))
+
+
+def short_weights_message(kind: str) -> str:
+    """For trained weights in one of `SHORT_TYPES`."""
+    return (
+        f"model.dtype: {kind!r}, and these weights are trained: updates smaller than their rounding would be lost. "
+        'Use "dtype": "float32" with "precision": "bfloat16" in loop, or put \'lora\' around the model.'
+    )
+
+
 def require_device(precision: str, field: str) -> None:
     """Raises ConfigError where there is no device that computes in `precision`."""
     if precision != "float16":
@@ -187,7 +205,7 @@ def require_device(precision: str, field: str) -> None:
     import torch
 
     if not torch.cuda.is_available():
-        raise ConfigError(f"{field}: 'float16' needs a GPU, and there is none. Use 'bfloat16' or 'float32'.")
+        raise ConfigError(f"{field}: 'float16' needs a GPU, and this machine has no GPU. Use 'bfloat16' or 'float32'.")
 
 
 def require_float8(float8: str | None) -> None:
@@ -198,6 +216,6 @@ def require_float8(float8: str | None) -> None:
 
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
         raise ConfigError(
-            f"loop.float8: {float8!r} needs a GPU of compute capability 8.9 or more (Ada, Hopper, Blackwell), and there is none. "
+            f"loop.float8: {float8!r} needs a GPU of compute capability 8.9 or more (Ada, Hopper, Blackwell), not on this machine. "
             "Leave it out."
         )

@@ -2,7 +2,7 @@
 
 A run that is killed at any moment and restarted gives the same bits as an uninterrupted one (same world size): data order and dropout
 are functions of (seed, step), and everything else that a later step depends on is in `State`, the optimizer and the weights.
-`State` holds fingerprints of the inputs (data, tokenizer, parents' weights); a run whose inputs have changed is refused.
+`State` holds fingerprints of the inputs (data, tokenizer, parents' weights); a run with changed inputs is refused.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from src.runs.metadata import CODE_VERSIONS
 from src.training import loader, seeds
 from src.training.checkpointing import folder as checkpoint
 from src.training.checkpointing.saver import LoopSnapshot, Saver
-from src.training.config import LoopConfig
+from src.training.config import SHORT_TYPES, LoopConfig, short_weights_message
 from src.training.divergence.guard import DivergenceGuard, Source
 from src.training.loss import NamedSums, watch_groups
 from src.training.monitoring.monitor import Monitor
@@ -44,19 +44,19 @@ from src.training.stopping.stop_conditions import StopConditions
 
 log = logging.getLogger(__name__)
 ROW = {"", "step", "train_loss", "grad_norm", "clip_rate", "skipped_steps", "learning_rate", "tokens"}
-"""What a loss may not call a sum of its own: names of a score row, and "", which is the loss itself."""
+"""Reserved names for the sums of a loss: those of a score row, and "", the loss itself."""
 
 
 def fit(spec: TrainSpec, run: Run, config: LoopConfig, seed: int) -> State:
-    """Train from the newest whole checkpoint of `run`, or from the start, to the last step. Collective.
+    """Train from the newest complete checkpoint of `run`, or from the start, to the last step. Collective.
 
     Returns the final state; `spec.model` is changed. Scores go to scores.jsonl, timings to perf.jsonl, events to ledger.jsonl.
 
     Raises:
-        distributed.TrainingStopped: a process was asked to stop, or a limit is reached. All stop after the same step, or in the evaluation
-            after it, and its checkpoint is written; or the detector of divergence has taken the run back to an earlier one.
+        distributed.TrainingStopped: a process received a stop signal, or a limit is reached. All stop after the same step, or in the
+            evaluation after it, and its checkpoint is written; or the detector of divergence has taken the run back to an earlier one.
         ConfigError: the precision needs another device, or the evaluation does not measure `loop.best_metric`.
-        RunError: data, tokenizer or a parent have changed since the run began; the disk refuses; another process took over.
+        RunError: data, tokenizer or a parent have changed since the start of the run; the disk refuses; another process took over.
         TrainingError: the training diverges and `loop.divergence` says to stop, or a step has nothing to learn; raised on every rank
             before the optimizer moves.
     """
@@ -68,11 +68,11 @@ def fit(spec: TrainSpec, run: Run, config: LoopConfig, seed: int) -> State:
     with distributed.raise_together():
         reporter = Reporter(run, config, spec.model, loop.state.step)
     limits = StopConditions(run.options.limits, run.path)
-    num_workers = 0 if spec.experience else run.options.num_workers  # what is made for a step cannot be read ahead of it
+    num_workers = 0 if spec.experience else run.options.num_workers  # rollouts of a step cannot be read ahead
     reader = loader.StepLoader(spec.train, loop.order, config, accelerator.device, spec.count, num_workers)
     with (
         contextlib.closing(reporter),
-        contextlib.closing(reader.steps(loop.state)) as steps,  # else a traceback would keep its processes, until who knows when
+        contextlib.closing(reader.steps(loop.state)) as steps,  # a traceback would leave worker processes alive
         memory.oom_advice(),
         loop.saver.close_on_exit(),
         distributed.stop_when(limits.reason),
@@ -104,13 +104,16 @@ class Loop:
 
     def __init__(self, spec: TrainSpec, run: Run, config: LoopConfig, seed: int, accelerator: Accelerator) -> None:
         self.spec, self.run, self.config, self.seed, self.accelerator = spec, run, config, seed, accelerator
+        for parameter in spec.model.parameters():
+            if parameter.requires_grad and (kind := str(parameter.dtype).removeprefix("torch.")) in SHORT_TYPES:
+                raise ConfigError(short_weights_message(kind))
         self.engine: Engine  # made by `restore`, when the weights are there
         self.branches = distributed.broadcast_from_rank0(lambda: branches.read(run.path))
-        own = (run.dir.exp.get("loop") or {}).get("micro_batch", config.micro_batch)  # whatever --micro_batch says
-        group = own if config.group_by_length else None
+        micro_batch_of_run = (run.dir.exp.get("loop") or {}).get("micro_batch", config.micro_batch)  # whatever --micro_batch says
+        group = micro_batch_of_run if config.group_by_length else None
         self.order = order_of(spec.train, seed, config.sequences_per_step, config.steps, self.branches, group)
         self.cursor: Cursor = {}
-        """What this process has changed of the order's cursor since the start, up to the last finished step."""
+        """Changes by this process to the order's cursor since the start, up to the last finished step."""
         self.learning_rate = branches.override_learning_rate(schedule.learning_rate(config), self.branches)
         self.selection = ModelSelection(config)
         self.saver = Saver(run, spec.about, config)
@@ -125,9 +128,9 @@ class Loop:
         self.sources = loader.sources(spec.train)
         self.names: list[str] | None = None  # of the loss's named sums, from the first pass on
         self.generated = 0  # blocks of `Engine.generating` since the last step, start or checkpoint
-        self.other_micro_batch = config.micro_batch != own
-        """Whether this start has another than the experiment (--micro_batch), and no pass has shown yet that it may."""
-        self.stopping = False  # True once any process was asked to stop; the same on every rank
+        self.other_micro_batch = config.micro_batch != micro_batch_of_run
+        """Whether this start has another micro-batch than the experiment (--micro_batch), not verified yet by a pass."""
+        self.stopping = False  # True once any process received a stop signal; the same on every rank
 
     def due(self, every: int) -> bool:
         """True at every `every`-th step, at those of `loop.also_at` and at the last."""
@@ -138,7 +141,7 @@ class Loop:
         return self.state.since_row.steps > 0 and (self.due(self.config.eval_every) or self.due(self.row_every))
 
     def brief_row_due(self) -> bool:
-        """Whether a row of the training alone is due, of the steps since the last row of any kind."""
+        """Whether a row without evaluation is due, of the steps since the last row of any kind."""
         return bool(self.brief_every and self.state.step % self.brief_every == 0 and self.state.since_brief_row.steps)
 
     def save_due(self) -> bool:
@@ -146,7 +149,7 @@ class Loop:
         return any(map(self.due, self.save_every)) or self.selection.best_step == self.state.step or self.selection.stop()
 
     def attempt(self) -> contextlib.AbstractContextManager[None]:
-        """Records this attempt in the ledger: where its data begin, as the order describes its cursor, and its micro-batch."""
+        """Records this attempt in the ledger: its first data, as the order describes its cursor, and its micro-batch."""
         cursor = dict(self.order.describe(self.state.step, self.state.cursor))
         facts = {"engine": self.engine.name, "cursor": cursor, "micro_batch": self.config.micro_batch}
         return ledger.attempt(self.run.path, lambda: self.state.step, **facts)
@@ -168,13 +171,13 @@ class Loop:
     def train_step(self, step: loader.Step) -> float:
         """One optimizer step on the mean loss of the global batch, which it returns."""
         state, shares = self.state, distributed.data_size()
-        count, tokens, asked, failed = distributed.all_reduce_sum(
+        count, tokens, requested, failed = distributed.all_reduce_sum(
             [step.count, step.loss_tokens, distributed.stop_requested() is not None, self.saver.writer.failed]
         )
-        self.stopping = asked > 0
+        self.stopping = requested > 0
         if failed:
             self.saver.wait()
-        count = (int(count) if count.is_integer() else count) or (1 if self.spec.experience else 0)  # all rollouts may be as good
+        count = (int(count) if count.is_integer() else count) or (1 if self.spec.experience else 0)  # all rollouts can have the same reward
         if count <= 0:
             raise TrainingError(
                 f"step {state.step + 1}: none of the {self.config.sequences_per_step} sequences has anything to learn (their count is "
@@ -202,14 +205,14 @@ class Loop:
                 sums[name] = sums.get(name, torch.zeros_like(part)) + (part if counts else 0)
         *norms, flat = read_together(self.engine.norms(), self.engine.weight_norms(), torch.stack(list(sums.values())).flatten())
         norm = self.engine.total_norm(*norms)
-        # The norm of rank 0: copies on unlike devices may differ in the last bit, and all ranks must decide alike.
+        # The norm of rank 0: copies on different devices can differ in the last bit, and all ranks must take the same decision.
         counters = {f"data/{name}": pair for name, pair in step.counters.items()}
-        own = [norm if distributed.is_main() else 0.0, *(flat if distributed.leads_readers() else [0.0] * len(flat))]
-        norm, *flat = distributed.all_reduce_sum([*own, *(value for pair in counters.values() for value in pair)])
+        local = [norm if distributed.is_main() else 0.0, *(flat if distributed.leads_readers() else [0.0] * len(flat))]
+        norm, *flat = distributed.all_reduce_sum([*local, *(value for pair in counters.values() for value in pair)])
         totals = {name: flat[2 * i : 2 * i + 2] for i, name in enumerate([*sums, *counters])}
         total = totals.pop("")[0]
         if self.spec.experience:
-            self.guard.recent.clear()  # since what was made anew, keys of earlier steps may name other samples
+            self.guard.recent.clear()  # rollouts were recomputed, so keys of earlier steps can name other samples
         self.guard.remember_keys(state.step + 1, step.keys)
         self.optimizer_step(total, count, norm, totals.get("kl"))
         state.tokens += int(tokens)
@@ -222,8 +225,8 @@ class Loop:
         """The summed loss of a micro-batch, and named sums: the loss's own, and the loss by source where the data name sources."""
         watching = contextlib.nullcontext(()) if sources_B is None else watch_groups(batch, sources_B, len(self.sources))
         with watching as by_source:
-            found = self.spec.loss(self.engine.model, batch)
-        loss, named = found if isinstance(found, tuple) else (found, {})
+            returned = self.spec.loss(self.engine.model, batch)
+        loss, named = returned if isinstance(returned, tuple) else (returned, {})
         self._check_names([*named])
         return loss, {**named, **{f"loss/{name}": (pair[0], pair[1]) for name, pair in zip(self.sources, by_source, strict=False)}}
 
@@ -233,9 +236,9 @@ class Loop:
         if first:
             self.names = distributed.broadcast_from_rank0(lambda: names)
         with distributed.raise_together() if first else contextlib.nullcontext():
-            taken = {*ROW, self.config.best_metric, *(f"loss/{name}" for name in self.sources)}
+            reserved = {*ROW, self.config.best_metric, *(f"loss/{name}" for name in self.sources)}
             for name in names if first else ():
-                if name in taken or name.startswith(("val_", "data/")):
+                if name in reserved or name.startswith(("val_", "data/")):
                     raise TrainingError(f"the loss names a sum {name!r}, as a score row names something else. Give it another name.")
             if names != self.names:
                 raise TrainingError(
@@ -244,7 +247,7 @@ class Loop:
                 )
 
     def _seed_generation(self) -> None:
-        """Seed what a block of `Engine.generating` draws: other numbers in each block and process, and the same after a restart."""
+        """Seed the random numbers of a block of `Engine.generating`: different in each block and process, the same after a restart."""
         self._seed_dropout(seeds.generation_seed(self.seed, self.state.step, self.generated, distributed.data_rank()))
         self.generated += 1
 
@@ -262,17 +265,17 @@ class Loop:
         with distributed.raise_together():
             if drawn:
                 raise ConfigError(
-                    f"--micro_batch {self.config.micro_batch}: the model trains with dropout, which is drawn by micro-batch, so this run "
-                    "trains with its own alone. Leave the option out."
+                    f"--micro_batch {self.config.micro_batch}: the model trains with dropout, which depends on the micro-batch, so this "
+                    "run needs the micro-batch of the experiment. Leave the option out."
                 )
         self.other_micro_batch = False  # once is enough
 
     def _activation_context(self) -> contextlib.AbstractContextManager[Any]:
-        """Context of a forward pass: where the activations for its backward pass are kept."""
+        """Context of a forward pass: where the activations for its backward pass are stored."""
         return memory.offload_activations(self.spec.model) if self.run.options.offload_activations else contextlib.nullcontext()
 
     def optimizer_step(self, loss_sum: float, count: float, norm: float, kl: Sequence[float] | None) -> None:
-        """Pass the step to the guard, clip and step. All ranks see the same values, so all decide alike."""
+        """Pass the step to the guard, clip and step. All ranks see the same values and take the same decision."""
         state = self.state
         # Where float16 overflows, the scaler skips the step and lowers its scale.
         overflowed = self.config.precision == "float16" and not math.isfinite(norm)
@@ -346,7 +349,7 @@ class Loop:
         self.engine.seed_generation = self._seed_generation
         if folder is not None:
             if branches.must_reset_optimizer(self.branches, self.state.step):
-                log.info("%s: the optimizer's moments begin anew, as branch.json says.", self.run.path)
+                log.info("%s: the optimizer's moments are reset, as branch.json says.", self.run.path)
             else:
                 self.engine.load_optimizer(folder)
             if self.accelerator.scaler and self.state.scaler:
@@ -368,11 +371,11 @@ class Loop:
             raise CheckpointError(f"{self.run.path}: {error}") from None
         now, before = self.state.inputs, state.inputs
         # Other versions have taken samples of none, or of more.
-        known = {name for name in now | before if (name in now and name in before) or not name.startswith(CONTENT)}
-        changed = sorted(name for name in known if now.get(name) != before.get(name))
+        recorded = {name for name in now | before if (name in now and name in before) or not name.startswith(CONTENT)}
+        changed = sorted(name for name in recorded if now.get(name) != before.get(name))
         if changed:
             raise RunError(
-                f"{self.run.path}: {', '.join(changed)}: no longer what this run began with. Restore what it began with, "
+                f"{self.run.path}: {', '.join(changed)}: changed since the start of this run. Restore the original, "
                 "or start over with -r 1."
             )
         state.inputs |= now
@@ -389,8 +392,8 @@ class Loop:
         self.monitor.truncate(self.state.step)
         checkpoints.set_aside_newer(self.run.path, self.state.step)
         best = self.selection.best_step
-        if best is None or not checkpoints.folder(self.run.path, best).is_dir():  # a rewind may lead before what retention has left
+        if best is None or not checkpoints.folder(self.run.path, best).is_dir():  # a rewind can go back to a step without checkpoints
             checkpoints.forget_best(self.run.path)
         else:
             checkpoints.mark_best(self.run.path, best)
-        self.saver.rotation.rotate(self.state.step, best)  # a kill may have come before it
+        self.saver.rotation.rotate(self.state.step, best)  # not done if the process was killed before

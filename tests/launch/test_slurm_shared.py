@@ -69,7 +69,7 @@ def states(config: slurm.Config, cluster: Cluster, ids: list[str]) -> list[str]:
     return [f"{found[job_id].state} {found[job_id].reason}".strip() for job_id in ids]
 
 
-def test_who_shares_a_task(cluster: Cluster, folder: Path, config: slurm.Config):
+def test_parents_do_not_share_a_task(cluster: Cluster, folder: Path, config: slurm.Config):
     """Those with equal resources and parents, but nobody that another waits for."""
     jobs = [job(folder, "p"), *(job(folder, f"c{n}", after=("p",)) for n in range(5)), *(job(folder, f"x{n}") for n in range(2))]
     ids, _ = submit(jobs, folder, config)
@@ -84,10 +84,10 @@ def test_who_shares_a_task(cluster: Cluster, folder: Path, config: slurm.Config)
 
 
 def test_what_cannot_be_is_refused(cluster: Cluster, folder: Path, config: slurm.Config):
-    with pytest.raises(LaunchError, match=r"e: it starts from the experiment of job 1_0\+0of2, which shares a Slurm task with others"):
+    with pytest.raises(LaunchError, match=r"e: it starts from the experiment of job 1_0\+0of2, which shares a Slurm task"):
         submit([job(folder, "e", after_jobs=("1_0+0of2",))], folder, config)
     assert not cluster.calls("sbatch")
-    with pytest.raises(LaunchError, match=r"job 1_0\+0of2: it shares its task with other experiments, and Slurm holds whole tasks alone"):
+    with pytest.raises(LaunchError, match=r"job 1_0\+0of2: it shares its task, and Slurm can only hold complete tasks"):
         config.hold(["1_0+0of2"])
     with pytest.raises(ConfigError, match=r"jobs_per_task: 2 experiments cannot share a task of 3 nodes\. Write 1"):
         configs.load(slurm.Config, {"jobs_per_task": 2, "processes": {"starter": "torchrun", "nodes": 3}}, "here")
@@ -105,7 +105,7 @@ def test_each_experiment_ends_by_itself(cluster: Cluster, folder: Path, config: 
 
 
 @pytest.mark.parametrize(("code", "again"), [(0, "b"), (3, "b")])
-def test_a_requeue_starts_what_has_not_ended(
+def test_a_requeue_restarts_unfinished_experiments(
     cluster: Cluster, folder: Path, config: slurm.Config, start: Callable[[], list[str]], code: int, again: str
 ):
     """The time limit stops what still runs, and its task is queued once."""
@@ -190,9 +190,7 @@ def test_a_killed_experiment_that_does_not_stop_is_killed_with_all_that_it_start
     assert task.wait(300) == 0
 
 
-def test_a_cluster_that_was_installed_anew_counts_from_1_again(
-    cluster: Cluster, folder: Path, config: slurm.Config, start: Callable[[], list[str]]
-):
+def test_job_ids_repeat_on_a_reinstalled_cluster(cluster: Cluster, folder: Path, config: slurm.Config, start: Callable[[], list[str]]):
     ids = start()
     end(folder, "a", 3)
     end(folder, "b", 0)
@@ -207,7 +205,7 @@ def test_a_cluster_that_was_installed_anew_counts_from_1_again(
     assert states(config, cluster, ids)[1] == "completed"
 
 
-def test_experiments_of_an_earlier_version_go_on(cluster: Cluster, folder: Path, config: slurm.Config, monkeypatch: pytest.MonkeyPatch):
+def test_experiments_of_an_earlier_version_resume(cluster: Cluster, folder: Path, config: slurm.Config, monkeypatch: pytest.MonkeyPatch):
     """Its job ids, and so its files, have no name of a submission."""
     earlier = shared_tasks._SCRIPT_TEXT.replace("of$count.$SUBMISSION", "of$count").replace("SUBMISSION", "UNUSED")
     monkeypatch.setattr(shared_tasks, "_SCRIPT_TEXT", earlier)

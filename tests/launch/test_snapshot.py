@@ -9,7 +9,7 @@ import pytest
 
 from src.errors import LaunchError
 from src.launch import snapshot
-from src.runs import environment
+from src.runs.code_version import code_version
 
 
 def git(root: Path, *words: str) -> str:
@@ -193,14 +193,14 @@ def test_a_reserved_name_is_refused(root: Path, tmp_path: Path):
         snapshot.take(root, tmp_path / "snapshots")
 
 
-def test_the_snapshot_knows_the_commit_and_what_was_not_committed(root: Path, tmp_path: Path):
+def test_the_snapshot_records_the_commit_and_uncommitted_changes(root: Path, tmp_path: Path):
     """A run from it records the code that was submitted, not that of a repository around the runs folder."""
     under_git(root)
     (root / "trainval.py").write_text("print('changed')\n")
     taken = snapshot.take(root, root / "results" / "snapshots")
     commit = git(root, "rev-parse", "HEAD")
     git(root, "commit", "-q", "-a", "-m", "later")
-    facts = environment.code_version(taken)
+    facts = code_version(taken)
     assert (facts["commit"], facts["branch"], facts["dirty"]) == (commit, "main", True)
     assert "+print('changed')" in facts["diff"]
     assert json.loads((taken / "snapshot.json").read_text()) == facts

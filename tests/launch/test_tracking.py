@@ -56,7 +56,7 @@ def look(world: World, items: list[Planned], question: Question = PATIENT_LOOK) 
     return jobs.table(world.runs, [item.exp_id for item in items], question)
 
 
-def test_nobody_is_asked_about_what_is_done_or_runs_here(world: World, cluster: Cluster):
+def test_no_query_for_finished_or_local_runs(world: World, cluster: Cluster):
     items = submit(world, 12)
     for item in items[:11]:
         say(world, item, "done")
@@ -70,7 +70,7 @@ def test_nobody_is_asked_about_what_is_done_or_runs_here(world: World, cluster: 
     assert cluster.calls() == []
 
 
-def test_what_is_known_stays_known_while_nobody_answers(world: World, cluster: Cluster):
+def test_the_last_known_state_is_shown_during_an_outage(world: World, cluster: Cluster):
     items = submit(world, 5)
     say(world, items[0], "failed", reason="out of luck")
     say(world, items[1], "stopped", reason="time is up")
@@ -100,7 +100,7 @@ def test_a_job_that_failed_before_its_training_is_known_to_have_failed(world: Wo
     assert rows[1].reason.startswith("out of luck")
 
 
-def test_one_question_serves_all_who_look(world: World, cluster: Cluster, monkeypatch: pytest.MonkeyPatch):
+def test_one_query_serves_all_readers(world: World, cluster: Cluster, monkeypatch: pytest.MonkeyPatch):
     """Any number of runs, readers and times; anew for a job that nobody asked about, and when the answer is 30 seconds old."""
     monkeypatch.setattr(tracking, "time", cluster.clock)
     monkeypatch.setattr(jobs, "time", cluster.clock)
@@ -127,7 +127,7 @@ def test_one_question_serves_all_who_look(world: World, cluster: Cluster, monkey
     assert REFRESH.max_age_seconds <= 30
 
 
-def test_a_scheduler_that_hangs_is_left_alone(world: World, monkeypatch: pytest.MonkeyPatch):
+def test_a_scheduler_that_hangs_is_not_waited_for(world: World, monkeypatch: pytest.MonkeyPatch):
     items = submit(world, 2)
     say(world, items[0], "failed", reason="out of luck")
     release, asked = threading.Event(), []
@@ -171,7 +171,7 @@ def test_quick_failures_in_a_row_stop_what_waits(world: World, cluster: Cluster,
     assert {row.state for row in look(world, items)} == {"done"}, "one command repairs all"
 
 
-def test_a_note_of_a_cluster_that_was_installed_anew_is_nobodys(world: World, cluster: Cluster):
+def test_notes_of_a_reinstalled_cluster_are_ignored(world: World, cluster: Cluster):
     cluster.configure(run=True)
     (world.runs / "submissions" / "shared_tasks").mkdir(parents=True)
     (world.runs / "submissions" / "shared_tasks" / "1_0.why").write_text("not started")
@@ -180,7 +180,7 @@ def test_a_note_of_a_cluster_that_was_installed_anew_is_nobodys(world: World, cl
     assert [row.state for row in look(world, [item])] == ["failed"]
 
 
-def test_a_note_of_a_cluster_that_was_installed_anew_hides_no_failure(world: World, cluster: Cluster):
+def test_notes_of_a_reinstalled_cluster_hide_no_failure(world: World, cluster: Cluster):
     notes = world.runs / "submissions" / "shared_tasks"
     notes.mkdir(parents=True)
     for name in ("1_0.20200101-000000.why", "1_1.why", "1_2.20200101-000000.why"):
@@ -200,13 +200,13 @@ def test_a_reset_that_is_refused_kills_nobody(world: World, cluster: Cluster):
     items = submit(world, 2)
     cluster.set("1_0", state="RUNNING")
     cluster.set("1_1", state="WONDERING")
-    with pytest.raises(LaunchError, match=r"what became of job 1_1 is not known(.|\n)*Nothing was killed"):
+    with pytest.raises(LaunchError, match=r"the state of job 1_1 is unknown(.|\n)*Nothing was killed"):
         submit(world, 2, "reset")
     assert [row.state for row in look(world, items)] == ["running", "unknown"]
     assert not cluster.calls("scancel")
 
 
-def test_what_the_scripts_of_jobs_do_first_is_in_no_file_that_others_read(world: World, cluster: Cluster):
+def test_setup_commands_are_in_private_files_only(world: World, cluster: Cluster):
     """One of an older version may hold what is refused today."""
     item = planned("end")
     actions.run(world.request([item]), resources.load("there", {"launcher": "slurm", "setup": ["echo mauve"]}, world.runs))
@@ -218,7 +218,7 @@ def test_what_the_scripts_of_jobs_do_first_is_in_no_file_that_others_read(world:
     assert [row.state for row in look(world, [item])] == ["queued"]
 
 
-def test_the_throttle_of_what_is_queued_is_changed(world: World, cluster: Cluster, caplog: pytest.LogCaptureFixture):
+def test_the_throttle_of_queued_jobs_is_changed(world: World, cluster: Cluster, caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO)
     items = submit(world, 3)
     ids = [item.exp_id for item in items]

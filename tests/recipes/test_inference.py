@@ -142,7 +142,7 @@ def test_every_row_is_answered_and_scored(world: World):
     assert last["projected_bytes_per_context_token"] == 4 * 2 * 16
 
 
-def test_a_control_is_asked_with_the_contexts_of_other_questions(world: World):
+def test_a_control_uses_the_contexts_of_other_questions(world: World):
     assert world.main("control") == 0
     run = world.run("control")
     right, wrong = (rescore.read(run / "inference" / f"test{end}.jsonl") for end in ("", WRONG))
@@ -158,7 +158,7 @@ def test_a_control_is_asked_with_the_contexts_of_other_questions(world: World):
             assert last[f"inference/{name}{GAIN}"] == last[f"inference/{name}"] - value
 
 
-def test_its_speed_is_beside_it(world: World):
+def test_its_speed_is_recorded(world: World):
     speed = json.loads((world.folder / "undisturbed" / "inference.speed.json").read_text())
     assert ROWS < speed["generated_tokens"] <= 4 * ROWS
     assert (speed["batch_size"], speed["processes"], speed["device"]) == (4, 1, "cpu")
@@ -167,7 +167,7 @@ def test_its_speed_is_beside_it(world: World):
     assert speed["flops_per_generated_token"] > 0
 
 
-def test_scores_can_be_had_again_from_the_file_alone(world: World):
+def test_scores_can_be_recomputed_from_the_file(world: World):
     run = world.folder / "undisturbed"
     metrics = [bind(METRICS, metric) for metric in EXP["inference"]["metrics"]]
     found = rescore.score_answers(metrics, rescore.read(run / "inference" / "test.jsonl"), best_answer=False)
@@ -191,7 +191,7 @@ def test_a_finished_inference_is_not_made_again(world: World, ended: Path):
 
 
 @pytest.mark.parametrize("damage", ["of other weights", "of other inputs", "of another batch size", "torn", "a part of other weights"])
-def test_what_does_not_fit_is_made_anew(world: World, ended: Path, damage: str):
+def test_outputs_with_another_key_are_recomputed(world: World, ended: Path, damage: str):
     expected, folder = lines(ended), ended / "inference"
     facts = {name: value for name, value in json.loads((folder / "manifest.json").read_text()).items() if name != "files"}
     changed = {"of other inputs": {"inputs": {**facts["inputs"], "data": "0" * 64}}, "of another batch size": {"batch_size": 5}}
@@ -230,7 +230,7 @@ def interrupted(world: World, run: Path) -> int:
         thread.join()
 
 
-def test_an_interrupted_inference_goes_on(world: World, ended: Path, caplog: pytest.LogCaptureFixture):
+def test_an_interrupted_inference_resumes(world: World, ended: Path, caplog: pytest.LogCaptureFixture):
     shutil.rmtree(ended / "inference")
     assert interrupted(world, ended) == 75
     status = json.loads((ended / "status.json").read_text())
@@ -244,7 +244,7 @@ def test_an_interrupted_inference_goes_on(world: World, ended: Path, caplog: pyt
 
     caplog.clear()
     assert world.main("all") == 0
-    assert f"goes on after {done} of {ROWS} inputs" in caplog.text
+    assert f"resumes after {done} of {ROWS} inputs" in caplog.text
     for name in ("inference/test.jsonl", "inference/manifest.json", "scores.jsonl"):
         assert (ended / name).read_bytes() == (world.folder / "undisturbed" / name).read_bytes()
 
@@ -258,7 +258,7 @@ def test_several_processes_give_the_same_answers(world: World, ended: Path, proc
     first = [json.dumps(row["answer_pred"]) for row in lines(world.folder / "undisturbed")][:4]
     (ended / "inference.part.jsonl").write_text("\n".join([json.dumps(head, sort_keys=True), *first, '"wrong"', ""]))
     log = world.start(processes, more)
-    assert "goes on after 4 of 21 inputs" in log
+    assert "resumes after 4 of 21 inputs" in log
     assert lines(ended) == lines(world.folder / "undisturbed")
     assert last_row(ended) == last_row(world.folder / "undisturbed")
 

@@ -296,7 +296,7 @@ def test_a_shard_that_was_replaced_between_two_starts_is_refused(tmp_path: Path,
     content[512:514] = b"zz"
     path.write_bytes(content)
     assert toy.main(["-e", "pages"], {"pages": [PAGES]}, tmp_path) == 1
-    assert "content of data.sources.more: no longer what this run began with" in capsys.readouterr().err
+    assert "content of data.sources.more: changed since the start of this run" in capsys.readouterr().err
 
 
 @pytest.mark.slow

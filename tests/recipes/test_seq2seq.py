@@ -111,7 +111,7 @@ def test_it_learns_the_task(folder: Path):
     assert not [name for name in last if name.startswith("predictions/test")]  # nobody knows these labels
 
 
-def test_predictions_are_the_rows_with_what_was_written(folder: Path):
+def test_predictions_are_rows_with_the_generated_text(folder: Path):
     found = run_of(folder, EXP) / "predictions"
     assert sorted(path.name for path in found.iterdir()) == ["PAINT.tsv", "manifest.json", "paint.test.jsonl", "paint.val.jsonl"]
     val = lines(found / "paint.val.jsonl")
@@ -142,7 +142,7 @@ def test_a_run_that_was_cut_short_ends_with_the_same_bits(folder: Path):
 
 
 @pytest.mark.parametrize(("noted", "kept"), [(21, 16), (15, 8), (33, 32)])
-def test_predictions_go_on_from_the_last_whole_batch(folder: Path, noted: int, kept: int):
+def test_predictions_resume_from_the_last_complete_batch(folder: Path, noted: int, kept: int):
     """16 rows of val and 18 of test, in batches of 8, which never hold rows of both."""
     run = run_of(folder, EXP)
     facts = {name: value for name, value in read_json(run / "predictions" / "manifest.json", RunError).items() if name != "files"}
@@ -162,7 +162,7 @@ def test_predictions_go_on_from_the_last_whole_batch(folder: Path, noted: int, k
     assert [lines(run / "predictions" / f"paint.{split}.jsonl") for split in ("val", "test")] == before
 
 
-def test_whole_predictions_are_made_once(folder: Path):
+def test_complete_predictions_are_generated_once(folder: Path):
     run = run_of(folder, EXP)
     made = (run / "predictions" / "manifest.json").stat()
     (run / "status.json").unlink()
@@ -197,7 +197,7 @@ ENGINES: dict[str, list[str]] = {
 
 @pytest.mark.parametrize("checkpoint", ["best", "last"])
 @pytest.mark.parametrize("engine", ["here", *(pytest.param(name, marks=pytest.mark.slow) for name in ENGINES)])
-def test_whose_weights_answer(folder: Path, tmp_path: Path, engine: str, checkpoint: str):
+def test_predictions_use_the_selected_weights(folder: Path, tmp_path: Path, engine: str, checkpoint: str):
     exp = {**RUINED, "predictions": {"checkpoint": checkpoint}, "seed": ["here", *ENGINES].index(engine)}
     groups = {"g": [exp], "paint": [EXP]}
     if engine == "here":
@@ -283,7 +283,7 @@ def test_several_tasks_at_once(folder: Path):
     assert "class" not in lines(run / "predictions" / "said.val.jsonl")[0]
 
 
-def test_a_task_that_is_not_trained_on_is_asked_along(folder: Path):
+def test_a_task_without_training_is_evaluated(folder: Path):
     exp = {**EXP, "loop": FEW, "predictions": {"also": [SAID]}}
     assert toy.main(["-e", "g"], {"g": [exp]}, folder) == 0
     last = toy.rows(folder, exp_id(exp))[-1]
@@ -317,7 +317,7 @@ def test_it_stops_when_the_metric_of_the_task_no_longer_grows(folder: Path):
         ("answers", {"by": "generate", "length_normalised": True}, "length_normalised: only ranked answers are, and by is 'generate'."),
         ("answers", {"length_penalty": 0.6}, "length_penalty: it is of beams, and without them it would be ignored. Set num_beams."),
         ("answers", {"by": "rank", "num_beams": 2}, "num_beams: ranked answers are not searched for. Leave it out."),
-        ("loop.precision", "float16", "loop.precision: 'float16' needs a GPU, and there is none. Use 'bfloat16' or 'float32'."),
+        ("loop.precision", "float16", "loop.precision: 'float16' needs a GPU, and this machine has no GPU. Use 'bfloat16' or 'float32'."),
         ("predictions.splits", [], "predictions.splits: expected a list that is not empty"),
         ("predictions.splits", ["tst"], "predictions.splits[0]: unknown value 'tst'"),
         ("predictions.also", [PAINT], "data: the task 'paint' stands there twice"),
@@ -327,7 +327,7 @@ def test_it_stops_when_the_metric_of_the_task_no_longer_grows(folder: Path):
         ("predictions.also", [toy.BASE["data"]], "predictions.also: expected data sets 'task', got 'text'."),
     ],
 )
-def test_what_does_not_fit_is_told_before_anything_starts(
+def test_an_invalid_experiment_is_refused_before_the_start(
     folder: Path, capsys: pytest.CaptureFixture[str], path: str, value: Any, message: str
 ):
     exp = set_path(EXP, path, value, must_exist=False)
@@ -345,7 +345,7 @@ def test_what_does_not_fit_is_told_before_anything_starts(
         ({"data": {"name": "mixture", "parts": {"a": PAINT, "b": PAINT}}}, "data: the task 'paint' stands there twice"),
     ],
 )
-def test_what_does_not_fit_together(folder: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], message: str):
+def test_contradicting_settings_are_refused(folder: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], message: str):
     exp = {**EXP, "loop": {**EXP["loop"], "best_metric": "task_score"}, **changes}
     assert toy.main(["-e", "g", "--dry-run"], {"g": [exp]}, folder) == 1
     assert message in capsys.readouterr().err

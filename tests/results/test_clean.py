@@ -54,7 +54,7 @@ def test_apply_deletes_by_rule(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "Nothing would go." in capsys.readouterr().out
 
 
-def test_what_a_child_starts_from_since_the_look_stays(tmp_path: Path):
+def test_a_checkpoint_with_a_new_child_stays(tmp_path: Path):
     parent, other = make(tmp_path, 0), make(tmp_path, 1)
     found = clean.look(tmp_path, retention.CleanupRule(keep_last=0, keep_best=False))
     exp = {"recipe": "toy", "seed": 2, "model": {"name": "experiment", "exp_id": parent.name, "checkpoint": "best"}}
@@ -64,7 +64,7 @@ def test_what_a_child_starts_from_since_the_look_stays(tmp_path: Path):
     assert (steps(parent), steps(other)) == ([1, 2, 3], [])
 
 
-def test_a_live_run_and_a_damaged_one_are_named_and_the_others_cleaned(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_running_and_damaged_runs_are_named_and_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     live, damaged, other = (make(tmp_path, seed) for seed in range(3))
     (damaged / "checkpoints" / "best.json").write_text("[]")
     (make(tmp_path, 3) / "exp_dict.json").write_text("{")
@@ -75,7 +75,7 @@ def test_a_live_run_and_a_damaged_one_are_named_and_the_others_cleaned(tmp_path:
     error = capsys.readouterr().err
     assert f"{live}: nothing of it goes: it is running" in error
     assert "best.json: expected" in error
-    assert "What it starts from is not known" in error
+    assert "Its parent is unknown" in error
 
 
 def submit(runs: Path, name: str, digest: str, experiments: list[str]) -> None:

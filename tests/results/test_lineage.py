@@ -130,7 +130,7 @@ def test_json_holds_everything(family: Path, capsys: pytest.CaptureFixture[str])
     [
         (["nowhere"], "nowhere: no such folder of runs"),
         (["{runs}", "-e", "mdi"], "unknown group 'mdi'. Did you mean 'mid'?"),
-        (["{runs}", "--exp_id", "zz"], "--exp_id zz: no experiment among these 5 has"),
+        (["{runs}", "--exp_id", "zz"], "--exp_id zz: none of the 5 experiments has"),
     ],
 )
 def test_mistakes_are_one_line(family: Path, arguments: list[str], message: str):

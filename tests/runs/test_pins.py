@@ -224,4 +224,4 @@ def test_a_training_keeps_everything_where_a_pin_is_damaged(tmp_path: Path, capl
     (tmp_path / "pins").mkdir()
     (tmp_path / "pins" / "one.json").write_text("[]")
     assert train(tmp_path, dict.fromkeys((1, 3, 5), 0.0), RotationRule()) == [1, 3, 5]
-    assert "one.json: not a pin: got []. Delete it, if nobody evaluates or uploads the checkpoints of this run. Until that" in caplog.text
+    assert "one.json: not a pin: got []. Delete it, if nobody evaluates or uploads the checkpoints of this run. Until this" in caplog.text

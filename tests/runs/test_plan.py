@@ -206,6 +206,6 @@ def test_a_run_is_found_by_a_prefix_of_its_id(tmp_path: Path):
     first, second = saved(tmp_path, ONE, "abc1" + "0" * 28), saved(tmp_path, TWO, "abd2" + "0" * 28)
     assert expand_run(tmp_path / "abc") == expand_run(Path("abc"), tmp_path) == expand_run(first) == first
     assert expand_run(tmp_path / "xyz") == tmp_path / "xyz"
-    with pytest.raises(RunError, match=f"2 experiments begin so: {first.name}, {second.name}"):
+    with pytest.raises(RunError, match=f"2 ids start with this: {first.name}, {second.name}"):
         expand_run(tmp_path / "ab")
     assert select_runs(tmp_path / "abd") == (tmp_path, [second.name])

@@ -91,7 +91,7 @@ VALLEY = {1: 0.0, 2: 5.0, 3: 0.0, 4: 3.0, 5: 0.0, 6: 4.0, 7: 0.0, 8: 6.0, 9: 0.0
         (RotationRule(last=1, every=5, best=2), VALLEY, "min", [4, 5, 6, 10]),
     ],
 )
-def test_what_the_rule_keeps(tmp_path: Path, keep: RotationRule, losses: Losses, mode: str, left: list[int]):
+def test_the_rule_selects_checkpoints(tmp_path: Path, keep: RotationRule, losses: Losses, mode: str, left: list[int]):
     assert train(tmp_path, losses, keep, mode) == left
 
 
@@ -101,7 +101,7 @@ def test_of_equals_the_earliest_is_the_better(tmp_path: Path):
     assert json.loads((tmp_path / "checkpoints" / "best.json").read_text()) == {"step": 2}
 
 
-def test_what_is_not_finite_is_never_among_the_best(tmp_path: Path):
+def test_a_score_that_is_not_finite_is_never_best(tmp_path: Path):
     assert train(tmp_path, {2: None, 4: 9.0, 6: None, 8: 10.0, 10: None}, RotationRule(last=1, best=3)) == [4, 8, 10]
     assert train(tmp_path / "none", {2: None, 4: None, 6: None}, RotationRule(last=1, best=2)) == [6]
 
@@ -144,7 +144,7 @@ def test_damaged_ones_do_not_count(tmp_path: Path):
     assert steps(tmp_path) == [6, 7]
 
 
-def test_the_newest_whole_one_stays_whatever_is_newer(tmp_path: Path):
+def test_the_newest_complete_checkpoint_stays(tmp_path: Path):
     save(tmp_path, 1)
     for step in (2, 3, 4):
         damage(save(tmp_path, step))
@@ -158,7 +158,7 @@ def test_the_newest_whole_one_stays_whatever_is_newer(tmp_path: Path):
     Rotation(tmp_path, RotationRule(last=1), "val_loss", "min").rotate(4, None)
 
 
-def test_what_lies_behind_the_live_line_neither_counts_nor_goes(tmp_path: Path):
+def test_archived_checkpoints_neither_count_nor_are_deleted(tmp_path: Path):
     """Copied back by hand from a branch that was left; the reference system keeps the highest numbers, and deletes the branch in use."""
     for step in (80, 90):
         save(tmp_path, step, "another line")
@@ -181,18 +181,18 @@ def test_steps_of_nine_digits_are_newer_than_steps_of_eight(tmp_path: Path):
     assert steps(tmp_path) == [30_000_000, 100_000_000]
 
 
-def test_damaged_scores_keep_everything_and_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_damaged_scores_delete_nothing_and_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     for step in (2, 4, 6):
         save(tmp_path, step)
     (tmp_path / "scores.jsonl").write_text("{\n")
     Rotation(tmp_path, RotationRule(last=1, best=2), "val_loss", "min").rotate(6, 2)
     assert steps(tmp_path) == [2, 4, 6]
     assert "scores.jsonl:1: not a row of scores" in caplog.text
-    assert "Until that is mended, checkpoints may stay that could go." in caplog.text
+    assert "Until this is fixed, fewer checkpoints are deleted." in caplog.text
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
-def test_what_cannot_be_deleted_is_told_and_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_a_failed_deletion_is_reported_and_retried(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     stuck = save(tmp_path, 1) / "stuck"
     stuck.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(stuck)], check=True)
@@ -241,7 +241,7 @@ def killed(action: Callable[[], Any], run: Path, moment: int) -> bool:
 
 
 @pytest.mark.slow
-def test_killed_at_any_change_of_the_disk_whole_checkpoints_are_left(tmp_path: Path):
+def test_a_kill_at_any_write_leaves_complete_checkpoints(tmp_path: Path):
     keep, moment = RotationRule(last=2, every=4, best=2), 0
 
     def rotate(run: Path, step: int = 10) -> None:
@@ -269,7 +269,7 @@ def test_killed_at_any_change_of_the_disk_whole_checkpoints_are_left(tmp_path: P
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_run_that_is_killed_and_goes_on_keeps_what_the_undisturbed_one_keeps(tmp_path: Path, seed: int):
+def test_a_killed_run_has_the_checkpoints_of_an_undisturbed_one(tmp_path: Path, seed: int):
     rng = random.Random(seed)
     keep = RotationRule(rng.randrange(1, 4), rng.choice([None, 2, 3, 5]), rng.randrange(1, 4))
     losses = {step: rng.choice([None, *range(6)]) for step in range(1, rng.randrange(6, 24))}

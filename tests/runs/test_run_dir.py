@@ -44,7 +44,7 @@ def test_a_new_directory_holds_everything(tmp_path: Path):
     assert not (run.path / "lease").exists()
 
 
-def test_opening_again_continues_and_keeps_the_history(tmp_path: Path):
+def test_opening_again_resumes_with_the_history(tmp_path: Path):
     with RunDir.open(tmp_path, EXP, RESOLVED, facts={"groups": ["g"], "commit": "first"}) as run:
         run.set_status("failed", step=7, reason="boom")
         assert run.status()["reason"] == "boom"
@@ -70,7 +70,7 @@ def test_a_finished_run_is_left_as_it_is_but_for_its_groups(tmp_path: Path):
     assert {p: p.read_bytes() for p in run.path.rglob("*.json") if p.name != "groups.json"} == kept
 
 
-def test_who_holds_it_is_said(tmp_path: Path):
+def test_the_holder_is_named(tmp_path: Path):
     with RunDir.open(tmp_path, EXP, RESOLVED):
         for reset in (0, 1):
             with pytest.raises(RunError, match=f"{ID}: held by process {os.getpid()} on host"):
@@ -110,7 +110,7 @@ def test_changed_defaults_are_named(tmp_path: Path, resolved: dict, told: str):
         assert loaded(run.path / "config.json") == resolved
 
 
-def test_reset_keeps_every_older_directory(tmp_path: Path):
+def test_reset_deletes_no_older_directory(tmp_path: Path):
     for number in range(4):
         with RunDir.open(tmp_path, EXP, RESOLVED, reset=1) as run:
             assert run.attempt == 1
@@ -146,7 +146,7 @@ def test_what_killed_writers_left_is_swept_up_and_nothing_else(tmp_path: Path):
     assert (tmp_path / ID / ".folder.12345678").is_dir()
 
 
-def test_what_is_noted_without_the_lease_waits_for_the_sweep(tmp_path: Path):
+def test_notes_without_the_lease_wait_for_the_sweep(tmp_path: Path):
     """Many launchers note groups while the experiment is opened again and again: none is lost, none is disturbed."""
     with ThreadPoolExecutor(8) as pool:
         noted = [pool.submit(join_groups, tmp_path / ID, [f"g{number}"]) for number in range(40)]
@@ -157,7 +157,7 @@ def test_what_is_noted_without_the_lease_waits_for_the_sweep(tmp_path: Path):
     assert sorted(read_groups(tmp_path / ID)) == sorted(f"g{number}" for number in range(40))
 
 
-def test_a_directory_is_prepared_whole_by_many_at_once(tmp_path: Path):
+def test_many_processes_prepare_a_complete_directory(tmp_path: Path):
     """Each is whole from its first moment, loses no group, and costs no more than its two files."""
     prepare(tmp_path / "runs" / ID, EXP, ["g"])
     assert sorted(entry.name for entry in (tmp_path / "runs" / ID).iterdir()) == ["exp_dict.json", "groups.json"]
@@ -211,7 +211,7 @@ def test_values_that_cannot_be_hashed_are_refused_before_anything_is_made(tmp_pa
             b"{",
             r"config\.json:1: not valid JSON: .* Delete it if no default has changed .*, or start over with -r 1",
         ),
-        ("status.json", b"", r"status\.json:1: not valid JSON: .* Delete it: the run then goes on from its newest checkpoint"),
+        ("status.json", b"", r"status\.json:1: not valid JSON: .* Delete it: the run then resumes from its newest checkpoint"),
         ("status.json", b"\xff", r"status\.json: not UTF-8 text"),
         ("status.json", b'{"state": "flying"}', r"status\.json: expected a dict with one of the states running, done, failed, stopped"),
     ],
@@ -233,7 +233,7 @@ def test_a_damaged_exp_dict_is_healed_as_the_id_vouches_for_it(tmp_path: Path, c
     assert "exp_dict.json:1: not valid JSON" in caplog.text
 
 
-def test_others_attach_to_read_and_cannot_write(tmp_path: Path):
+def test_attached_processes_read_and_cannot_write(tmp_path: Path):
     with RunDir.open(tmp_path, EXP, RESOLVED) as owner:
         owner.scores.append({"step": 1, "loss": 0.5})
         other = RunDir.attach(owner.path)
@@ -247,7 +247,7 @@ def test_others_attach_to_read_and_cannot_write(tmp_path: Path):
         owner.confirm()
 
 
-def test_attach_refuses_what_is_no_run(tmp_path: Path):
+def test_attach_refuses_a_folder_without_a_run(tmp_path: Path):
     with pytest.raises(RunError, match=r"exp_dict\.json: no such file"):
         RunDir.attach(tmp_path / ID)
     RunDir.open(tmp_path, EXP, RESOLVED).close()
@@ -434,7 +434,7 @@ def test_a_file_where_the_folder_should_be_is_one_line(tmp_path: Path):
     with pytest.raises(RunError, match="cannot write: Not a directory"):
         RunDir.open(tmp_path / "runs", EXP, RESOLVED)
     (tmp_path / ID).write_text("")
-    with pytest.raises(RunError, match=f"{ID}: a file stands where the save directory should be"):
+    with pytest.raises(RunError, match=f"{ID}: a file where the save directory should be"):
         RunDir.open(tmp_path, EXP, RESOLVED)
 
 
@@ -447,7 +447,7 @@ def test_a_closed_directory_holds_no_lock(tmp_path: Path):
         run.set_status("done")
 
 
-def test_a_run_that_starts_over_keeps_its_groups_and_forgets_its_job(tmp_path: Path):
+def test_starting_over_forgets_the_job_and_not_the_groups(tmp_path: Path):
     with RunDir.open(tmp_path, EXP, RESOLVED, facts={"groups": ["g"]}) as run:
         with pytest.raises(RunError, match="held by process"):
             start_over(run.path)

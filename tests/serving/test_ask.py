@@ -81,7 +81,7 @@ def test_many_requests_at_once_keep_their_contexts(answerer: ask.Answerer, serve
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (b"{", "not valid JSON: "),
+        (b"{", "request: not valid JSON: "),
         (b"[]", 'expected {"context": "...", "question": "..."}, both text.'),
         (b'{"context": "a"}', "expected {"),
         (b'{"context": "a", "question": 3}', "expected {"),

@@ -33,7 +33,7 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_other_code_is_told_in_the_log_and_in_the_table(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_changed_code_is_in_the_log_and_the_table(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (root / "src").unlink()
     shutil.copytree(toy.ROOT / "src", root / "src", ignore=shutil.ignore_patterns("__pycache__"))
     run = tmp_path / "runs" / RUN
@@ -47,7 +47,7 @@ def test_other_code_is_told_in_the_log_and_in_the_table(root: Path, tmp_path: Pa
     assert toy.run(root, ARGUMENTS, tmp_path).returncode == 0
     first, second, third = (event["code"] for event in ledger.read(run) if event["event"] == "start")
     assert first == second != third
-    text = f"goes on with other code than at its last start ({second}, now {third})."
+    text = f"continues with other code than at its last start ({second}, now {third})."
     assert (run / "logs" / "train.log").read_text().count(text) == 1
     assert table.main([str(tmp_path / "runs"), "--format", "json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
@@ -76,7 +76,7 @@ def test_starts_of_a_branch_that_was_left_do_not_count_until_it_is_taken_up_agai
     assert ledger.codes_of_starts(tmp_path, 200) == ["a", "b"]
 
 
-def test_the_digest_is_that_of_the_code_wherever_it_lies(tmp_path: Path):
+def test_the_digest_does_not_depend_on_the_folder(tmp_path: Path):
     source = tmp_path / "source"
     (source / "src" / "launch").mkdir(parents=True)
     for name in ("trainval.py", "src/loss.py", "src/launch/local.py"):
@@ -101,7 +101,7 @@ def test_data_of_the_same_size_with_other_content_are_refused(root: Path, tmp_pa
     file.write_bytes(before.replace(b"red", b"tan"))
     done = toy.run(root, ARGUMENTS, tmp_path)
     assert done.returncode == 1
-    assert "content of toy_text: no longer what this run began with. Restore what it began with" in done.stderr
+    assert "content of toy_text: changed since the start of this run. Restore the original" in done.stderr
     file.write_bytes(before)
     assert toy.run(root, ARGUMENTS, tmp_path).returncode == 0
 
@@ -114,16 +114,16 @@ def test_folders_called_as_kinds_of_data_are_not_sampled(tmp_path: Path):
         assert set(content_samples(Run(run_dir, Places(data, tmp_path / "runs"), Options()))) == {"content of toy_text"}
 
 
-def test_a_run_that_has_sampled_such_a_folder_goes_on(tmp_path: Path):
+def test_a_run_that_has_sampled_such_a_folder_resumes(tmp_path: Path):
     with small.opened(small.write_data(tmp_path)) as run:
         small.train(run, inputs={"content of text": "a", "data": "b"})
         state, _ = small.train(run, inputs={"data": "b"})
         assert state.step == small.CONFIG.steps
-        with pytest.raises(RunError, match="data: no longer what this run began with"):
+        with pytest.raises(RunError, match="data: changed since the start of this run"):
             small.train(run, inputs={})
 
 
-def test_the_state_of_a_later_version_is_told_as_such():
+def test_the_state_of_a_later_version_is_refused():
     saved = State(step=3).to_json()
     saved["since_row"]["later"] = 1
     with pytest.raises(CheckpointError, match="written by another version"):

@@ -20,7 +20,7 @@ GROUPS = {"indexed": [INDEXED], "packed": [PACKED], "dropout": [DROPOUT]}
 
 
 @pytest.mark.parametrize("group", ["indexed", "packed"])
-def test_a_run_goes_on_with_another_micro_batch(tmp_path: Path, group: str):
+def test_a_run_resumes_with_another_micro_batch(tmp_path: Path, group: str):
     root, run = toy.project(test_packed_training.write_data(tmp_path), f"EXP_GROUPS = {GROUPS!r}\n"), exp_id(GROUPS[group][0])
     words = ["-e", group, "--log_every", "2"]
     toy.kill_midway(root, words, tmp_path, run)
@@ -43,13 +43,13 @@ def test_a_run_goes_on_with_another_micro_batch(tmp_path: Path, group: str):
     assert (one is None) == (group == "indexed")
 
 
-def test_a_run_with_dropout_goes_on_with_its_own_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_run_with_dropout_needs_its_micro_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     root, run = toy.project(test_packed_training.write_data(tmp_path), f"EXP_GROUPS = {GROUPS!r}\n"), exp_id(DROPOUT)
     words = ["-e", "dropout", "--log_every", "2"]
     toy.kill_midway(root, words, tmp_path, run)
     before = {path.name for path in (tmp_path / "runs" / run / "checkpoints").iterdir()}
     assert toy.main([*words, "--micro_batch", "2"], GROUPS, tmp_path) == 1
-    assert "dropout[0]: --micro_batch 2: the model trains with dropout, which is drawn by micro-batch" in capsys.readouterr().err
+    assert "dropout[0]: --micro_batch 2: the model trains with dropout, which depends on the micro-batch" in capsys.readouterr().err
     assert {path.name for path in (tmp_path / "runs" / run / "checkpoints").iterdir()} == before
     assert toy.main([*words, "--micro_batch", "4"], GROUPS, tmp_path) == 0
 

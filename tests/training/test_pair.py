@@ -116,8 +116,8 @@ def test_a_divergence_of_one_takes_both_back_and_past_it(pair: Pair):
     assert checkpoints.step_of(checkpoints.list_all(pair.run(name))[-1]) == STEPS
 
 
-def test_experience_is_loaded_when_both_can_go_on(pair: Pair):
-    assert "a: no longer what this run began with" in pair.ends("experience loaded", 1)["why"]
+def test_experience_is_loaded_when_both_can_resume(pair: Pair):
+    assert "a: changed since the start of this run" in pair.ends("experience loaded", 1)["why"]
     assert pair.ends("experience loaded", 2)["end"] == "done"
 
 
@@ -143,7 +143,7 @@ def test_one_that_works_for_longer_than_a_collective_waits_is_waited_for(pair: P
         ("names differ", "the sums ['sum1'] here, and ['sum0'] in the first pass of rank 0"),
     ],
 )
-def test_what_must_be_alike_and_is_not_stops_both(pair: Pair, name: str, why: str):
+def test_unequal_experience_stops_both(pair: Pair, name: str, why: str):
     end = pair.ends(name, 0)
     assert (end["end"], end["everywhere"]) == ("failed", True)
     assert why in end["why"]

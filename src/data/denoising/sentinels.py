@@ -17,10 +17,10 @@ AGAIN = "Take one of T5's, or add them: python -m data_prep.t5_tokenizer."
 def sentinel_ids(tokenizer: "PreTrainedTokenizerFast") -> list[int]:
     """Ids of <extra_id_0>, <extra_id_1>, ... up to the last before the first that is missing.
 
-    They cannot be derived from the vocabulary's size: some versions count them and some do not, and an embedding may be larger.
+    They cannot be derived from the vocabulary's size: some versions count them and some do not, and an embedding can be larger.
 
     Raises:
-        DataError: there are none, or some are ordinary tokens, which a corpus could spell.
+        DataError: the tokenizer has no sentinels, or some are ordinary tokens, which a corpus could contain.
     """
     return _consecutive_ids(
         {str(token): (index, token.special) for index, token in tokenizer.added_tokens_decoder.items()}, tokenizer.name_or_path
@@ -31,7 +31,7 @@ def require(tokenizer: "PreTrainedTokenizerFast", needed: int, field: str) -> li
     """The first `needed` sentinels.
 
     Raises:
-        DataError: there are none.
+        DataError: the tokenizer has no sentinels.
         ConfigError: there are fewer than `field` of the experiment needs.
     """
     return _take_first(sentinel_ids(tokenizer), needed, field, tokenizer.name_or_path)
@@ -59,7 +59,7 @@ def _consecutive_ids(added: Mapping[str, tuple[int, bool]], where: str) -> list[
     """added: id of each added token, and whether it is special."""
     names = list(takewhile(added.__contains__, (f"<extra_id_{number}>" for number in count())))
     if not names:
-        raise DataError(f"{where}: this tokenizer has no sentinels <extra_id_0>, <extra_id_1>, ..., which stand for masked text. {AGAIN}")
+        raise DataError(f"{where}: this tokenizer has no sentinels <extra_id_0>, <extra_id_1>, ... for masked text. {AGAIN}")
     if plain := [name for name in names if not added[name][1]]:
         raise DataError(f"{where}: {plain[0]} is no special token, so that text could turn into it. Add sentinels as special tokens.")
     return [added[name][0] for name in names]

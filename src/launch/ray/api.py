@@ -1,4 +1,4 @@
-"""The HTTP API of Ray Jobs. What answers is not trusted: it may be a proxy, a login page, or half of an answer."""
+"""The HTTP API of Ray Jobs. Answers are not trusted: they can come from a proxy or a login page, or be incomplete."""
 
 import http.client
 import json
@@ -20,16 +20,16 @@ _TRANSIENT = {408, 425, 429}
 
 
 class NoAnswer(LaunchError):
-    """No answer in time: the request may have been carried out, or may be later."""
+    """No answer in time. It is unknown whether the request was or will be carried out."""
 
 
 class Refused(LaunchError):
     """Ray, or what answers in its place, refused."""
 
-    def __init__(self, address: str, status: int, said: str) -> None:
+    def __init__(self, address: str, status: int, output: str) -> None:
         hint = f" Put the header that it wants into {HEADERS}, as for `ray job submit`." if status in (401, 403) or status < 400 else ""
-        super().__init__(f"{address}: refused with status {status}: {brief(said)}.{hint}")
-        self.missing = status == 404 and "does not exist" in said
+        super().__init__(f"{address}: refused with status {status}: {brief(output)}.{hint}")
+        self.missing = status == 404 and "does not exist" in output
         """Whether Ray says that there is no such job."""
 
 
@@ -40,10 +40,10 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         return None
 
 
-def find_address(given: str) -> str:
+def find_address(values: str) -> str:
     """`given`, or what Ray's variables say; GCS addresses among them, such as host:6379, are for other purposes. Without a / at the end."""
-    found = [given, *(os.environ.get(name, "") for name in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS"))]
-    return next((address for address in found if ADDRESS.fullmatch(address)), DEFAULT_ADDRESS).rstrip("/")
+    headers = [values, *(os.environ.get(name, "") for name in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS"))]
+    return next((address for address in headers if ADDRESS.fullmatch(address)), DEFAULT_ADDRESS).rstrip("/")
 
 
 def ask(address: str, method: str, path: str, content: Mapping[str, Any] | None = None, patience_seconds: float = 60.0) -> Any:
@@ -68,14 +68,14 @@ def ask(address: str, method: str, path: str, content: Mapping[str, Any] | None 
 
 
 def _headers() -> dict[str, str]:
-    """Those of the environment, whose values are secrets and in no message."""
+    """The headers in the environment. Their values are secrets, so no message has them."""
     try:
-        found = {name: str(value) for name, value in parse_json(os.environ.get(HEADERS) or "{}", HEADERS, LaunchError).items()}
+        headers = {name: str(value) for name, value in parse_json(os.environ.get(HEADERS) or "{}", HEADERS, LaunchError).items()}
     except (LaunchError, AttributeError):
-        found = {"": ""}
-    if not all(re.fullmatch(r"[\w-]+\0[ -~]*", f"{name}\0{value}", re.ASCII) for name, value in found.items()):
+        headers = {"": ""}
+    if not all(re.fullmatch(r"[\w-]+\0[ -~]*", f"{name}\0{value}", re.ASCII) for name, value in headers.items()):
         raise LaunchError(f'{HEADERS}: expected JSON such as {{"Authorization": "Bearer …"}}, in printable ASCII.')
-    return found
+    return headers
 
 
 def _ask_once(address: str, request: urllib.request.Request, seconds: float) -> Any:
@@ -102,8 +102,8 @@ def _ask_once(address: str, request: urllib.request.Request, seconds: float) -> 
         ) from None
 
 
-def brief(said: object) -> str:
-    """The last line with words in it, which of a traceback is the error; printable, and not long. "" for what is no text."""
-    lines = [line for line in said.splitlines() if re.search(r"\w", line)] if isinstance(said, str) else []
+def brief(output: object) -> str:
+    """The last line with words in it, which is the error of a traceback; printable and short. "" if not a text."""
+    lines = [line for line in output.splitlines() if re.search(r"\w", line)] if isinstance(output, str) else []
     words = " ".join("".join(letter if letter.isprintable() else " " for letter in lines[-1]).split()) if lines else ""
     return (words if len(words) <= 300 else f"{words[:300]}…").rstrip(".")

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from src.errors import LaunchError
 from src.launch.command import without_torchrun
 
-# What the commands print while the controller or the database is down, busy or restarting: worth another try.
+# Messages printed while the controller or the database is down, busy or restarting: worth another try.
 _AWAY = re.compile(
     "socket timed out|unable to contact slurm controller|connection refused|connection timed out|zero bytes were transmitted"
     "|resource temporarily unavailable|transport endpoint|backup controller|slurmctld.*shut ?down|problem talking to the database"
@@ -24,15 +24,15 @@ _ID = re.compile(r"(\d+)(?:_(?:(\d+)|\[([\d,\-]*).*))?")
 
 
 class NoAnswer(LaunchError):
-    """Slurm did not answer in time: the request may have been carried out, or may be later."""
+    """No answer from Slurm in time. It is unknown whether the request was or will be carried out."""
 
 
 class Refused(LaunchError):
     """Slurm refused. `said` is its message."""
 
-    def __init__(self, command: str, said: str) -> None:
-        super().__init__(f"{command}: {said}")
-        self.said = said
+    def __init__(self, command: str, message: str) -> None:
+        super().__init__(f"{command}: {message}")
+        self.said = message
 
 
 def ask(argv: Sequence[str], patience_seconds: float) -> str:
@@ -65,13 +65,13 @@ def ask_once(argv: Sequence[str], seconds: float) -> str:
     try:
         done = subprocess.run(argv, capture_output=True, stdin=subprocess.DEVNULL, env=_environment(), timeout=seconds, check=False)
     except subprocess.TimeoutExpired:
-        raise NoAnswer(f"{argv[0]}: no answer from Slurm in {seconds:.0f} seconds. Is the controller up? `scontrol ping` tells.") from None
-    said = done.stderr.decode(errors="replace")
+        raise NoAnswer(f"{argv[0]}: no answer from Slurm in {seconds:.0f} s. Check the controller with `scontrol ping`.") from None
+    message = done.stderr.decode(errors="replace")
     if done.returncode:
-        words = " ".join(said.split()) or f"exit code {done.returncode}"
+        words = " ".join(message.split()) or f"exit code {done.returncode}"
         words = words.replace(f"{argv[0]}: error: ", "")
-        if _AWAY.search(said):
-            raise NoAnswer(f"{argv[0]}: Slurm does not answer: {words}. Is the controller up? `scontrol ping` tells.")
+        if _AWAY.search(message):
+            raise NoAnswer(f"{argv[0]}: Slurm does not answer: {words}. Is the controller up? Check with `scontrol ping`.")
         raise Refused(argv[0], words)
     return done.stdout.decode(errors="replace")
 
@@ -83,8 +83,8 @@ def check_programs(*commands: str) -> None:
 
 
 def _environment() -> dict[str, str]:
-    kept = {name: value for name, value in without_torchrun(os.environ).items() if not _NOT_OURS.fullmatch(name)}
-    return kept | {"SLURM_BITSTR_LEN": "0", "LC_ALL": "C.UTF-8"}
+    variables = {name: value for name, value in without_torchrun(os.environ).items() if not _NOT_OURS.fullmatch(name)}
+    return variables | {"SLURM_BITSTR_LEN": "0", "LC_ALL": "C.UTF-8"}
 
 
 def expand(job_id: str) -> Iterator[str]:
@@ -127,7 +127,8 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 # What sbatch says, and the setting to blame.
 _MEANT = {
-    "account/qos|accounting/qos": "'account', 'qos' or 'time', or queue fewer jobs: a limit of the cluster is exceeded",
+    "account/qos|accounting/qos": "The job config exceeds a limit of the cluster: "
+    "lower 'time', set another 'account' or 'qos', or queue fewer jobs.",
     "partition specified|partition name": "'partition'",
     "account": "'account'",
     "qos": "'qos'",
@@ -143,5 +144,6 @@ _MEANT = {
 def explain_refusal(error: Refused) -> LaunchError:
     """The message of sbatch, with the setting to change."""
     setting = next((setting for words, setting in _MEANT.items() if re.search(words, error.said, re.IGNORECASE)), None)
-    said = error.said if error.said.endswith(".") else f"{error.said}."
-    return LaunchError(f"sbatch refused the jobs: {said}{f' Change {setting} of the job config.' if setting else ''}")
+    message = error.said if error.said.endswith(".") else f"{error.said}."
+    advice = setting if setting and setting.endswith(".") else f"Change {setting} of the job config." if setting else ""
+    return LaunchError(f"sbatch refused the jobs: {message} {advice}".strip())

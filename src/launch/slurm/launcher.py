@@ -83,14 +83,15 @@ class Config(LauncherConfig):
     gpus_per_node: Annotated[int, Field(ge=0)] | Annotated[str, Field(pattern=r"^[\w.-]+:\d+$")] | None = None
     """Number, or type and number such as "a100:4"."""
     max_running: Annotated[int, Field(ge=1)] | None = None
-    """How many tasks of one array run at a time."""
+    """Limit of running tasks of a submission. Where it takes several arrays, those that exceed the limit together run one after
+    another: an array then starts when all tasks of the arrays before it have ended."""
     jobs_per_task: int = added_field(1, ge=1)
-    """Up to so many experiments run side by side in one task, and share its processors, memory and GPUs. Those that others of the
-    submission start from have a task of their own."""
+    """Number of experiments that run in parallel in one task and share its processors, memory and GPUs. A parent of another
+    experiment of the submission has its own task."""
     stop_after_failures: int = added_field(5, ge=0)
     """So many experiments in a row that failed within a minute of their start end the submission: what waits is not started. 0: never."""
     signal_seconds: int = Field(default=120, ge=0, le=65535)
-    """How long before the time limit the job writes a checkpoint and is requeued. Slurm may be up to a minute early. 0: never."""
+    """How long before the time limit the job writes a checkpoint and is requeued. Slurm can signal up to a minute early. 0: never."""
     requeue: bool = True
     """Whether a job is requeued near its time limit, after a preemption and when its node fails.
     Near its time limit, not if two starts in a row wrote no new checkpoint."""
@@ -130,8 +131,8 @@ class Config(LauncherConfig):
     def submit(self, jobs: Sequence[Job], folder: Path, note: Note) -> list[str]:
         """Queue `jobs`; returns "ARRAY_TASK" for each, with "+PLACEofCOUNT.SUBMISSION" where it shares the task.
 
-        One array holds all jobs with the same resources and parents, up to the cluster's MaxArraySize. Job names begin with the
-        name of `folder`, by which `find` finds them again.
+        One array holds all jobs with the same resources and parents, up to the cluster's MaxArraySize. Job names start with the
+        name of `folder`, which `find` looks for.
         """
         if not jobs:
             return []
@@ -141,34 +142,37 @@ class Config(LauncherConfig):
         _refuse_shared_parents(jobs)
         queued: dict[str, str] = {}
         try:
+            waves = _Waves(self.max_running)
             for array in self._group_into_arrays(jobs, largest):
+                limit, before = waves.place(array)
                 tasks = _write_task_file(array, folder)
                 program = [str(script.absolute()), str(tasks), str(array.config.stop_after_failures)]
                 if array.jobs_per_task > 1:
                     program[0] = str(shared_tasks.write_shared_script(folder, self._outcomes).absolute())
                     program += [str(array.jobs_per_task), str(self._outcomes.absolute())]
-                array_id = _queue_array([*_sbatch_command(array, tasks, queued), *program], _job_name(tasks), patience)
+                array_id = _queue_array([*_sbatch_command(array, tasks, queued, limit, before), *program], _job_name(tasks), patience)
+                waves.add(array, array_id)
                 job_ids = shared_tasks.job_ids(array_id, len(array.jobs), array.jobs_per_task, folder)
                 ids = {job.exp_id: job_id for job, job_id in zip(array.jobs, job_ids, strict=True)}
                 queued |= ids
                 note(ids)
                 shared_tasks.forget_notes(array_id, folder, self._outcomes)
         except UserError:
-            with contextlib.suppress(LaunchError):  # the refusal is what the user needs to read
+            with contextlib.suppress(LaunchError):  # report the refusal, not this
                 self.kill(list(queued.values()))
             raise
         return [queued[job.exp_id] for job in jobs]
 
     def states(self, job_ids: Sequence[str]) -> dict[str, SchedulerState]:
         tasks = dict.fromkeys(map(shared_tasks.task_of, job_ids))
-        seen = scheduler_states(list(tasks), self.patience_seconds) if tasks else {}
-        return shared_tasks.with_outcomes(job_ids, seen, self._outcomes)
+        states = scheduler_states(list(tasks), self.patience_seconds) if tasks else {}
+        return shared_tasks.with_outcomes(job_ids, states, self._outcomes)
 
     def kill(self, job_ids: Sequence[str]) -> None:
-        """Cancel `job_ids`, which are not requeued. Neighbours in a task go on.
+        """Cancel `job_ids`, which are not requeued. Other experiments in their tasks continue.
 
         Raises:
-            LaunchError: Slurm does not answer, or refuses, as for jobs of others.
+            LaunchError: Slurm does not answer, or refuses, for example to cancel jobs of another user.
             RunError: the disk refuses.
         """
         words = collapse(shared_tasks.kill(job_ids, self._outcomes))
@@ -187,19 +191,35 @@ class Config(LauncherConfig):
         ask(["scontrol", "release", ",".join(_whole_tasks(job_ids))], self.patience_seconds)
 
     def throttle(self, job_ids: Sequence[str], max_running: int) -> None:
-        for array in dict.fromkeys(job_id.partition("_")[0] for job_id in job_ids):
-            ask(["scontrol", "update", f"JobId={array}", f"ArrayTaskThrottle={max_running}"], self.patience_seconds)
+        """Arrays of one wave share the limit; those of another wave do not run at the same time.
+
+        Raises:
+            LaunchError: Slurm refuses, or there are more arrays than `max_running`.
+        """
+        arrays = list(dict.fromkeys(job_id.partition("_")[0] for job_id in job_ids))
+        waves: dict[str, list[str]] = {}
+        if len(arrays) > 1:
+            lines = ask(["squeue", "--noheader", f"--jobs={','.join(arrays)}", "--format=%F|%E"], self.patience_seconds).splitlines()
+            dependencies = {array: text for array, _, text in (line.strip().partition("|") for line in lines)}
+            for array in arrays:
+                waves.setdefault(",".join(re.findall(r"afterany:(\d+)", dependencies.get(array, ""))), []).append(array)
+        for wave in waves.values() or [arrays]:
+            if 0 < max_running < len(wave):
+                raise LaunchError(f"--max_running {max_running}: {len(wave)} arrays are queued at once. Write at least {len(wave)}.")
+            for place, array in enumerate(wave):
+                limit = max_running // len(wave) + (place < max_running % len(wave))
+                ask(["scontrol", "update", f"JobId={array}", f"ArrayTaskThrottle={limit}"], self.patience_seconds)
 
     def find(self, folder: Path, exp_ids: Sequence[str]) -> dict[str, str]:
         tasks_of = {_job_name(tasks): tasks for tasks in _task_files(folder)}
         if not tasks_of:
             return {}
-        known: dict[str, str] = {}
+        job_ids_by_experiment: dict[str, str] = {}
         for name, array_ids in array_ids_by_name(list(tasks_of), self.patience_seconds).items():
             exp_ids_there = read_exp_ids(tasks_of[name])
             ids = shared_tasks.job_ids(array_ids[-1], len(exp_ids_there), _jobs_per_task(tasks_of[name]), folder)
-            known |= dict(zip(exp_ids_there, ids, strict=True))
-        return {exp_id: known[exp_id] for exp_id in exp_ids if exp_id in known}
+            job_ids_by_experiment |= dict(zip(exp_ids_there, ids, strict=True))
+        return {exp_id: job_ids_by_experiment[exp_id] for exp_id in exp_ids if exp_id in job_ids_by_experiment}
 
     def check(self) -> None:
         """Raises LaunchError if Slurm's commands are not on PATH, the controller does not answer, or it has no such partition."""
@@ -213,18 +233,18 @@ class Config(LauncherConfig):
     def _group_into_arrays(self, jobs: Sequence[Job], largest: int) -> "list[_Array]":
         """Arrays of jobs with equal resources and parents. Parents' arrays come first, as a group's first job comes after its parents.
 
-        An experiment that others wait for shares no task: they would wait for its neighbours, and not start if one of these fails.
+        A parent does not share a task: its children would wait for every experiment in it, and not start if another one fails.
         """
         place = {job.exp_id: i for i, job in enumerate(jobs)}
         awaited = {exp_id for i, job in enumerate(jobs) for exp_id in job.after if place.get(exp_id, i) < i}
         groups: dict[object, _Array] = {}
-        own = self.model_dump_json()
+        same_limit = self.model_dump_json()
         for i, job in enumerate(jobs):
             parents = frozenset(exp_id for exp_id in job.after if place.get(exp_id, i) < i)
             resources = job.resources if isinstance(job.resources, Config) else self
             each = 1 if job.exp_id in awaited else resources.jobs_per_task
             # A config that holds a dict has no hash; its JSON does as well.
-            key = (own if resources is self else resources.model_dump_json(), each, parents, frozenset(job.after_jobs))
+            key = (same_limit if resources is self else resources.model_dump_json(), each, parents, frozenset(job.after_jobs))
             groups.setdefault(key, _Array(resources, [], each)).jobs.append(job)
         return [
             group._replace(jobs=group.jobs[i : i + largest * group.jobs_per_task])
@@ -238,14 +258,49 @@ class _Array(NamedTuple):
     jobs: list[Job]
     jobs_per_task: int
 
+    @property
+    def tasks(self) -> int:
+        return -(-len(self.jobs) // self.jobs_per_task)
+
+
+class _Waves:
+    """Enforces `max_running` across the arrays of a submission, each of which has only a limit of its own in Slurm.
+
+    Arrays that together stay within the limit form a wave. Each array of the next wave waits until every array of this wave has ended.
+    """
+
+    def __init__(self, max_running: int | None) -> None:
+        """max_running: of the job config; an override can set a lower limit for its own arrays."""
+        self._max_running = max_running
+        self._waves: dict[int | None, list[list[tuple[_Array, str]]]] = {}
+
+    def place(self, array: _Array) -> tuple[int | None, list[str]]:
+        """The limit of its tasks, and the ids of the arrays that it waits for. Starts a new wave if it does not fit."""
+        limits = [limit for limit in (self._max_running, array.config.max_running) if limit]
+        if not limits:
+            return None, []
+        waves = self._waves.setdefault(self._max_running or array.config.max_running, [[], []])
+        if self._running(waves[-1], array, same_limit=False) > limits[0] or self._running(waves[-1], array, same_limit=True) > limits[-1]:
+            waves.append([])
+        return min(limits), [array_id for _, array_id in waves[-2]]
+
+    def add(self, array: _Array, array_id: str) -> None:
+        """Note the id of the array that was placed last."""
+        if key := self._max_running or array.config.max_running:
+            self._waves[key][-1].append((array, array_id))
+
+    def _running(self, wave: Sequence[tuple[_Array, str]], array: _Array, same_limit: bool) -> int:
+        """Upper limit of running tasks of `wave` and `array`; same_limit: only of arrays with the limit of `array`. 0 for a new wave."""
+        arrays = [each for each, _ in wave if not same_limit or each.config.max_running == array.config.max_running]
+        limits = [[each.tasks, each.config.max_running, self._max_running] for each in (*arrays, array)]
+        return sum(min(filter(None, each)) for each in limits) if wave else 0
+
 
 def _whole_tasks(job_ids: Sequence[str]) -> list[str]:
     """The ids that Slurm knows. Raises LaunchError for experiments that share a task."""
     for job_id in job_ids:
         if shared_tasks.task_of(job_id) != job_id:
-            raise LaunchError(
-                f"job {job_id}: it shares its task with other experiments, and Slurm holds whole tasks alone. Kill it, or let it start."
-            )
+            raise LaunchError(f"job {job_id}: it shares its task, and Slurm can only hold complete tasks. Kill it, or let it start.")
     return list(job_ids)
 
 
@@ -255,14 +310,14 @@ def _refuse_shared_parents(jobs: Sequence[Job]) -> None:
         for parent in job.after_jobs:
             if shared_tasks.task_of(parent) != parent:
                 raise LaunchError(
-                    f"{job.exp_id}: it starts from the experiment of job {parent}, which shares a Slurm task with others, and Slurm "
-                    "waits for whole tasks alone. Submit it once that has ended."
+                    f"{job.exp_id}: it starts from the experiment of job {parent}, which shares a Slurm task, and Slurm can only "
+                    "wait for complete tasks. Submit it after that task has ended."
                 )
 
 
 def _largest_array(patience_seconds: float) -> int:
-    said = ask(["scontrol", "show", "config"], patience_seconds)
-    match = re.search(r"^MaxArraySize\s*=\s*(\d+)", said, re.MULTILINE)
+    output = ask(["scontrol", "show", "config"], patience_seconds)
+    match = re.search(r"^MaxArraySize\s*=\s*(\d+)", output, re.MULTILINE)
     return max(1, int(match[1])) if match else 1
 
 
@@ -289,20 +344,24 @@ def _write_task_file(array: _Array, folder: Path) -> Path:
     return tasks
 
 
-def _sbatch_command(array: _Array, tasks: Path, queued: dict[str, str]) -> list[str]:
-    """The command that queues `array`, before the program. Every value is an argument of its own; no shell parses it."""
+def _sbatch_command(array: _Array, tasks: Path, queued: dict[str, str], limit: int | None, before: Sequence[str]) -> list[str]:
+    """The command that queues `array`, without the program. Every value is an argument of its own; no shell parses it.
+
+    limit: of its running tasks. before: arrays that must end first.
+    """
     config, job = array.config, array.jobs[0]
     parents = [*dict.fromkeys([queued[exp_id] for exp_id in job.after if exp_id in queued] + list(job.after_jobs))]
-    throttle = f"%{config.max_running}" if config.max_running else ""
+    waits = [f"{kind}:{':'.join(ids)}" for kind, ids in (("afterok", parents), ("afterany", before)) if ids]
+    throttle = f"%{limit}" if limit else ""
     options: dict[str, object] = {
         "job-name": _job_name(tasks),
-        "array": f"0-{(len(array.jobs) - 1) // array.jobs_per_task}{throttle}",
+        "array": f"0-{array.tasks - 1}{throttle}",
         "chdir": tasks.parent,
-        "output": f"{tasks.stem}.log",
+        "output": _escape(f"{tasks.parent}/{tasks.stem}.log"),
         "open-mode": "append",
         "requeue" if config.requeue else "no-requeue": True,
         "kill-on-invalid-dep": "yes",
-        "dependency": f"afterok:{':'.join(parents)}" if parents else None,
+        "dependency": ",".join(waits) or None,
         "signal": f"B:USR1@{config.signal_seconds}" if config.signal_seconds else None,
         "nodes": config.processes.nodes,
         "ntasks-per-node": 1,
@@ -322,31 +381,36 @@ def _sbatch_command(array: _Array, tasks: Path, queued: dict[str, str]) -> list[
     return ["sbatch", "--parsable", *words]
 
 
-def _queue_array(argv: Sequence[str], name: str, patience_seconds: float) -> str:
-    """Run sbatch; returns the id of the array, whose unique name is `name`.
+def _escape(path: str) -> str:
+    r"""A path that Slurm opens as it is written: it replaces %A and the like, but nothing in a path with a backslash, which it removes."""
+    return path.replace("\\", r"\\") if "\\" in path else path.replace("%", "%%")
 
-    If Slurm does not answer, the array may have been queued: it is looked up by its name before sbatch runs again.
+
+def _queue_array(argv: Sequence[str], name: str, patience_seconds: float) -> str:
+    """Run sbatch; return the id of the array. name: the unique name of the array.
+
+    If Slurm does not answer, look up the array by its name before the next try, since it can be queued already.
 
     Raises:
-        LaunchError: Slurm refused; or it does not answer, and what may have been queued is cancelled if possible.
+        LaunchError: Slurm refused; or it does not answer, in which case the array is cancelled if possible.
     """
     deadline = time.monotonic() + patience_seconds
-    left, doubtful = patience_seconds, False
+    remaining, doubtful = patience_seconds, False
     while True:
         try:
-            array_id = _parse_array_id(ask_once(argv, max(0.1, left / 2)))
+            array_id = _parse_array_id(ask_once(argv, max(0.1, remaining / 2)))
             break
         except Refused as error:
             raise explain_refusal(error) from None
         except NoAnswer as error:
             doubtful = True
             time.sleep(max(0.0, min(_WAIT_SECONDS, deadline - time.monotonic())))
-            left = deadline - time.monotonic()
-            ids = _find_queued(name, max(0.1, left))
+            remaining = deadline - time.monotonic()
+            ids = _find_queued(name, max(0.1, remaining))
             if ids:
                 array_id = ids[-1]
                 break
-            if left <= 0 or ids is None:
+            if remaining <= 0 or ids is None:
                 raise _no_answer_error(error, name) from None
     if doubtful and (others := [other for other in _find_queued(name, patience_seconds) or () if other != array_id]):
         ask(["scancel", *others], patience_seconds)

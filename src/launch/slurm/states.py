@@ -42,6 +42,7 @@ _QUEUE_FIELDS = {
     "StartTime": 24,
 }
 _NO_ACCOUNTING = re.compile("accounting storage is disabled|accounting.*not (enabled|configured|supported)", re.IGNORECASE)
+_NO_OUTPUT = "53"  # Slurm's "signal" when the files of --output or --error cannot be opened
 _LONGEST_ARGUMENT = 100_000  # bytes; Linux takes 128 KiB
 _OLD = "1970-01-01"
 
@@ -51,35 +52,35 @@ def scheduler_states(job_ids: Sequence[str], patience_seconds: float) -> dict[st
 
     - The controller knows an id until some minutes after its end; after that accounting has the final state.
     - If accounting says that a job waits or runs but the controller does not know it, or accounting does not answer: "unknown".
-    - If either knows the array but not this task: "cancelled". Slurm keeps no record of a task that was cancelled before it started.
+    - If either knows the array but not this task: "cancelled". Slurm has no record of a task that was cancelled before its start.
     - If neither knows the array, or the cluster has no accounting: absent.
 
     Raises:
         LaunchError: the controller does not answer.
     """
-    found = _find_states(set(job_ids), patience_seconds)
-    killed = [job_id for job_id, what in found.items() if what.state == "failed" and what.reason in (_KILLED, _OUT_OF_MEMORY)]
+    states = _find_states(set(job_ids), patience_seconds)
+    killed = [job_id for job_id, what in states.items() if what.state == "failed" and what.reason in (_KILLED, _OUT_OF_MEMORY)]
     for job_id, (used, limit) in _ask_memory(killed[:_MEMORY_JOBS]).items():
-        if found[job_id].reason == _OUT_OF_MEMORY or _bytes(used) >= _bytes(limit) > 0:
-            told = f"{used} of {limit}" if _bytes(limit) else used
-            found[job_id] = replace(found[job_id], reason=f"{_OUT_OF_MEMORY}: MaxRSS {told}")
-    return found
+        if states[job_id].reason == _OUT_OF_MEMORY or _bytes(used) >= _bytes(limit) > 0:
+            memory = f"{used} of {limit}" if _bytes(limit) else used
+            states[job_id] = replace(states[job_id], reason=f"{_OUT_OF_MEMORY}: MaxRSS {memory}")
+    return states
 
 
-def _find_states(wanted: set[str], patience_seconds: float) -> dict[str, SchedulerState]:
-    queue = dict(_ask_controller(_arrays(wanted), patience_seconds))
-    known = {job_id: queue[job_id] for job_id in wanted & queue.keys()}
-    if not (rest := wanted - known.keys()):
-        return known
+def _find_states(requested: set[str], patience_seconds: float) -> dict[str, SchedulerState]:
+    queue = dict(_ask_controller(_arrays(requested), patience_seconds))
+    controlled = {job_id: queue[job_id] for job_id in requested & queue.keys()}
+    if not (rest := requested - controlled.keys()):
+        return controlled
     try:
         records = _ask_accounting(_arrays(rest), patience_seconds)
     except LaunchError as error:
         if isinstance(error, Refused) and _NO_ACCOUNTING.search(error.said):
-            return known
-        return known | {job_id: SchedulerState("unknown", reason=str(error)) for job_id in rest}
+            return controlled
+        return controlled | {job_id: SchedulerState("unknown", reason=str(error)) for job_id in rest}
     arrays = {job_id.partition("_")[0] for job_id in (*queue, *records)}
     never = SchedulerState("cancelled", "CANCELLED", "cancelled before it started")
-    return known | {i: records.get(i, never) for i in rest if i in records or i.partition("_")[0] in arrays}
+    return controlled | {i: records.get(i, never) for i in rest if i in records or i.partition("_")[0] in arrays}
 
 
 def array_ids_by_name(names: Sequence[str], patience_seconds: float, ended: bool = True) -> dict[str, list[str]]:
@@ -88,7 +89,7 @@ def array_ids_by_name(names: Sequence[str], patience_seconds: float, ended: bool
     Raises:
         LaunchError: the controller, or accounting, does not answer.
     """
-    found: dict[str, set[int]] = {}
+    states: dict[str, set[int]] = {}
     chosen = ",".join(names)
     lines = ask(["squeue", "--noheader", "--states=all", f"--name={chosen}", "--format=%F|%j"], patience_seconds).splitlines()
     try:
@@ -100,8 +101,8 @@ def array_ids_by_name(names: Sequence[str], patience_seconds: float, ended: bool
     for line in lines:
         job_id, _, name = line.strip().partition("|")
         if name in names and (ids := list(expand(job_id))):
-            found.setdefault(name, set()).add(int(ids[0].partition("_")[0]))
-    return {name: [str(number) for number in sorted(numbers)] for name, numbers in found.items()}
+            states.setdefault(name, set()).add(int(ids[0].partition("_")[0]))
+    return {name: [str(number) for number in sorted(numbers)] for name, numbers in states.items()}
 
 
 def _arrays(job_ids: Iterable[str]) -> str:
@@ -141,7 +142,7 @@ def _ask_accounting(arrays: str, patience_seconds: float) -> dict[str, Scheduler
         if len(cells) == fields.count(",") + 1:
             for one in expand(cells[0]):
                 attempts.setdefault(one, []).append(cells)
-    found = {}
+    states = {}
     for job_id, records in attempts.items():
         # Each start of a requeued job has its own record.
         records.sort(key=lambda cells: cells[6])
@@ -150,25 +151,25 @@ def _ask_accounting(arrays: str, patience_seconds: float) -> dict[str, Scheduler
         if what.state in ("queued", "running"):
             reason = f"accounting says {what.word}, but the controller does not know the job"
             what = SchedulerState("unknown", what.word, reason, what.node, what.seconds, what.restarts)
-        found[job_id] = what
-    return found
+        states[job_id] = what
+    return states
 
 
 def _ask_memory(job_ids: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """{job id: (memory of the step that used most, memory asked for)} as Slurm writes them: "531620K", "500M"; {} without an answer."""
+    """{job id: (peak memory of its steps, requested memory)} as Slurm writes them: "531620K", "500M"; {} without an answer."""
     try:
         argv = ["sacct", "-n", "--parsable2", f"--jobs={','.join(job_ids)}", "--format=JobID,MaxRSS,ReqMem"]
         lines = ask_once(argv, _MEMORY_SECONDS).splitlines() if job_ids else []
     except LaunchError:
         return {}
-    found: dict[str, tuple[str, str]] = {}
+    states: dict[str, tuple[str, str]] = {}
     for line in lines:
         step, used, limit = [*line.split("|"), "", ""][:3]
         job_id = step.partition(".")[0]
-        before = found.get(job_id, ("", ""))
-        # The row of the job has the limit, those of its steps what they used; "500Mn" is of each node, before 21.08.
-        found[job_id] = max(used, before[0], key=_bytes), before[1] or limit.removesuffix("n")
-    return {job_id: memory for job_id, memory in found.items() if _bytes(memory[0]) and job_id in job_ids}
+        before = states.get(job_id, ("", ""))
+        # The row of the job has the limit, the rows of its steps have the usage; "500Mn" is of each node, before 21.08.
+        states[job_id] = max(used, before[0], key=_bytes), before[1] or limit.removesuffix("n")
+    return {job_id: memory for job_id, memory in states.items() if _bytes(memory[0]) and job_id in job_ids}
 
 
 def _bytes(text: str) -> float:
@@ -182,20 +183,22 @@ def _scheduler_state(word: str, reason: str, node: str, exit_code: str, seconds:
     word = word.split(maxsplit=1)[0].rstrip("+") if word.strip() else ""
     state = STATES.get(word, "unknown")
     if state == "queued" and reason == _HOPELESS:
-        state = "cancelled"  # Slurm cancels it at its next look, as --kill-on-invalid-dep tells it
-    said = "" if reason in ("None", "NonZeroExitCode", "(null)", "N/A") else reason
+        state = "cancelled"  # Slurm cancels it at its next scheduling pass, due to --kill-on-invalid-dep
+    message = "" if reason in ("None", "NonZeroExitCode", "(null)", "N/A") else reason
     if state in ("running", "completed"):
-        said = ""
+        message = ""
     elif state == "failed":
-        said = _REASONS.get(word) or _describe_exit(exit_code) or said
-    elif state == "cancelled" and said != _HOPELESS:
-        said = ""
+        message = _REASONS.get(word) or _describe_exit(exit_code) or message
+    elif state == "cancelled" and message != _HOPELESS:
+        message = ""
     node = "" if node in ("None assigned", "(null)", "N/A", "n/a") else node
-    return SchedulerState(state, word, said, node, None if state == "queued" else seconds, restarts)
+    return SchedulerState(state, word, message, node, None if state == "queued" else seconds, restarts)
 
 
 def _describe_exit(exit_code: str) -> str:
     code, _, number = exit_code.partition(":")
+    if number == _NO_OUTPUT:
+        return "the node cannot open the job's output (exit code 0:53); check that the node sees the folder of the runs"
     if number.isdigit() and int(number):
         try:
             return f"killed by {signal.Signals(int(number)).name}"

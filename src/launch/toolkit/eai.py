@@ -101,7 +101,7 @@ class Eai:
         return done.stdout
 
 
-# What failed calls print, in lower case. A bare number proves nothing: it may be part of a name, a path or a job's own output.
+# Messages of failed calls, in lower case. A bare number proves nothing: it can be part of a name, a path or a job's own output.
 _NOT_REACHED = re.compile(
     r"dial tcp|connection refused|no such host|i/o timeout|tls handshake timeout|network is unreachable|(?:error|http)s?:.*: eof", re.DOTALL
 )
@@ -124,11 +124,11 @@ def failure(call: str, text: str) -> LaunchError:
 
 
 def _parse_created_id(out: str) -> str:
-    """The id in the last line that `job new` printed, alone or in a table."""
+    """The id in the last line of `job new`, by itself or in a table."""
     text = out.strip()
     ids = [] if text.startswith("{") else _UUID.findall(text.rpartition("\n")[2])
     if not ids:
-        raise OutcomeUnknown(f"eai job new: no job id in what it printed: {out.strip()[-200:]!r}.")
+        raise OutcomeUnknown(f"eai job new: no job id in its output: {out.strip()[-200:]!r}.")
     return ids[0]
 
 
@@ -226,8 +226,8 @@ class Haven:
         return [job for job in jobs if (tag is None or job.tags.get(tag[0]) == tag[1]) and name in (None, job.name)]
 
     def get(self, job_id: str) -> ListedJob | None:
-        found = _translate_errors("status", lambda: self.toolkit.get_jobs_dict(self.api, [job_id]))
-        return _read_haven_job(found[job_id]) if job_id in found else None
+        matches = _translate_errors("status", lambda: self.toolkit.get_jobs_dict(self.api, [job_id]))
+        return _read_haven_job(matches[job_id]) if job_id in matches else None
 
     def cancel(self, job_id: str) -> None:
         """Send the request only: haven's own kill_job waits forever if a job stays CANCELLING."""

@@ -31,11 +31,11 @@ class Family:
     gated: bool
     """True: blocks with RMSNorm, rotary positions, grouped keys and values, gated MLP. False: LayerNorm, biases, plain MLP."""
     norm_eps: str | float
-    """Config field, or the value where the config has none."""
+    """Config field, or the value if the config has no such field."""
     activation: str
-    """Config field, or the name of the activation where the config has none."""
+    """Config field, or the name of the activation if the config has no such field."""
     residual_dropout: str | None
-    """Config field of the dropout after attention and MLP; None where the family has none."""
+    """Config field of the dropout after attention and MLP; None without one."""
     attention_dropout: str
 
 
@@ -111,7 +111,7 @@ class Config(ModelConfig):
     """Encode each context once in a process, and keep its states in host memory: for data that are read many times. A token takes as
     many values as the base is wide. Contexts are then encoded one by one, so that a restart, which encodes again, changes no bit."""
     weights: str | None = Field(default=None, min_length=1)
-    """Folder of a model in the layout of XC-Cache, whose blocks are the initial weights. None: they are drawn."""
+    """Folder of a model in the layout of XC-Cache, for the initial weights of the blocks. None: random."""
 
     @model_validator(mode="after")
     def _base_has_nothing_to_learn(self) -> "Config":
@@ -160,27 +160,30 @@ class Config(ModelConfig):
             )
         if self.weights is not None:
             xc_cache_weights.require(Path(self.weights))
-        known = self.architecture(places)
-        if known:
-            self.plan(known)
+        sizes = self.architecture(places)
+        if sizes:
+            self.plan(sizes)
 
     def architecture(self, places: Places) -> Architecture | None:
         return call_once(self.base.architecture, places)
 
     def fingerprint(self, places: Places) -> str | None:
-        """Of all weights that `build` loads: the base's, and with `weights` these too; None where it loads none."""
+        """Digest of all weights that `build` loads: the base's, and `weights`; None without any."""
         from src.models.cross_attention import xc_cache_weights
 
-        found = self.base.fingerprint(places)
-        return found if self.weights is None else xc_cache_weights.fingerprint(Path(self.weights), found)
+        digest = self.base.fingerprint(places)
+        return digest if self.weights is None else xc_cache_weights.fingerprint(Path(self.weights), digest)
 
     def cache_bytes(self, places: Places, value_bytes: int) -> dict[str, int] | None:
         sizes = self.architecture(places)
         if sizes is None:
             return None
-        made = self.plan(sizes)
-        block = 2 * made.num_key_value_heads * (made.hidden_size // made.num_heads)
+        plan_of_blocks = self.plan(sizes)
+        block = 2 * plan_of_blocks.num_key_value_heads * (plan_of_blocks.hidden_size // plan_of_blocks.num_heads)
         return kv_cache_size.cross_attention_bytes(sizes, 1 if self.shared_weights else self.num_layers, block, value_bytes)
+
+    def trained_type(self, places: Places) -> str | None:
+        return self.base.trained_type(places) if self.train_all_params else "float32"
 
     def trains_base(self) -> bool:
         """Whether the base changes in training, so that no context can be encoded before it."""
@@ -199,14 +202,14 @@ class Config(ModelConfig):
             raise ConfigError(f"cross_attention: {unknown_text('family of the base', base.model_type, FAMILIES)}")
         family = FAMILIES[base.model_type]
         if not family.gated and (self.num_key_value_heads is not None or self.attention_bias):
-            given = "num_key_value_heads" if self.num_key_value_heads is not None else "attention_bias"
-            raise ConfigError(f"cross_attention: {given} is for Llama-style bases; on {base.model_type!r} it would be ignored. Remove it.")
+            field = "num_key_value_heads" if self.num_key_value_heads is not None else "attention_bias"
+            raise ConfigError(f"cross_attention: {field} is for Llama-style bases; on {base.model_type!r} it would be ignored. Remove it.")
         hidden, heads = self.hidden_size or base.hidden_size, self.num_heads or base.num_heads
         groups = (self.num_key_value_heads or base.num_key_value_heads) if family.gated else heads
         indices = layer_indices(base.num_layers, self.num_layers, self.stride)
-        made = Plan(family, indices, hidden, heads, groups, self.feed_forward_size or 4 * hidden)
-        _check_heads(made, self.shared_projections)
-        return made
+        plan_of_blocks = Plan(family, indices, hidden, heads, groups, self.feed_forward_size or 4 * hidden)
+        _check_heads(plan_of_blocks, self.shared_projections)
+        return plan_of_blocks
 
 
 @dataclass(frozen=True)
@@ -233,7 +236,7 @@ def layer_indices(num_decoder_layers: int, num_layers: int, stride: int) -> list
     if num_layers * stride > num_decoder_layers:
         limits = {"num_layers": num_decoder_layers // stride, "stride": num_decoder_layers // num_layers}
         fits = [f"{name} up to {most}" for name, most in limits.items() if most]
-        advice = f"Fits: {' or '.join(fits)}." if fits else f"Both must be smaller: their product may be {num_decoder_layers} at most."
+        advice = f"Fits: {' or '.join(fits)}." if fits else f"Both must be smaller: their product can be {num_decoder_layers} at most."
         raise ConfigError(
             f"cross_attention: num_layers {num_layers} x stride {stride} needs {num_layers * stride} decoder layers, "
             f"the base has {num_decoder_layers}. {advice}"
@@ -241,11 +244,11 @@ def layer_indices(num_decoder_layers: int, num_layers: int, stride: int) -> list
     return [num_decoder_layers - 1 - stride * i for i in range(num_layers)]
 
 
-def _check_heads(made: Plan, shared_projections: bool) -> None:
-    hidden, heads, groups = made.hidden_size, made.num_heads, made.num_key_value_heads
+def _check_heads(plan_of_blocks: Plan, shared_projections: bool) -> None:
+    hidden, heads, groups = plan_of_blocks.hidden_size, plan_of_blocks.num_heads, plan_of_blocks.num_key_value_heads
     if hidden % heads:
         raise ConfigError(f"cross_attention: hidden_size {hidden} does not divide by num_heads {heads}.")
-    if made.family.gated and hidden // heads % 2:
+    if plan_of_blocks.family.gated and hidden // heads % 2:
         raise ConfigError(f"cross_attention: rotary positions need an even width per head, {hidden} / {heads} is {hidden // heads}.")
     if heads % groups:
         raise ConfigError(f"cross_attention: num_heads {heads} does not divide by num_key_value_heads {groups}.")

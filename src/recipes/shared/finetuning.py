@@ -12,7 +12,7 @@ from src.errors import ConfigError
 from src.interfaces import DatasetField, ModelField, RecipeConfig
 from src.kinds import DECODER
 from src.runs.context import Run
-from src.training.config import Evaluation, LoopConfig, check_weight_type, require_device, require_float8
+from src.training.config import Evaluation, LoopConfig, check_trained_type, check_weight_type, require_device, require_float8
 
 if TYPE_CHECKING:
     from src.training.parallel.memory_plan import MemoryPlan
@@ -25,7 +25,7 @@ class Finetuning(RecipeConfig):
     takes_chunks: ClassVar[bool] = True
     """Whether the loss is one of `training.loss`, which can take some tokens at a time."""
     compares_passes: ClassVar[bool] = False
-    """Whether the loss compares a training pass with one without gradients, which must be computed alike."""
+    """Whether the loss compares a training pass with one without gradients, which needs the same computation."""
 
     seed: int = Field(ge=0, lt=2**63)
     model: ModelField
@@ -36,7 +36,7 @@ class Finetuning(RecipeConfig):
     @model_validator(mode="after")
     def _trains_or_evaluates(self) -> "Finetuning":
         if (self.loop is None) == (self.evaluation is None):
-            raise ValueError("expected either loop, which trains the model, or evaluation, which scores it as it stands.")
+            raise ValueError("expected either loop, which trains the model, or evaluation, which only scores it.")
         if self.evaluation and self.model.name == "lora":
             raise ValueError("model: new adapters change nothing before they are trained. Take their base, or write loop.")
         return self
@@ -44,7 +44,7 @@ class Finetuning(RecipeConfig):
     @model_validator(mode="after")
     def _lengths_are_known(self) -> "Finetuning":
         if self.loop and self.loop.group_by_length and (self.data.has_order or not self.data.is_measured):
-            why = "come in an order of their own" if self.data.has_order else "do not tell the lengths of their samples"
+            why = "come in an order of their own" if self.data.has_order else "do not have known sample lengths"
             raise ValueError(f"loop.group_by_length: {self.data.name!r} data {why}. Leave it out.")
         return self
 
@@ -57,7 +57,7 @@ class Finetuning(RecipeConfig):
     @model_validator(mode="after")
     def _computes_alike(self) -> "Finetuning":
         if self.loop and self.loop.float8 and self.compares_passes:
-            raise ValueError("loop.float8: this recipe compares training passes with others, which are not in float8. Leave it out.")
+            raise ValueError("loop.float8: this recipe compares training passes with passes that are not in float8. Leave it out.")
         return self
 
     @property
@@ -69,17 +69,19 @@ class Finetuning(RecipeConfig):
 
     @property
     def _precision(self) -> tuple[str, str]:
-        """What is computed with, and the field that says so."""
+        """The precision, and the name of its field."""
         name, stage = ("loop", self.loop) if self.loop else ("evaluation", self.evaluation)
         assert stage is not None, "the validator has checked it"
         return stage.precision, f"{name}.precision"
 
     def check_precision(self, places: Places) -> None:
-        """Raises ConfigError where the model's weights are of another short type, or its family has no matrix that float8 takes."""
+        """Raises ConfigError where the weights are of the other 16-bit type, or are trained in 16 bits, or where float8 finds no matrix."""
         check_weight_type(*self._precision, self.model, places)
+        if self.loop:
+            check_trained_type(self.model, places)
         sizes = call_once(self.model.architecture, places) if self.loop and self.loop.float8 else None
         if sizes and sizes.model_type == "gpt2" and self.model.kind(places) == DECODER:
-            raise ConfigError("loop.float8: the family 'gpt2' keeps its matrices in layers of its own (Conv1D). Leave loop.float8 out.")
+            raise ConfigError("loop.float8: the family 'gpt2' has its matrices in special layers (Conv1D). Leave loop.float8 out.")
 
     def check_device(self) -> None:
         require_device(*self._precision)
@@ -116,7 +118,7 @@ class Finetuning(RecipeConfig):
         return take_chunks
 
     def plan_memory(self, places: Places, **machines: Any) -> "MemoryPlan":
-        """What a GPU holds of the training, and how long it takes. machines: fields of `memory_plan.Machines`. No weights are loaded.
+        """Memory of the training on a GPU, and its duration. machines: fields of `memory_plan.Machines`. No weights are loaded.
 
         Raises:
             ConfigError: nothing is trained, or the plan does not know a part of it.
@@ -131,16 +133,16 @@ class Finetuning(RecipeConfig):
         with torch.device("meta"):
             model = self.model.build(replace(places, on_paper=True))
         batch = longest_batch(self.data, self.loop.micro_batch, model.config)
-        recipe: Any = self  # the recipes whose data have a longest batch have a `loss`
+        recipe: Any = self  # recipes with a longest batch have a `loss`
         return plan(model, self.training_loss(recipe.loss()), batch, self.loop, Machines(**machines))
 
     def check_questions(self) -> None:
-        """Raises ConfigError if the dict alone tells that there are fewer questions than evaluations ask."""
+        """Raises ConfigError if the dict has fewer questions than its evaluations use."""
         used = getattr(self.data.validation, "val_samples", None)
         for name in ("answers", "sampled"):
-            asked = getattr(getattr(self, name, None), "questions", 0)
-            if used is not None and asked > used:
-                raise ConfigError(f"{name}.questions: {asked}, but data.val_samples is {used}. Ask for at most that many.")
+            requested = getattr(getattr(self, name, None), "questions", 0)
+            if used is not None and requested > used:
+                raise ConfigError(f"{name}.questions: {requested}, but data.val_samples is {used}. Use at most {used}, or null for all.")
 
     def build_model(self, run: Run, used_before: bool = False) -> Any:
         """The model; for a training with FSDP2 without pretrained weights, where each process can read its part of them later.
@@ -151,7 +153,7 @@ class Finetuning(RecipeConfig):
         return (self.model.build_unfilled if unfilled else self.model.build)(run.places)
 
     def fit_or_evaluate(self, spec: "TrainSpec", run: Run) -> None:
-        """Train if there is a loop, otherwise evaluate; then call `spec.finish`. Collective."""
+        """Train if there is a loop, else evaluate; then call `spec.finish`. Collective."""
         from src.evaluation.evaluate_only import evaluate_only
         from src.training.loop import fit
 

@@ -30,7 +30,7 @@ class Pin:
     holder: str
     """The folder with its lease, relative to the run."""
     every: Annotated[int, Field(gt=0)] | None = None
-    """Present and future checkpoints at multiples of so many steps, except for the `ended`."""
+    """Interval in steps: present and future checkpoints at its multiples are pinned, except for the `ended`."""
     ended: dict[str, str] = field(default_factory=dict)
     """"step-00000040" -> hash of its manifest: on another branch the step has another checkpoint."""
     steps: dict[str, str] = field(default_factory=dict)
@@ -53,9 +53,9 @@ class StalenessProbe:
 
     def is_stale(self, folder: Path) -> bool:
         """Whether the lease in `folder` has no living holder; False if that is not known yet."""
-        known = holder_is_dead(folder)
-        if known is not None:
-            return known
+        is_dead = holder_is_dead(folder)
+        if is_dead is not None:
+            return is_dead
         try:
             beat = read_bytes(folder / LEASE)
         except (FileNotFoundError, RunError):  # released just now, or unreadable: the next call decides
@@ -97,16 +97,16 @@ def find_pinned(run: Path, among: Collection[Path], silence: StalenessProbe) -> 
     Raises:
         RunError: a pin is damaged, or cannot be read.
     """
-    found: dict[Path, str] = {}
+    pinned: dict[Path, str] = {}
     for path in sorted((run / FOLDER).glob("[!.]*.json")):
         pin = _read_pin(path)
         if pin is None:
             continue
         holder = Path(os.path.normpath(run / pin.holder))
-        mine = [checkpoint for checkpoint in among if checkpoint not in found and pin.holds(checkpoint)]
+        mine = [checkpoint for checkpoint in among if checkpoint not in pinned and pin.holds(checkpoint)]
         if mine and not silence.is_stale(holder):
-            found |= dict.fromkeys(mine, f"{path}, for {holder_host(holder) or 'somebody'}")
-    return found
+            pinned |= dict.fromkeys(mine, f"{path}, for {holder_host(holder) or 'somebody'}")
+    return pinned
 
 
 def _read_pin(path: Path) -> Pin | None:

@@ -21,7 +21,7 @@ from src.runs.checkpoints import folder as checkpoints
 from src.runs.checkpoints import pins
 from src.runs.history import archive as abandoned
 from src.runs.history import branches
-from src.runs.lease import directory_lock, holder_is_dead
+from src.runs.lease import directory_lock, holder_is_dead, lost_contact
 from src.runs.metadata import EXP_DICT, JOB, STATUS, read_exp_dict, read_status
 from src.runs.scores import SCORES, Scores
 
@@ -34,10 +34,10 @@ NeededCheckpoints = AbstractSet[tuple[str, str]]
 
 @dataclass(frozen=True)
 class CleanupRule:
-    """Checkpoints to keep besides those that are never deleted."""
+    """Checkpoints to keep in addition to those that are never deleted."""
 
     keep_last: int = 1
-    """Number of newest whole checkpoints of each run."""
+    """Number of newest complete checkpoints of each run."""
     keep_best: bool = True
     older_than_seconds: float = 0.0
     """Keep younger checkpoints."""
@@ -45,36 +45,36 @@ class CleanupRule:
 
 @dataclass(frozen=True)
 class Plan:
-    """The checkpoints of one run that may be deleted."""
+    """The checkpoints of one run that can be deleted."""
 
     run: Path
     deletable: tuple[Path, ...] = ()
     reason_to_keep: str = ""
-    """Why nothing of this run may be deleted."""
+    """Why nothing of this run can be deleted."""
     snapshot: tuple[bytes, ...] = ()
     """State of the run that the decision is based on."""
 
 
 def needed_by_children(runs: Path) -> tuple[set[tuple[str, str]], list[str]]:
-    """The checkpoints that experiments in the folder `runs` start from, and a warning for each whose dict cannot be read.
+    """The checkpoints that experiments in the folder `runs` start from, and a warning for each unreadable dict.
 
     The parents of an unreadable dict are unknown: then the last and the best checkpoint of every run are needed.
     """
-    found: set[tuple[str, str]] = set()
+    result: set[tuple[str, str]] = set()
     warnings = []
     names = [entry.name for entry in runs.iterdir() if not entry.name.startswith(".") and _is_run(entry)]
     for name in sorted(names):
         try:
-            found.update(parents.parent_checkpoints(read_exp_dict(runs / name)))
+            result.update(parents.parent_checkpoints(read_exp_dict(runs / name)))
         except UserError as error:
-            warnings.append(f"{error} What it starts from is not known, so the last and the best checkpoint of every run stay.")
+            warnings.append(f"{error} Its parent is unknown, so the last and the best checkpoint of every run stay.")
     if warnings:
-        found.update((name, which) for name in names for which in ("last", "best"))
-    return found, warnings
+        result.update((name, which) for name in names for which in ("last", "best"))
+    return result, warnings
 
 
 def plan(run: Path, rule: CleanupRule, by_others: NeededCheckpoints, now: float) -> Plan:
-    """The checkpoints of the save directory `run` that may be deleted, damaged ones and leftovers of killed writers included.
+    """The checkpoints of the save directory `run` that can be deleted, damaged ones and leftovers of killed writers included.
 
     by_others: see `needed_by_children`. now: seconds since the epoch, by the clock of the disk.
 
@@ -82,32 +82,34 @@ def plan(run: Path, rule: CleanupRule, by_others: NeededCheckpoints, now: float)
         RunError, CheckpointError: status.json, best.json or a pin is damaged.
     """
     if holder_is_dead(run) is not True:
-        return Plan(run, reason_to_keep="it is running, or its holder on another machine may be")
-    seen = _snapshot(run)
+        contact = lost_contact(run)
+        reason = f"{contact}, which does not prove that it ended" if contact else "it is running, maybe on another machine"
+        return Plan(run, reason_to_keep=reason)
+    observed = _snapshot(run)
     whole, torn = [], []
     for checkpoint in checkpoints.list_all(run):
         (torn if defect(checkpoint, hashes=False) else whole).append(checkpoint)
     torn += [path for path in sorted((run / "checkpoints").glob("*")) if path.name.startswith(_LEFT) and path.is_dir()]
-    kept = set(whole[len(whole) - rule.keep_last :]) if rule.keep_last else set()
+    required = set(whole[len(whole) - rule.keep_last :]) if rule.keep_last else set()
     state = read_status(run)
     best = checkpoints.best_step(run)
     if best is not None and (rule.keep_best or state["state"] != "done" or (run.name, "best") in by_others):
-        kept.add(checkpoints.folder(run, best))
+        required.add(checkpoints.folder(run, best))
     if (run.name, "last") in by_others and type(state.get("step")) is int:
-        kept.add(checkpoints.folder(run, state["step"]))
+        required.add(checkpoints.folder(run, state["step"]))
     before = now - rule.older_than_seconds
-    old = [path for path in (*whole, *torn) if path not in kept and not path.is_symlink() and path.stat().st_mtime <= before]
+    old = [path for path in (*whole, *torn) if path not in required and not path.is_symlink() and path.stat().st_mtime <= before]
     if state["state"] != "done" and set(old) & set(whole):
         newest = checkpoints.newest_whole(run)  # reads every byte, as a resume does
         old = [path for path in old if path != newest]
     pinned = _find_pinned(run, old)
     if old and len(pinned) == len(old):
         return Plan(run, reason_to_keep=f"what could go is worked on: see {next(iter(pinned.values()))}")
-    return Plan(run, tuple(path for path in old if path not in pinned), snapshot=seen)
+    return Plan(run, tuple(path for path in old if path not in pinned), snapshot=observed)
 
 
 def remove(decided: Plan) -> None:
-    """Delete the checkpoints of `plan`, if the run has not changed since. A crash leaves each checkpoint whole or gone.
+    """Delete the checkpoints of `plan`, if the run has not changed since. A crash leaves each checkpoint complete or deleted.
 
     Raises:
         RunError: the run was started or has changed, so nothing is deleted; or the disk refuses.
@@ -160,18 +162,18 @@ def _snapshot(run: Path) -> tuple[bytes, ...]:
 
 @dataclass(frozen=True)
 class RotationRule:
-    """A checkpoint is kept while any of these holds.
+    """A checkpoint stays while any of these holds.
 
     Raises:
         ConfigError: a number that is too small.
     """
 
     last: int = 2
-    """It is one of so many newest: the second newest is a fallback for resuming."""
+    """Number of newest checkpoints: the second newest is a fallback for resuming."""
     every: int | None = None
     """Its step is a multiple of this."""
     best: int = 1
-    """It is one of so many best by `loop.best_metric`."""
+    """Number of best checkpoints by `loop.best_metric`."""
 
     def __post_init__(self) -> None:
         for name, value in (("last", self.last), ("every", self.every), ("best", self.best)):
@@ -179,7 +181,7 @@ class RotationRule:
                 raise ConfigError(f"--keep_{name}: expected a number of at least 1, got {value}.")
 
     def check(self, intervals: Iterable[int]) -> None:
-        """Refuse an `every` at whose multiples no checkpoints are written. intervals: steps between checkpoints.
+        """Refuse an `every` without checkpoints at its multiples. intervals: steps between checkpoints.
 
         Raises:
             ConfigError: checkpoints are not written at each multiple of `every`; the same on all ranks.
@@ -206,16 +208,16 @@ class Rotation:
     def rotate(self, step: int, best_step: int | None) -> None:
         """Delete old checkpoints after that of `step` is written, and leftovers of killed writers.
 
-        A crash leaves each checkpoint whole or gone. If it is not known what must be kept, or the disk refuses, all are kept with
-        a warning, and the training goes on. The caller holds the lease, and no checkpoint is being written.
+        A crash leaves each checkpoint complete or deleted. If the required checkpoints are unknown, or the disk refuses, all stay with
+        a warning, and the training continues. The caller holds the lease, and no checkpoint is being written.
 
-        best_step: the one that best.json names. It is kept.
+        best_step: the one in best.json, which stays.
         """
         try:
             if doomed := self._deletable(step, best_step):
                 self._hide(doomed)
         except UserError as error:
-            log.warning("%s Until that is mended, checkpoints may stay that could go.", error)
+            log.warning("%s Until this is fixed, fewer checkpoints are deleted.", error)
         for hidden in (self._run / "checkpoints").glob(".step-*"):
             shutil.rmtree(hidden, ignore_errors=True)
             if hidden.exists():
@@ -248,10 +250,10 @@ class Rotation:
         return {path for _, _, path in scored[: self._keep.best]}
 
     def _last_offered_step(self) -> int:
-        """Latest checkpoint step that a child experiment may have started from; 0 if none. Never deleted.
+        """Latest checkpoint step that a child experiment can have started from; 0 without one. Never deleted.
 
         Children start from the last or the best checkpoint of a run that is done. Such a run trains again only after a rewind, so the
-        checkpoints up to the rewind, or to a rewind that was undone, may have been the best. The folder of runs is searched once: later
+        checkpoints up to the rewind, or to a rewind that was undone, can have been the best. The folder of runs is searched once: later
         children start from the checkpoints that the run has when it is done again.
         """
         chain = branches.read(self._run)

@@ -1,7 +1,7 @@
 """The archive of abandoned branches, <run>/abandoned/branch-K with increasing K, and the builder of the changes that add one.
 
 A branch's folder holds the checkpoints and rows after the step; before/ with a copy of every changeable file, and the remaining checkpoints
-as links (retention may delete the originals); record.json, which describes the change. Nothing is deleted or overwritten.
+as links (retention can delete the originals); record.json, which describes the change. Nothing is deleted or overwritten.
 """
 
 import hashlib
@@ -40,7 +40,7 @@ class Plan:
     """Lines for people."""
 
     def apply(self) -> None:
-        """Change the run, whose lease the caller holds.
+        """Change the run. The caller must hold its lease.
 
         Raises:
             RunError: the disk refuses; the next process that opens the run finishes the change.
@@ -90,7 +90,7 @@ class PlanBuilder:
         lines = [f"{name} -> {self.folder}/checkpoints" for name in self.moved]
         return lines + [f"{facts['rows']} rows of {name} -> {self.folder}/{name}" for name, facts in self.archived.items()]
 
-    def build(self, name: str, facts: Mapping[str, Any], every: Sequence[str] | None, told: Sequence[str]) -> Plan:
+    def build(self, name: str, facts: Mapping[str, Any], every: Sequence[str] | None, messages: Sequence[str]) -> Plan:
         """The plan of the event `name`. every: names of the present checkpoints; None if none is touched."""
         event = ledger.event(
             name,
@@ -104,7 +104,7 @@ class PlanBuilder:
         listed = None if every is None else {item: journal.manifest_hash(self.run / "checkpoints" / item) for item in every}
         record = {**event, "before": {"files": self.files, "checkpoints": listed}}
         first: Step = {"do": "write", "to": f"{self.folder}/{RECORD}", "json": record}
-        return Plan(self.run, (first, *self.steps), event, (*told, *self.summary_lines()))
+        return Plan(self.run, (first, *self.steps), event, (*messages, *self.summary_lines()))
 
 
 def records(run: Path) -> list[dict[str, Any]]:
@@ -113,13 +113,13 @@ def records(run: Path) -> list[dict[str, Any]]:
     Raises:
         RunError: one of them is damaged.
     """
-    found = []
+    branch = []
     for path in (run / FOLDER).glob(f"branch-*/{RECORD}"):
         record = read_json(path, RunError)
         if not isinstance(record, dict) or not {"number", "event", "step", "who", "when", "before"} <= record.keys():
-            raise RunError(f"{path}: not what a rewind writes.")
-        found.append(record)
-    return sorted(found, key=lambda record: record["number"])
+            raise RunError(f"{path}: not written by a rewind.")
+        branch.append(record)
+    return sorted(branch, key=lambda record: record["number"])
 
 
 def next_number(run: Path) -> int:

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 def begin(run: Path, steps: Sequence[Step], event: Mapping[str, Any]) -> None:
-    """Apply `steps` to the save directory `run`, whose lease the caller holds, and add `event`, which has an "id", to the ledger.
+    """Apply `steps` to the save directory `run`, and add `event`, which has an "id", to the ledger. The caller must hold the lease.
 
     Raises:
         RunError: the disk refuses. The next `finish` completes the transaction.
@@ -44,7 +44,7 @@ def begin(run: Path, steps: Sequence[Step], event: Mapping[str, Any]) -> None:
 
 
 def finish(run: Path) -> dict[str, Any] | None:
-    """Complete an interrupted transaction of `run`, whose lease the caller holds; returns its event, if any.
+    """Complete an interrupted transaction of `run`; return its event, if any. The caller must hold the lease.
 
     Writers call it before they read anything of the run.
 
@@ -54,14 +54,14 @@ def finish(run: Path) -> dict[str, Any] | None:
     path = run / FILE
     if not path.exists():
         return None
-    found = read_json(path, RunError)
+    plan = read_json(path, RunError)
     try:
-        steps, event = [(_STEPS[step["do"]], step) for step in found["steps"]], dict(found["event"])
+        steps, event = [(_STEPS[step["do"]], step) for step in plan["steps"]], dict(plan["event"])
     except (KeyError, TypeError, ValueError):
         raise RunError(
-            f"{path}: not a list of steps that this version knows. Finish with the version that began: {describe_event(found)}"
+            f"{path}: not a list of steps that this version knows. Finish with the version that started: {describe_event(plan)}"
         ) from None
-    with _lock_rows(run, found["steps"]):
+    with _lock_rows(run, plan["steps"]):
         for do, step in steps:
             do(run, step)
     _sweep(run)
@@ -73,7 +73,7 @@ def finish(run: Path) -> dict[str, Any] | None:
 
 
 def describe_unfinished(run: Path) -> str | None:
-    """The unfinished transaction of `run`, for people; None if there is none."""
+    """The unfinished transaction of `run`, for people; None without one."""
     return describe_event(read_json(run / FILE, RunError)) if (run / FILE).exists() else None
 
 
@@ -88,12 +88,12 @@ def rows_after(content: bytes, step: int) -> tuple[bytes, bytes]:
 
     A last line without newline was cut by a crash; it goes with the later ones.
     """
-    kept, later = [], []
+    earlier, later = [], []
     *lines, torn = content.split(b"\n")
     for line in lines:
         at = step_of(line)
-        (later if at is not None and at > step else kept).append(line + b"\n")
-    return b"".join(kept), b"".join(later) + (torn + b"\n" if torn else b"")
+        (later if at is not None and at > step else earlier).append(line + b"\n")
+    return b"".join(earlier), b"".join(later) + (torn + b"\n" if torn else b"")
 
 
 def step_of(line: bytes) -> int | None:
@@ -108,13 +108,13 @@ def step_of(line: bytes) -> int | None:
         if type(row.get(name)) is int:
             return row[name]
     for name in ("model_name_or_path", "checkpoint"):
-        if isinstance(row.get(name), str) and (found := _IN_PATH.findall(row[name])):
-            return int(found[-1])
+        if isinstance(row.get(name), str) and (plan := _IN_PATH.findall(row[name])):
+            return int(plan[-1])
     return None
 
 
 def manifest_hash(checkpoint: Path) -> str | None:
-    """sha256 of the manifest, which holds the hash of every file; None if there is none."""
+    """sha256 of the manifest, which has the hash of every file; None without one."""
     with contextlib.suppress(FileNotFoundError):
         return hashlib.sha256(read_bytes(checkpoint / "manifest.json")).hexdigest()
     return None
@@ -141,7 +141,7 @@ def _sweep(run: Path) -> None:
 
 
 def _move(run: Path, step: Step) -> None:
-    """Rename a folder. An existing "to" was moved there by this journal, so it is left alone."""
+    """Rename a folder. An existing "to" was moved there by this journal, so it stays."""
     source, target = run / step["from"], run / step["to"]
     if target.exists() or _is_gone(source):
         return
@@ -169,7 +169,7 @@ def _link(run: Path, step: Step) -> None:
 
 
 def _is_gone(source: Path) -> bool:
-    """Whether a folder was deleted meanwhile, as retention may; the other steps are applied all the same."""
+    """Whether a folder was deleted since, for example by retention; the remaining steps are applied."""
     if not source.is_dir():
         log.warning("%s: gone in the meantime, so it stays gone.", source)
         return True
@@ -205,14 +205,14 @@ def _restore(run: Path, step: Step) -> None:
 
 
 def _cut_rows(run: Path, step: Step) -> None:
-    """Move the lines after "step" from "to" to "rest". Done already if "to" no longer begins like its copy "from"."""
+    """Move the lines after "step" from "to" to "rest". Done already if "to" no longer starts with its copy "from"."""
     target = run / step["to"]
     with writing(target):
         before, content = read_bytes(run / step["from"]), read_bytes(target)
     if content.startswith(before[: before.rfind(b"\n") + 1]):
-        kept, later = rows_after(content, step["step"])
+        earlier, later = rows_after(content, step["step"])
         write_atomic(run / step["rest"], later)
-        write_atomic(target, kept)
+        write_atomic(target, earlier)
 
 
 def _write(run: Path, step: Step) -> None:

@@ -1,7 +1,7 @@
 """Shards of FSDP2 in a checkpoint, by torch.distributed.checkpoint (DCP): each process writes its part, and any number of them read it.
 
-The parts are safetensors files, and where a part begins is in the header of its file. (DCP's other format has its index in a pickle,
-which may run code when it is read.) FSDP2 cuts tensors between rows, so a part is a run of bytes of the whole tensor, and tensors are
+The parts are safetensors files with the start of each part in the header. (DCP's own format has its index in a pickle,
+which can run code when it is read.) FSDP2 cuts tensors between rows, so a part is a range of bytes of the full tensor, and tensors are
 put together from one file into another without being held in memory.
 """
 
@@ -58,20 +58,20 @@ class _Writer(HuggingFaceStorageWriter):
 
 
 _groups: dict[str, Any] = {}
-"""The group of all processes, and that of what is written in the background."""
+"""The group of all processes, and the group for background writes."""
 
 
 def _background_group() -> Any:
-    """One for all trainings of this process: a group keeps threads and files open. Collective."""
+    """One for all trainings of this process: a group has threads and open files. Collective."""
     if _groups.get("all") is not dist.group.WORLD:
-        _groups["all"], _groups["own"] = dist.group.WORLD, dist.new_group(backend="gloo", timeout=timedelta(days=1))  # a disk may be slow
+        _groups["all"], _groups["own"] = dist.group.WORLD, dist.new_group(backend="gloo", timeout=timedelta(days=1))  # a disk can be slow
     return _groups["own"]
 
 
 class ShardStore:
     """Writes and reads the shards of this process. All methods are collective, and so is the construction.
 
-    What is written in the background passes messages in a group of its own, never in between those of the training.
+    Background writes have their own group, so that their messages never mix with those of the training.
     """
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class ShardStore:
     def stage(self, weights: dict[str, Tensor], moments: dict[str, Tensor]) -> Callable[[Path], None]:
         """Copy this process's shards to the CPU; returns what writes them into a folder on a shared disk, in a thread.
 
-        It leaves the moments as shards and the weights as one whole file, whose bytes are those of a training without shards: parents,
+        It leaves the moments as shards and the weights as one file with the same bytes as a training without shards: parents,
         exports and evaluations read it. Each process writes its part, and the first puts the parts together on the disk.
         A copy is overwritten by the next call.
 
@@ -94,7 +94,7 @@ class ShardStore:
 
         def write(folder: Path) -> None:
             written = {name: self._write(folder / name, shards) for name, shards in copies.items()}
-            if distributed.is_main():  # no message is passed behind this: nobody waits for a process that raises here
+            if distributed.is_main():  # no collective call follows, so no process waits for one that raises here
                 for name, about in written.items():
                     _require_all(folder / name, about)
                 safetensors_stream.write(folder / _WHOLE, tensors(folder / _WEIGHTS))
@@ -103,7 +103,7 @@ class ShardStore:
         return write
 
     def _write(self, folder: Path, shards: dict[str, Tensor]) -> Mapping[str, Any]:
-        """Returns what is known of the whole tensors, by name."""
+        """Returns the metadata of the full tensors, by name."""
         try:
             return save(shards, storage_writer=_Writer(str(folder), save_distributed=True), process_group=self.group).state_dict_metadata
         except CheckpointException as error:
@@ -114,7 +114,7 @@ class ShardStore:
             raise RunError(f"{folder}: cannot write: {refused}. Nothing complete was lost; make room or choose another folder.") from error
 
     def load(self, folder: Path, into: dict[str, Tensor]) -> None:
-        """Fill tensors, shards or whole ones, from the safetensors files of a folder. Each process reads what it needs, and no more.
+        """Fill tensors or shards from the safetensors files of a folder. Each process reads only its part.
 
         Raises:
             CheckpointError: they are not there, or damaged.
@@ -143,26 +143,24 @@ class ShardStore:
         for name, (parameter, key, value) in zip(stored, entries, strict=True):
             if value.shape and value.shape == parameter.shape:
                 into[name] = torch.zeros_like(parameter, dtype=value.dtype, requires_grad=False)
-            else:  # AdamW keeps its step count on the CPU
+            else:  # AdamW has its step count on the CPU
                 into[name] = torch.zeros(value.shape, dtype=value.dtype)
             optimizer.state[parameter][key] = into[name]
         self.load(shards if shards.is_dir() else folder, into)
 
 
 def _require_all(folder: Path, written: Mapping[str, Any]) -> None:
-    """That this process sees what all have written."""
-    found = {name: tensor.shape for name, tensor in tensors(folder).items()}
-    if found != {name: tuple(getattr(about, "size", ())) for name, about in written.items()}:
-        raise RunError(
-            f"{folder}: process 0 does not see all that the others have written. Give -sb a folder on a disk that all machines share."
-        )
+    """Check that this process sees the files of all processes."""
+    tensors_by_name = {name: tensor.shape for name, tensor in tensors(folder).items()}
+    if tensors_by_name != {name: tuple(getattr(about, "size", ())) for name, about in written.items()}:
+        raise RunError(f"{folder}: process 0 does not see the files of all processes. Give -sb a folder on a disk that all machines share.")
 
 
 def tensors(folder: Path) -> dict[str, StoredTensor]:
-    """The tensors whose parts the files of a folder hold.
+    """The tensors in the files of a folder.
 
     Raises:
-        CheckpointError: a file is damaged, or parts are missing between others.
+        CheckpointError: a file is damaged, or parts are missing.
     """
     parts: dict[str, dict[int, StoredTensor]] = {}
     for file in sorted(folder.glob("*.safetensors")):
@@ -173,11 +171,11 @@ def tensors(folder: Path) -> dict[str, StoredTensor]:
                 raise CheckpointError(f"{file}: {name} is cut within its rows, which is not known here.")
             if part.numel or name not in parts:
                 parts.setdefault(name, {})[start] = part
-    return {name: _join(folder, name, found) for name, found in sorted(parts.items())}
+    return {name: _join(folder, name, tensors_by_name) for name, tensors_by_name in sorted(parts.items())}
 
 
 def _join(folder: Path, name: str, parts: Mapping[int, StoredTensor]) -> StoredTensor:
-    """The tensor whose parts begin at these rows."""
+    """The tensor with parts that start at these rows."""
     ordered = [(start, part) for start, part in sorted(parts.items()) if part.numel] or list(parts.items())[:1]
     first, rows = ordered[0][1], 0
     for start, part in ordered:
@@ -190,7 +188,7 @@ def _join(folder: Path, name: str, parts: Mapping[int, StoredTensor]) -> StoredT
 
 
 def _places(file: Path) -> dict[str, list[int]]:
-    """Where each part of a file begins in its tensor, by name."""
+    """Start of each part of a file in its tensor, by name."""
     try:
         with safe_open(file, "pt") as opened:
             noted = parse_json((opened.metadata() or {}).get(_PLACES, "{}"), file, CheckpointError)

@@ -1,8 +1,8 @@
-"""Tensors and state in and out of a checkpoint folder. Which folder is whole, last or best: src/runs/checkpoints/folder.py.
+"""Tensors and state in and out of a checkpoint folder. Which folder is complete, last or best: src/runs/checkpoints/folder.py.
 
 A folder holds model.safetensors (trained weights only), optimizer.safetensors, state.json, model.json (the `model` part of the
-experiment, defaults written out), tokenizer/, config.json (the whole experiment, as the run's own config.json has it), branch.json
-where the run went back, as it was when the checkpoint was written, and manifest.json with the hash of every file. Where the model was
+experiment, defaults written out), tokenizer/, config.json (a copy of the run's), branch.json
+of a rewound run, and manifest.json with the hash of every file. Where the model was
 shared, shards are there instead of optimizer.safetensors: those of FSDP2 below optimizer/, those of ZeRO below zero/. Nothing is pickled
 but what DeepSpeed writes there.
 """
@@ -40,8 +40,8 @@ log = logging.getLogger(__name__)
 def begin(run: Path, step: int) -> Iterator[Path]:
     """A folder that becomes the checkpoint of `step` when the block ends without an error: complete or not at all.
 
-    One of this step, as a stop in an evaluation leaves it, stays as it is while somebody works on it. It has the same weights; who goes
-    on from it makes the evaluation once more.
+    An existing checkpoint of this step, from a stop in an evaluation, stays unchanged while another process uses it. It has the same
+    weights; resuming from it repeats the evaluation.
 
     Raises:
         RunError: the disk refuses. Earlier checkpoints are untouched.
@@ -62,7 +62,7 @@ class _InUse(Exception):
 
 @contextlib.contextmanager
 def _hold_unused(run: Path, checkpoint: Path) -> Iterator[None]:
-    """Hold the lock while no other process uses `checkpoint`; raises _InUse otherwise."""
+    """Hold the lock while no other process uses `checkpoint`; raises _InUse if one does."""
     with directory_lock(run, create=False):
         if checkpoint.exists():
             try:
@@ -88,7 +88,7 @@ def write(
 
 
 def write_experience(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Write what a training has made for itself to read."""
+    """Write the experience of a training."""
     save_file(tensors, folder / EXPERIENCE)
 
 
@@ -100,8 +100,8 @@ def require_equal_experience(tensors: dict[str, Tensor]) -> None:
     others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if others:
         error = TrainingError(
-            f"Experience.tensors gives other tensors on rank {others[0]} than on rank 0, and only those of rank 0 are saved. Gather what "
-            "each rank has made, so that all have the same."
+            f"Experience.tensors returns other tensors on rank {others[0]} than on rank 0, and only those of rank 0 are saved. Gather "
+            "them, so that all ranks have the same tensors."
         )
         error.everywhere = True
         raise error
@@ -113,7 +113,7 @@ def load_experience(folder: Path) -> dict[str, Tensor]:
 
 
 def origin(run: Path) -> dict[str, bytes]:
-    """What the checkpoints of the save directory `run` are made from, by file name: they need the run no more to say so.
+    """The files that describe the origin of checkpoints of the save directory `run`, by file name: copied into each checkpoint.
 
     Raises:
         RunError: config.json is missing, or cannot be read.
@@ -122,14 +122,14 @@ def origin(run: Path) -> dict[str, bytes]:
     try:
         return {name: files.read_bytes(run / name) for name in names}
     except FileNotFoundError as error:
-        raise RunError(f"{error.filename}: no such file. Start the run again, which writes it anew.") from None
+        raise RunError(f"{error.filename}: no such file. Start the run again to rewrite it.") from None
 
 
 def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
     try:
         tokenizer.save_pretrained(folder)
     except Exception as error:
-        if "os error" in str(error):  # the tokenizers library raises a bare Exception with what the disk said
+        if "os error" in str(error):  # the tokenizers library raises a bare Exception for errors of the disk
             raise RunError(f"{folder}: cannot write: {error}. Nothing complete was lost; make room or choose another folder.") from None
         raise
 
@@ -175,7 +175,7 @@ def load_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimi
     with distributed.raise_together():
         entries = list(optimizer_entries(folder, model))
     for parameter, entry, value in entries:
-        # AdamW keeps its step count on the CPU, everything shaped like the parameter beside it.
+        # AdamW has its step count on the CPU, and the moments on the device of the parameter.
         device = parameter.device if value.shape == parameter.shape and value.ndim else value.device
         optimizer.state[parameter][entry] = value.to(device)
 
@@ -195,9 +195,9 @@ def optimizer_entries(folder: Path, model: nn.Module, tensors: Mapping[str, Any]
 
 
 def ensure_whole_optimizer(folder: Path) -> None:
-    """Where the optimizer's state is in shards alone, put it together into the checkpoint, on rank 0. Collective.
+    """If the optimizer's state is only in shards, consolidate it in the checkpoint, on rank 0. Collective.
 
-    The others wait for a day: half an hour is too little for a large model on a slow disk.
+    The remaining ranks wait up to a day: half an hour is too little for a large model on a slow disk.
 
     Raises:
         CheckpointError: the shards are missing or damaged.
@@ -205,7 +205,7 @@ def ensure_whole_optimizer(folder: Path) -> None:
     """
     from src.training.checkpointing import consolidate
 
-    # A killed consolidation may have left one unlisted.
+    # A killed consolidation can leave an unlisted file.
     if distributed.broadcast_from_rank0(lambda: OPTIMIZER not in files.read_manifest(folder, CheckpointError)["files"]):
         if distributed.is_main():
             whose = "FSDP2" if (folder / "optimizer").is_dir() else "DeepSpeed"

@@ -41,7 +41,7 @@ class Piece:
 
     file: Path
     offset: int
-    """Of the first element, in bytes."""
+    """Offset of the first element in bytes."""
     count: int
     """Elements."""
 
@@ -53,7 +53,7 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
     pieces: tuple[Piece, ...] | bytes
-    """bytes: the elements themselves, of a tensor that lies in no file."""
+    """bytes: the elements, for a tensor that is in no file."""
 
     @property
     def numel(self) -> int:
@@ -76,24 +76,24 @@ class StoredTensor:
 
     def _read_pieces(self, pieces: Iterable[Piece]) -> Iterator[bytes]:
         for piece in pieces:
-            left = piece.count * self.dtype.itemsize
+            remaining = piece.count * self.dtype.itemsize
             with open_tensors(piece.file) as file:
                 file.seek(piece.offset)
-                while left:
-                    chunk = file.read(min(left, CHUNK_BYTES))
-                    if len(chunk) < min(left, CHUNK_BYTES):
+                while remaining:
+                    chunk = file.read(min(remaining, CHUNK_BYTES))
+                    if len(chunk) < min(remaining, CHUNK_BYTES):
                         raise CheckpointError(
                             f"{piece.file}: ends in the middle of a tensor: it is damaged, or has changed since it was opened."
                         )
-                    left -= len(chunk)
+                    remaining -= len(chunk)
                     yield chunk
 
     def digest(self, dtype: torch.dtype | None = None) -> str:
         """Hex sha256 of `chunks`."""
-        found = hashlib.sha256()
+        hasher = hashlib.sha256()
         for chunk in self.chunks(dtype):
-            found.update(chunk)
-        return found.hexdigest()
+            hasher.update(chunk)
+        return hasher.hexdigest()
 
 
 @contextlib.contextmanager
@@ -110,9 +110,9 @@ def open_tensors(path: Path) -> Iterator[BinaryIO]:
         raise CheckpointError(f"{path}: no such file.") from None
 
 
-def target_dtype(stored: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
+def target_dtype(stored: torch.dtype, requested: torch.dtype | None) -> torch.dtype:
     """Type that a tensor is written in: only floating-point tensors are converted."""
-    return asked if asked is not None and stored.is_floating_point else stored
+    return requested if requested is not None and stored.is_floating_point else stored
 
 
 def size_bytes(tensor: StoredTensor, dtype: torch.dtype | None = None) -> int:
@@ -149,11 +149,11 @@ def write(
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in ordered:
-            found = hashlib.sha256()
+            hasher = hashlib.sha256()
             for chunk in tensors[name].chunks(dtype):
                 file.write(chunk)
-                found.update(chunk)
-            digests[name] = found.hexdigest()
+                hasher.update(chunk)
+            digests[name] = hasher.hexdigest()
     return digests
 
 
@@ -171,12 +171,12 @@ def read(path: Path) -> dict[str, StoredTensor]:
     try:
         header = files.parse_json(text, path, CheckpointError)
         header.pop("__metadata__", None)
-        found = {name: _entry(path, entry, 8 + length) for name, entry in header.items()}
+        tensors = {name: _entry(path, entry, 8 + length) for name, entry in header.items()}
     except (CheckpointError, ValueError, KeyError, TypeError, AttributeError):
         raise damaged from None
-    if size != 8 + length + sum(size_bytes(tensor) for tensor in found.values()):
+    if size != 8 + length + sum(size_bytes(tensor) for tensor in tensors.values()):
         raise damaged
-    return found
+    return tensors
 
 
 def _entry(path: Path, entry: Mapping[str, Any], base: int) -> StoredTensor:
@@ -187,23 +187,23 @@ def _entry(path: Path, entry: Mapping[str, Any], base: int) -> StoredTensor:
     return StoredTensor(shape, dtype, (Piece(path, base + start, math.prod(shape)),))
 
 
-def difference(expected: Mapping[str, StoredTensor], found: Mapping[str, StoredTensor], dtype: torch.dtype | None = None) -> str | None:
+def difference(expected: Mapping[str, StoredTensor], tensors: Mapping[str, StoredTensor], dtype: torch.dtype | None = None) -> str | None:
     """How two sets of tensors differ, in a few words; None if they are bitwise equal.
 
     dtype: what `expected` is rounded to before it is compared.
     """
-    for kind, names in (("missing", expected.keys() - found.keys()), ("unexpected", found.keys() - expected.keys())):
+    for kind, names in (("missing", expected.keys() - tensors.keys()), ("unexpected", tensors.keys() - expected.keys())):
         if names:
             return f"{kind}: {first_names(names)}"
     for name, tensor in expected.items():
         target = target_dtype(tensor.dtype, dtype)
-        if (tensor.shape, target) != (found[name].shape, found[name].dtype):
-            return f"{name} is {list(found[name].shape)} of {found[name].dtype}, expected {list(tensor.shape)} of {target}"
-    unequal = [name for name, tensor in expected.items() if tensor.digest(dtype) != found[name].digest()]
+        if (tensor.shape, target) != (tensors[name].shape, tensors[name].dtype):
+            return f"{name} is {list(tensors[name].shape)} of {tensors[name].dtype}, expected {list(tensor.shape)} of {target}"
+    unequal = [name for name, tensor in expected.items() if tensor.digest(dtype) != tensors[name].digest()]
     return f"other numbers in {first_names(unequal)}" if unequal else None
 
 
 def first_names(names: Iterable[str]) -> str:
-    """At most three names and how many more."""
+    """Up to three names and the number of the rest."""
     listed = sorted(names)
     return ", ".join(listed[:3]) + (f" and {len(listed) - 3} more" if len(listed) > 3 else "")

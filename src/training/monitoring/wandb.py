@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class Wandb:
-    """One wandb run per experiment, with the rows of scores.jsonl: a restart continues it by its id, and logs no step twice.
+    """One wandb run per experiment, with the rows of scores.jsonl: a restart resumes it by its id, and logs no step twice.
 
     Offline each start writes a folder <run>/wandb/offline-run-*; `wandb sync --id` makes one run of them.
 
@@ -44,7 +44,7 @@ class Wandb:
         identity = _identity(run)
         self.last_step = -1 if online else _last_step(run.path, identity)
         """Rows up to this step are logged."""
-        # env.json has the parts of the command, code and machine that are no secret; wandb would send the full command and diff.
+        # env.json has the command, code and machine without secrets; wandb would send the full command and diff.
         settings = wandb.Settings(disable_git=True, disable_code=True, disable_job_creation=True, x_disable_meta=True)
         try:
             self.wandb = wandb.init(
@@ -63,7 +63,7 @@ class Wandb:
             raise RunError(f"wandb: {reason} Run `wandb login`, or leave out --wandb_entity_name to log to files.") from None
         if online and self.wandb.resumed:
             self.last_step = self.wandb.step - 1
-        for row in run.dir.scores.rows():  # rows that a killed start did not log to wandb
+        for row in run.dir.scores.rows():  # rows that a killed start did not send to wandb
             self._log(row)
         if options.gradients:
             self.wandb.watch(model, log="gradients", log_freq=run.options.log_every or 100)

@@ -108,14 +108,14 @@ def sbatch(state: dict[str, Any], arguments: list[str]) -> str:
 
 def run(state: dict[str, Any], array_id: str, i: str, args: argparse.Namespace) -> None:
     task = state["arrays"][array_id]["tasks"][i]
-    for parent in (args.dependency or "afterok:").removeprefix("afterok:").split(":"):
+    for parent in re.findall(r"\d+_\d+", args.dependency or ""):
         array, _, number = parent.partition("_")
-        if parent and state["arrays"][array]["tasks"][number]["state"] != "COMPLETED":
+        if state["arrays"][array]["tasks"][number]["state"] != "COMPLETED":
             task.update(state="CANCELLED", reason="DependencyNeverSatisfied")
             return
     names = {"SLURM_ARRAY_JOB_ID": array_id, "SLURM_ARRAY_TASK_ID": i, "SLURM_JOB_ID": f"{array_id}00{i}", "SLURM_NNODES": "1"}
     command = ["bash", args.script, *args.arguments]
-    with open(Path(args.chdir) / args.output, "ab") as log:
+    with open(Path(args.chdir) / args.output.replace("%%", "%"), "ab") as log:
         done = subprocess.run(command, cwd=args.chdir, stdout=log, stderr=log, env={**os.environ, **names}, check=False)
     task.update(state="FAILED" if done.returncode else "COMPLETED", exit=f"{done.returncode}:0", node="n1", seconds=1)
 

@@ -37,7 +37,7 @@ def test_placement_that_does_not_fit():
         layer_indices(16, 6, 3)
     with pytest.raises(ConfigError, match=r"num_layers 2 x stride 9 .* the base has 8. Fits: stride up to 4."):
         layer_indices(8, 2, 9)
-    with pytest.raises(ConfigError, match=r"Both must be smaller: their product may be 4 at most"):
+    with pytest.raises(ConfigError, match=r"Both must be smaller: their product can be 4 at most"):
         layer_indices(4, 5, 6)
     with pytest.raises(ConfigError, match=r"num_layers 0 and stride 1 must be at least 1"):
         layer_indices(4, 0, 1)
@@ -56,7 +56,7 @@ def test_placement_that_does_not_fit():
         ("mamba", {}, "MambaForCausalLM has no list of decoder layers that we know. Known families: bloom, cohere"),
     ],
 )
-def test_what_does_not_fit_is_refused(make, base_of, model_type, settings, message):
+def test_blocks_that_do_not_fit_are_refused(make, base_of, model_type, settings, message):
     base = base_of(model_type)
     with pytest.raises(ConfigError, match=message):
         make(base=base, **settings)
@@ -185,7 +185,7 @@ def test_a_sample_never_reads_the_chunks_of_another(make, batch, model_type):
 
 
 @pytest.mark.parametrize("model_type", ["gpt_bigcode", "llama"])
-def test_how_long_the_chunks_of_others_are_does_not_matter(make, batch, model_type):
+def test_a_result_does_not_depend_on_other_chunk_lengths(make, batch, model_type):
     model = make(model_type)
     batch = {**batch, "context_mask": torch.arange(5) < torch.tensor([[3, 2], [4, 5], [2, 0]])[..., None]}
     with torch.no_grad():
@@ -225,7 +225,7 @@ def test_encoding_in_groups_of_like_length_changes_nothing_but_the_time(make, ba
 
 
 @pytest.mark.parametrize("model_type", ["gpt_bigcode", "llama"])
-def test_padding_may_stand_on_the_left(make, batch, model_type):
+def test_padding_on_the_left_is_accepted(make, batch, model_type):
     """Of the tokens and, within a chunk, of the context."""
     model = make(model_type)
     expected = model(**batch)
@@ -296,7 +296,7 @@ def test_checkpoint_has_the_new_weights_and_gives_the_same_logits(make, batch, t
     assert torch.equal(other(**batch), model(**batch))
 
 
-def test_the_base_may_learn_too_but_not_as_the_encoder(make, base_of, batch):
+def test_train_all_params_trains_the_decoder_and_not_the_encoder(make, base_of, batch):
     base = base_of("gpt_bigcode", embd_pdrop=0.5)
     model = make(base=base, train_all_params=True).train()
     assert base.training
@@ -331,7 +331,7 @@ def test_contexts_in_memory_are_encoded_once_and_depend_on_no_other(make):
     assert len(passes) == 8, "under autocast the states are others"
 
 
-def test_contexts_that_change_are_not_kept_in_memory():
+def test_changing_contexts_are_not_cached():
     model = {"name": "cross_attention", "num_layers": 1, "stride": 1, "cache_contexts": True, "base": PLACEHOLDER}
     with pytest.raises(Problems, match=r"cache_contexts: the base learns \(train_all_params\)"):
         bind(MODELS, {**model, "train_all_params": True})

@@ -48,7 +48,7 @@ def test_cosine_with_both_ends_is_the_schedule_of_nanot5():
     assert list(map(learning_rate(given), range(101))) == pytest.approx(warm_up + fall)
 
 
-def test_linear_may_end_above_zero():
+def test_linear_can_end_above_zero():
     rate = learning_rate(loop(schedule="linear", warmup_rate=0.2, final_rate=0.1))
     assert [rate(0), rate(10), rate(20), rate(60), rate(100)] == pytest.approx([0.0, 0.25, 0.5, 0.275, 0.05])
 
@@ -114,7 +114,7 @@ def test_a_token_counts_where_the_mask_says_so_and_is_read_from_those_before(lab
     torch.testing.assert_close(gradient, by_hand)
 
 
-def test_a_step_is_a_whole_number_of_micro_batches():
+def test_a_step_is_a_multiple_of_the_micro_batch():
     with pytest.raises(ConfigError, match=r"loop: sequences_per_step = 10 is not a multiple of micro_batch = 4"):
         loop(sequences_per_step=10, micro_batch=4)
 
@@ -123,8 +123,8 @@ def test_a_step_is_a_whole_number_of_micro_batches():
     ("given", "message"),
     [
         ({"schedule": "constant", "warmup_rate": 0.1}, "schedule 'constant' has no warm-up"),
-        ({"warmup_start": 0.5}, "warmup_start is where a warm-up begins, and there is none: give warmup_rate, or leave warmup_start out"),
-        ({"warmup_start": 0.5, "warmup_rate": 0.001}, "warmup_start is where a warm-up begins, and there is none"),
+        ({"warmup_start": 0.5}, "warmup_start: there is no warm-up. Set warmup_rate"),
+        ({"warmup_start": 0.5, "warmup_rate": 0.001}, "warmup_start: there is no warm-up"),
         *(
             ({"schedule": name, "final_rate": 0.1}, f"final_rate is where 'linear' and 'cosine' end; schedule '{name}' would ignore it")
             for name in ("constant", "constant_with_warmup", "inverse_sqrt", "polynomial", "cosine_with_restarts")

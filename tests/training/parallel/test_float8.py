@@ -164,7 +164,7 @@ def converted(model: nn.Module) -> list[str]:
 
 
 @needs_torchao
-def test_what_is_frozen_outside_the_layers_or_no_multiple_of_16_stays_as_it_is():
+def test_unsuitable_matrices_stay_unchanged():
     model = Layered((32, 32), (32, 48), (48, 40), (40, 32), (32, 32))
     assert convert_layers(model, "tensorwise", emulate=True) == 2
     assert converted(model) == ["layers.1.0", "layers.4.0"]
@@ -241,7 +241,7 @@ def test_a_training_converts_its_layers_before_they_are_compiled_and_computed_ag
 
 @needs_torchao
 @pytest.mark.parametrize("how", ["full", "selective"])
-def test_layers_may_be_computed_again(how: str):
+def test_layers_can_be_recomputed(how: str):
     model, again = llama(), llama()
     convert_layers(model, "tensorwise", emulate=True)
     convert_layers(again, "tensorwise", emulate=True)
@@ -328,7 +328,7 @@ def test_losses_that_compare_passes_refuse_it(recipe: str):
     exp = next(exp for group in EXP_GROUPS.values() for exp in group if exp["recipe"] == recipe and exp.get("loop"))
     exp = override(exp, {"loop.float8": "rowwise", "loop.precision": "bfloat16"})
     if recipe in ("dpo", "grpo", "ppo"):
-        with pytest.raises(ConfigError, match=r"loop\.float8: this recipe compares training passes with others"):
+        with pytest.raises(ConfigError, match=r"loop\.float8: this recipe compares training passes with passes"):
             load_experiment(exp, "x")
     else:
         assert load_experiment(exp, "x")

@@ -55,7 +55,7 @@ def operations_per_token(run: Path) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parts", PARTS)
-def test_cut_matrices_give_the_numbers_of_whole_ones(modes: Modes, parts: str):
+def test_cut_matrices_give_the_same_numbers(modes: Modes, parts: str):
     found, wanted = trained(modes, parts), modes.trained("replicated", "llama")
     assert_close(found, wanted)
     assert operations_per_token(found) == pytest.approx(operations_per_token(wanted))
@@ -63,7 +63,7 @@ def test_cut_matrices_give_the_numbers_of_whole_ones(modes: Modes, parts: str):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parts", PARTS)
-def test_statistics_are_those_of_whole_matrices(modes: Modes, parts: str):
+def test_statistics_are_those_of_full_matrices(modes: Modes, parts: str):
     """What several processes have is counted once."""
 
     def records(run: Path) -> list[dict[str, Any]]:
@@ -86,7 +86,7 @@ def test_statistics_are_those_of_whole_matrices(modes: Modes, parts: str):
 
 
 @pytest.mark.slow
-def test_a_run_whose_matrices_are_cut_goes_on_with_the_same_bits(modes: Modes):
+def test_a_run_with_cut_matrices_resumes_bit_exactly(modes: Modes):
     whole = trained(modes, "four")
     shutil.copytree(whole, modes.run("llama"))
     modes.drop_last("llama")
@@ -99,7 +99,7 @@ def test_a_run_whose_matrices_are_cut_goes_on_with_the_same_bits(modes: Modes):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "then"), [("four", ("replicated", 1, [])), ("two", ("fsdp", 3, [])), (None, ("fsdp", *PARTS["four"]))])
-def test_any_number_of_processes_continues_what_others_have_cut(modes: Modes, before: str | None, then: tuple[str, int, list[str]]):
+def test_any_number_of_processes_resumes_a_cut_run(modes: Modes, before: str | None, then: tuple[str, int, list[str]]):
     whole = trained(modes, before) if before else modes.trained("fsdp", "llama")
     shutil.copytree(whole, modes.run("llama"))
     modes.drop_last("llama")
@@ -120,7 +120,7 @@ def test_a_frozen_base_is_cut_and_answers_are_the_same(modes: Modes):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", cut_models.LIMITS)
-def test_each_gradient_is_that_of_the_whole_model(tmp_path: Path, precision: str):
+def test_each_gradient_is_that_of_the_full_model(tmp_path: Path, precision: str):
     """Of five families and of a model that reads images, whose decoder is cut."""
     assert warm.torchrun(Path(cut_models.__file__), [precision], 2, tmp_path / "log") == ""
 
@@ -158,8 +158,8 @@ def test_models_that_would_learn_something_else_are_refused(family: str, own: di
         cut_matrices(model, two)
 
 
-@pytest.mark.parametrize(("processes", "wrong"), [(4, ""), (8, "fewer than the 4 processes that read apart. Start at most 4,")])
-def test_more_processes_may_start_than_a_step_has_micro_batches(
+@pytest.mark.parametrize(("processes", "wrong"), [(4, ""), (8, "fewer than the 4 processes with data of their own. Start at most 4,")])
+def test_more_processes_than_micro_batches_can_start(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, processes: int, wrong: str
 ):
     exp = copy.deepcopy(toy.BASE)
@@ -198,6 +198,6 @@ def test_settings_that_cannot_be_are_refused(tmp_path: Path, capsys: pytest.Capt
         ({"float8": "rowwise"}, "loop.float8: --tensor_parallel cuts matrices that multiply in bfloat16."),
     ],
 )
-def test_what_needs_whole_tensors_is_refused(setting: dict[str, str], wrong: str):
+def test_optimizers_that_need_full_tensors_are_refused(setting: dict[str, str], wrong: str):
     with pytest.raises(ConfigError, match=re.escape(wrong)):
         choice.build_accelerator(LOOP.model_copy(update=setting), Options(fsdp=True, tensor_parallel=2))

@@ -1,0 +1,309 @@
+"""The code of a run: its commit and every change to it, as a patch that `git apply` turns into the same tree."""
+
+import contextlib
+import os
+import re
+import shutil
+import stat
+import subprocess
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path, PurePath
+from typing import Any
+
+from src.errors import RunError
+from src.files import MANIFEST, read_json, read_manifest, sample_digest, sha256
+
+MAX_DIFF_BYTES = 1_000_000
+"""Size limit of a file in the patch, and of the patch. A larger file is listed by name, size and hash."""
+MAX_OMITTED = 1000
+"""Maximum number of files in the list."""
+_MAX_HASHED_BYTES = 100_000_000
+"""Larger files are hashed by samples."""
+_GIT_SECONDS = 10.0
+SNAPSHOT = "snapshot.json"
+"""In a code snapshot of a job: the `code_version` of the original."""
+SECRET_FILES = (
+    *(".env", ".env.*", "*.pem", "*.key", "*.p12", "*.pfx", ".netrc", "_netrc", "id_rsa*", "id_ed25519*", "id_ecdsa*", "credentials*"),
+    *(".git-credentials", ".pypirc", ".npmrc", "kaggle.json"),
+)
+"""Names of files that are likely to hold secrets: their content is never recorded."""
+SECRET_WORDS = {"secret", "secrets", "token", "password", "passwords", "passwd", "apikey", "credential", "credentials"}
+"""A file with one of these words in its name is a likely secret (wandb_token.txt, my-secrets.yaml), except modules (token.py)."""
+SECRET_MODULES = {"secret.py", "secrets.py", "credentials.py", "password.py", "passwords.py"}
+_SECRET_FOLDERS = {".ssh", ".aws", ".gnupg", ".kube", ".docker", "secrets", ".secrets", "credentials"}
+_PRIVATE_KEY = b"PRIVATE KEY-----"
+_UNKNOWN = {"commit": None, "branch": None, "dirty": None, "diff": None}
+_OPTIONS = (
+    *("--binary", "--full-index", "--no-color", "--no-ext-diff", "--no-textconv", "--no-renames", "--unified=3", "--ignore-submodules=all"),
+    "--no-relative",
+)
+
+
+def code_version(root: Path, leave_out: Sequence[Path] = ()) -> dict[str, Any]:
+    """The code in the folder `root`; never raises. None: not known.
+
+    - "commit", "branch", and "dirty": whether any file of code differs from the commit.
+    - "diff": the patch from the commit to the tree, with new files that are not ignored and the content of submodules.
+    - "omitted": changed files that are not in the patch: likely secrets, files over `MAX_DIFF_BYTES`, unreadable files.
+    - "submodules": those that are dirty, or at another commit than recorded.
+
+    A snapshot for a job has no git: a file in it describes the original. leave_out: folders that hold no code.
+    """
+    try:
+        original = read_json(root / SNAPSHOT, RunError, None)
+    except RunError:
+        original = None
+    if isinstance(original, dict):
+        facts = {**_UNKNOWN, **{key: original[key] for key in (*_UNKNOWN, "omitted", "submodules") if key in original}}
+        if changes := _changes_of_snapshot(root):
+            facts |= {"dirty": True, "omitted": [*(facts.get("omitted") or []), *changes]}
+        return facts
+    try:
+        return _version(root, leave_out)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return dict(_UNKNOWN)
+
+
+def looks_secret(name: str) -> bool:
+    """Whether a file of this name is likely to hold secrets."""
+    lower = name.lower()
+    if any(fnmatch(lower, pattern) for pattern in SECRET_FILES) and not lower.endswith(".py"):
+        return True
+    if lower.endswith((".py", ".sh")):
+        return lower in SECRET_MODULES
+    return not SECRET_WORDS.isdisjoint(re.split(r"[^a-z0-9]+", lower))
+
+
+def is_python_installation(folder: Path) -> bool:
+    """Whether the folder holds an installation of Python, whatever its name."""
+    return any((folder / sign).exists() for sign in ("pyvenv.cfg", "conda-meta"))
+
+
+@dataclass
+class _Changes:
+    """The changes of a repository and its submodules."""
+
+    patch: list[tuple[str, bytes]] = field(default_factory=list)
+    """Name of a file below the top, and its part of the patch."""
+    omitted: list[dict[str, Any]] = field(default_factory=list)
+    submodules: list[dict[str, Any]] = field(default_factory=list)
+
+
+class _Git:
+    """Git with an index and an object store of its own: the repository is only read."""
+
+    def __init__(self, folder: Path, scratch: Path) -> None:
+        self.scratch = scratch
+        self.environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
+        for name in ("GIT_EXTERNAL_DIFF", "GIT_DIFF_OPTS", "GIT_INDEX_FILE", "GIT_PREFIX"):
+            self.environment.pop(name, None)
+        self.folder = folder
+        self.folder = Path(os.fsdecode(self("rev-parse", "--show-toplevel").removesuffix(b"\n")))
+        index, objects = (
+            self.folder / os.fsdecode(self("rev-parse", "--git-path", name).removesuffix(b"\n")) for name in ("index", "objects")
+        )
+        store = tempfile.mkdtemp(dir=scratch)
+        if index.exists():
+            shutil.copy2(index, f"{store}/index")
+        self.environment |= {
+            "GIT_INDEX_FILE": f"{store}/index",
+            "GIT_OBJECT_DIRECTORY": store,
+            "GIT_ALTERNATE_OBJECT_DIRECTORIES": f'"{objects}"' if ":" in str(objects) else str(objects),
+        }
+
+    def __call__(self, *arguments: str, text: bytes = b"") -> bytes:
+        """The output of a command. Raises subprocess.SubprocessError."""
+        command = ["git", "-C", str(self.folder), "--literal-pathspecs", *arguments]
+        return subprocess.run(command, capture_output=True, timeout=_GIT_SECONDS, check=True, input=text, env=self.environment).stdout
+
+    def try_read(self, *arguments: str) -> str | None:
+        """The first line of the output; None if the command fails."""
+        try:
+            return os.fsdecode(self(*arguments)).partition("\n")[0]
+        except subprocess.CalledProcessError:
+            return None
+
+    def names(self, *arguments: str) -> list[str]:
+        return [os.fsdecode(name) for name in self(*arguments).split(b"\0") if name]
+
+
+def _version(root: Path, leave_out: Sequence[Path]) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as scratch:
+        git = _Git(root, Path(scratch))
+        inside = os.path.relpath(root.resolve(), git.folder.resolve())
+        if not git.names("ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", inside):
+            return dict(_UNKNOWN)  # a folder that git ignores, in a repository of other code
+        commit = git.try_read("rev-parse", "--verify", "HEAD")
+        branch = git.try_read("rev-parse", "--abbrev-ref", "HEAD") if commit else None
+        changes = _Changes()
+        _add_changes(changes, git, commit, inside, "", [path.resolve() for path in leave_out])
+        patch = _fit(changes, git.folder)
+    dirty = bool(patch or changes.omitted or changes.submodules)
+    diff = patch.decode("utf-8", "surrogateescape") or ("" if not dirty else None)
+    facts = {"commit": commit, "branch": branch, "dirty": dirty, "diff": diff}
+    if (more := len(changes.omitted) - MAX_OMITTED) > 0:
+        changes.omitted[MAX_OMITTED:] = [{"name": f"and {more} more"}]
+    return facts | {key: entries for key in ("omitted", "submodules") if (entries := getattr(changes, key))}
+
+
+def _add_changes(changes: _Changes, git: _Git, base: str | None, inside: str, prefix: str, leave_out: Sequence[Path]) -> None:
+    """Add the changes from the commit `base` to the files below `inside`. prefix: of the repository below the top, with a final slash."""
+    tree = base or git.try_read("hash-object", "-t", "tree", "-w", "/dev/null") or ""
+    _clear_flags(git)
+    recorded = _entries(git, "ls-tree", "-r", "-z", "--full-tree", tree)
+    listed = _entries(git, "ls-files", "-s", "-z")
+    names = dict.fromkeys(git.names("diff", "--name-only", "-z", "--no-renames", "--ignore-submodules=all", tree, "--", inside))
+    names |= dict.fromkeys(
+        git.names("diff", "--cached", "--name-only", "-z", "--no-renames", "--ignore-submodules=all", tree, "--", inside)
+    )
+    others = git.names("ls-files", "-z", "--others", "--exclude-standard", "--full-name", "--", inside)
+    new = [name for name in others if not _is_left_out(git.folder, name, leave_out)]
+    links = {name for entries in (recorded, listed) for name, (mode, _) in entries.items() if mode == "160000"}
+    links = {name for name in links if inside == "." or PurePath(name).is_relative_to(inside)}
+    repositories = [*sorted(links), *(name.rstrip("/") for name in new if name.endswith("/"))]
+    names |= dict.fromkeys(name for name in new if not name.endswith("/") and not looks_secret(PurePath(name).name))
+    chosen = []
+    for name in sorted(names.keys() - links):  # a folder that was a file comes before its files
+        if reason := _reason_to_omit(git.folder / name, name):
+            changes.omitted.append(_describe(git.folder / name, prefix + name, reason))
+        else:
+            chosen.append(name)
+    omitted = names.keys() - set(chosen)
+    restored = b"".join(_index_line(name, *recorded.get(name, ("0", "0" * 40))) for name in omitted if name in recorded or name in listed)
+    git("update-index", "-z", "--index-info", text=restored)
+    git("update-index", "--add", "--remove", "--replace", "-z", "--stdin", text=b"".join(os.fsencode(name) + b"\0" for name in chosen))
+    for part in _parts(git, tree, inside, prefix):
+        changes.patch.append(part)
+    for name in repositories:
+        _add_submodule(changes, git, name, recorded.get(name), prefix, leave_out)
+
+
+def _parts(git: _Git, tree: str, inside: str, prefix: str) -> Iterable[tuple[str, bytes]]:
+    """Name and patch of each changed file in the index."""
+    status = git("diff", "--cached", "--name-status", "-z", "--no-renames", "--ignore-submodules=all", tree, "--", inside).split(b"\0")
+    prefixes = (f"--src-prefix=a/{prefix}", f"--dst-prefix=b/{prefix}")
+    patch = git("diff", "--cached", *_OPTIONS, *prefixes, tree, "--", inside)
+    sections = re.split(rb"(?m)^(?=diff --git )", patch)[1:]
+    start = 0
+    for kind, name in zip(status[:-1:2], status[1::2], strict=True):
+        count = 2 if kind == b"T" else 1  # a change of type is a deletion and an addition
+        yield prefix + os.fsdecode(name), b"".join(sections[start : start + count])
+        start += count
+
+
+def _add_submodule(
+    changes: _Changes, git: _Git, name: str, recorded: tuple[str, str] | None, prefix: str, leave_out: Sequence[Path]
+) -> None:
+    """Add the changes in a submodule, or in a repository that is not committed, from the commit that the outer one recorded."""
+    folder = git.folder / name
+    base = recorded[1] if recorded and recorded[0] == "160000" else None
+    if not (folder / ".git").exists():
+        if base and not folder.is_dir():
+            changes.submodules.append({"path": prefix + name, "commit": None, "recorded": base, "dirty": True})
+        return  # not initialised
+    inner = _Git(folder, git.scratch)
+    commit = inner.try_read("rev-parse", "--verify", "HEAD")
+    has_base = base and inner.try_read("cat-file", "-e", f"{base}^{{commit}}") is not None
+    before = len(changes.patch), len(changes.omitted), len(changes.submodules)
+    _add_changes(changes, inner, base if has_base else commit if base else None, ".", f"{prefix}{name}/", leave_out)
+    dirty = before != (len(changes.patch), len(changes.omitted), len(changes.submodules))
+    if dirty or commit != base:
+        changes.submodules.append({"path": prefix + name, "commit": commit, "recorded": base, "dirty": dirty})
+
+
+def _clear_flags(git: _Git) -> None:
+    """Clear assume-unchanged and skip-worktree, which hide changes."""
+    lines = [line for line in git("ls-files", "-v", "-z").split(b"\0") if line]
+    for flags, option in ((b"abcdefghijklmnopqrstuvwxyz", "--no-assume-unchanged"), (b"Ss", "--no-skip-worktree")):
+        hidden = [line[2:] for line in lines if line[:1] in flags and os.path.lexists(git.folder / os.fsdecode(line[2:]))]
+        if hidden:
+            git("update-index", option, "-z", "--stdin", text=b"".join(name + b"\0" for name in hidden))
+
+
+def _entries(git: _Git, *arguments: str) -> dict[str, tuple[str, str]]:
+    """Mode and hash by name."""
+    entries = {}
+    for line in git(*arguments).split(b"\0"):
+        facts, tab, name = line.partition(b"\t")
+        if tab:
+            words = facts.decode().split()
+            entries[os.fsdecode(name)] = words[0], words[2] if arguments[0] == "ls-tree" else words[1]
+    return entries
+
+
+def _index_line(name: str, mode: str, digest: str) -> bytes:
+    return f"{mode} {digest}\t".encode() + os.fsencode(name) + b"\0"
+
+
+def _is_left_out(top: Path, name: str, leave_out: Sequence[Path]) -> bool:
+    """Whether a file is below a folder that holds no code, such as an installation of Python."""
+    path = top / name
+    if leave_out and any(path.parent.resolve().is_relative_to(folder) for folder in leave_out):
+        return True
+    return any(is_python_installation(top / folder) for folder in PurePath(name).parents if folder != PurePath())
+
+
+def _reason_to_omit(path: Path, name: str) -> str:
+    """Why a changed file is not in the patch; "" if it is."""
+    parents = {part.lower() for part in PurePath(name).parts[:-1]}
+    if looks_secret(PurePath(name).name) or (parents & _SECRET_FOLDERS and path.suffix not in (".py", ".sh")):
+        return "its name is that of a secret"
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        facts = path.lstat()
+        if not stat.S_ISREG(facts.st_mode):
+            return ""
+        if facts.st_size > MAX_DIFF_BYTES:
+            return f"more than {MAX_DIFF_BYTES} bytes"
+        if not os.access(path, os.R_OK):
+            return "unreadable"
+        if path.suffix != ".py" and _PRIVATE_KEY in path.read_bytes():
+            return "it holds a private key"
+    return ""
+
+
+def _describe(path: Path, name: str, reason: str) -> dict[str, Any]:
+    """Name, size and hash of a file that is not in the patch; no hash of a secret."""
+    facts: dict[str, Any] = {"name": name, "reason": reason}
+    with contextlib.suppress(OSError):
+        facts["bytes"] = path.stat().st_size
+        if reason.startswith("more than"):
+            large = facts["bytes"] > _MAX_HASHED_BYTES
+            facts["sample_sha256" if large else "sha256"] = sample_digest(path) if large else sha256(path)
+    return facts
+
+
+def _fit(changes: _Changes, top: Path) -> bytes:
+    """The patch. Drops the largest parts if it exceeds `MAX_DIFF_BYTES`, and lists their files, so that the rest can be applied."""
+    total, dropped = 0, set()
+    for name, part in sorted(changes.patch, key=lambda each: len(each[1])):
+        total += len(part)
+        if total > MAX_DIFF_BYTES:
+            dropped.add(name)
+            changes.omitted.append(_describe(top / name, name, f"more than {MAX_DIFF_BYTES} bytes of changes"))
+    changes.omitted.sort(key=lambda facts: facts["name"])
+    return b"".join(part for name, part in changes.patch if name not in dropped)
+
+
+def _changes_of_snapshot(root: Path) -> list[dict[str, Any]]:
+    """Files of a snapshot that were changed or removed after it was made, and added modules."""
+    try:
+        files: Mapping[str, Any] = read_manifest(root, RunError)["files"]
+    except RunError:
+        return []
+    changed = []
+    for name, facts in files.items():
+        path = root / name
+        try:
+            same = path.stat().st_size == facts["bytes"] and sha256(path) == facts["sha256"]
+        except OSError:
+            same = False
+        if not same:
+            changed.append(_describe(path, name, "changed in the snapshot"))
+    for path in root.rglob("*.py"):
+        name = path.relative_to(root).as_posix()
+        if name not in files and name != MANIFEST:
+            changed.append(_describe(path, name, "added to the snapshot"))
+    return changed

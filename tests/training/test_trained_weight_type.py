@@ -1,0 +1,84 @@
+"""Trained weights in 16 bits are refused: they lose small updates."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from exp_configs import EXP_GROUPS
+from src.config import Places
+from src.errors import ConfigError
+from src.interfaces import load_experiment
+from src.runs import plan
+from src.training.config import check_trained_type
+from tests import toy
+from tests.models.test_unfilled import save
+
+ADAPTERS = {"name": "lora", "rank": 2, "alpha": 2.0, "target_modules": ["q_proj"]}
+BLOCKS = {"name": "cross_attention", "num_layers": 1, "stride": 1}
+
+
+def check(model: dict[str, Any], folder: Path, recipe: dict[str, Any] = toy.BASE) -> None:
+    experiment: Any = load_experiment({**copy.deepcopy(recipe), "model": model}, "x")
+    check_trained_type(experiment.model, Places(folder, folder / "runs"))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_only_trained_weights_must_be_float32(tmp_path: Path, dtype: str):
+    base = {"name": "hf", "path": "m", "dtype": dtype}
+    with pytest.raises(ConfigError, match=f"^model.dtype: '{dtype}'"):
+        check(base, tmp_path)
+    with pytest.raises(ConfigError, match=dtype):
+        check({"name": "regularized", "residual_dropout": 0.1, "base": base}, tmp_path)
+    with pytest.raises(ConfigError, match=dtype):
+        check({**BLOCKS, "train_all_params": True, "base": base}, tmp_path, toy.CROSSATTN)
+    check({"name": "hf", "path": "m"}, tmp_path)
+    check({**ADAPTERS, "base": base}, tmp_path)
+    check({**BLOCKS, "base": base}, tmp_path, toy.CROSSATTN)
+    check({**ADAPTERS, "base": {**BLOCKS, "base": base}}, tmp_path, toy.CROSSATTN)
+
+
+def test_no_experiment_of_the_project_is_refused(tmp_path: Path):
+    known = plan.load_all(EXP_GROUPS)
+    places = Places(tmp_path, tmp_path / "runs", experiments={item.exp_id: item.exp for item in known.values()})
+    trained = [item for item in known.values() if getattr(item.recipe, "loop", None)]
+    assert len(trained) > 50
+    for item in trained:
+        check_trained_type(item.recipe.model, places)  # type: ignore[attr-defined]  every recipe with a loop has a model
+
+
+def test_dry_run_and_training_refuse_bfloat16_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    toy.write_data(tmp_path / "data")
+    from transformers import AutoTokenizer
+
+    save(tmp_path / "data" / "m", "llama", vocab_size=len(AutoTokenizer.from_pretrained(tmp_path / "data" / "toy_tokenizer")))
+    AutoTokenizer.from_pretrained(tmp_path / "data" / "toy_tokenizer").save_pretrained(tmp_path / "data" / "m")
+    model = {"name": "hf", "path": "m", "dtype": "bfloat16"}
+    groups = {"short": [{**toy.BASE, "model": model}], "adapters": [{**toy.BASE, "model": {**ADAPTERS, "base": model}}]}
+    assert toy.main(["-e", "short", "--dry-run"], groups, tmp_path) == 1
+    assert "model.dtype: 'bfloat16'" in capsys.readouterr().err
+    assert toy.main(["-e", "adapters", "--dry-run"], groups, tmp_path) == 0
+    assert toy.main(["-e", "adapters", "--steps", "2"], groups, tmp_path) == 0
+    capsys.readouterr()
+    monkeypatch.setattr("src.recipes.shared.finetuning.check_trained_type", lambda *_: None)  # the loop checks the weights themselves
+    assert toy.main(["-e", "short", "--steps", "2"], groups, tmp_path) == 1
+    assert "model.dtype: 'bfloat16'" in capsys.readouterr().err
+
+
+def test_bfloat16_weights_lose_small_updates():
+    """The reason: the same steps of AdamW change every float32 weight, and few bfloat16 weights."""
+    changed = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(64, 64).to(dtype)
+        before = layer.weight.detach().clone()
+        optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-5, weight_decay=0.0)
+        for _ in range(20):
+            optimizer.zero_grad()
+            layer(torch.ones(1, 64, dtype=dtype)).sum().backward()
+            optimizer.step()
+        changed[dtype] = (layer.weight != before).double().mean().item()
+    assert changed[torch.float32] == 1.0
+    assert changed[torch.bfloat16] < 0.2
