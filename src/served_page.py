@@ -17,13 +17,18 @@ _ASKS = "This page needs the token of the address that its command has printed: 
 
 
 def add_address(parser: argparse.ArgumentParser, port: int, readers: str) -> None:
-    """The options of a command that serves a page: where it is, and who may read it. readers: what those can do who know the token."""
+    """Add the options of a command that serves pages: --port and those of `add_access`."""
     parser.add_argument("--port", type=int, default=port, help=f"0 takes a free one (default: {port})")
+    add_access(parser, readers)
+
+
+def add_access(parser: argparse.ArgumentParser, readers: str) -> None:
+    """Add --address, --origin and --token. readers: a clause that says what a person with the token can do."""
     parser.add_argument("--address", default="127.0.0.1", help=f"where to listen; {readers} (default: 127.0.0.1)")
     parser.add_argument(
-        "--origin", action="append", metavar="HOST:PORT", help="another address that browsers open it by, such as that of a tunnel"
+        "--origin", action="append", metavar="HOST:PORT", help="another address of this server, such as that of a tunnel; repeatable"
     )
-    parser.add_argument("--token", help="what the address must have, as in ?token=...; empty for nothing (default: a new one, printed)")
+    parser.add_argument("--token", help="token that requests need, as in ?token=...; empty: none (default: a new one, printed)")
 
 
 def serve_page(

@@ -9,7 +9,7 @@ import re
 import sys
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from typing import Any, NoReturn, Protocol, TypeGuard
@@ -22,7 +22,7 @@ FINGERPRINT = "fingerprint"
 """The parameter of a model's config that says which weights it has."""
 CONNECT_SECONDS = 5.0
 _TRANSIENT = {408, 425, 429}
-_ADDRESS = re.compile(r"(?:(grpc|http)://)?(\[[0-9a-fA-F:.]+\]|[^\s/:,\[\]]+):(\d{1,5})/([A-Za-z0-9][\w.-]*)/?")
+_ADDRESS = re.compile(r"(?:(grpc|http)://)?(\[[0-9a-fA-F:.]+\]|[^\s/:,\[\]]+):(\d{1,5})/([A-Za-z0-9][\w.-]*)/?(?:\?token=([^\s,&]+))?")
 
 
 class Away(Exception):
@@ -42,6 +42,8 @@ class Address:
     host: str
     port: int
     model: str
+    token: str = field(default="", repr=False)
+    """Sent as `Authorization: Bearer`, over HTTP only."""
 
     def __str__(self) -> str:
         return f"{self.protocol}://{self.host}:{self.port}/{self.model}"
@@ -84,11 +86,12 @@ def parse_addresses(text: str) -> list[Address]:
     found = []
     for part in text.split(","):
         match = _ADDRESS.fullmatch(part.strip())
-        if match is None or not 0 < int(match[3]) < 65536:
-            raise ConfigError(f"{part.strip()!r}: expected HOST:PORT/MODEL (gRPC) or http://HOST:PORT/MODEL; several with commas between.")
-        found.append(Address(match[1] or "grpc", match[2], int(match[3]), match[4]))
-    if len(set(found)) < len(found):
-        raise ConfigError(f"{text!r}: names an instance twice. Name each once.")
+        if match is None or not 0 < int(match[3]) < 65536 or (match[5] and match[1] != "http"):
+            expected = "HOST:PORT/MODEL (gRPC), http://HOST:PORT/MODEL or http://HOST:PORT/MODEL?token=TOKEN, separated by commas"
+            raise ConfigError(f"{part.partition('?')[0].strip()!r}: expected {expected}.")
+        found.append(Address(match[1] or "grpc", match[2], int(match[3]), match[4], match[5] or ""))
+    if len({str(address) for address in found}) < len(found):
+        raise ConfigError(f"{', '.join(map(str, found))}: duplicate address. Name each instance once.")
     return found
 
 
@@ -110,6 +113,7 @@ class HttpConnection:
         self._address, self._errors = address, urllib3.exceptions
         timeout = urllib3.Timeout(connect=CONNECT_SECONDS, read=CONNECT_SECONDS)
         self._pool = urllib3.HTTPConnectionPool(address.host.strip("[]"), address.port, timeout=timeout, retries=False, maxsize=4)
+        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {address.token}"} if address.token else {})
 
     def infer(self, rows: Sequence[Sequence[int]], masks: Sequence[Sequence[int]], output: str, seconds: float) -> Tensor:
         shape = [len(rows), len(rows[0])]
@@ -153,7 +157,7 @@ class HttpConnection:
                 method,
                 path,
                 body=body,
-                headers={"Content-Type": "application/json"} if body else None,
+                headers=self._headers,
                 timeout=urllib3.Timeout(connect=min(CONNECT_SECONDS, seconds), read=seconds),
                 redirect=False,
             )
@@ -177,6 +181,8 @@ class HttpConnection:
             refuse_nonsense(self._address, f"the status {answer.status}", found)
         if answer.status == 404 or "unknown model" in told or "not ready" in told or "no available versions" in told:
             raise NotLoaded(told)
+        if answer.status in (401, 403):
+            raise ConfigError(f"{self._address}: refuses access: {_beginning(told)}")
         raise RunError(f"{self._address}: refuses the batch: {_beginning(told)}")
 
 

@@ -12,35 +12,34 @@ that were read last.
 import argparse
 import json
 import logging
-import queue
 import sys
-import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import Future
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from pydantic import BaseModel, ConfigDict
 
 from src.command_line import make_parser, parse_arguments, run_command
 from src.config import Places
 from src.data.qa import cross_attention as qa
-from src.errors import ConfigError, DataError, UserError
+from src.errors import ConfigError, DataError
 from src.files import reading
 from src.interfaces import load_experiment
 from src.models.load import add_options, checkpoint_folder, load, move
 from src.runs.metadata import expand_run, read_exp_dict
+from src.served_page import add_access
 
 log = logging.getLogger(__name__)
 
-TOGETHER = 32
-"""Most requests that are answered at once."""
-KEPT_CONTEXTS = 16
-LONGEST_REQUEST = 1 << 24
+MAX_BATCH = 32
+"""Requests that are answered at once."""
+CACHED_CONTEXTS = 16
+MAX_BYTES = 1 << 24
 
 
-class Asked(NamedTuple):
-    """A question on a context."""
+class Query(NamedTuple):
+    """A question about a context."""
 
     context: str
     question: str
@@ -59,7 +58,7 @@ class Answerer:
         """Move the model, as `models.load.move` does."""
         move(self._model, device)
 
-    def answer(self, asked: Sequence[Asked]) -> list[str]:
+    def answer(self, asked: Sequence[Query]) -> list[str]:
         """Greedy answers, in order. Questions on one context are generated together.
 
         Raises:
@@ -95,7 +94,7 @@ class Answerer:
         """The encoded context of a batch whose rows share it."""
         if key not in self._encoded:
             self._encoded[key] = self._model.make_context(batch["context_ids"][:1], batch["context_mask"][:1])
-            while len(self._encoded) > KEPT_CONTEXTS:
+            while len(self._encoded) > CACHED_CONTEXTS:
                 self._encoded.popitem(last=False)
         self._encoded.move_to_end(key)
         return self._encoded[key]
@@ -119,79 +118,28 @@ def load_answerer(source: Path, places: Places, max_new_tokens: int | None = Non
     return Answerer(model, tokenizer, data, max_new_tokens or (asked.max_new_tokens if asked else 32))
 
 
-class Server(ThreadingHTTPServer):
-    """Reads requests in threads, and answers them in one, many at once."""
+class AskRequest(BaseModel):
+    """The body of a request."""
 
-    daemon_threads = True
-
-    def __init__(self, answerer: Answerer, host: str, port: int) -> None:
-        super().__init__((host, port), _Handler)
-        self._answerer = answerer
-        self._waiting: queue.Queue[tuple[Asked, Future[str]]] = queue.Queue()
-        threading.Thread(target=self._answer_all, name="answers", daemon=True).start()
-
-    def ask(self, asked: Asked) -> str:
-        """The answer to one request, when its turn has come. Raises what `Answerer.answer` raises."""
-        future: Future[str] = Future()
-        self._waiting.put((asked, future))
-        return future.result()
-
-    def _answer_all(self) -> None:
-        while True:
-            taken = [self._waiting.get()]
-            while len(taken) < TOGETHER and not self._waiting.empty():
-                taken.append(self._waiting.get())
-            self._answer_together(taken)
-
-    def _answer_together(self, taken: list[tuple[Asked, "Future[str]"]]) -> None:
-        try:
-            texts = self._answerer.answer([asked for asked, _ in taken])
-        except Exception as error:  # noqa: BLE001  told to who has asked; the others are answered alone
-            if len(taken) == 1:
-                taken[0][1].set_exception(error)
-            else:
-                for one in taken:
-                    self._answer_together([one])
-            return
-        for (_, future), text in zip(taken, texts, strict=True):
-            future.set_result(text)
+    model_config = ConfigDict(extra="forbid")
+    context: str
+    question: str
 
 
-class _Handler(BaseHTTPRequestHandler):
-    """One request: a JSON object with "context" and "question"."""
+def make_server(answerer: Answerer, options: argparse.Namespace) -> Any:
+    """The server of --serve. options: of `src.served_page.add_address`.
 
-    server: Server  # pyright: ignore[reportIncompatibleVariableOverride]
+    Raises:
+        ConfigError: the address or the port is not free.
+    """
+    from src.serving.http import Batcher, Endpoint, Server
 
-    def do_POST(self) -> None:
-        try:
-            self._reply(200, {"answer": self.server.ask(self._read())})
-        except UserError as error:
-            self._reply(400, {"error": str(error)})
-        except Exception as error:  # noqa: BLE001  the server goes on
-            self._reply(500, {"error": f"{type(error).__name__}: {error}"})
+    batcher = Batcher[Query, str](answerer.answer, MAX_BATCH)
 
-    def _read(self) -> Asked:
-        length = self.headers.get("Content-Length", "")
-        if not length.isdigit() or int(length) > LONGEST_REQUEST:
-            raise DataError(f"Content-Length: expected a number of bytes up to {LONGEST_REQUEST}, got {length!r}.")
-        try:
-            given = json.loads(self.rfile.read(int(length)))
-        except ValueError as error:
-            raise DataError(f"not valid JSON: {error}.") from None
-        if not isinstance(given, dict) or set(given) != set(Asked._fields) or not all(isinstance(text, str) for text in given.values()):
-            raise DataError('expected {"context": "...", "question": "..."}, both text.')
-        return Asked(**given)
+    async def answer(request: AskRequest) -> dict[str, str]:
+        return {"answer": await batcher.submit(Query(request.context, request.question))}
 
-    def _reply(self, status: int, content: dict[str, str]) -> None:
-        body = json.dumps(content, ensure_ascii=False).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  the base class's name
-        """Nothing: a line for each request would be too many."""
+    return Server([Endpoint("POST", "/", answer, AskRequest)], MAX_BYTES, options)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -202,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("questions", nargs="*", help="answered one a line")
     add("--context", type=Path, metavar="FILE", help="what they are asked on, as UTF-8 text")
     add("--serve", type=int, metavar="PORT", help="answer requests instead; 0 for any free port")
-    add("--host", default="127.0.0.1", help="of --serve (default: %(default)s)")
+    add_access(parser, "anyone with the token can ask")
     add("--max_new_tokens", type=int, help="of an answer (default: the experiment's)")
     add_options(parser)
     args = parse_arguments(parser, argv)
@@ -216,16 +164,13 @@ def _act(args: argparse.Namespace) -> int:
     answerer.to(args.device)
     if args.context:
         context = _read_text(args.context)
-        for text in answerer.answer([Asked(context, question) for question in args.questions]):
+        for text in answerer.answer([Query(context, question) for question in args.questions]):
             sys.stdout.write(f"{text}\n")
         return 0
-    try:
-        server = Server(answerer, args.host, args.serve)
-    except (OSError, OverflowError) as error:
-        raise ConfigError(f"--serve {args.serve}, --host {args.host}: cannot be listened at ({error}).") from None
-    with server:
-        log.info("Answers at http://%s:%d. Ctrl-C ends it.", args.host, server.server_port)
-        server.serve_forever()
+    args.port = args.serve
+    server = make_server(answerer, args)
+    log.info("Answering. Press Ctrl-C to stop.")
+    server.run()
     return 0
 
 

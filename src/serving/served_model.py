@@ -55,6 +55,9 @@ class ServedModel:
             raise ConfigError(f"a token id is {low if low < 0 else high}; the model knows 0 to {self.vocabulary - 1}.")
         if self.longest is not None and input_ids.shape[1] > self.longest:
             raise ConfigError(f"a sequence has {input_ids.shape[1]} tokens; the model reads {self.longest}.")
+        mask = attention_mask.long()
+        if not (mask[:, 0] == 1).all() or not ((mask == 0) | (mask == 1)).all() or not (mask.diff(dim=1) <= 0).all():
+            raise ConfigError("attention_mask: expected ones up to the end of each sequence, at least one, and then zeros.")
         with torch.inference_mode():
             found = self.module(input_ids.to(self.device), attention_mask.to(self.device))
         return found.float().cpu()

@@ -308,8 +308,20 @@ def test_an_address_is_host_port_and_model(text: str):
 def test_addresses_are_read():
     found = kserve.parse_addresses("host:8001/a-b, http://[::1]:80/c.d/")
     assert [str(address) for address in found] == ["grpc://host:8001/a-b", "http://[::1]:80/c.d"]
-    with pytest.raises(ConfigError, match="names an instance twice"):
-        kserve.parse_addresses("host:8001/m,grpc://host:8001/m")
+    for twice in ("host:8001/m,grpc://host:8001/m", "http://host:80/m?token=secret,http://host:80/m"):
+        with pytest.raises(ConfigError, match="duplicate") as error:
+            kserve.parse_addresses(twice)
+        assert "secret" not in str(error.value)
+
+
+def test_address_can_have_a_token_which_is_never_shown():
+    (address,) = kserve.parse_addresses("http://host:80/m?token=se-cr_et")
+    assert address.token == "se-cr_et"
+    assert "se-cr" not in f"{address} {address!r}"
+    for text in ("host:80/m?token=secret", "grpc://host:80/m?token=secret", "http://host:80/m?token=", "http://host:80?token=secret"):
+        with pytest.raises(ConfigError) as error:
+            kserve.parse_addresses(text)
+        assert "secret" not in str(error.value)
 
 
 def test_without_the_package_grpc_is_refused(monkeypatch: pytest.MonkeyPatch):
