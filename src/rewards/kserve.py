@@ -317,8 +317,8 @@ def _messages() -> dict[str, Any]:
     file: Any = descriptor_pb2.FileDescriptorProto(name=f"{package}.proto", package=package, syntax="proto3")
     for name, fields in layout.items():
         message = file.message_type.add(name=name)
-        for field in fields.split():
-            _add_field(message, package, *field.split(":"))
+        for entry in fields.split():
+            _add_field(message, package, *entry.split(":"))
     pool: Any = descriptor_pool.DescriptorPool()
     pool.Add(file)
     return {name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{package}.{name}")) for name in layout}

@@ -28,7 +28,7 @@ from pydantic import model_validator
 
 from src.config import Places
 from src.errors import DataError
-from src.rewards import isolated, sandbox
+from src.rewards import isolated, isolated_values, sandbox
 from src.rewards.interface import RewardConfig, RewardSetting, Rollout, Scorer, final_answer, row_entry
 
 _FENCE = re.compile(r"^```(?:python|py)[^\S\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE | re.IGNORECASE)
@@ -96,7 +96,7 @@ class _Value:
         if result.ended != "exit" or len(output) < 4 or int.from_bytes(output[:4], "big") != len(output) - 4:
             return 0.0
         try:
-            value, printed = isolated.read_value(json.loads(output[4:])["value"], _find_nothing)
+            value, printed = isolated_values.read_value(json.loads(output[4:])["value"], _find_nothing)
         except Exception:  # noqa: BLE001  the program may have written these bytes: no matter what is in them, the training goes on
             return 0.0
         if value is None and isinstance(printed, str):
@@ -105,8 +105,8 @@ class _Value:
         return float(agrees(value, self.answer))
 
 
-def _find_nothing(number: int) -> NoReturn:
-    raise ValueError(f"object {number}: no plain data")
+def _find_nothing(kind: str, _: Any) -> NoReturn:
+    raise ValueError(f"{kind}: no plain data")
 
 
 def agrees(found: Any, expected: Any) -> bool:

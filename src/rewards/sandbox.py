@@ -34,9 +34,16 @@ from pydantic import Field
 
 from src.config import Config
 from src.errors import ConfigError
-from src.rewards import isolated
+from src.rewards import isolated, isolated_peer, isolated_remote, isolated_values
 
-_BEGIN = "import marshal, os, sys; code = int(sys.argv.pop(1)); exec(marshal.loads(os.read(code, 1 << 20))); os.close(code); main()"
+_BEGIN = """import marshal, os, sys
+from types import ModuleType
+descriptor = int(sys.argv.pop(1))
+for name, code in marshal.loads(os.read(descriptor, 1 << 20)):
+    module = sys.modules[name] = ModuleType(name)
+    exec(code, module.__dict__)
+os.close(descriptor)
+module.main()"""
 _START_SECONDS = 60.0
 """For bubblewrap and Python, on a busy machine; a program's own time begins behind it."""
 _STARTS = 3
@@ -263,8 +270,9 @@ def _view(tmp_mb: int) -> Iterator[str]:
 
 @cache
 def _code() -> bytes:
-    """src/rewards/isolated.py, compiled by the same Python that runs it."""
-    return marshal.dumps(compile(Path(isolated.__file__).read_text(encoding="utf-8"), "isolated", "exec"))
+    """src/rewards/isolated*.py, compiled by the Python that runs them, each after those that it imports."""
+    modules = (isolated_values, isolated_remote, isolated_peer, isolated)
+    return marshal.dumps([(each.__name__, compile(Path(str(each.__file__)).read_bytes(), each.__name__, "exec")) for each in modules])
 
 
 @cache

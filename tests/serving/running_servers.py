@@ -32,7 +32,7 @@ def running(server: Any) -> Iterator[str]:
         thread.join()
 
 
-def request(url: str, method: str = "POST", body: bytes | None = None, **headers: str) -> tuple[int, Any]:
+def request(url: str, method: str = "POST", body: bytes | None = None, headers: dict[str, str] | None = None) -> tuple[int, Any]:
     """Status and JSON of a response."""
     response = urllib3.request(method, url, body=body, headers=headers, retries=False)
     assert response.headers["content-type"] == "application/json"

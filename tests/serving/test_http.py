@@ -204,11 +204,11 @@ def test_token_is_required(path: str):
     with running(Server(ENDPOINTS, MAX_BYTES, options("--token", "secret"))) as root:
         right = 200 if path == "/named/x" else 404
         assert request(f"{root}{path}?token=secret", "GET")[0] == right
-        assert request(f"{root}{path}", "GET", Authorization="Bearer secret")[0] == right
+        assert request(f"{root}{path}", "GET", headers={"Authorization": "Bearer secret"})[0] == right
         assert request(f"{root}{path}", "GET")[0] == 403
         assert request(f"{root}{path}?token=Secret", "GET")[0] == 403
         assert request(f"{root}{path}?token=%C3%A9", "GET")[0] == 403
-        assert request(f"{root}{path}", "GET", Authorization="Basic secret")[0] == 403
+        assert request(f"{root}{path}", "GET", headers={"Authorization": "Basic secret"})[0] == 403
         assert request(f"{root}{path}", "POST", b" " * (5 << 20))[0] == 403
 
 
@@ -243,7 +243,7 @@ def test_token_is_new_by_default():
 )
 def test_host_and_origin_are_checked(headers: dict[str, str], status: int):
     with running(Server(ENDPOINTS, MAX_BYTES, options("--origin", "tunnel.example:80"))) as root:
-        assert request(f"{root}/named/x", "GET", **headers)[0] == status
+        assert request(f"{root}/named/x", "GET", headers=headers)[0] == status
 
 
 def test_client_that_leaves_does_not_stop_the_server(root: str):

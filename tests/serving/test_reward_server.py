@@ -209,7 +209,7 @@ def test_scores_that_are_not_finite_are_refused(places: Places):
     with torch.no_grad():
         for weights in model.module.parameters():
             weights.fill_(float("nan"))
-    with running(reward_server.make_server(model, run.name, options())) as root, pytest.raises(RunError, match="rewards: .*finite"):
+    with running(reward_server.make_server(model, run.name, options())) as root, pytest.raises(RunError, match=r"rewards: .*finite"):
         RemoteModel(f"{root}/{run.name}", model.fingerprint, never).rewards(IDS)
 
 
