@@ -23,12 +23,12 @@ import panel as pn
 from src.command_line import make_parser, parse_arguments, run_command
 from src.config import Places
 from src.errors import ConfigError, UserError
-from src.models.load import checkpoint_folder, move
-from src.runs.metadata import expand_run
+from src.models.load import move
 from src.served_page import add_address, serve_page
-from src.serving.chat import add_options, generation_options, load_writer
+from src.serving.chat import add_options, generation_options
 from src.serving.conversation import Talk
 from src.serving.preferences import Conversation, Side, check_output
+from src.serving.pretrained import SOURCE, load_writer, source_name
 
 PORT = 5007
 MOST_RUNS = 2
@@ -162,23 +162,23 @@ def load_sides(sources: Sequence[Path], places: Places, device: str | None) -> l
     """
     if len(sources) > MOST_RUNS:
         raise ConfigError(f"expected one run or two, got {len(sources)}.")
-    loaded, sides = dict[Path, Side](), list[Side]()
+    loaded, sides = dict[str, Side](), list[Side]()
     for source in sources:
-        folder = checkpoint_folder(expand_run(source, places.runs))
-        if folder not in loaded:
+        name = source_name(source, places)
+        if name not in loaded:
             talk, model = load_writer(source, places)
             if not isinstance(talk, Talk):
-                raise ConfigError(f"{source}: not trained on conversations. python -m src.serving.chat goes on with what it is given.")
+                raise ConfigError(f"{source}: its model has no chat template. python -m src.serving.chat continues texts with it.")
             move(model, device)
-            loaded[folder] = Side(f"{folder.parents[1].name[:8]} {folder.name}", talk)
-        sides.append(loaded[folder])
+            loaded[name] = Side(name, talk)
+        sides.append(loaded[name])
     return sides
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = make_parser("src.serving.page", __doc__)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a save directory, the beginning of its id, or a checkpoint")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="MODEL", help=SOURCE)
     parser.add_argument(
         "--output", type=Path, metavar="FILE", help="what is preferred is appended to it (default: preferences.jsonl in --data_path)"
     )

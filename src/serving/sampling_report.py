@@ -29,8 +29,8 @@ from src.data.jsonl import check_text
 from src.errors import ConfigError, DataError
 from src.files import read_yaml, reading, write_json
 from src.models.load import ROOT, add_options, move
-from src.serving.chat import load_writer
 from src.serving.conversation import Talk
+from src.serving.pretrained import SOURCE, load_writer
 
 _OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 """Arguments of `generate` that change nothing where no token is drawn."""
@@ -155,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = make_parser("src.serving.sampling_report", __doc__)
     add = parser.add_argument
-    add("run", type=Path, help="a save directory, the beginning of its id, or a checkpoint")
+    add("run", metavar="MODEL", type=Path, help=SOURCE)
     add("--prompts", type=Path, required=True, metavar="FILE", help="JSON lines")
     add("--report", type=Path, required=True, metavar="FILE", help="JSON to write")
     add("--config", type=Path, default=ROOT / "resources" / "sampling.yaml", metavar="FILE", help="(default: resources/sampling.yaml)")
@@ -173,7 +173,7 @@ def _act(args: argparse.Namespace) -> int:
     samplings, prompts = read_samplings(args.config, args.only), read_prompts(args.prompts)
     talk, model = load_writer(args.run, Places(args.data_path, args.savedir_base))
     if not isinstance(talk, Talk):
-        raise ConfigError(f"{args.run}: not trained on conversations.")
+        raise ConfigError(f"{args.run}: its model has no chat template. Name a model that was trained on conversations.")
     move(model, args.device)
     told = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
     report = {
