@@ -103,8 +103,8 @@ def test_full_context_is_refused_with_advice(tmp_path: Path, monkeypatch: pytest
     captured = capsys.readouterr()
     assert "64" in captured.err
     assert "/reset" in captured.err
-    answers = captured.out.splitlines()
-    assert answers[0] == answers[-1]
+    half = len(captured.out) // 2
+    assert captured.out[:half] == captured.out[half:] != "", "the same answer after a restart"
 
 
 @pytest.mark.parametrize("damage", ["no weights", "no tokenizer", "other model", "cut weights", "no JSON"])

@@ -18,15 +18,24 @@ SECONDS = 120
 UP, CTRL_C, CTRL_D = "\x1b[A", "\x03", "\x04"
 
 
+_TAKE_TERMINAL = (
+    "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0);os.execv(sys.executable, [sys.executable, '-m', *sys.argv[1:]])"
+)
+"""Makes standard input the controlling terminal, whose Ctrl-C is a signal, and runs a module."""
+
+
 class Keyboard:
     """A command in a pseudo-terminal."""
 
     def __init__(self, words: list[str]) -> None:
         self.screen, terminal = os.openpty()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", *words],
+            [sys.executable, "-c", _TAKE_TERMINAL, *words],
             cwd=ROOT,
-            preexec_fn=lambda: os.login_tty(terminal),  # noqa: PLW1509  the child needs a controlling terminal, and then only runs exec
+            stdin=terminal,
+            stdout=terminal,
+            stderr=terminal,
+            start_new_session=True,
             env={**os.environ, "TERM": "dumb", "OMP_NUM_THREADS": "1"},
         )
         os.close(terminal)
