@@ -30,7 +30,7 @@ from src.rewards.interface import RewardConfig, RewardSetting, Rollout, Scorer, 
 _RIGHT, _WRONG, _NOTHING, _READY = "right", "wrong", "nothing", b"ready\n"
 _MEMORY = 2 << 30
 """Bytes of addresses of one judging process."""
-_QUICK_SECONDS = 0.2
+_QUICK_SECONDS = 0.1
 """Processor time of the first try. Answers of a few tokens take about 0.02 s."""
 _SLOW_AT_ONCE = 16
 _WORDS = re.compile(r"[^\W\d_]+(?:[ '-][^\W\d_]+)*")

@@ -11,7 +11,12 @@ from src.errors import ConfigError, DataError
 from src.models.reward.layers import RewardModel
 
 RESET = "/reset"
-"""A message that restarts the conversation."""
+"""A message that restarts the conversation; "!reset" does so, too."""
+
+
+def is_reset(text: str) -> bool:
+    """Whether a message restarts the conversation."""
+    return text.strip() in (RESET, "!reset")
 
 
 class Talk:
@@ -65,7 +70,7 @@ class Talk:
         Raises:
             ConfigError: the conversation is too long for the model. The message is removed.
         """
-        if text.strip() in (RESET, "!reset"):
+        if is_reset(text):
             self.messages.clear()
             return ""
         self.messages.append(Message("user", text))

@@ -15,7 +15,7 @@ from src.data.jsonl import check_text
 from src.errors import ConfigError, UserError
 from src.files import writing
 from src.serving.continuation import Continuation, MetadataWriter
-from src.serving.conversation import RESET, Talk
+from src.serving.conversation import RESET, Talk, is_reset
 
 PROMPT = "> "
 _COMMAND = re.compile(r"/([a-z]+)(?:\s+(.*))?")
@@ -84,9 +84,7 @@ class Terminal:
 
     def _obey(self, line: str) -> bool:
         """Whether the line is a command other than /quit; it is done then."""
-        if line == "!reset":
-            line = RESET
-        match = _COMMAND.fullmatch(line)
+        match = _COMMAND.fullmatch(RESET if is_reset(line) else line)
         if match is None or line == "/quit":
             return False
         name, argument = match[1], match[2]

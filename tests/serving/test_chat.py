@@ -10,6 +10,8 @@ from src.data.metadata.annotations import Annotated
 from src.experiments.grid import override
 from src.experiments.identity import exp_id
 from src.serving import chat
+from src.serving.continuation import MetadataWriter
+from src.serving.pretrained import load_writer
 from tests import toy
 from tests.recipes.test_metadata_lm import TOLD, row, write_metadata
 
@@ -42,9 +44,10 @@ def test_given_metadata_steer_what_is_written(folder: Path, capsys: pytest.Captu
 
 @pytest.mark.parametrize("linearisation", ["nested", "compatible"])
 def test_metadata_are_written_as_in_training(linearisation: str, folder: Path):
-    writer, _ = chat.load_writer(folder / "runs" / exp_id(SURE), Places(folder / "data", folder / "runs"))
+    writer, _ = load_writer(folder / "runs" / exp_id(SURE), Places(folder / "data", folder / "runs"))
+    assert isinstance(writer, MetadataWriter)
     data = writer._data.model_copy(update={"writing": writer._data.writing.model_copy(update={"linearisation": linearisation})})
-    writer = chat.Writer(writer._model, writer._tokenizer, data)
+    writer = MetadataWriter(writer._model, writer._tokenizer, data)
     document = Annotated(row("thing1", "red")["text"], tuple(writer.items(["title=red"])))
     piece = writer._maker.pieces(document)[0]
     assert writer.prompt(document.text, document.items) == piece.ids[:-1], "all but the end token"
@@ -68,7 +71,7 @@ def test_lines_are_read_and_sampling_is_that_of_its_seed(folder: Path, capsys: p
         (["--metadata", "entity=red"], "error: --metadata: unknown key 'entity'."),
         (["--metadata", "title"], "error: --metadata 'title': expected KEY=VALUE, such as url=docs.python.org."),
         (["--temperature", "nan"], "error: expected --max_new_tokens of at least 1"),
-        (["--max_new_tokens", "1000"], "tokens of metadata and text and --max_new_tokens 1000 are more than the model's"),
+        (["--max_new_tokens", "1000"], "max_new_tokens 1000 are more than the model's"),
         (["--temperature", "-1"], "error: expected --max_new_tokens of at least 1, --temperature from 0 on"),
         (["--8bit", "--device", "cpu"], "error: --8bit: needs a GPU, and there is none here, or --device names none. Leave it out.\n"),
         (["--device", "abacus"], "error: --device: 'abacus' cannot be used"),

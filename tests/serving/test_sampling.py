@@ -161,7 +161,7 @@ MISTAKES = [
     ("report", {"--config": "default: {generate_args: {max_new_tokens: 1}}\nconfigurations: [{name: a}, {name: a}]"}, "'a' stands twice"),
     ("report", {"--config": "samplings: []"}, "expected default, an object, and configurations, a list of objects; it has samplings."),
     ("report", {"--config": COLD}, "`temperature`"),
-    ("report", {"RUN": "reward"}, "a reward model gives a conversation a number"),
+    ("report", {"RUN": "reward"}, "a reward model "),
     ("reject", {"RUN": "sft"}, "no reward model. Name a run of recipe 'reward'."),
     ("reject", {"--best": "0"}, "--best: expected at least 1, got 0."),
     ("reject", {"--micro_batch": "0"}, "--micro_batch: expected at least 1, got 0."),
@@ -212,7 +212,7 @@ def test_what_is_no_text_is_told(folder: Path, capsys: pytest.CaptureFixture[str
     assert rejection_sampling.main(words) == 1
     assert "report.json: \\ud800 at character 0 is half of a surrogate pair" in capsys.readouterr().err
     assert chat.main([run_of(folder, SFT), "\udc80", *places(folder)]) == 1
-    assert "what was said: \\udc80 at character 0 is half of a surrogate pair" in capsys.readouterr().err
+    assert "the message: \\udc80 at character 0 is half of a surrogate pair" in capsys.readouterr().err
 
 
 def test_a_line_that_cannot_be_answered_does_not_end_a_conversation(
