@@ -1,4 +1,4 @@
-"""What runs inside the sandboxes of src/rewards/sandbox.py, with isolated_*.py: only the standard library.
+"""The processes inside the sandboxes of src/rewards/sandbox.py, with isolated_*.py: only the standard library.
 
     serve LIMITS            runs a program that a model wrote, and answers requests about it
     judge LIMITS IN OUT     runs tests, which ask the program in another sandbox through the descriptors IN and OUT

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 MAX_BYTES = 1 << 24
-"""Of one message."""
+"""Maximum size of one message."""
 
 
 def write_message(message: Any) -> bytes:
@@ -99,7 +99,7 @@ class Peer:
             self._send(self.reply(message, serve))
 
     def serve(self, verb: str, target: Any, *arguments: Any) -> Any:
-        """What a program can do with objects of a test: call functions, and use the public part of instances of the test's classes."""
+        """Let a program call functions of a test and use the public part of instances of the test's classes."""
         if verb == "attribute" and arguments[0] in ("__name__", "__qualname__", "__doc__", "__module__"):
             return str(getattr(target, arguments[0]))
         operands = arguments[1:] if verb == "operate" else ()
@@ -152,14 +152,14 @@ class Peer:
 
     def _make_proxy(self, number: int) -> Any:
         if not self._is_judge:  # a program gets objects of a test without their classes
-            made: Any = object.__new__(Remote)
-            self.trusted.add(id(made))
+            proxy: Any = object.__new__(Remote)
+            self.trusted.add(id(proxy))
         else:
             self._send(["describe", {"yours": number}])
             is_class, name, bases, plain = self.read(self._receive()["value"])
-            made = make_class(name, bases) if is_class else make_instance(bases, plain)
-        STATES[id(made)] = (self, number)
-        return made
+            proxy = make_class(name, bases) if is_class else make_instance(bases, plain)
+        STATES[id(proxy)] = (self, number)
+        return proxy
 
     def _send(self, message: Any) -> None:
         data = memoryview(write_message(message))
@@ -187,7 +187,7 @@ def _global_place(value: Any) -> list[str] | None:
     module, names = getattr(owner, "__module__", None), getattr(value, "__qualname__", None)
     if not isinstance(module, str) or not isinstance(names, str) or module.partition(".")[0] not in sys.stdlib_module_names:
         return None
-    found: Any = sys.modules.get(module)
+    value_there: Any = sys.modules.get(module)
     for name in names.split("."):
-        found = getattr(found, name, None)
-    return [module, names] if found is value else None
+        value_there = getattr(value_there, name, None)
+    return [module, names] if value_there is value else None

@@ -31,7 +31,7 @@ _CONVERSIONS = {"int": int, "float": float, "complex": complex, "str": str, "rep
 _ERROR_ATTRIBUTES = ("args", "with_traceback", "__traceback__", "__context__", "__cause__", "__suppress_context__", "__notes__", "add_note")
 
 STATES: dict[int, tuple[Peer, int]] = {}
-"""Peer and number of each remote object and class, by its `id`; `Peer._proxies` keeps them alive."""
+"""Peer and number of each remote object and class, by its `id`. `Peer._proxies` holds a reference to each."""
 
 
 def make_class(name: Any, bases: Any) -> Any:
@@ -80,7 +80,7 @@ def _call(value: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> An
 
 
 def _update(value: Any, changed: Any) -> None:
-    """Do to an argument what the function in the other sandbox did to its copy."""
+    """Apply to an argument the changes that the function made to its copy."""
     if type(value) is not type(changed) or value is changed:
         return
     if isinstance(value, list) and len(value) == len(changed):
@@ -222,7 +222,7 @@ def _contains(value: Any, item: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """The plain value of an instance of a subclass of a plain type, as it is now; None for others."""
+    """The plain value of an instance of a subclass of a plain type, as it is now, or None."""
     if isinstance(value, _MUTABLE):
         return _ask(value, "plain")
     return plain_base(value)  # of the copy here: a program could answer each comparison with another value
@@ -307,4 +307,4 @@ VERBS: dict[str, Callable[..., Any]] = {
     "convert": lambda value, name: getattr(builtins, name)(value) if name in _CONVERSIONS else None,
     "plain": plain_base,
 }
-"""What can be asked of an object."""
+"""Operations on an object."""

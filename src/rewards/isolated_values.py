@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 PLAIN_BASES = (int, float, complex, str, bytes, tuple, frozenset, list, dict, set, bytearray)
-"""Types whose subclasses have a plain value."""
+"""Types of plain values, which a program can subclass."""
 TYPES: dict[str, type] = {
     kind.__name__: kind for kind in (object, type(None), bool, range, slice, *PLAIN_BASES)
 } | {name: kind for name, kind in vars(builtins).items() if isinstance(kind, type) and issubclass(kind, BaseException)}  # fmt: skip
@@ -72,7 +72,7 @@ def write_plain(value: Any) -> Any:
     """`value` as JSON, instances of subclasses as their plain base.
 
     Raises:
-        TypeError: it has none.
+        TypeError: it has no plain base.
     """
 
     def refer(value: Any) -> Any:
@@ -86,7 +86,8 @@ def write_plain(value: Any) -> Any:
 
 def plain_base(value: Any) -> Any:
     """The value of an instance of a subclass of a plain type, in the plain type; None if it is not one."""
-    base: Any = next((each for each in PLAIN_BASES if isinstance(value, each)), None)
+    bases: list[Any] = [each for each in PLAIN_BASES if isinstance(value, each)]
+    base = bases[0] if bases else None
     if base is None:
         return None
     if base in (int, float, complex, str, bytes, tuple):  # not base(value), which calls methods of the subclass
@@ -157,8 +158,8 @@ def read_standard(kind: str, inner: Any, find: Callable[[str, Any], Any]) -> Any
         return TYPES[inner] if inner in TYPES else _standard_class(inner)
     if kind == "stdlib":  # only of a module that is loaded here: a message imports nothing
         module, name = inner
-        found = getattr(sys.modules.get(module), name, None) if _is_standard(module) else None
-        return found if isinstance(found, type) and issubclass(found, Exception) else RuntimeError
+        error_class = getattr(sys.modules.get(module), name, None) if _is_standard(module) else None
+        return error_class if isinstance(error_class, type) and issubclass(error_class, Exception) else RuntimeError
     values = [read_value(item, find) for item in inner]
     if kind == "standard":
         return _standard_class(values[0])(*values[1:])

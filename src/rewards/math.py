@@ -143,12 +143,12 @@ def compare(answer: str, expected: str) -> str:
     if _WORDS.fullmatch(text) and len(text) > 1:  # as mathematics it would be a product of letters, equal to any anagram
         boxes = re.findall(r"\\boxed\{([^{}]*)\}", answer) or re.findall(r"(?i:answer is|answer:)\s*(.+)", answer)
         return _RIGHT if boxes and _as_text(boxes[-1]) == text else _WRONG
-    wanted: Any = parse(f"${expected}$", parsing_timeout=0) or parse(expected, parsing_timeout=0)
-    if not wanted:
+    reference: Any = parse(f"${expected}$", parsing_timeout=0) or parse(expected, parsing_timeout=0)
+    if not reference:
         return _NOTHING
     readings = [answer, f"${answer}$"] if "$" not in answer and "\n" not in answer.strip() else [answer]
-    found: Any = (parse(reading, parsing_timeout=0) for reading in readings)
-    return _RIGHT if any(verify(wanted, each, timeout_seconds=0) for each in found) else _WRONG
+    parsed: Any = (parse(reading, parsing_timeout=0) for reading in readings)
+    return _RIGHT if any(verify(reference, each, timeout_seconds=0) for each in parsed) else _WRONG
 
 
 def _as_text(answer: str) -> str:

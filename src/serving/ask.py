@@ -1,12 +1,12 @@
-"""Answers questions on contexts with a trained run, here or as a small server.
+"""Answer questions about contexts with a model, here or as a server.
 
-python -m src.serving.ask RUN --context notes.txt "What is due on Monday?" "Who is to do it?"
-python -m src.serving.ask RUN --serve 8080
-curl localhost:8080 -d '{"context": "The cat is red.", "question": "What colour is the cat?"}'
+python -m src.serving.ask MODEL --context notes.txt "When is it due?" "Is it done?"
+python -m src.serving.ask MODEL --serve 8080 --token secret
+curl 'localhost:8080/?token=secret' -d '{"context": "The cat is red.", "question": "Which color is the cat?"}'
 
-RUN is a save directory, the beginning of its id, or a checkpoint. The server answers {"answer": "..."}, and what it cannot with
-{"error": "..."} and the status 400. Requests that wait are answered together; each context is encoded once, as long as it is among those
-that were read last.
+MODEL is a run (its save directory or a prefix of its id), a checkpoint, an export, a folder of save_pretrained, or an id on the hub. A
+cross-attention model reads the context as in its experiment; other models read it in their prompt. The server answers {"answer": "..."},
+or {"error": "..."} with status 403 to 500. Requests that wait are answered together. The last contexts are cached.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from src.serving.pretrained import SOURCE, is_pretrained, load_writer
 log = logging.getLogger(__name__)
 
 MAX_BATCH = 32
-"""Requests that are answered at once."""
+"""Maximum requests of one batch."""
 CACHED_CONTEXTS = 16
 MAX_BYTES = 1 << 24
 
@@ -50,7 +50,7 @@ class Query(NamedTuple):
 
 
 class Answerer:
-    """A cross-attention model that answers as the experiment that trained it reads its data."""
+    """A cross-attention model that reads contexts as in the experiment that trained it."""
 
     def __init__(self, model: Any, tokenizer: Any, data: qa.Config, max_new_tokens: int) -> None:
         self._model, self._tokenizer = model, tokenizer
@@ -62,21 +62,21 @@ class Answerer:
         """Move the model, as `models.load.move` does."""
         move(self._model, device)
 
-    def answer(self, asked: Sequence[Query]) -> list[str]:
-        """Greedy answers, in order. Questions on one context are generated together.
+    def answer(self, queries: Sequence[Query]) -> list[str]:
+        """Greedy answers, in order. Questions about the same context are generated together.
 
         Raises:
-            DataError: a context is too long, and the experiment says to refuse such.
+            DataError: a context is too long, and the experiment refuses those.
         """
         import torch
 
-        rows = [{"context": context, "question": question, "answer": "", "dataset": ""} for context, question in asked]
+        rows = [{"context": context, "question": question, "answer": "", "dataset": ""} for context, question in queries]
         data = qa.QADataset(self._data, rows, self._tokenizer, 0, both_views=False, fingerprint="")
         samples = [data.prompt(i) for i in range(len(rows))]
         together: dict[str, list[int]] = {}  # by context
         for i, sample in enumerate(samples):
             together.setdefault(json.dumps(sample["context_chunks"]), []).append(i)
-        found, end = [""] * len(rows), self._tokenizer.eos_token_id
+        texts_by_row, end = [""] * len(rows), self._tokenizer.eos_token_id
         for key, indices in together.items():
             tensors: Any = data.collate_prompts([samples[i] for i in indices])
             batch = {name: tensor.to(self._model.base.device) for name, tensor in tensors.items()}
@@ -91,11 +91,11 @@ class Answerer:
                 )
             texts = self._tokenizer.batch_decode(ids[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
             for i, text in zip(indices, texts, strict=True):
-                found[i] = text.strip()
-        return found
+                texts_by_row[i] = text.strip()
+        return texts_by_row
 
     def _context(self, key: str, batch: dict[str, Any]) -> Any:
-        """The encoded context of a batch whose rows share it."""
+        """The encoded context that all rows of a batch share."""
         if key not in self._encoded:
             self._encoded[key] = self._model.make_context(batch["context_ids"][:1], batch["context_mask"][:1])
             while len(self._encoded) > CACHED_CONTEXTS:
@@ -178,11 +178,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser("src.serving.ask", __doc__)
     add = parser.add_argument
     add("run", metavar="MODEL", type=Path, help=SOURCE)
-    add("questions", nargs="*", help="answered one a line")
-    add("--context", type=Path, metavar="FILE", help="what they are asked on, as UTF-8 text")
-    add("--serve", type=int, metavar="PORT", help="answer requests instead; 0 for any free port")
+    add("questions", nargs="*", help="questions, answered one per line")
+    add("--context", type=Path, metavar="FILE", help="the context, as UTF-8 text")
+    add("--serve", type=int, metavar="PORT", help="answer requests; 0 takes a free port")
     add_access(parser, "anyone with the token can ask")
-    add("--max_new_tokens", type=int, help="of an answer (default: the experiment's)")
+    add("--max_new_tokens", type=int, help="of an answer (default: the experiment's, or 32)")
     add_options(parser)
     args = parse_arguments(parser, argv)
     return run_command(lambda: _act(args))

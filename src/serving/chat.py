@@ -1,7 +1,7 @@
 """Chat with a model, or let a model without a chat template continue texts.
 
 python -m src.serving.chat MODEL                                 a chat in the terminal; /help lists its commands
-python -m src.serving.chat MODEL "What is 2 + 3?"                one answer
+python -m src.serving.chat MODEL "2 + 3?"                         one answer
 python -m src.serving.chat RUN --metadata url=docs.python.org "The module abc"
 
 MODEL is a run (its save directory or a prefix of its id), a checkpoint, an export, a folder of save_pretrained, or an id on the hub.

@@ -39,7 +39,7 @@ class Continuation:
         require_room(self._model, 0 if self._is_seq2seq else ids.shape[1], options["max_new_tokens"])
         end = self._tokenizer.eos_token_id
         with torch.no_grad():
-            found = self._model.generate(
+            rows = self._model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
                 eos_token_id=end,
@@ -49,9 +49,9 @@ class Continuation:
                 **options,
             )
         if self._is_seq2seq:
-            return self._tokenizer.decode(found[0], skip_special_tokens=True)
+            return self._tokenizer.decode(rows[0], skip_special_tokens=True)
         # Decoded with the text before them: a tokenizer can drop a blank at the start.
-        before, new = self._tokenizer(text, add_special_tokens=False)["input_ids"], found[0, ids.shape[1] :].tolist()
+        before, new = self._tokenizer(text, add_special_tokens=False)["input_ids"], rows[0, ids.shape[1] :].tolist()
         start, complete = (self._tokenizer.decode(part, skip_special_tokens=True) for part in (before, [*before, *new]))
         return complete[len(start) :]
 
@@ -76,9 +76,9 @@ class MetadataWriter(Continuation):
             if not sign or not value:
                 raise ConfigError(f"--metadata {text!r}: expected KEY=VALUE, such as url=docs.python.org.")
             spans = {kind.key for kind in COLUMNS.values()} - {kind.key for kind in COLUMNS.values() if kind.kind == "global"}
-            known = [name for name in self._data.writing.keys if name not in spans]
-            if key not in known:
-                raise ConfigError(f"--metadata: {unknown_text('key', key, known)}")
+            keys = [name for name in self._data.writing.keys if name not in spans]
+            if key not in keys:
+                raise ConfigError(f"--metadata: {unknown_text('key', key, keys)}")
             try:
                 items += read_row({"text": "", "metadata": [{"key": key, "type": "global", "value": value}]}, "--metadata").items
             except DataError as error:

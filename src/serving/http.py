@@ -174,11 +174,11 @@ def make_app(endpoints: Sequence[Endpoint], access: Access, max_bytes: int) -> A
     app = FastAPI(openapi_url=None, redirect_slashes=False)
     for endpoint in endpoints:
         app.add_api_route(endpoint.path, _handler(endpoint), methods=[endpoint.method])
-    known = ", ".join(f"{each.method} {each.path}" for each in endpoints)
+    expected = ", ".join(f"{each.method} {each.path}" for each in endpoints)
 
     async def report(request: Request, error: Any) -> JSONResponse:
         if error.detail in ("Not Found", "Method Not Allowed"):  # from the router, not from an endpoint
-            return _error(error.status_code, f"{request.method} {request.url.path}: {error.detail}. Use {known}.", error.headers)
+            return _error(error.status_code, f"{request.method} {request.url.path}: {error.detail}. Use {expected}.", error.headers)
         return _error(error.status_code, error.detail, error.headers)
 
     async def refuse(_: Request, error: Exception) -> JSONResponse:

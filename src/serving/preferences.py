@@ -79,7 +79,7 @@ class Conversation:
         return texts
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Restart the conversation."""
         self.messages, self._replies = [], ()
 
     def prefer(self, number: int) -> None:

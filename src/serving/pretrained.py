@@ -60,7 +60,7 @@ def load_pretrained(source: Path) -> tuple[Any, Any]:
             model: Any = AutoPeftModelForCausalLM.from_pretrained(str(source), dtype=dtype).merge_and_unload()
         else:
             config = AutoConfig.from_pretrained(str(source), **options)
-            kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+            kind: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
             model, report = kind.from_pretrained(str(source), config=config, dtype=dtype, output_loading_info=True, **options)
             if missing := sorted(report["missing_keys"]):
                 raise ConfigError(f"{len(missing)} weights are missing, such as {missing[0]}")

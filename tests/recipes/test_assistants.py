@@ -58,7 +58,7 @@ def test_each_link_of_the_chain_learns(folder: Path):
     assert "val_perplexity" not in rows["reward"][-1]
 
 
-def test_preferences_begin_at_the_reference(folder: Path):
+def test_preferences_start_at_the_reference(folder: Path):
     """Before the first step no answer has gained anything, whatever its length: the loss is log 2."""
     from src.training.preferences.losses import answer_logps
     from src.training.preferences.reference import WithReference, model_logits
@@ -205,7 +205,7 @@ def write_one(folder: Path, prompt: str, replies: list[str]) -> None:
         ("p" * 100, "r" * 80, 256, (32, 32)),  # B6: never longer than the whole, and the reply is not emptied
     ],
 )
-def test_long_prompts_lose_their_beginning_and_long_replies_their_end(
+def test_long_prompts_are_cut_at_the_start_and_long_replies_at_the_end(
     tmp_path: Path, prompt: str, reply: str, least: int, kept: tuple[int, int]
 ):
     write_one(tmp_path, prompt, [reply, reply[1:]])
@@ -216,7 +216,7 @@ def test_long_prompts_lose_their_beginning_and_long_replies_their_end(
     assert len(ids) <= 64
 
 
-def test_ties_alone_are_an_error(tmp_path: Path, folder: Path):
+def test_only_ties_are_an_error(tmp_path: Path, folder: Path):
     told = [{"content": text, "rank": 1} for text in ("a", "b")]
     rows = [{"messages": [{"role": "user", "content": "x"}], "replies": told}]
     talk.write_rows(tmp_path / "data" / "replies", {"train": rows, "val": rows})
@@ -224,7 +224,7 @@ def test_ties_alone_are_an_error(tmp_path: Path, folder: Path):
         data_of(tmp_path, REPLIES)
 
 
-def test_shuffled_ranks_are_a_control_of_the_training_alone(folder: Path):
+def test_shuffled_ranks_affect_only_the_training_split(folder: Path):
     plain, mixed = data_of(folder, REPLIES), data_of(folder, {**REPLIES, "shuffled_ranks": True})
     ranks = [(plain.sample(0, i)["ranks"], mixed.sample(0, i)["ranks"]) for i in range(24)]
     assert all(sorted(own) == sorted(other) for own, other in ranks)
@@ -255,7 +255,7 @@ def test_what_cannot_be_trained_is_refused(exp: dict[str, Any], changes: dict[st
         load_experiment(override(exp, changes), "here")
 
 
-def test_answers_must_fit_behind_their_prompts(folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_answers_must_fit_after_their_prompts(folder: Path, capsys: pytest.CaptureFixture[str]):
     long = override(SFT, {"answers.max_new_tokens": 60})
     assert toy.main(["-e", "long", "--dry-run"], {"long": [long]}, folder) == 1
     assert "124 tokens are more than the 96 positions of the model" in capsys.readouterr().err
@@ -304,7 +304,7 @@ def test_an_exported_chat_model_writes_as_it_was_trained(folder: Path, tmp_path:
     assert model.generation_config.pad_token_id == tokenizer.pad_token_id
 
 
-def test_a_conversation_goes_on_until_it_is_begun_anew(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_conversation_continues_until_it_is_reset(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     """From the keyboard, or a file in its place."""
     run, where = str(folder / "runs" / exp_id(SFT)), ["--data_path", str(folder / "data"), "-sb", str(folder / "runs")]
     options = ["--temperature", "0", "--max_new_tokens", "4", "--device", "cpu"]
@@ -317,18 +317,18 @@ def test_a_conversation_goes_on_until_it_is_begun_anew(folder: Path, capsys: pyt
     talk_with.answer("2?", max_new_tokens=4, do_sample=False)
     talk_with.answer("3?", max_new_tokens=4, do_sample=False)
     assert [message.role for message in talk_with.messages] == ["user", "assistant"] * 2
-    with pytest.raises(ConfigError, match=r"more than the model's 96\. Say !reset"):
+    with pytest.raises(ConfigError, match=r"more than the model's 96\..*/reset"):
         talk_with.answer("x" * 90, max_new_tokens=4)
     assert len(talk_with.messages) == 4, "nothing is lost"
     talk_with.answer("!reset", max_new_tokens=4)
     assert talk_with.messages == []
-    for exp, words, message in ((REWARD, [], "a reward model gives a conversation a number"), (SFT, ["--metadata", "a=b"], "have none")):
+    for exp, words, message in ((REWARD, [], "a reward model "), (SFT, ["--metadata", "a=b"], "--metadata: ")):
         assert chat.main([str(folder / "runs" / exp_id(exp)), "2?", *words, *where]) == 1
         assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("template", ["oasst", "chatml"])
-def test_what_is_asked_is_the_beginning_of_what_was_trained(folder: Path, template: str):
+def test_prompt_is_a_prefix_of_the_trained_sequence(folder: Path, template: str):
     """The reference's chat dropped the conversation where a system message was given (B15), wrote another form than its training (B29);
     and a report of samples lost the system message where a text stood before the prompts (B23)."""
     writing = {"template": template, "system": "Be kind."}
@@ -378,7 +378,7 @@ def test_a_training_that_is_killed_ends_with_the_same_bits(folder: Path, tmp_pat
     assert len(report.faults) == 4
 
 
-def test_references_are_kept_whole_and_of_their_data(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_references_are_complete_and_of_their_data(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     shutil.copytree(folder, tmp_path / "world")
     run = tmp_path / "world" / "runs" / exp_id(DPO)
     whole = (run / "reference.json").read_text()

@@ -68,10 +68,11 @@ def test_words_are_compared_as_text():
     assert score([rollout(text, answer=answer) for text, answer in pairs]) == [0.0] * len(pairs)
 
 
-HOSTILE = ["9^{9^{9^{9}}}", r"\sum_{n=1}^{10^{12}} \sin(n^n)", "(x+1)^{(y+1)^{99999}}", "factorial(10**9)", r"10^{10^{10}}", r"\sqrt{9^{9^{9}}}"]
+HOSTILE = ["9^{9^{9^{9}}}"]
+HOSTILE += [r"\sum_{n=1}^{10^{12}} \sin(n^n)", "(x+1)^{(y+1)^{99999}}", "factorial(10**9)", r"10^{10^{10}}", r"\sqrt{9^{9^{9}}}"]
 
 
-def test_slow_answers_of_a_batch_share_one_limit_and_the_others_are_right():
+def test_slow_answers_of_a_batch_share_one_limit():
     """In processor time, whatever else runs: 16 endless answers cost a limit per core, and not one each."""
     judge = Judge(2.0)
     assert judge.agrees("1", "1")

@@ -24,9 +24,9 @@ def tokenizer(template: str | None) -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="[end]", extra_special_tokens=specials[1:])
-    made.chat_template = template
-    return made
+    fast = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="[end]", extra_special_tokens=specials[1:])
+    fast.chat_template = template
+    return fast
 
 
 def save(folder: Path, template: str | None = TEMPLATE, seed: int = 0, positions: int = 512) -> Any:

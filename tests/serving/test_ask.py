@@ -30,7 +30,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def answerer(folder: Path) -> ask.Answerer:
     places = Places(folder / "data", folder / "runs")
-    return ask.load_answerer(folder / "runs" / exp_id(READER), places)
+    answerer = ask.load_answerer(folder / "runs" / exp_id(READER), places)
+    assert isinstance(answerer, ask.Answerer)
+    return answerer
 
 
 def test_it_answers_from_the_context(answerer: ask.Answerer):
@@ -89,8 +91,8 @@ def test_the_command(folder: Path, answerer: ask.Answerer, tmp_path: Path, capsy
     (tmp_path / "context.txt").write_text(FACTS[2][0])
     place = ["--data_path", str(folder / "data"), "-sb", str(folder / "runs")]
     run = exp_id(READER)[:10]
-    given = [run, "--context", str(tmp_path / "context.txt"), QUESTION, "what ?", "--device", "cpu", *place]
-    assert ask.main(given) == 0
+    words = [run, "--context", str(tmp_path / "context.txt"), QUESTION, "what ?", "--device", "cpu", *place]
+    assert ask.main(words) == 0
     expected = answerer.answer([ask.Query(FACTS[2][0], question) for question in (QUESTION, "what ?")])
     assert capsys.readouterr().out.splitlines() == expected
     assert ask.main([run, *place]) == 1

@@ -1,4 +1,4 @@
-"""What a model that was trained with metadata writes under given ones."""
+"""What a model that was trained with metadata writes under options ones."""
 
 import io
 from pathlib import Path
@@ -32,14 +32,14 @@ def ask(folder: Path, *words: str) -> int:
     return chat.main([str(folder / "runs" / exp_id(SURE)), *words, "--data_path", str(folder / "data")])
 
 
-def test_given_metadata_steer_what_is_written(folder: Path, capsys: pytest.CaptureFixture[str]):
-    said: dict[bool, list[bool]] = {True: [], False: []}
+def test_metadata_steer_the_text(folder: Path, capsys: pytest.CaptureFixture[str]):
+    matches: dict[bool, list[bool]] = {True: [], False: []}
     for colour in toy.COLOURS:
-        for given in (["--metadata", f"title={colour}"], []):
-            assert ask(folder, *given, "the thing3 is", "--temperature", "0", "--max_new_tokens", "1") == 0
-            said[bool(given)].append(capsys.readouterr().out == f"the thing3 is {colour}\n")
-    assert sum(said[True]) >= 7
-    assert sum(said[False]) <= 1
+        for options in (["--metadata", f"title={colour}"], []):
+            assert ask(folder, *options, "the thing3 is", "--temperature", "0", "--max_new_tokens", "1") == 0
+            matches[bool(options)].append(capsys.readouterr().out == f"the thing3 is {colour}\n")
+    assert sum(matches[True]) >= 7
+    assert sum(matches[False]) <= 1
 
 
 @pytest.mark.parametrize("linearisation", ["nested", "compatible"])
@@ -77,6 +77,6 @@ def test_lines_are_read_and_sampling_is_that_of_its_seed(folder: Path, capsys: p
         (["--device", "abacus"], "error: --device: 'abacus' cannot be used"),
     ],
 )
-def test_mistakes_are_told(words: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_mistakes_are_reported(words: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]):
     assert ask(folder, "the cat", *words) == 1
     assert message in capsys.readouterr().err

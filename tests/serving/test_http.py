@@ -76,7 +76,7 @@ def test_connections_are_accepted_before_the_first_answer():
         connection.close()
 
 
-def test_waiting_requests_form_batches_and_one_failure_stays_alone():
+def test_waiting_requests_form_batches_and_a_failure_affects_one_request():
     started, release = threading.Event(), threading.Event()
     batches = list[list[int]]()
 
@@ -92,10 +92,10 @@ def test_waiting_requests_form_batches_and_one_failure_stays_alone():
 
     batcher = Batcher[int, float](answer, max_batch=4)
     server = Server([Endpoint("POST", "/", invert, Numbers)], MAX_BYTES, options())
-    found = dict[int, tuple[int, Any]]()
+    replies = dict[int, tuple[int, Any]]()
 
     def ask(value: int) -> None:
-        found[value] = request(f"{server.root}/", body=json.dumps({"values": [value]}).encode())
+        replies[value] = request(f"{server.root}/", body=json.dumps({"values": [value]}).encode())
 
     with running(server):
         threads = [threading.Thread(target=ask, args=[value]) for value in (1, 0, 2, 4)]
@@ -109,9 +109,9 @@ def test_waiting_requests_form_batches_and_one_failure_stays_alone():
         for thread in threads:
             thread.join()
     assert [len(batch) for batch in batches] == [1, 3, 1, 1, 1]
-    assert {value: status for value, (status, _) in found.items()} == {0: 500, 1: 200, 2: 200, 4: 200}
-    assert found[0][1]["error"].startswith("ZeroDivisionError")
-    assert found[4][1] == {"value": 0.25}
+    assert {value: status for value, (status, _) in replies.items()} == {0: 500, 1: 200, 2: 200, 4: 200}
+    assert replies[0][1]["error"].startswith("ZeroDivisionError")
+    assert replies[4][1] == {"value": 0.25}
 
 
 MALFORMED = {

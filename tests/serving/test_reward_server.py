@@ -44,13 +44,13 @@ def test_rewards_are_those_of_the_model(places: Places):
     run = places.runs / exp_id(JUDGE)
     model, _ = load(run, places)
     with torch.no_grad():
-        wanted = model(**pad(IDS)).tolist()
+        expected = model(**pad(IDS)).tolist()
     named = bind(MODELS, ref(JUDGE)).identity(places)
     assert isinstance(named, str)
     with serve(run, places) as address:
-        found = RemoteModel(address, named, never).rewards(IDS)
-    assert found == pytest.approx(wanted, abs=1e-6)
-    assert len(set(found)) == 3
+        scores = RemoteModel(address, named, never).rewards(IDS)
+    assert scores == pytest.approx(expected, abs=1e-6)
+    assert len(set(scores)) == 3
 
 
 def test_log_probabilities_are_those_of_the_sampled_tokens(places: Places):
@@ -59,11 +59,11 @@ def test_log_probabilities_are_those_of_the_sampled_tokens(places: Places):
     named = bind(MODELS, ref(TALKER)).identity(places)
     assert isinstance(named, str)
     with serve(run, places) as address:
-        found = RemoteModel(address, named, never).logps(IDS, [3, 1, 0])
+        scores = RemoteModel(address, named, never).logps(IDS, [3, 1, 0])
     with torch.no_grad():
         alone = [model(input_ids=torch.tensor([row])).logits[0].log_softmax(-1) for row in IDS]
-    wanted = [[float(alone[i][n - 1, IDS[i][n]]) for n in range(len(IDS[i]) - count, len(IDS[i]))] for i, count in enumerate([3, 1, 0])]
-    assert [pytest.approx(row, abs=1e-5) for row in wanted] == found
+    expected = [[float(alone[i][n - 1, IDS[i][n]]) for n in range(len(IDS[i]) - count, len(IDS[i]))] for i, count in enumerate([3, 1, 0])]
+    assert [pytest.approx(row, abs=1e-5) for row in expected] == scores
 
 
 def test_other_models_are_refused(places: Places):
@@ -215,19 +215,19 @@ def test_scores_that_are_not_finite_are_refused(places: Places):
 
 def test_mistakes_are_one_line(places: Places, capsys: pytest.CaptureFixture[str]):
     options = ["--device", "cpu", "--data_path", str(places.data), "-sb", str(places.runs)]
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
+    with socket.socket() as occupied:
+        occupied.bind(("127.0.0.1", 0))
+        occupied.listen()
+        port = str(occupied.getsockname()[1])
         for words, message in (
             ([exp_id(JUDGE)[:8], "--port", port], f"error: --port {port}: cannot listen on 127.0.0.1: Address already in use"),
             ([exp_id(JUDGE)[:8], "--port", "70000"], "error: --port 70000: cannot listen on 127.0.0.1: "),
             (["none"], "error: none/exp_dict.json: no such file."),
         ):
             assert reward_server.main([*words, *options]) == 1
-            told = capsys.readouterr().err
-            assert told.startswith(message), told
-            assert told.count("\n") == 1
+            message_line = capsys.readouterr().err
+            assert message_line.startswith(message), message_line
+            assert message_line.count("\n") == 1
 
 
 def test_a_run_that_is_not_done_has_no_name_yet(places: Places):
