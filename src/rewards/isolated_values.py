@@ -93,7 +93,7 @@ def plain_base(value: Any) -> Any:
     if base in (int, float, complex, str, bytes, tuple):  # not base(value), which calls methods of the subclass
         arguments = getattr(base, "__getnewargs__")(value)  # noqa: B009  not in the types of the library
         return complex(*arguments) if base is complex else arguments[0]
-    return dict(base.items(value)) if base is dict else base(base.__iter__(value))
+    return dict(getattr(base, "items")(value)) if base is dict else base(base.__iter__(value))  # noqa: B009  as above
 
 
 def write_standard(value: Any, refer: Callable[[Any], Any]) -> Any:

@@ -261,7 +261,7 @@ class GrpcConnection:
 def refuse_nonsense(address: Address, problem: str, content: Any) -> NoReturn:
     """Raise the RunError for an answer that is not of the protocol."""
     text = content if isinstance(content, str) else json.dumps(content, default=str)
-    raise RunError(f"{address}: answered with {problem} instead of scores (KServe v2): {_beginning(text)!r}. Is it the right address?")
+    raise RunError(f"{address}: answers with {problem} instead of scores (KServe v2): {_beginning(text)!r}. Is it the right address?")
 
 
 def _are_numbers(values: Any) -> TypeGuard[list[float]]:

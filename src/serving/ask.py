@@ -165,12 +165,12 @@ def make_server(answerer: Answerer | PromptAnswerer, options: argparse.Namespace
     """
     from src.serving.http import Batcher, Endpoint, Server
 
-    batcher = Batcher[Query, str](answerer.answer, MAX_BATCH)
+    batcher = Batcher[Query, str](answerer.answer, MAX_BATCH if isinstance(answerer, Answerer) else 1)
 
     async def answer(request: AskRequest) -> dict[str, str]:
         return {"answer": await batcher.submit(Query(request.context, request.question))}
 
-    return Server([Endpoint("POST", "/", answer, AskRequest)], MAX_BYTES, options)
+    return Server([Endpoint("POST", "/", answer, AskRequest)], MAX_BYTES, options, batcher)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

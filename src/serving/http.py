@@ -44,7 +44,17 @@ class Batcher(Generic[Item, Answer]):
     def __init__(self, answer: Callable[[Sequence[Item]], Sequence[Answer]], max_batch: int) -> None:
         self._answer, self._max_batch = answer, max_batch
         self._waiting: queue.SimpleQueue[tuple[Item, Future[Answer]]] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="answers", daemon=True).start()
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="answers", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Finish the batch that is being answered, and drop the waiting items."""
+        self._is_closed.set()
+        future: Future[Answer] = Future()
+        future.cancel()
+        self._waiting.put((None, future))  # type: ignore[arg-type]  wakes the thread
+        self._thread.join()
 
     async def submit(self, item: Item) -> Answer:
         """The answer to one item. Raises the exception that this item causes."""
@@ -53,13 +63,13 @@ class Batcher(Generic[Item, Answer]):
         return await asyncio.wrap_future(future)
 
     def _run(self) -> None:
-        while True:
+        while not self._is_closed.is_set():
             batch = [self._waiting.get()]
             with contextlib.suppress(queue.Empty):
                 while len(batch) < self._max_batch:
                     batch.append(self._waiting.get_nowait())
             batch = [entry for entry in batch if entry[1].set_running_or_notify_cancel()]
-            if batch:
+            if batch and not self._is_closed.is_set():
                 self._answer_batch(batch)
 
     def _answer_batch(self, batch: list[tuple[Item, "Future[Answer]"]]) -> None:
@@ -144,7 +154,10 @@ class _Guard:
             async def replay() -> Any:
                 return next(messages, None) or await receive()
 
-            await self._app(scope, replay, send)
+            try:
+                await self._app(scope, replay, send)
+            except asyncio.CancelledError:
+                await _error(503, "the server stops.")(scope, receive, send)
 
 
 async def _read_body(request: Request, max_bytes: int) -> bytes | None:
@@ -215,12 +228,13 @@ def _parse(kind: type[BaseModel], body: bytes) -> BaseModel:
 class Server:
     """An application at an address, which accepts connections as soon as this object exists."""
 
-    def __init__(self, endpoints: Sequence[Endpoint], max_bytes: int, options: argparse.Namespace) -> None:
-        """options: of `src.served_page.add_address`.
+    def __init__(self, endpoints: Sequence[Endpoint], max_bytes: int, options: argparse.Namespace, batcher: Any = None) -> None:
+        """options: of `src.served_page.add_address`. batcher: closed at the end.
 
         Raises:
             ConfigError: the address or the port is not free.
         """
+        self._batcher: Batcher[Any, Any] | None = batcher
         self.token = secrets.token_urlsafe(24) if options.token is None else options.token
         family = socket.AF_INET6 if ":" in options.address else socket.AF_INET
         try:
@@ -259,8 +273,12 @@ class Server:
         """Print the address of `path` and answer requests until interrupted or `stop`."""
         sys.stdout.write(f"{self.address(path)}\n")
         sys.stdout.flush()
-        with self._socket:
-            self._server.run(sockets=[self._socket])
+        try:
+            with self._socket:
+                self._server.run(sockets=[self._socket])
+        finally:  # a thread inside torch would abort the process at its end
+            if self._batcher:
+                self._batcher.close()
 
     def close(self) -> None:
         """Free the address without `run`."""

@@ -110,7 +110,7 @@ def make_server(model: ServedModel, name: str, options: argparse.Namespace) -> A
         Endpoint("GET", f"{place}/config", config),
         Endpoint("POST", f"{place}/infer", infer, InferRequest),
     ]
-    return Server(endpoints, MAX_BYTES, options)
+    return Server(endpoints, MAX_BYTES, options, batcher)
 
 
 def _describe(model: ServedModel) -> dict[str, Any]:

@@ -98,7 +98,7 @@ def test_what_cannot_be_right_is_one_line(changes: dict[str, Any], message: str,
 @pytest.mark.parametrize(
     ("status", "body", "message"),
     [
-        (200, "<html>\nWelcome</html>", "answers with no JSON, where a model's scores were asked for .*: '<html> Welcome</html>'"),
+        (200, "<html>\nWelcome</html>", "answers with no JSON .*: '<html> Welcome</html>'"),
         (404, "<html>not here</html>", "answers with no JSON"),
         (302, "{}", "answers with the status 302"),
         (200, "[1]", "answers with no config of a model"),

@@ -160,7 +160,7 @@ MISTAKES = [
     ("report", {"--prompts": json.dumps("x" * 99)}, "prompt 1, configuration 'greedy': 114 tokens and max_new_tokens 6 are more than"),
     ("report", {"--config": "configurations: [{name: a, generate_args: {tempratur: 1}}]"}, "Did you mean 'temperature'?"),
     ("report", {"--config": "configurations: [{name: a}]"}, "max_new_tokens: expected an int above 0, got None."),
-    ("report", {"--config": "default: {generate_args: {max_new_tokens: 1}}\nconfigurations: [{name: a}, {name: a}]"}, "'a' stands twice"),
+    ("report", {"--config": "default: {generate_args: {max_new_tokens: 1}}\nconfigurations: [{name: a}, {name: a}]"}, "duplicate name 'a'"),
     ("report", {"--config": "samplings: []"}, "expected default, an object, and configurations, a list of objects; it has samplings."),
     ("report", {"--config": COLD}, "`temperature`"),
     ("report", {"RUN": "reward"}, "a reward model "),
