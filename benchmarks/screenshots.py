@@ -75,8 +75,7 @@ def photograph(page: Page, output: Path) -> None:
 
 def save(picture: Image.Image, output: Path) -> None:
     """Compress with every color as it is."""
-    options = {"lossless": True, "quality": 100, "method": 6} if output.suffix == ".webp" else {"optimize": True}
-    picture.convert("RGB").save(output, **options)
+    picture.convert("RGB").save(output, optimize=True, lossless=True, quality=100, method=6)
     print(f"{output}  {output.stat().st_size / 1000:.0f} kB")
 
 

@@ -1,4 +1,4 @@
-"""Pages of Panel that a command serves to browsers which know its token, as Jupyter does: the address that it prints has it."""
+"""Pages of Panel that a command serves. As in Jupyter, its printed address has a token that browsers need."""
 
 import argparse
 import asyncio
@@ -17,13 +17,18 @@ _ASKS = "This page needs the token of the address that its command has printed: 
 
 
 def add_address(parser: argparse.ArgumentParser, port: int, readers: str) -> None:
-    """The options of a command that serves a page: where it is, and who may read it. readers: what those can do who know the token."""
+    """Add the options of a command that serves pages: --port and those of `add_access`."""
     parser.add_argument("--port", type=int, default=port, help=f"0 takes a free one (default: {port})")
+    add_access(parser, readers)
+
+
+def add_access(parser: argparse.ArgumentParser, readers: str) -> None:
+    """Add --address, --origin and --token. readers: a clause about the rights of a person with the token."""
     parser.add_argument("--address", default="127.0.0.1", help=f"where to listen; {readers} (default: 127.0.0.1)")
     parser.add_argument(
-        "--origin", action="append", metavar="HOST:PORT", help="another address that browsers open it by, such as that of a tunnel"
+        "--origin", action="append", metavar="HOST:PORT", help="another address of this server, such as that of a tunnel; repeatable"
     )
-    parser.add_argument("--token", help="what the address must have, as in ?token=...; empty for nothing (default: a new one, printed)")
+    parser.add_argument("--token", help="token that requests need, as in ?token=...; empty: none (default: a new one, printed)")
 
 
 def serve_page(
@@ -31,7 +36,7 @@ def serve_page(
 ) -> None:
     """Serve what `make_page` gives each browser, a view of Panel, until interrupted; prints the address when it can be opened.
 
-    documents: HTML pages beside it, by the pattern of their path, such as "run/(\\w+)"; each is made of what the pattern has found.
+    documents: more HTML pages by the pattern of their path, such as "run/(\\w+)"; each gets the match of the pattern.
 
     Raises:
         ConfigError: the address or the port is not free.
@@ -67,11 +72,11 @@ def serve_page(
 def _knows(handler: Any, token: str) -> bool:
     """Whether a request has the token, in its address or in a cookie, which it then gets."""
     cookie = "trainval_" + re.sub(r"[^A-Za-z0-9]", "_", handler.request.host)  # "[::1]:5006" is no name of a cookie
-    given, kept = handler.get_query_argument(_TOKEN, ""), handler.get_cookie(cookie, "")
-    if hmac.compare_digest(given.encode(), token.encode()):
+    argument, saved = handler.get_query_argument(_TOKEN, ""), handler.get_cookie(cookie, "")
+    if hmac.compare_digest(argument.encode(), token.encode()):
         handler.set_cookie(cookie, token, expires_days=_DAYS, httponly=True, samesite="Strict")
         return True
-    return hmac.compare_digest(kept.encode(), token.encode())
+    return hmac.compare_digest(saved.encode(), token.encode())
 
 
 def _provider(token: str) -> Any:

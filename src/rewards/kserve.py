@@ -9,7 +9,7 @@ import re
 import sys
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from typing import Any, NoReturn, Protocol, TypeGuard
@@ -23,15 +23,15 @@ FINGERPRINT = "fingerprint"
 """The parameter of a model's config that says which weights it has."""
 CONNECT_SECONDS = 5.0
 _TRANSIENT = {408, 425, 429}
-_ADDRESS = re.compile(r"(?:(grpc|http)://)?(\[[0-9a-fA-F:.]+\]|[^\s/:,\[\]]+):(\d{1,5})/([A-Za-z0-9][\w.-]*)/?")
+_ADDRESS = re.compile(r"(?:(grpc|http)://)?(\[[0-9a-fA-F:.]+\]|[^\s/:,\[\]]+):(\d{1,5})/([A-Za-z0-9][\w.-]*)/?(?:\?token=([^\s,&]+))?")
 
 
 class Away(Exception):
-    """Nothing answers just now; it may later."""
+    """No answer now. The server can come back."""
 
 
 class NotLoaded(Exception):
-    """The server has no such model just now: it is being loaded, or the name is wrong."""
+    """The server does not have the model now: it is loading it, or the name is wrong."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,8 @@ class Address:
     host: str
     port: int
     model: str
+    token: str = field(default="", repr=False)
+    """Sent as `Authorization: Bearer`, over HTTP only."""
 
     def __str__(self) -> str:
         return f"{self.protocol}://{self.host}:{self.port}/{self.model}"
@@ -50,21 +52,21 @@ class Address:
 
 @dataclass(frozen=True)
 class Tensor:
-    """What a server answers: numbers, row by row."""
+    """Numbers from a server, row by row."""
 
     shape: tuple[int, ...]
     values: Sequence[float]
 
 
 class Connection(Protocol):
-    """To one server. A call raises Away or NotLoaded for what may pass, and a UserError for what does not."""
+    """A connection to one server. A call raises Away or NotLoaded for a temporary problem and a UserError for a permanent one."""
 
     def infer(self, rows: Sequence[Sequence[int]], masks: Sequence[Sequence[int]], output: str, seconds: float) -> Tensor:
-        """The output of that name for (B, T) ids and their attention masks, waited for that long."""
+        """The named output for (B, T) ids and their attention masks. seconds: timeout."""
         ...
 
     def fingerprint(self) -> str | None:
-        """Of the model that is loaded; None where its config tells none."""
+        """Fingerprint of the loaded model; None if its config has no fingerprint."""
         ...
 
     def models(self) -> list[str]:
@@ -72,7 +74,7 @@ class Connection(Protocol):
         ...
 
     def close(self) -> None:
-        """Nothing is asked after this."""
+        """Close the connection."""
         ...
 
 
@@ -80,21 +82,22 @@ def parse_addresses(text: str) -> list[Address]:
     """The instances of `[grpc://|http://]HOST:PORT/MODEL,…`; without a protocol it is gRPC.
 
     Raises:
-        ConfigError: it is none, or one is named twice.
+        ConfigError: malformed, or a duplicate address.
     """
-    found = []
+    addresses = []
     for part in text.split(","):
         match = _ADDRESS.fullmatch(part.strip())
-        if match is None or not 0 < int(match[3]) < 65536:
-            raise ConfigError(f"{part.strip()!r}: expected HOST:PORT/MODEL (gRPC) or http://HOST:PORT/MODEL; several with commas between.")
-        found.append(Address(match[1] or "grpc", match[2], int(match[3]), match[4]))
-    if len(set(found)) < len(found):
-        raise ConfigError(f"{text!r}: names an instance twice. Name each once.")
-    return found
+        if match is None or not 0 < int(match[3]) < 65536 or (match[5] and match[1] != "http"):
+            expected = "HOST:PORT/MODEL (gRPC), http://HOST:PORT/MODEL or http://HOST:PORT/MODEL?token=TOKEN, separated by commas"
+            raise ConfigError(f"{part.partition('?')[0].strip()!r}: expected {expected}.")
+        addresses.append(Address(match[1] or "grpc", match[2], int(match[3]), match[4], match[5] or ""))
+    if len({str(address) for address in addresses}) < len(addresses):
+        raise ConfigError(f"{', '.join(map(str, addresses))}: duplicate address. Name each instance once.")
+    return addresses
 
 
 def connect(address: Address) -> Connection:
-    """A connection, which is opened when it is first used.
+    """A connection, opened at its first use.
 
     Raises:
         ConfigError: the package that speaks the protocol is not installed.
@@ -103,7 +106,7 @@ def connect(address: Address) -> Connection:
 
 
 class HttpConnection:
-    """HTTP/1.1, kept open, with tensors as JSON."""
+    """Persistent HTTP/1.1 with tensors as JSON."""
 
     def __init__(self, address: Address) -> None:
         import urllib3
@@ -111,6 +114,7 @@ class HttpConnection:
         self._address, self._errors = address, urllib3.exceptions
         timeout = urllib3.Timeout(connect=CONNECT_SECONDS, read=CONNECT_SECONDS)
         self._pool = urllib3.HTTPConnectionPool(address.host.strip("[]"), address.port, timeout=timeout, retries=False, maxsize=4)
+        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {address.token}"} if address.token else {})
 
     def infer(self, rows: Sequence[Sequence[int]], masks: Sequence[Sequence[int]], output: str, seconds: float) -> Tensor:
         shape = [len(rows), len(rows[0])]
@@ -118,29 +122,29 @@ class HttpConnection:
             {"name": name, "shape": shape, "datatype": "INT32", "data": [value for row in values for value in row]}
             for name, values in zip(INPUTS, (rows, masks), strict=True)
         ]
-        found = self._ask("POST", f"/v2/models/{self._address.model}/infer", {"inputs": inputs, "outputs": [{"name": output}]}, seconds)
-        tensors = found.get("outputs") if isinstance(found, dict) else None
+        content = self._ask("POST", f"/v2/models/{self._address.model}/infer", {"inputs": inputs, "outputs": [{"name": output}]}, seconds)
+        tensors = content.get("outputs") if isinstance(content, dict) else None
         tensor = next((t for t in tensors if isinstance(t, dict) and t.get("name") == output), None) if isinstance(tensors, list) else None
         if tensor is None:
-            refuse_nonsense(self._address, f"no output {output!r}", found)
+            refuse_nonsense(self._address, f"no output {output!r}", content)
         sizes, values = tensor.get("shape"), tensor.get("data")
         if not _are_numbers(sizes) or not _are_numbers(values) or not all(map(math.isfinite, sizes)):
             refuse_nonsense(self._address, f"no numbers in {output!r}", tensor)
         return Tensor(tuple(int(size) for size in sizes), values)
 
     def fingerprint(self) -> str | None:
-        found = self._ask("GET", f"/v2/models/{self._address.model}/config")
-        parameters = found.get("parameters", {}) if isinstance(found, dict) else None
+        content = self._ask("GET", f"/v2/models/{self._address.model}/config")
+        parameters = content.get("parameters", {}) if isinstance(content, dict) else None
         if not isinstance(parameters, dict):
-            refuse_nonsense(self._address, "no config of a model", found)
-        told = parameters.get(FINGERPRINT)
-        return told.get("string_value") if isinstance(told, dict) else None
+            refuse_nonsense(self._address, "no config of a model", content)
+        message = parameters.get(FINGERPRINT)
+        return message.get("string_value") if isinstance(message, dict) else None
 
     def models(self) -> list[str]:
-        found = self._ask("POST", "/v2/repository/index", {})
-        if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
-            refuse_nonsense(self._address, "no list of models", found)
-        return sorted({str(each.get("name")) for each in found})
+        content = self._ask("POST", "/v2/repository/index", {})
+        if not isinstance(content, list) or not all(isinstance(each, dict) for each in content):
+            refuse_nonsense(self._address, "no list of models", content)
+        return sorted({str(each.get("name")) for each in content})
 
     def close(self) -> None:
         self._pool.close()
@@ -154,7 +158,7 @@ class HttpConnection:
                 method,
                 path,
                 body=body,
-                headers={"Content-Type": "application/json"} if body else None,
+                headers=self._headers,
                 timeout=urllib3.Timeout(connect=min(CONNECT_SECONDS, seconds), read=seconds),
                 redirect=False,
             )
@@ -168,17 +172,19 @@ class HttpConnection:
         if answer.status >= 500 or answer.status in _TRANSIENT:
             raise Away(f"status {answer.status}: {_beginning(_error_text(data))}")
         try:
-            found = parse_json(data, str(self._address), RunError)
+            content = parse_json(data, str(self._address), RunError)
         except RunError:
             refuse_nonsense(self._address, "no JSON", data.decode("utf-8", "replace"))
         if answer.status == 200:
-            return found
-        told = found.get("error") if isinstance(found, dict) else None
-        if not isinstance(told, str):
-            refuse_nonsense(self._address, f"the status {answer.status}", found)
-        if answer.status == 404 or "unknown model" in told or "not ready" in told or "no available versions" in told:
-            raise NotLoaded(told)
-        raise RunError(f"{self._address}: refuses the batch: {_beginning(told)}")
+            return content
+        message = content.get("error") if isinstance(content, dict) else None
+        if not isinstance(message, str):
+            refuse_nonsense(self._address, f"the status {answer.status}", content)
+        if answer.status == 404 or "unknown model" in message or "not ready" in message or "no available versions" in message:
+            raise NotLoaded(message)
+        if answer.status in (401, 403):
+            raise ConfigError(f"{self._address}: refuses access: {_beginning(message)}")
+        raise RunError(f"{self._address}: refuses the batch: {_beginning(message)}")
 
 
 class GrpcConnection:
@@ -240,26 +246,27 @@ class GrpcConnection:
         try:
             return ask(request, timeout=seconds)
         except self._grpc.RpcError as error:
-            code, told = error.code(), _beginning(error.details() or "")
+            code, message = error.code(), _beginning(error.details() or "")
             if code == codes.UNIMPLEMENTED:
-                refuse_nonsense(self._address, f"nothing to {method}", told)
-            if "http1" in told or "parsing HTTP/2" in told:
+                refuse_nonsense(self._address, f"nothing to {method}", message)
+            if "http1" in message or "parsing HTTP/2" in message:
                 raise ConfigError(f"{self._address}: does not speak gRPC. Is it its HTTP port? Then write http:// before it.") from None
-            if code == codes.NOT_FOUND or (code == codes.UNAVAILABLE and ("unknown model" in told or "no available versions" in told)):
-                raise NotLoaded(told) from None
+            unknown = "unknown model" in message or "no available versions" in message
+            if code == codes.NOT_FOUND or (code == codes.UNAVAILABLE and unknown):
+                raise NotLoaded(message) from None
             if code in (codes.INVALID_ARGUMENT, codes.OUT_OF_RANGE):
-                raise RunError(f"{self._address}: refuses the batch: {told}") from None
-            raise Away(f"{code.name}: {told}") from None
+                raise RunError(f"{self._address}: refuses the batch: {message}") from None
+            raise Away(f"{code.name}: {message}") from None
 
 
-def refuse_nonsense(address: Address, what: str, found: Any) -> NoReturn:
+def refuse_nonsense(address: Address, problem: str, content: Any) -> NoReturn:
     """Raise the RunError for an answer that is not of the protocol."""
-    text = found if isinstance(found, str) else json.dumps(found, default=str)
-    raise RunError(f"{address}: answers with {what}, where a model's scores were asked for (KServe v2): {_beginning(text)!r}.")
+    text = content if isinstance(content, str) else json.dumps(content, default=str)
+    raise RunError(f"{address}: answers with {problem} instead of scores (KServe v2): {_beginning(text)!r}. Is it the right address?")
 
 
 def _are_numbers(values: Any) -> TypeGuard[list[float]]:
-    """Whether it is a list of numbers, none of them a whole one that no type of tensors can have."""
+    """Whether it is a list of numbers; integers must fit into 64 bits."""
     kinds = isinstance(values, list) and all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
     return kinds and all(isinstance(value, float) or abs(value) < 2**63 for value in values)
 
@@ -267,10 +274,10 @@ def _are_numbers(values: Any) -> TypeGuard[list[float]]:
 def _error_text(data: bytes) -> str:
     text = data.decode("utf-8", "replace")
     try:
-        found = parse_json(text, "", RunError)
+        content = parse_json(text, "", RunError)
     except RunError:
         return text
-    return str(found.get("error", text)) if isinstance(found, dict) else text
+    return str(content.get("error", text)) if isinstance(content, dict) else text
 
 
 def _beginning(text: str) -> str:
@@ -278,7 +285,7 @@ def _beginning(text: str) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """urllib3 puts the connection's repr before what has happened."""
+    """urllib3 puts the repr of the connection before the reason."""
     return _beginning(str(error).rpartition(": ")[2] or type(error).__name__)
 
 
@@ -312,8 +319,8 @@ def _messages() -> dict[str, Any]:
     file: Any = descriptor_pb2.FileDescriptorProto(name=f"{package}.proto", package=package, syntax="proto3")
     for name, fields in layout.items():
         message = file.message_type.add(name=name)
-        for field in fields.split():
-            _add_field(message, package, *field.split(":"))
+        for entry in fields.split():
+            _add_field(message, package, *entry.split(":"))
     pool: Any = descriptor_pool.DescriptorPool()
     pool.Add(file)
     return {name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{package}.{name}")) for name in layout}

@@ -1,17 +1,17 @@
-"""Whether a program that a model wrote gives the right value, or holds its tests.
+"""Whether a program that a model wrote computes the right value or passes its tests.
 
-What is defended. A program runs in a sandbox of its own (src/rewards/sandbox.py), and nothing that it could want to know is in there.
-With `by: value` it is evaluated, and what comes back is compared here, with the row's answer. With `by: tests` the tests run in a second
-sandbox, which the program can neither see, read nor kill: names that the tests take from the program are objects there that pass calls
-through a pipe, and give plain data back (numbers, texts, lists, ...), of exact types, so nothing that equals everything arrives. What
-counts is the nonce of that run, which only the second sandbox has been told, behind each test and behind the last. So a program
-gains nothing by ending (exit 0), by a guessed nonce, by changed builtins, `assert` or `__eq__`, by `atexit`, threads, or a search through
-frames, files and descriptors: all that it has is the arguments of the call that it is to answer. Names of builtins and, before a dot, of
-modules of the standard library never come from the program.
+Defended. A program runs in a sandbox (src/rewards/sandbox.py) that contains no answers. With `by: value` the program is evaluated there
+and its value is compared here. With `by: tests` the tests run in a second sandbox, which the program can neither see, read nor kill.
+Names that the tests take from the program are objects there that pass operations through a pipe. Plain data, values of the standard
+library, functions and objects cross the pipe in both directions; a result of the program equals plain data only as plain data of an
+exact type (src/rewards/isolated_remote.py has the rules). A test passes if the second sandbox writes the nonce of this run after it. So a
+program gains nothing by ending (exit 0), a guessed nonce, changed builtins, `assert` or `__eq__`, `atexit`, threads, or a search through
+frames, files and descriptors: it only gets the arguments of its calls. Names of builtins and, before a dot, of modules of the standard
+library never come from the program.
 
-What is not. Values that can be guessed: a test whose answer is True or False is held by half of all guesses, so have several. A test that
-compares one answer of the program with another (`assert f(1) == f(1)`), or judges with a function of the program, asks the program. Tests
-that pass functions or objects of their own, read the program's text, or need its classes in `isinstance` or `except`, never hold.
+Not defended. Values that can be guessed: half of all guesses pass a test for True or False, so write several tests. Some tests let the
+program decide: comparisons of two of its results (`assert f(1) == f(1)`), a function of the program that judges, and arithmetic or `in`
+with an object that the test constructs (`abs(Money(5) - 3) < 1`). Tests that read the text of the program always fail.
 """
 
 import ast
@@ -28,7 +28,7 @@ from pydantic import model_validator
 
 from src.config import Places
 from src.errors import DataError
-from src.rewards import isolated, sandbox
+from src.rewards import isolated, isolated_values, sandbox
 from src.rewards.interface import RewardConfig, RewardSetting, Rollout, Scorer, final_answer, row_entry
 
 _FENCE = re.compile(r"^```(?:python|py)[^\S\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE | re.IGNORECASE)
@@ -36,14 +36,14 @@ _NUMBER = re.compile(r"[-+]?(\d{1,400}(\.\d{0,400})?|\.\d{1,400})(e[-+]?\d{1,3})
 
 
 class Config(RewardConfig):
-    """How a program is judged. An answer that was cut off at the most tokens is wrong."""
+    """How a program is judged. A truncated answer is wrong."""
 
     by: Literal["value", "tests"]
-    """value: its last expression, or else the last line that it prints, is the row's "answer". tests: it holds the row's "tests"."""
+    """value: its last expression, or else its last printed line, is the row's "answer". tests: it passes the row's "tests"."""
     right: float = 1.0
     wrong: float = 0.0
     share: bool = False
-    """Whether a program that holds some tests gets so much of the way from `wrong` to `right`."""
+    """Whether a program that passes some tests gets that share of the way from `wrong` to `right`."""
     limits: sandbox.Limits = sandbox.Limits()
 
     @model_validator(mode="after")
@@ -76,13 +76,13 @@ class Config(RewardConfig):
 
 
 def code_of(text: str) -> str:
-    """The last ```python fence of an answer; all of it where there is none."""
+    """The last ```python fence of an answer, or all of the answer."""
     fences = _FENCE.findall(text)
     return fences[-1] if fences else text.strip()
 
 
 class _Value:
-    """What a program is to give."""
+    """The value that a program must compute."""
 
     def __init__(self, answer: Any) -> None:
         self.answer = final_answer(answer) if isinstance(answer, str) else answer
@@ -96,7 +96,7 @@ class _Value:
         if result.ended != "exit" or len(output) < 4 or int.from_bytes(output[:4], "big") != len(output) - 4:
             return 0.0
         try:
-            value, printed = isolated.read_value(json.loads(output[4:])["value"], _find_nothing)
+            value, printed = isolated_values.read_value(json.loads(output[4:])["value"], _find_nothing)
         except Exception:  # noqa: BLE001  the program may have written these bytes: no matter what is in them, the training goes on
             return 0.0
         if value is None and isinstance(printed, str):
@@ -105,26 +105,26 @@ class _Value:
         return float(agrees(value, self.answer))
 
 
-def _find_nothing(number: int) -> NoReturn:
-    raise ValueError(f"object {number}: no plain data")
+def _find_nothing(kind: str, _: Any) -> NoReturn:
+    raise ValueError(f"{kind}: no plain data")
 
 
-def agrees(found: Any, expected: Any) -> bool:
+def agrees(value: Any, expected: Any) -> bool:
     """Whether two values are equal: numbers also as texts, and with a fraction to nine digits; else of one type, or as one text."""
-    one, other = _number(found), _number(expected)
+    one, other = _number(value), _number(expected)
     if one is not None and other is not None:
         whole = one.denominator == other.denominator == 1
         return one == other or (not whole and abs(one - other) <= max(abs(one), abs(other)) / 10**9)
-    if isinstance(expected, str) and not isinstance(found, str):
+    if isinstance(expected, str) and not isinstance(value, str):
         try:
             expected = ast.literal_eval(expected)
         except (ValueError, SyntaxError):
             return False
-    if isinstance(found, str) and not isinstance(expected, str):
+    if isinstance(value, str) and not isinstance(expected, str):
         expected = str(expected)
-    if isinstance(found, str) and isinstance(expected, str):
-        return found.strip() == expected.strip()
-    return type(found) is type(expected) and found == expected
+    if isinstance(value, str) and isinstance(expected, str):
+        return value.strip() == expected.strip()
+    return type(value) is type(expected) and value == expected
 
 
 def _number(value: Any) -> Fraction | None:
@@ -137,7 +137,7 @@ def _number(value: Any) -> Fraction | None:
 
 
 class _Tests:
-    """What a program is to hold."""
+    """Tests the program must pass."""
 
     def __init__(self, row: Mapping[str, Any], tests: Any) -> None:
         self.nonce = secrets.token_hex(16)
@@ -147,7 +147,7 @@ class _Tests:
         except (SyntaxError, ValueError) as error:
             raise DataError(f'a row with the keys {", ".join(map(repr, row))}: "tests" is no Python: {error}') from None
         if not self.tests:
-            raise DataError(f'a row with the keys {", ".join(map(repr, row))}: "tests" is empty, so every program would hold them.')
+            raise DataError(f'a row with the keys {", ".join(map(repr, row))}: "tests" is empty, so every program would pass them.')
         before_dots = {name for tree in trees for name in _names_before_dots(tree)}
         self.modules = sorted(before_dots & sys.stdlib_module_names)
 
@@ -156,7 +156,7 @@ class _Tests:
         return sandbox.Program("judge", json.dumps(order).encode())
 
     def share(self, result: sandbox.Result) -> float:
-        """Of the tests that held; below 1 where the judge did not come behind the last."""
+        """Share of passed tests; below 1 if the judge did not get past the last one."""
         lines = set(result.output.decode(errors="replace").split("\n"))
         held = sum(f"{self.nonce} {number}" in lines for number in range(len(self.tests)))
         whole = f"{self.nonce} end" in lines and result.ended == "exit"
@@ -170,7 +170,7 @@ def _names_before_dots(tree: ast.AST) -> Iterator[str]:
 
 
 def split_tests(tests: Any) -> list[str]:
-    """A list of tests as it is; of a text, each assertion or call at the margin with what stands before it since the last.
+    """The tests of a list, or of a text: each top-level assertion or call with the statements before it.
 
     Raises:
         ValueError, SyntaxError: it is neither, or no Python.
@@ -179,15 +179,15 @@ def split_tests(tests: Any) -> list[str]:
         return tests
     if not isinstance(tests, str):
         raise ValueError(f"expected a text or a list of texts, got {type(tests).__name__}")
-    found, waiting = [], []
+    split, waiting = [], []
     for statement in ast.parse(tests).body:
         waiting.append(ast.unparse(statement))
         if isinstance(statement, ast.Assert | ast.Expr) and not _is_text(statement):
-            found.append("\n".join(waiting))
+            split.append("\n".join(waiting))
             waiting = []
-    if waiting and found:
-        found[-1] += "\n" + "\n".join(waiting)
-    return found or (["\n".join(waiting)] if waiting else [])
+    if waiting and split:
+        split[-1] += "\n" + "\n".join(waiting)
+    return split or (["\n".join(waiting)] if waiting else [])
 
 
 def _is_text(statement: ast.stmt) -> bool:

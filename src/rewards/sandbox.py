@@ -1,12 +1,12 @@
-"""Programs that a model wrote run here, in bubblewrap: many at once, each from nothing, and nothing of it is left.
+"""Run programs that a model wrote in bubblewrap, many at once, each in a new sandbox that is removed afterwards.
 
 A program has no network, no home, no environment, no /proc, and sees of the system /usr, /lib and this Python, all read-only; it writes
 into a small /tmp in memory that ends with it. It starts no process (a filter of system calls, which also closes sockets, shared memory
-and most of the kernel's less tried doors), so that limits of its processor time, memory and files are limits of all that it does. Where
-it is over its time, the first process of its PID namespace is killed, and with it the namespace.
+and most of the kernel's less tried doors), so that limits of its processor time, memory and files are limits of all that it does. After
+its time limit the first process of its PID namespace is killed, and with it the namespace.
 
-Not defended: a fault of the kernel behind the calls that are left, and what can be learned from the machine's timing. All programs
-together may take `at_once` times their memory.
+Not defended: a kernel bug in the remaining system calls, and timing side channels. All programs together can use `at_once` times their
+memory.
 """
 
 import contextlib
@@ -34,14 +34,21 @@ from pydantic import Field
 
 from src.config import Config
 from src.errors import ConfigError
-from src.rewards import isolated
+from src.rewards import isolated, isolated_peer, isolated_remote, isolated_values
 
-_BEGIN = "import marshal, os, sys; code = int(sys.argv.pop(1)); exec(marshal.loads(os.read(code, 1 << 20))); os.close(code); main()"
+_BEGIN = """import marshal, os, sys
+from types import ModuleType
+descriptor = int(sys.argv.pop(1))
+for name, code in marshal.loads(os.read(descriptor, 1 << 20)):
+    module = sys.modules[name] = ModuleType(name)
+    exec(code, module.__dict__)
+os.close(descriptor)
+module.main()"""
 _START_SECONDS = 60.0
-"""For bubblewrap and Python, on a busy machine; a program's own time begins behind it."""
+"""For bubblewrap and Python, on a busy machine. The time of a program starts after it."""
 _STARTS = 3
 
-# Numbers of system calls on x86_64 and aarch64 (None: it has none), from the kernel's tables. `clone` stays for threads.
+# Numbers of system calls on x86_64 and aarch64 (None: missing), from the kernel's tables. `clone` stays for threads.
 _NUMBERS: dict[str, tuple[int | None, int | None]] = {
     "fork": (57, None), "vfork": (58, None), "socket": (41, 198), "ptrace": (101, 117), "kcmp": (312, 272),
     "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190),
@@ -60,19 +67,19 @@ _ALLOW, _KILL, _REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
 
 
 class Limits(Config):
-    """What one program may take."""
+    """Limits of one program."""
 
     seconds: float = Field(default=10.0, gt=0)
-    """From its first line to its last, by the clock."""
+    """Wall-clock time from its first line to its last."""
     cpu_seconds: int = Field(default=5, gt=0)
     memory_mb: int = Field(default=512, ge=64)
     """MiB of addresses, of each of its two sides where it is tested."""
     file_mb: int = Field(default=8, gt=0)
-    """MiB of a file, and of all that is in its /tmp."""
+    """MiB of a file, and of its /tmp."""
     output_kb: int = Field(default=1024, gt=0)
-    """KiB that are read of what it tells; with more it is ended."""
+    """KiB of output; with more it is killed."""
     at_once: int | None = Field(default=None, gt=0)
-    """Programs at the same time; None: as many as this process may use cores."""
+    """Programs at the same time; None: the number of cores of this process."""
 
     def resources(self) -> str:
         """As `isolated.limit_resources` reads them."""
@@ -83,26 +90,26 @@ class Limits(Config):
 
 @dataclass(frozen=True)
 class Program:
-    """What is run."""
+    """A program to run."""
 
     role: Literal["serve", "judge"]
-    """Of src/rewards/isolated.py: `serve` answers one request; `judge` has the program in another sandbox and asks it."""
+    """Role of src/rewards/isolated.py: `serve` answers one request; `judge` runs tests of a program in another sandbox."""
     order: bytes
-    """What it reads."""
+    """Its standard input."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What came of it."""
+    """The result of a program."""
 
     output: bytes
-    """What it wrote, behind its start."""
+    """Its output after the start."""
     ended: Literal["exit", "time", "output"]
-    """By itself, over its time, or over its output."""
+    """Its own end, the time limit, or the output limit."""
 
 
 def run_programs(programs: Sequence[Program], limits: Limits) -> list[Result]:
-    """Results in order. When it returns, also by an exception, no process and no file of theirs is left.
+    """Results in order. No process and no file of the programs remains, even after an exception.
 
     Raises:
         ConfigError: this machine cannot isolate them.
@@ -118,7 +125,7 @@ def run_programs(programs: Sequence[Program], limits: Limits) -> list[Result]:
 
 @cache
 def require() -> None:
-    """Raises ConfigError where programs cannot be isolated on this machine, with what would help."""
+    """Raise ConfigError, with advice, if this machine cannot isolate programs."""
     if sys.platform != "linux" or platform.machine() not in _MACHINES:
         raise ConfigError(f"programs that a model wrote run in bubblewrap, on Linux on {' or '.join(_MACHINES)}; this is another machine.")
     _find_bubblewrap()
@@ -136,7 +143,7 @@ def _find_bubblewrap() -> str:
 
 def _run(program: Program, limits: Limits) -> Result:
     problem = ""
-    for _ in range(_STARTS):  # a machine may be out of processes or namespaces for a moment
+    for _ in range(_STARTS):  # a machine can be out of processes or namespaces for a moment
         result = _attempt(program, limits)
         if isinstance(result, Result):
             return result
@@ -148,7 +155,7 @@ def _run(program: Program, limits: Limits) -> Result:
 
 
 def _attempt(program: Program, limits: Limits) -> Result | str:
-    """The result, or why nothing of the program has run."""
+    """The result, or the reason why the program did not start."""
     with contextlib.ExitStack() as stack:
         outlet, inlet = _pipe(stack)
         start = partial(_start, stack, limits)
@@ -166,29 +173,29 @@ def _attempt(program: Program, limits: Limits) -> Result | str:
             return Result(output.removeprefix(isolated.READY), ended)
         for sandbox in sandboxes:
             sandbox.end()
-        said = [line for sandbox in sandboxes for line in sandbox.complaints()]
-        return said[0] if said else f"no answer within {_START_SECONDS:.0f} s"
+        complaints = [line for sandbox in sandboxes for line in sandbox.complaints()]
+        return complaints[0] if complaints else f"no answer within {_START_SECONDS:.0f} s"
 
 
 def _read(outlet: int, limits: Limits) -> tuple[bytes, Literal["exit", "time", "output"]]:
-    """What is written until the last writer ends, or a limit is reached, and which."""
+    """Output until the last writer ends or a limit is reached, and the reason of the end."""
     poll = select.poll()
     poll.register(outlet, select.POLLIN)
-    found, deadline, started = b"", time.monotonic() + _START_SECONDS, False
+    output, deadline, started = b"", time.monotonic() + _START_SECONDS, False
     while True:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            return found, "time"
-        if not poll.poll(left * 1000):
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
+            return output, "time"
+        if not poll.poll(remaining * 1000):
             continue
         piece = os.read(outlet, 1 << 16)
-        found += piece
+        output += piece
         if not piece:
-            return found, "exit"
-        if not started and found.startswith(isolated.READY):
+            return output, "exit"
+        if not started and output.startswith(isolated.READY):
             started, deadline = True, time.monotonic() + limits.seconds
-        if len(found) > limits.output_kb << 10:
-            return found, "output"
+        if len(output) > limits.output_kb << 10:
+            return output, "output"
 
 
 @dataclass
@@ -197,12 +204,12 @@ class _Sandbox:
 
     process: "subprocess.Popen[bytes]"
     errors: FileIO
-    """What bubblewrap said."""
+    """Messages of bubblewrap."""
     first: int | None = None
-    """Descriptor of that process; None where it never began or has ended already."""
+    """Descriptor of that process; None if it did not start or has ended."""
 
     def end(self) -> None:
-        """Kill what is left, and wait until it is gone."""
+        """Kill the processes and wait for their end."""
         if self.first is None:
             self.process.kill()
         else:
@@ -213,37 +220,37 @@ class _Sandbox:
         self.process.wait()
 
     def complaints(self) -> list[str]:
-        """The lines that bubblewrap said."""
+        """The messages of bubblewrap."""
         return os.pread(self.errors.fileno(), 4096, 0).decode(errors="replace").splitlines()
 
 
-def _start(  # order: what it reads; peer: what it gets besides
+def _start(  # order: its standard input; peer: more descriptors
     stack: contextlib.ExitStack, limits: Limits, role: list[str], order: FileIO, outlet: FileIO, peer: Sequence[FileIO] = ()
 ) -> _Sandbox:
     """Start a role of src/rewards/isolated.py."""
     errors, rules, code = _file(stack, b""), _file(stack, _filter_rules()), _file(stack, _code())
-    told, tell = _pipe(stack)
+    info, info_end = _pipe(stack)
     arguments = [*role, limits.resources(), *(str(file.fileno()) for file in peer)]
-    options = [*_view(limits.file_mb), "--info-fd", str(tell.fileno()), "--seccomp", str(rules.fileno())]
+    options = [*_view(limits.file_mb), "--info-fd", str(info_end.fileno()), "--seccomp", str(rules.fileno())]
     python = [os.path.realpath(sys.executable), "-I", "-S", "-B", "-c", _BEGIN, str(code.fileno()), *arguments]
     process = subprocess.Popen(
         [_find_bubblewrap(), *options, "--", *python],
         stdin=order,
         stdout=outlet,
         stderr=errors,
-        pass_fds=[file.fileno() for file in (tell, rules, code, *peer)],
+        pass_fds=[file.fileno() for file in (info_end, rules, code, *peer)],
         env={},
     )
     sandbox = _Sandbox(process, errors)
     stack.callback(sandbox.end)
-    tell.close()
+    info_end.close()
     with contextlib.suppress(ValueError, ProcessLookupError):
-        sandbox.first = os.pidfd_open(json.loads(told.readall())["child-pid"])
+        sandbox.first = os.pidfd_open(json.loads(info.readall())["child-pid"])
     return sandbox
 
 
 def _view(tmp_mb: int) -> Iterator[str]:
-    """What bubblewrap shows a program, as its options."""
+    """Options of bubblewrap: the file system of a program."""
     yield from ("--unshare-all", "--unshare-user", "--uid", "65534", "--gid", "65534", "--hostname", "sandbox", "--cap-drop", "ALL")
     yield from ("--die-with-parent", "--new-session", "--as-pid-1", "--clearenv")
     yield from ("--ro-bind", "/usr", "/usr", "--size", str(tmp_mb << 20), "--tmpfs", "/tmp")
@@ -263,8 +270,9 @@ def _view(tmp_mb: int) -> Iterator[str]:
 
 @cache
 def _code() -> bytes:
-    """src/rewards/isolated.py, compiled by the same Python that runs it."""
-    return marshal.dumps(compile(Path(isolated.__file__).read_text(encoding="utf-8"), "isolated", "exec"))
+    """src/rewards/isolated*.py, compiled by the Python that runs them, each after those that it imports."""
+    modules = (isolated_values, isolated_remote, isolated_peer, isolated)
+    return marshal.dumps([(each.__name__, compile(Path(str(each.__file__)).read_bytes(), each.__name__, "exec")) for each in modules])
 
 
 @cache
@@ -286,7 +294,7 @@ def _filter_rules() -> bytes:
 
 
 def _file(stack: contextlib.ExitStack, content: bytes) -> FileIO:
-    """A file in memory without a name, at its beginning."""
+    """An unnamed file in memory, at its start."""
     file = stack.enter_context(FileIO(os.memfd_create("sandbox"), "r+"))
     file.write(content)
     file.seek(0)

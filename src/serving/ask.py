@@ -1,53 +1,56 @@
-"""Answers questions on contexts with a trained run, here or as a small server.
+"""Answer questions about contexts with a model, here or as a server.
 
-python -m src.serving.ask RUN --context notes.txt "What is due on Monday?" "Who is to do it?"
-python -m src.serving.ask RUN --serve 8080
-curl localhost:8080 -d '{"context": "The cat is red.", "question": "What colour is the cat?"}'
+python -m src.serving.ask MODEL --context notes.txt "When is it due?" "Is it done?"
+python -m src.serving.ask MODEL --serve 8080 --token secret
+curl 'localhost:8080/?token=secret' -d '{"context": "The cat is red.", "question": "Which color is the cat?"}'
 
-RUN is a save directory, the beginning of its id, or a checkpoint. The server answers {"answer": "..."}, and what it cannot with
-{"error": "..."} and the status 400. Requests that wait are answered together; each context is encoded once, as long as it is among those
-that were read last.
+MODEL is a run (its save directory or a prefix of its id), a checkpoint, an export, a folder of save_pretrained, or an id on the hub. A
+cross-attention model reads the context as in its experiment; other models read it in their prompt. The server answers {"answer": "..."},
+or {"error": "..."} with status 403 to 500. Requests that wait are answered together. The last contexts are cached.
 """
 
 import argparse
 import json
 import logging
-import queue
 import sys
-import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import Future
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pydantic import BaseModel, ConfigDict
+
 from src.command_line import make_parser, parse_arguments, run_command
 from src.config import Places
+from src.data.conversations.entries import Message
 from src.data.qa import cross_attention as qa
-from src.errors import ConfigError, DataError, UserError
-from src.files import parse_json, reading
+from src.errors import ConfigError, DataError
+from src.files import reading
 from src.interfaces import load_experiment
 from src.models.load import add_options, checkpoint_folder, load, move
 from src.runs.metadata import expand_run, read_exp_dict
+from src.served_page import add_access
+from src.serving.continuation import Continuation
+from src.serving.conversation import Talk
+from src.serving.pretrained import SOURCE, is_pretrained, load_writer
 
 log = logging.getLogger(__name__)
 
-TOGETHER = 32
-"""Most requests that are answered at once."""
-KEPT_CONTEXTS = 16
-LONGEST_REQUEST = 1 << 24
+MAX_BATCH = 32
+"""Maximum requests of one batch."""
+CACHED_CONTEXTS = 16
+MAX_BYTES = 1 << 24
 
 
-class Asked(NamedTuple):
-    """A question on a context."""
+class Query(NamedTuple):
+    """A question about a context."""
 
     context: str
     question: str
 
 
 class Answerer:
-    """A cross-attention model that answers as the experiment that trained it reads its data."""
+    """A cross-attention model that reads contexts as in the experiment that trained it."""
 
     def __init__(self, model: Any, tokenizer: Any, data: qa.Config, max_new_tokens: int) -> None:
         self._model, self._tokenizer = model, tokenizer
@@ -59,21 +62,21 @@ class Answerer:
         """Move the model, as `models.load.move` does."""
         move(self._model, device)
 
-    def answer(self, asked: Sequence[Asked]) -> list[str]:
-        """Greedy answers, in order. Questions on one context are generated together.
+    def answer(self, queries: Sequence[Query]) -> list[str]:
+        """Greedy answers, in order. Questions about the same context are generated together.
 
         Raises:
-            DataError: a context is too long, and the experiment says to refuse such.
+            DataError: a context is too long, and the experiment refuses those.
         """
         import torch
 
-        rows = [{"context": context, "question": question, "answer": "", "dataset": ""} for context, question in asked]
+        rows = [{"context": context, "question": question, "answer": "", "dataset": ""} for context, question in queries]
         data = qa.QADataset(self._data, rows, self._tokenizer, 0, both_views=False, fingerprint="")
         samples = [data.prompt(i) for i in range(len(rows))]
         together: dict[str, list[int]] = {}  # by context
         for i, sample in enumerate(samples):
             together.setdefault(json.dumps(sample["context_chunks"]), []).append(i)
-        found, end = [""] * len(rows), self._tokenizer.eos_token_id
+        texts_by_row, end = [""] * len(rows), self._tokenizer.eos_token_id
         for key, indices in together.items():
             tensors: Any = data.collate_prompts([samples[i] for i in indices])
             batch = {name: tensor.to(self._model.base.device) for name, tensor in tensors.items()}
@@ -88,119 +91,98 @@ class Answerer:
                 )
             texts = self._tokenizer.batch_decode(ids[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
             for i, text in zip(indices, texts, strict=True):
-                found[i] = text.strip()
-        return found
+                texts_by_row[i] = text.strip()
+        return texts_by_row
 
     def _context(self, key: str, batch: dict[str, Any]) -> Any:
-        """The encoded context of a batch whose rows share it."""
+        """The encoded context that all rows of a batch share."""
         if key not in self._encoded:
             self._encoded[key] = self._model.make_context(batch["context_ids"][:1], batch["context_mask"][:1])
-            while len(self._encoded) > KEPT_CONTEXTS:
+            while len(self._encoded) > CACHED_CONTEXTS:
                 self._encoded.popitem(last=False)
         self._encoded.move_to_end(key)
         return self._encoded[key]
 
 
-def load_answerer(source: Path, places: Places, max_new_tokens: int | None = None) -> Answerer:
-    """Of a run or a checkpoint. max_new_tokens: None for those of the experiment's answers, or else 32.
+class PromptAnswerer:
+    """A model that reads the context in its prompt: a message of a chat, or a text that it continues."""
+
+    def __init__(self, writer: Talk | Continuation, model: Any, max_new_tokens: int) -> None:
+        self._writer, self._model = writer, model
+        self._options = {"max_new_tokens": max_new_tokens, "do_sample": False}
+
+    def to(self, device: str | None) -> None:
+        """Move the model, as `models.load.move` does."""
+        move(self._model, device)
+
+    def answer(self, queries: Sequence[Query]) -> list[str]:
+        """Greedy answers, in order, each generated by itself.
+
+        Raises:
+            ConfigError: a context is too long for the model.
+        """
+        return [self._answer(query).strip() for query in queries]
+
+    def _answer(self, query: Query) -> str:
+        if isinstance(self._writer, Talk):
+            message = Message("user", f"{query.context}\n\n{query.question}")
+            return self._writer.generate(self._writer.prompt_ids([message]), **self._options)[0]
+        return self._writer.write(f"{query.context}\n\nQuestion: {query.question}\nAnswer:", **self._options).partition("\n")[0]
+
+
+def load_answerer(source: Path, places: Places, max_new_tokens: int | None = None) -> Answerer | PromptAnswerer:
+    """The model of a source that `pretrained.SOURCE` describes. max_new_tokens: None for the experiment's setting, or 32.
 
     Raises:
-        ConfigError: it was not trained to answer questions on contexts by cross-attention.
+        ConfigError: the model answers no questions.
         UserError: a part of the model is missing.
     """
-    source = expand_run(source, places.runs)
-    run = checkpoint_folder(source).parents[1]
-    recipe: Any = load_experiment(read_exp_dict(run), str(run))
-    data = getattr(recipe, "data", None)
-    if not isinstance(data, qa.Config):
-        raise ConfigError(f"{run}: not trained to read contexts by cross-attention (data set 'qa'), so it cannot be asked on one.")
-    asked = recipe.answers or recipe.inference
-    model, tokenizer = load(source, places)
-    return Answerer(model, tokenizer, data, max_new_tokens or (asked.max_new_tokens if asked else 32))
+    if not is_pretrained(source):
+        folder = checkpoint_folder(expand_run(source, places.runs))
+        run = folder.parents[1]
+        recipe: Any = load_experiment(read_exp_dict(run), str(run))
+        data = getattr(recipe, "data", None)
+        if isinstance(data, qa.Config):
+            setting = recipe.answers or recipe.inference
+            return Answerer(*load(folder, places), data, max_new_tokens or (setting.max_new_tokens if setting else 32))
+    writer, model = load_writer(source, places)
+    return PromptAnswerer(writer, model, max_new_tokens or 32)
 
 
-class Server(ThreadingHTTPServer):
-    """Reads requests in threads, and answers them in one, many at once."""
+class AskRequest(BaseModel):
+    """The body of a request."""
 
-    daemon_threads = True
-
-    def __init__(self, answerer: Answerer, host: str, port: int) -> None:
-        super().__init__((host, port), _Handler)
-        self._answerer = answerer
-        self._waiting: queue.Queue[tuple[Asked, Future[str]]] = queue.Queue()
-        threading.Thread(target=self._answer_all, name="answers", daemon=True).start()
-
-    def ask(self, asked: Asked) -> str:
-        """The answer to one request, when its turn has come. Raises what `Answerer.answer` raises."""
-        future: Future[str] = Future()
-        self._waiting.put((asked, future))
-        return future.result()
-
-    def _answer_all(self) -> None:
-        while True:
-            taken = [self._waiting.get()]
-            while len(taken) < TOGETHER and not self._waiting.empty():
-                taken.append(self._waiting.get())
-            self._answer_together(taken)
-
-    def _answer_together(self, taken: list[tuple[Asked, "Future[str]"]]) -> None:
-        try:
-            texts = self._answerer.answer([asked for asked, _ in taken])
-        except Exception as error:  # noqa: BLE001  told to who has asked; the others are answered alone
-            if len(taken) == 1:
-                taken[0][1].set_exception(error)
-            else:
-                for one in taken:
-                    self._answer_together([one])
-            return
-        for (_, future), text in zip(taken, texts, strict=True):
-            future.set_result(text)
+    model_config = ConfigDict(extra="forbid")
+    context: str
+    question: str
 
 
-class _Handler(BaseHTTPRequestHandler):
-    """One request: a JSON object with "context" and "question"."""
+def make_server(answerer: Answerer | PromptAnswerer, options: argparse.Namespace) -> Any:
+    """The server of --serve. options: of `src.served_page.add_address`.
 
-    server: Server  # pyright: ignore[reportIncompatibleVariableOverride]
+    Raises:
+        ConfigError: the address or the port is not free.
+    """
+    from src.serving.http import Batcher, Endpoint, Server
 
-    def do_POST(self) -> None:
-        try:
-            self._reply(200, {"answer": self.server.ask(self._read())})
-        except UserError as error:
-            self._reply(400, {"error": str(error)})
-        except Exception as error:  # noqa: BLE001  the server goes on
-            self._reply(500, {"error": f"{type(error).__name__}: {error}"})
+    batcher = Batcher[Query, str](answerer.answer, MAX_BATCH if isinstance(answerer, Answerer) else 1)
 
-    def _read(self) -> Asked:
-        length = self.headers.get("Content-Length", "")
-        if not length.isdigit() or int(length) > LONGEST_REQUEST:
-            raise DataError(f"Content-Length: expected a number of bytes up to {LONGEST_REQUEST}, got {length!r}.")
-        given = parse_json(self.rfile.read(int(length)), "request", DataError)
-        if not isinstance(given, dict) or set(given) != set(Asked._fields) or not all(isinstance(text, str) for text in given.values()):
-            raise DataError('expected {"context": "...", "question": "..."}, both text.')
-        return Asked(**given)
+    async def answer(request: AskRequest) -> dict[str, str]:
+        return {"answer": await batcher.submit(Query(request.context, request.question))}
 
-    def _reply(self, status: int, content: dict[str, str]) -> None:
-        body = json.dumps(content, ensure_ascii=False).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  the base class's name
-        """Nothing: a line for each request would be too many."""
+    return Server([Endpoint("POST", "/", answer, AskRequest)], MAX_BYTES, options, batcher)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = make_parser("src.serving.ask", __doc__)
     add = parser.add_argument
-    add("run", type=Path, help="a save directory, the beginning of its id, or a checkpoint")
-    add("questions", nargs="*", help="answered one a line")
-    add("--context", type=Path, metavar="FILE", help="what they are asked on, as UTF-8 text")
-    add("--serve", type=int, metavar="PORT", help="answer requests instead; 0 for any free port")
-    add("--host", default="127.0.0.1", help="of --serve (default: %(default)s)")
-    add("--max_new_tokens", type=int, help="of an answer (default: the experiment's)")
+    add("run", metavar="MODEL", type=Path, help=SOURCE)
+    add("questions", nargs="*", help="questions, answered one per line")
+    add("--context", type=Path, metavar="FILE", help="the context, as UTF-8 text")
+    add("--serve", type=int, metavar="PORT", help="answer requests; 0 takes a free port")
+    add_access(parser, "anyone with the token can ask")
+    add("--max_new_tokens", type=int, help="of an answer (default: the experiment's, or 32)")
     add_options(parser)
     args = parse_arguments(parser, argv)
     return run_command(lambda: _act(args))
@@ -213,16 +195,13 @@ def _act(args: argparse.Namespace) -> int:
     answerer.to(args.device)
     if args.context:
         context = _read_text(args.context)
-        for text in answerer.answer([Asked(context, question) for question in args.questions]):
+        for text in answerer.answer([Query(context, question) for question in args.questions]):
             sys.stdout.write(f"{text}\n")
         return 0
-    try:
-        server = Server(answerer, args.host, args.serve)
-    except (OSError, OverflowError) as error:
-        raise ConfigError(f"--serve {args.serve}, --host {args.host}: cannot be listened at ({error}).") from None
-    with server:
-        log.info("Answers at http://%s:%d. Ctrl-C ends it.", args.host, server.server_port)
-        server.serve_forever()
+    args.port = args.serve
+    server = make_server(answerer, args)
+    log.info("Answering. Press Ctrl-C to stop.")
+    server.run()
     return 0
 
 

@@ -1,4 +1,4 @@
-"""A conversation with a model that was trained on conversations, written as its experiment writes them."""
+"""A conversation with a model, written by the template of its experiment or of its tokenizer."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,52 +7,70 @@ from src.data.conversations import templates
 from src.data.conversations.dataset import ConversationConfig, with_system
 from src.data.conversations.entries import Message
 from src.data.conversations.rendering import Renderer
-from src.errors import ConfigError
+from src.errors import ConfigError, DataError
 from src.models.reward.layers import RewardModel
 
-RESET = "!reset"
-"""A line that restarts the conversation."""
+RESET = "/reset"
+"""A message that restarts the conversation; "!reset" does so, too."""
+
+
+def is_reset(text: str) -> bool:
+    """Whether a message restarts the conversation."""
+    return text.strip() in (RESET, "!reset")
 
 
 class Talk:
     """A conversation of a person with a model."""
 
-    def __init__(self, model: Any, tokenizer: Any, data: ConversationConfig) -> None:
-        """Raises ConfigError for a reward model, which only scores."""
+    def __init__(self, model: Any, tokenizer: Any, data: ConversationConfig | None = None) -> None:
+        """data: how the model's experiment writes conversations; None: the tokenizer's chat template.
+
+        Raises:
+            ConfigError: a reward model, which only scores.
+        """
         if isinstance(model, RewardModel):
-            raise ConfigError("a reward model gives a conversation a number and writes nothing. Use the run that it was trained from.")
-        self._model, self._tokenizer, self._system = model, tokenizer, data.writing.system
-        self._renderer = Renderer(tokenizer, templates.find(data.writing.template, tokenizer))
-        self._ends, never = self._renderer.answer_ends()
-        self._never = never or None
+            raise ConfigError("a reward model scores conversations and writes nothing. Name the run that it was trained from.")
+        self._model, self._tokenizer, self._system = model, tokenizer, data.writing.system if data else None
+        self._renderer: Renderer | None = _find_renderer(tokenizer, data)
+        ends, never = self._renderer.answer_ends() if self._renderer else ([tokenizer.eos_token_id], [])
+        if data is None:  # as transformers would
+            configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+            ends, never = [*ends, *(configured if isinstance(configured, list) else [configured])], []
+        self._ends, self._never = [*dict.fromkeys(end for end in ends if end is not None)], never or None
         self.messages: list[Message] = []
 
     def streamer(self, show: Callable[[str], object] | None = None) -> Any:
-        """Of transformers: gives `show` an answer piece by piece, as it comes. None: writes it to standard output."""
-        from transformers import TextStreamer
-
-        streamer = TextStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True)
-        if show is not None:
-            streamer.on_finalized_text = lambda text, stream_end=False: show(text)  # type: ignore[method-assign]
-        return streamer
+        """See `stream_to`."""
+        return stream_to(self._tokenizer, show)
 
     def prompt(self) -> list[int]:
         """Ids of the conversation, up to the next answer."""
         return self.prompt_ids(self.messages)
 
     def prompt_ids(self, messages: list[Message]) -> list[int]:
-        """Ids of `messages`, up to the next answer."""
-        return self._renderer.render(with_system(messages, self._system), answering=True).ids
+        """Ids of `messages`, up to the next answer.
+
+        Raises:
+            DataError: the template refuses these messages.
+        """
+        messages = list(with_system(messages, self._system))
+        if self._renderer:
+            return self._renderer.render(messages, answering=True).ids
+        try:
+            ids = self._tokenizer.apply_chat_template([message.raw for message in messages], add_generation_prompt=True, return_dict=True)
+        except Exception as error:  # noqa: BLE001  templates are programs of other people
+            raise DataError(f"the model's chat template refuses the conversation: {str(error).splitlines()[0]}") from None
+        return list(ids["input_ids"])
 
     def answer(self, text: str, streamer: Any = None, **options: Any) -> str:
-        """Answer the next message of the user; the line `RESET` restarts the conversation and has no answer.
+        """Answer the next message of the user. `RESET` restarts the conversation and has no answer.
 
         streamer: of transformers, which gets tokens as they come. options: of transformers' `generate`.
 
         Raises:
-            ConfigError: the conversation is too long for the model; the message is removed.
+            ConfigError: the conversation is too long for the model. The message is removed.
         """
-        if text.strip() == RESET:
+        if is_reset(text):
             self.messages.clear()
             return ""
         self.messages.append(Message("user", text))
@@ -60,9 +78,15 @@ class Talk:
             (ids,) = self._generate(self.prompt(), streamer, **options)
         except ConfigError as error:
             self.messages.pop()
-            raise ConfigError(f"the conversation: {error} Say {RESET}, or request fewer.") from None
-        self.messages.append(self._renderer.read_answer(str(self._tokenizer.decode(ids))))
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+            raise ConfigError(f"the conversation: {error} Restart it with {RESET}, or lower max_new_tokens.") from None
+        except BaseException:
+            self.messages.pop()
+            raise
+        answer = str(self._tokenizer.decode(ids, skip_special_tokens=True))
+        self.messages.append(
+            self._renderer.read_answer(str(self._tokenizer.decode(ids))) if self._renderer else Message("assistant", answer)
+        )
+        return answer
 
     def generate(self, prompt: list[int], streamer: Any = None, **options: Any) -> list[str]:
         """Answers to the ids of a prompt: one, or `num_return_sequences`. See `answer`.
@@ -76,17 +100,46 @@ class Talk:
         import torch
 
         ids = torch.tensor([prompt], device=self._model.device)
-        longest = getattr(self._model.config, "max_position_embeddings", None)
-        if longest and ids.shape[1] + options["max_new_tokens"] > longest:
-            raise ConfigError(f"{ids.shape[1]} tokens and max_new_tokens {options['max_new_tokens']} are more than the model's {longest}.")
+        require_room(self._model, ids.shape[1], options["max_new_tokens"])
         with torch.no_grad():
             rows = self._model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
-                eos_token_id=self._ends,
-                pad_token_id=self._ends[0],
+                eos_token_id=self._ends or None,
+                pad_token_id=self._ends[0] if self._ends else None,
                 suppress_tokens=self._never,
                 streamer=streamer,
                 **options,
             )
         return [row[ids.shape[1] :].tolist() for row in rows]
+
+
+def _find_renderer(tokenizer: Any, data: ConversationConfig | None) -> Renderer | None:
+    """None for a chat template that our renderer cannot read; transformers then renders it."""
+    if data:
+        return Renderer(tokenizer, templates.find(data.writing.template, tokenizer))
+    try:
+        template = templates.find("tokenizer", tokenizer)
+        renderer = Renderer(tokenizer, template)
+        renderer.render([*template.opening, Message("user", "?"), Message("assistant", "?"), Message("user", "?")], answering=True)
+        renderer.answer_ends()
+    except (DataError, AssertionError):
+        return None
+    return renderer
+
+
+def stream_to(tokenizer: Any, show: Callable[[str], object] | None = None) -> Any:
+    """A streamer of transformers that passes each piece of an answer to `show`. None: writes it to standard output."""
+    from transformers import TextStreamer
+
+    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    if show is not None:
+        streamer.on_finalized_text = lambda text, stream_end=False: show(text)  # type: ignore[method-assign]
+    return streamer
+
+
+def require_room(model: Any, tokens: int, new_tokens: int) -> None:
+    """Raises ConfigError if `tokens` and an answer exceed the context of the model."""
+    longest = getattr(model.config, "max_position_embeddings", None)
+    if longest and tokens + new_tokens > longest:
+        raise ConfigError(f"{tokens} tokens and max_new_tokens {new_tokens} are more than the model's {longest}.")

@@ -1,10 +1,10 @@
-"""A page on which a person talks with one run that was trained on conversations, or with two side by side, and says whose reply is better.
+"""A web page to chat with one model, or with two models side by side to choose the better reply.
 
 python -m src.serving.page RUN                  a conversation
-python -m src.serving.page RUN OTHER            both answer each message; the conversation goes on with the reply that is preferred
+python -m src.serving.page RUN OTHER            both answer each message; the conversation continues with the preferred reply
 python -m src.serving.page RUN RUN              two samples of one
 
-What is preferred is appended to --output, a row at each click. Rewards and preferences are trained on it when it is prepared:
+Each choice is appended to --output as a row. Prepare the file to train reward models and preferences on it:
 python -m data_prep.prepare_conversations --form ranked --train results/data/preferences.jsonl --name preferences
 """
 
@@ -23,12 +23,12 @@ import panel as pn
 from src.command_line import make_parser, parse_arguments, run_command
 from src.config import Places
 from src.errors import ConfigError, UserError
-from src.models.load import checkpoint_folder, move
-from src.runs.metadata import expand_run
+from src.models.load import move
 from src.served_page import add_address, serve_page
-from src.serving.chat import add_options, generation_options, load_writer
+from src.serving.chat import add_options, generation_options
 from src.serving.conversation import Talk
 from src.serving.preferences import Conversation, Side, check_output
+from src.serving.pretrained import SOURCE, load_writer, source_name
 
 PORT = 5007
 MOST_RUNS = 2
@@ -37,7 +37,7 @@ _SEND, _CLEAR, _NONE = (
     f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 24 24" fill="none" stroke="currentColor" stroke-width="2">{shape}</svg>'
     for shape in ('<path d="M4 12h15M13 6l6 6-6 6"/>', '<path d="M5 7h14M10 7V4h4v3M7 7l1 13h8l1-13"/>', "")
 )
-"""Panel's own icons would be asked of another machine."""
+"""Panel's own icons are loaded from another machine."""
 
 
 class _Message(pn.chat.ChatMessage):
@@ -66,7 +66,7 @@ class Page:
     def __init__(self, conversation: Conversation) -> None:
         self._conversation = conversation
         self._open: list[pn.widgets.Button] = []
-        """The buttons that prefer a reply to what was asked last."""
+        """Buttons that prefer a reply to the last message."""
         self.chat = _Chat(
             callback=self._answer,
             callback_user="Reply" if len(conversation.sides) == 1 else "Replies",
@@ -85,18 +85,18 @@ class Page:
             },
             sizing_mode="stretch_both",
         )
-        self.chat.param.watch(lambda event: None if event.new else self._begin_anew(), "objects")
+        self.chat.param.watch(lambda event: None if event.new else self._restart(), "objects")
 
-    async def _answer(self, said: str, user: str, interface: Any) -> AsyncIterator[Any]:
-        """What is shown in answer to what a person says: filled as the replies come. said: as `_text` shows it."""
+    async def _answer(self, message: str, user: str, interface: Any) -> AsyncIterator[Any]:
+        """Show the replies to a message as they are generated. message: HTML, as `_text` shows it."""
         panes = [_text("") for _ in self._conversation.sides]
         buttons = [pn.widgets.Button(label="Better", visible=False) for _ in panes] if len(panes) > 1 else []
         note = _text("")
         yield self._layout(panes, buttons, note)
-        # A thread replies, and the loop alone changes what is shown: a browser is told in order.
+        # A thread generates; only the event loop changes the page, so that a browser gets the pieces in order.
         loop, pieces = asyncio.get_running_loop(), asyncio.Queue[tuple[Any, str] | None]()
         shows = [lambda text, pane=pane: loop.call_soon_threadsafe(pieces.put_nowait, (pane, text)) for pane in panes]
-        replying = asyncio.create_task(asyncio.to_thread(self._conversation.ask, html.unescape(said), shows))
+        replying = asyncio.create_task(asyncio.to_thread(self._conversation.ask, html.unescape(message), shows))
         replying.add_done_callback(lambda _: pieces.put_nowait(None))
         while (piece := await pieces.get()) is not None:
             pane, text = piece
@@ -143,13 +143,13 @@ class Page:
             button.visible = False
         self._open = []
 
-    def _begin_anew(self) -> None:
+    def _restart(self) -> None:
         self._conversation.reset()
         self._close()
 
 
 def _text(text: str, **styles: str) -> pn.pane.HTML:
-    """Text as it is: nothing in it is obeyed."""
+    """Literal text: HTML in it is escaped."""
     return pn.pane.HTML(html.escape(text), styles={**_WRAPPED, **styles}, sizing_mode="stretch_width", margin=(5, 10))
 
 
@@ -162,28 +162,28 @@ def load_sides(sources: Sequence[Path], places: Places, device: str | None) -> l
     """
     if len(sources) > MOST_RUNS:
         raise ConfigError(f"expected one run or two, got {len(sources)}.")
-    loaded, sides = dict[Path, Side](), list[Side]()
+    loaded, sides = dict[str, Side](), list[Side]()
     for source in sources:
-        folder = checkpoint_folder(expand_run(source, places.runs))
-        if folder not in loaded:
+        name = source_name(source, places)
+        if name not in loaded:
             talk, model = load_writer(source, places)
             if not isinstance(talk, Talk):
-                raise ConfigError(f"{source}: not trained on conversations. python -m src.serving.chat goes on with what it is given.")
+                raise ConfigError(f"{source}: its model has no chat template. python -m src.serving.chat continues texts with it.")
             move(model, device)
-            loaded[folder] = Side(f"{folder.parents[1].name[:8]} {folder.name}", talk)
-        sides.append(loaded[folder])
+            loaded[name] = Side(name, talk)
+        sides.append(loaded[name])
     return sides
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = make_parser("src.serving.page", __doc__)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a save directory, the beginning of its id, or a checkpoint")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="MODEL", help=SOURCE)
     parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="what is preferred is appended to it (default: preferences.jsonl in --data_path)"
+        "--output", type=Path, metavar="FILE", help="file of choices, appended to (default: preferences.jsonl in --data_path)"
     )
     add_options(parser)
-    add_address(parser, PORT, "who knows the token can talk, and prefer")
+    add_address(parser, PORT, "anyone with the token can chat and choose replies")
     args = parse_arguments(parser, argv)
     return run_command(lambda: _act(args))
 

@@ -13,7 +13,7 @@ from src.data.conversations.entries import Message, read_entry
 from src.errors import ConfigError, DataError
 from src.files import reading, writing
 from src.runs import jsonl_records
-from src.serving.conversation import RESET, Talk
+from src.serving.conversation import Talk, is_reset
 
 
 class Side(NamedTuple):
@@ -53,13 +53,13 @@ class Conversation:
         """Replies to the last message, until one is preferred."""
 
     def ask(self, text: str, shows: Sequence[Callable[[str], object]]) -> list[str]:
-        """The reply of each side; none to the line `RESET`, which restarts. shows: of each side, given the reply piece by piece.
+        """The reply of each side; none to a message that restarts the conversation. shows: of each side, given the reply piece by piece.
 
         Raises:
             ConfigError: the conversation has become longer than a model can read. Nothing is changed.
             DataError: the text has half a surrogate pair.
         """
-        if text.strip() == RESET:
+        if is_reset(text):
             self.reset()
             return []
         jsonl.check_text(text, "the message")
@@ -79,7 +79,7 @@ class Conversation:
         return texts
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Restart the conversation."""
         self.messages, self._replies = [], ()
 
     def prefer(self, number: int) -> None:

@@ -1,12 +1,12 @@
-"""Samples answers to prompts in several ways: `python -m src.serving.sampling_report RUN --prompts FILE --report FILE`.
+"""Sample answers to prompts in several ways: `python -m src.serving.sampling_report MODEL --prompts FILE --report FILE`.
 
-RUN is a save directory that was trained on conversations, the beginning of its id, or a checkpoint. Each line of --prompts is a text of
-JSON, or an object with "prompt" or, as in prepared folders, "messages", of which the first that a user says is asked. --config is a YAML
-file of named sampling configurations (resources/sampling.yaml): generate_args; pre_text, which is put before each prompt; and
-system_profile, which the system says first.
+MODEL is a run that was trained on conversations (its save directory or a prefix of its id), a checkpoint, an export, a folder of
+save_pretrained, or an id on the hub. Each line of --prompts is JSON: a text, or an object with "prompt" or, as in prepared folders,
+"messages", of which the first user message is the prompt. --config is a YAML file of named sampling configurations
+(resources/sampling.yaml): generate_args; pre_text, which is put before each prompt; and system_profile, the system message.
 
-A configuration that does not sample answers once, the others --num_samples times. What is drawn depends on --seed, the configuration and
-the number of the prompt alone. The report is JSON:
+Greedy configurations answer once, sampling ones --num_samples times. Samples depend only on --seed, the configuration and the number of
+the prompt. The report is JSON:
 {"model_name", "date", "args", "prompts": [{"prompt", "results": [{"sampling_config", "sampling_params", "outputs": [...]}]}]}
 """
 
@@ -28,8 +28,8 @@ from src.data.jsonl import check_text
 from src.errors import ConfigError, DataError
 from src.files import parse_json, read_yaml, reading, write_json
 from src.models.load import ROOT, add_options, move
-from src.serving.chat import load_writer
 from src.serving.conversation import Talk
+from src.serving.pretrained import SOURCE, load_writer
 
 _OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 """Arguments of `generate` that change nothing where no token is drawn."""
@@ -46,39 +46,39 @@ class Sampling(configs.Config):
 
     @field_validator("generate_args")
     @classmethod
-    def _are_known(cls, given: dict[str, Any]) -> dict[str, Any]:
+    def _check_names(cls, arguments: dict[str, Any]) -> dict[str, Any]:
         from transformers import GenerationConfig
 
-        known = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
-        for name in given:
-            if name not in known:
-                raise ValueError(unknown_text("argument of generate", name, known))
-        if type(given.get("max_new_tokens")) is not int or given["max_new_tokens"] < 1:
-            raise ValueError(f"max_new_tokens: expected an int above 0, got {given.get('max_new_tokens')!r}.")
-        return given
+        names = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
+        for name in arguments:
+            if name not in names:
+                raise ValueError(unknown_text("argument of generate", name, names))
+        if type(arguments.get("max_new_tokens")) is not int or arguments["max_new_tokens"] < 1:
+            raise ValueError(f"max_new_tokens: expected an int above 0, got {arguments.get('max_new_tokens')!r}.")
+        return arguments
 
     def messages(self, prompt: str) -> list[Message]:
-        """What is said before the answer to a prompt."""
+        """The messages before the answer to a prompt."""
         system = [Message("system", self.system_profile)] if self.system_profile else []
         return [*system, Message("user", self.pre_text + prompt)]
 
 
 def read_samplings(path: Path, names: Sequence[str] | None) -> list[Sampling]:
-    """Those in a file, merged with its default, whose values any other overrides; without do_sample its arguments of sampling do not count.
+    """The configurations of a file, merged with its default. Without do_sample the sampling arguments of the default are dropped.
 
-    names: of those to take; None: all.
+    names: the configurations to take; None: all.
 
     Raises:
         ConfigError: the file, or a name, is wrong.
     """
     raw = read_yaml(path, "default and configurations")
-    default, given = raw.get("default", {}), raw.get("configurations")
-    if raw.keys() - {"default", "configurations"} or not isinstance(default, dict) or not isinstance(given, list):
+    default, entries = raw.get("default", {}), raw.get("configurations")
+    if raw.keys() - {"default", "configurations"} or not isinstance(default, dict) or not isinstance(entries, list):
         raise ConfigError(f"{path}: expected default, an object, and configurations, a list of objects; it has {', '.join(map(str, raw))}.")
-    found: dict[str, Sampling] = {}
-    for number, own in enumerate(given):
+    samplings: dict[str, Sampling] = {}
+    for number, entry in enumerate(entries):
         where = f"{path}: configurations[{number}]"
-        if not isinstance(own, dict) or not isinstance(arguments := own.get("generate_args", {}), dict):
+        if not isinstance(entry, dict) or not isinstance(arguments := entry.get("generate_args", {}), dict):
             raise ConfigError(f"{where}: expected an object with name and generate_args.")
         merged = {**default.get("generate_args", {}), **arguments}
         if not merged.get("do_sample"):
@@ -86,17 +86,17 @@ def read_samplings(path: Path, names: Sequence[str] | None) -> list[Sampling]:
             if ignored:
                 raise ConfigError(f"{where}: {ignored[0]}: would be ignored without do_sample. Leave it out.")
             merged = {name: value for name, value in merged.items() if name not in _OF_SAMPLING}
-        made = configs.load(Sampling, {**default, **own, "generate_args": merged}, where)
-        if found.setdefault(made.name, made) is not made:
-            raise ConfigError(f"{where}: the name {made.name!r} stands twice.")
+        sampling = configs.load(Sampling, {**default, **entry, "generate_args": merged}, where)
+        if samplings.setdefault(sampling.name, sampling) is not sampling:
+            raise ConfigError(f"{where}: duplicate name {sampling.name!r}. Rename one.")
     for name in names or ():
-        if name not in found:
-            raise ConfigError(f"--only: {unknown_text('configuration', name, found)}")
-    return [made for name, made in found.items() if names is None or name in names]
+        if name not in samplings:
+            raise ConfigError(f"--only: {unknown_text('configuration', name, samplings)}")
+    return [sampling for name, sampling in samplings.items() if names is None or name in names]
 
 
 def read_prompts(path: Path) -> list[str]:
-    """One of each line.
+    """The prompt of each line.
 
     Raises:
         DataError: the file is missing or empty, or a line has no prompt; names the line.
@@ -114,9 +114,11 @@ def read_prompts(path: Path) -> list[str]:
 def _prompt(line: bytes, where: str) -> str:
     value = parse_json(line, where, DataError)
     if isinstance(value, dict):
-        given = value.get("messages")
-        said = [each for each in (given if isinstance(given, list) else ()) if isinstance(each, dict) and each.get("role") == "user"]
-        value = said[0].get("content") if said else value.get("prompt")
+        messages = value.get("messages")
+        user_messages = [
+            each for each in (messages if isinstance(messages, list) else ()) if isinstance(each, dict) and each.get("role") == "user"
+        ]
+        value = user_messages[0].get("content") if user_messages else value.get("prompt")
     if not isinstance(value, str) or not value:
         raise DataError(f'{where}: expected a text, or an object with "prompt" or "messages"; got {line[:60].decode(errors="replace")}.')
     check_text(value, where)
@@ -131,7 +133,7 @@ def sample(talk: Talk, samplings: Sequence[Sampling], prompts: Sequence[str], co
     """
     import torch
 
-    found = []
+    prompt_results = []
     for number, prompt in enumerate(prompts):
         results = []
         for way in samplings:
@@ -143,15 +145,15 @@ def sample(talk: Talk, samplings: Sequence[Sampling], prompts: Sequence[str], co
             except (ValueError, TypeError, ConfigError) as error:
                 raise ConfigError(f"prompt {number + 1}, configuration {way.name!r}: {' '.join(str(error).split())[:300]}") from None
             results.append({"sampling_config": way.name, "sampling_params": way.generate_args, "outputs": outputs})
-        found.append({"prompt": prompt, "results": results})
-    return found
+        prompt_results.append({"prompt": prompt, "results": results})
+    return prompt_results
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = make_parser("src.serving.sampling_report", __doc__)
     add = parser.add_argument
-    add("run", type=Path, help="a save directory, the beginning of its id, or a checkpoint")
+    add("run", metavar="MODEL", type=Path, help=SOURCE)
     add("--prompts", type=Path, required=True, metavar="FILE", help="JSON lines")
     add("--report", type=Path, required=True, metavar="FILE", help="JSON to write")
     add("--config", type=Path, default=ROOT / "resources" / "sampling.yaml", metavar="FILE", help="(default: resources/sampling.yaml)")
@@ -169,13 +171,13 @@ def _act(args: argparse.Namespace) -> int:
     samplings, prompts = read_samplings(args.config, args.only), read_prompts(args.prompts)
     talk, model = load_writer(args.run, Places(args.data_path, args.savedir_base))
     if not isinstance(talk, Talk):
-        raise ConfigError(f"{args.run}: not trained on conversations.")
+        raise ConfigError(f"{args.run}: its model has no chat template. Name a model that was trained on conversations.")
     move(model, args.device)
-    told = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+    arguments = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
     report = {
         "model_name": args.run.name,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "args": told,
+        "args": arguments,
         "prompts": sample(talk, samplings, prompts, args.num_samples, args.seed),
     }
     write_json(args.report, report)

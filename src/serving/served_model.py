@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MODES = {"rm": REWARD, "sft": DECODER, "ref": DECODER}
-"""What a server does, by the kind of model that does it: rewards, and log-probabilities by either of the other names."""
+"""Kind of model for each mode of a server: rewards, and log-probabilities under two names."""
 OUTPUTS = {REWARD: "rewards", DECODER: "logps"}
 
 
 class ServedModel:
-    """A model, and which it is."""
+    """A model and its identity."""
 
     def __init__(self, model: Any, output: str, fingerprint: str) -> None:
         """output: "rewards" or "logps". fingerprint: of its weights, as a child of its run knows it."""
@@ -39,7 +39,7 @@ class ServedModel:
     def score(self, input_ids: "Tensor", attention_mask: "Tensor") -> "Tensor":
         """(B,) rewards, or (B, T) log-probabilities of each token after those before it, 0 for the first, float32 on the CPU.
 
-        input_ids: (B, T) of any integer type, padded behind their ends. attention_mask: alike, 0 on padding.
+        input_ids: (B, T) of any integer type, padded on the right. attention_mask: of the same shape, 0 on padding.
 
         Raises:
             ConfigError: tokens that the model does not know, more than it can read, or masks of another shape.
@@ -55,9 +55,12 @@ class ServedModel:
             raise ConfigError(f"a token id is {low if low < 0 else high}; the model knows 0 to {self.vocabulary - 1}.")
         if self.longest is not None and input_ids.shape[1] > self.longest:
             raise ConfigError(f"a sequence has {input_ids.shape[1]} tokens; the model reads {self.longest}.")
+        mask = attention_mask.long()
+        if not (mask[:, 0] == 1).all() or not ((mask == 0) | (mask == 1)).all() or not (mask.diff(dim=1) <= 0).all():
+            raise ConfigError("attention_mask: expected ones up to the end of each sequence, at least one, and then zeros.")
         with torch.inference_mode():
-            found = self.module(input_ids.to(self.device), attention_mask.to(self.device))
-        return found.float().cpu()
+            scores = self.module(input_ids.to(self.device), attention_mask.to(self.device))
+        return scores.float().cpu()
 
 
 def _shape(tensor: "Tensor") -> str:
@@ -84,7 +87,7 @@ def _make_logps(model: Any) -> Any:
     import torch
 
     class Logps(torch.nn.Module):
-        """The decoder `model`, which tells how probable each token was. Logits stay here."""
+        """Log-probabilities of tokens by the decoder `model`. Logits stay here."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -100,10 +103,10 @@ def _make_logps(model: Any) -> Any:
 
 
 def find_run(source: Path, places: Places) -> tuple[Path, Places]:
-    """A run by its path or the beginning of its id; and the places, whose `runs` is where it lies.
+    """A run by its path or a prefix of its id, and the places with its folder as `runs`.
 
     Raises:
-        RunError: there is none.
+        RunError: not found.
     """
     run = expand_run(source, places.runs)
     read_exp_dict(run)
@@ -117,22 +120,22 @@ def fingerprint_of(run: Path, places: Places) -> str:
         ConfigError: it is not trained yet.
         UserError: a checkpoint is gone or damaged.
     """
-    found = _as_parent(run).identity(places)
-    if found is None:
+    identity = _as_parent(run).identity(places)
+    if identity is None:
         raise ConfigError(f"{run}: is not trained to its end yet, so no other experiment can name it. Serve it when it is done.")
-    return found
+    return identity
 
 
 def check_mode(run: Path, places: Places, mode: str | None) -> str:
-    """The name of what its model tells, "rewards" or "logps". mode: which is wanted, of MODES; None: what it can. places: as of `find_run`.
+    """The output of its model, "rewards" or "logps". mode: a required one of MODES, or None. places: as of `find_run`.
 
     Raises:
         ConfigError: the model cannot do that.
     """
     kind = _as_parent(run).kind(places)
     if kind not in OUTPUTS or (mode is not None and MODES[mode] != kind):
-        wanted = " or ".join(KINDS[each] for each in OUTPUTS) if mode is None else KINDS[MODES[mode]]
-        raise ConfigError(f"{run}: expected {wanted}{f' for --mode {mode}' if mode else ''}; it is of the kind {kind!r}.")
+        expected = " or ".join(KINDS[each] for each in OUTPUTS) if mode is None else KINDS[MODES[mode]]
+        raise ConfigError(f"{run}: expected {expected}{f' for --mode {mode}' if mode else ''}; it is of the kind {kind!r}.")
     return OUTPUTS[kind]
 
 

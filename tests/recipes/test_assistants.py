@@ -58,19 +58,19 @@ def test_each_link_of_the_chain_learns(folder: Path):
     assert "val_perplexity" not in rows["reward"][-1]
 
 
-def test_preferences_begin_at_the_reference(folder: Path):
+def test_preferences_start_at_the_reference(folder: Path):
     """Before the first step no answer has gained anything, whatever its length: the loss is log 2."""
     from src.training.preferences.losses import answer_logps
     from src.training.preferences.reference import WithReference, model_logits
 
     run = folder / "runs" / exp_id(DPO)
-    kept = json.loads((run / "reference.json").read_text())["logps"]
-    data = WithReference(data_of(folder, DPO["data"]), kept)
+    logps = json.loads((run / "reference.json").read_text())["logps"]
+    data = WithReference(data_of(folder, DPO["data"]), logps)
     batch: Any = data.collate([data.sample(0, i) for i in range(24)])
     model = model_of(folder, DPO["model"]).eval()
     with torch.no_grad():
-        found = answer_logps(model_logits(model, batch), batch["input_ids"], batch["loss_mask"]).logps
-    assert torch.allclose(found, batch["reference_logps"], atol=1e-4)
+        results = answer_logps(model_logits(model, batch), batch["input_ids"], batch["loss_mask"]).logps
+    assert torch.allclose(results, batch["reference_logps"], atol=1e-4)
     experiment: Any = load_experiment(DPO, "here")
     loss, named = experiment.loss()(model, batch)
     assert loss.item() / experiment.count(batch) == pytest.approx(math.log(2), abs=1e-4)
@@ -108,9 +108,9 @@ def test_adapters_are_switched_off_in_shards_too(folder: Path, tmp_path: Path, w
     root = toy.project(tmp_path, f"EXP_GROUPS = {{'switched': [{switched!r}]}}\n")
     done = toy.run(root, ["-e", "switched", *words], tmp_path, processes=2)
     assert done.returncode == 0, done.stderr[-3000:]
-    wanted, found = toy.evaluations(folder, exp_id(stored))[-1], toy.evaluations(tmp_path, exp_id(switched))[-1]
-    assert {name: found[name] for name in wanted if "val_" in name} == pytest.approx(
-        {name: value for name, value in wanted.items() if "val_" in name}, rel=1e-3, abs=1e-5
+    expected, results = toy.evaluations(folder, exp_id(stored))[-1], toy.evaluations(tmp_path, exp_id(switched))[-1]
+    assert {name: results[name] for name in expected if "val_" in name} == pytest.approx(
+        {name: value for name, value in expected.items() if "val_" in name}, rel=1e-3, abs=1e-5
     )
 
 
@@ -166,38 +166,38 @@ def test_packed_conversations_give_the_loss_of_padded_ones(folder: Path):
     exp: Any = load_experiment(SFT, "here")
     packed = data_of(folder, {"name": "packed", "documents": TALK, "sequence_tokens": 96, "too_long": "drop"}, "val")
     padded = data_of(folder, TALK, "val")
-    found = []
+    results = []
     for data in (packed, padded):
         model = model_of(folder).eval()
         batch: Any = data.collate([data.sample(0, i) for i in range(len(data))])
         loss = exp.loss()(model, batch)
         loss.backward()
-        found.append((loss.detach(), exp.count(batch), torch.cat([p.grad.flatten() for p in model.parameters()])))
-    assert found[0][1] == found[1][1]
-    assert torch.allclose(found[0][0], found[1][0], rtol=1e-6)
-    assert torch.allclose(found[0][2], found[1][2], atol=1e-5)
+        results.append((loss.detach(), exp.count(batch), torch.cat([p.grad.flatten() for p in model.parameters()])))
+    assert results[0][1] == results[1][1]
+    assert torch.allclose(results[0][0], results[1][0], rtol=1e-6)
+    assert torch.allclose(results[0][2], results[1][2], atol=1e-5)
 
 
 def test_ranked_replies_are_rows_of_one_conversation(folder: Path):
     data = data_of(folder, {**REPLIES, "max_replies": 3})
-    made = talk.tokenizer()
+    words = talk.tokenizer()
     batch: Any = data.collate([data.sample(0, i) for i in range(5)])
     assert batch["sample_of_row"].tolist() == [0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 4, 4, 4]
-    learned = [made.decode(ids[mask]) for ids, mask in zip(batch["input_ids"], batch["loss_mask"], strict=True)]
+    learned = [words.decode(ids[mask]) for ids, mask in zip(batch["input_ids"], batch["loss_mask"], strict=True)]
     assert learned[:2] == ["one<end>", "two<end>"]
     assert learned[5] == "three<end>"
     assert learned[7] == "none of none of <end>", "of more replies than are read the best and the worst are kept"
-    assert made.decode(batch["input_ids"][0][batch["attention_mask"][0]]) == "<|prompter|>1?<end><|assistant|>one<end>"
+    assert words.decode(batch["input_ids"][0][batch["attention_mask"][0]]) == "<|prompter|>1?<end><|assistant|>one<end>"
 
 
 def write_one(folder: Path, prompt: str, replies: list[str]) -> None:
-    told = [{"content": text, "rank": rank} for rank, text in enumerate(replies)]
-    rows = [{"messages": [{"role": "user", "content": prompt}], "replies": told}]
+    ranked = [{"content": text, "rank": rank} for rank, text in enumerate(replies)]
+    rows = [{"messages": [{"role": "user", "content": prompt}], "replies": ranked}]
     talk.write_rows(folder / "data" / "replies", {"train": rows, "val": rows})
 
 
 @pytest.mark.parametrize(
-    ("prompt", "reply", "least", "kept"),
+    ("prompt", "reply", "least", "counts"),
     [
         ("p" * 10, "r" * 80, 32, (13, 51)),  # B5: a short prompt leaves the reply all the rest
         ("p" * 100, "r" * 10, 32, (53, 11)),  # a long prompt loses its beginning
@@ -205,30 +205,30 @@ def write_one(folder: Path, prompt: str, replies: list[str]) -> None:
         ("p" * 100, "r" * 80, 256, (32, 32)),  # B6: never longer than the whole, and the reply is not emptied
     ],
 )
-def test_long_prompts_lose_their_beginning_and_long_replies_their_end(
-    tmp_path: Path, prompt: str, reply: str, least: int, kept: tuple[int, int]
+def test_long_prompts_are_cut_at_the_start_and_long_replies_at_the_end(
+    tmp_path: Path, prompt: str, reply: str, least: int, counts: tuple[int, int]
 ):
     write_one(tmp_path, prompt, [reply, reply[1:]])
-    found = data_of(tmp_path, {**REPLIES, "min_prompt_tokens": least}).sample(0, 0)
-    ids, mask = found["input_ids"][0], found["loss_mask"][0]
-    assert (mask.count(False), mask.count(True)) == kept
+    results = data_of(tmp_path, {**REPLIES, "min_prompt_tokens": least}).sample(0, 0)
+    ids, mask = results["input_ids"][0], results["loss_mask"][0]
+    assert (mask.count(False), mask.count(True)) == counts
     assert mask == sorted(mask), "the reply is at the end"
     assert len(ids) <= 64
 
 
-def test_ties_alone_are_an_error(tmp_path: Path, folder: Path):
-    told = [{"content": text, "rank": 1} for text in ("a", "b")]
-    rows = [{"messages": [{"role": "user", "content": "x"}], "replies": told}]
+def test_only_ties_are_an_error(tmp_path: Path, folder: Path):
+    ranked = [{"content": text, "rank": 1} for text in ("a", "b")]
+    rows = [{"messages": [{"role": "user", "content": "x"}], "replies": ranked}]
     talk.write_rows(tmp_path / "data" / "replies", {"train": rows, "val": rows})
     with pytest.raises(DataError, match="no conversation has replies of different ranks"):
         data_of(tmp_path, REPLIES)
 
 
-def test_shuffled_ranks_are_a_control_of_the_training_alone(folder: Path):
+def test_shuffled_ranks_affect_only_the_training_split(folder: Path):
     plain, mixed = data_of(folder, REPLIES), data_of(folder, {**REPLIES, "shuffled_ranks": True})
     ranks = [(plain.sample(0, i)["ranks"], mixed.sample(0, i)["ranks"]) for i in range(24)]
-    assert all(sorted(own) == sorted(other) for own, other in ranks)
-    assert any(own != other for own, other in ranks)
+    assert all(sorted(exported) == sorted(other) for exported, other in ranks)
+    assert any(exported != other for exported, other in ranks)
     assert all(mixed.sample(3, i)["ranks"] == other for i, (_, other) in enumerate(ranks)), "the same in every epoch"
     val = data_of(folder, {**REPLIES, "shuffled_ranks": True}, "val")
     assert [val.sample(0, i)["ranks"] for i in range(6)] == [data_of(folder, REPLIES, "val").sample(0, i)["ranks"] for i in range(6)]
@@ -255,28 +255,28 @@ def test_what_cannot_be_trained_is_refused(exp: dict[str, Any], changes: dict[st
         load_experiment(override(exp, changes), "here")
 
 
-def test_answers_must_fit_behind_their_prompts(folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_answers_must_fit_after_their_prompts(folder: Path, capsys: pytest.CaptureFixture[str]):
     long = override(SFT, {"answers.max_new_tokens": 60})
     assert toy.main(["-e", "long", "--dry-run"], {"long": [long]}, folder) == 1
     assert "124 tokens are more than the 96 positions of the model" in capsys.readouterr().err
 
 
 def test_a_reward_model_is_exported_with_its_rewards(folder: Path, tmp_path: Path):
-    """A padding token of its own: here the tokenizer's. Transformers would take another for the end."""
+    """A padding token of its exported: here the tokenizer's. Transformers would take another for the end."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     run = folder / "runs" / exp_id(REWARD)
     assert export([str(run), str(tmp_path / "out"), "--data_path", str(folder / "data"), "-sb", str(folder / "runs")]) == 0
     model, _ = load(run, Places(folder / "data", folder / "runs"))
-    theirs, own = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out"), AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert theirs.config.pad_token_id == own.pad_token_id != own.eos_token_id
+    theirs, exported = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out"), AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert theirs.config.pad_token_id == exported.pad_token_id != exported.eos_token_id
     texts = ["<|prompter|>1?<end><|assistant|>one<end>", "<|prompter|>2?<end><|assistant|>none of none of <end>"]
-    batch = own(texts, return_tensors="pt", padding=True)
+    batch = exported(texts, return_tensors="pt", padding=True)
     with torch.no_grad():
-        found = theirs(**batch).logits[:, 0]
-        wanted = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"].bool())
-    assert torch.allclose(found, wanted, atol=1e-5)
-    assert len({round(value, 4) for value in wanted.tolist()}) == 2
+        results = theirs(**batch).logits[:, 0]
+        expected = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"].bool())
+    assert torch.allclose(results, expected, atol=1e-5)
+    assert len({round(value, 4) for value in expected.tolist()}) == 2
 
 
 @pytest.mark.parametrize("template", ["oasst", "chatml"])
@@ -291,20 +291,20 @@ def test_an_exported_chat_model_writes_as_it_was_trained(folder: Path, tmp_path:
     tokenizer, model = AutoTokenizer.from_pretrained(tmp_path / "out"), AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     data = data_of(folder, exp["data"])
     row = {"role": "user", "content": "2?"}, {"role": "assistant", "content": "two"}
-    asked = tokenizer.apply_chat_template([row[0]], add_generation_prompt=True, return_dict=False)
+    prompt_ids = tokenizer.apply_chat_template([row[0]], add_generation_prompt=True, return_dict=False)
     assert data.sample(0, 1)["input_ids"] == tokenizer.apply_chat_template(list(row), return_dict=False)
-    assert data.prompt(1)["input_ids"] == asked
+    assert data.prompt(1)["input_ids"] == prompt_ids
     ours, _ = load(run, Places(folder / "data", folder / "runs"))
     with torch.no_grad():
-        assert torch.equal(model(input_ids=torch.tensor([asked])).logits, ours(input_ids=torch.tensor([asked])).logits)
+        assert torch.equal(model(input_ids=torch.tensor([prompt_ids])).logits, ours(input_ids=torch.tensor([prompt_ids])).logits)
     ends = ["<end>"] if template == "oasst" else ["<end>", "<|im_end|>"]
     assert end_ids(tokenizer) == Talk(ours, tokenizer, load_experiment(exp, "here").data)._ends[-len(ends) :]  # type: ignore[attr-defined]
-    found = model.generation_config.eos_token_id
-    assert tokenizer.convert_ids_to_tokens(found if isinstance(found, list) else [found]) == ends
+    results = model.generation_config.eos_token_id
+    assert tokenizer.convert_ids_to_tokens(results if isinstance(results, list) else [results]) == ends
     assert model.generation_config.pad_token_id == tokenizer.pad_token_id
 
 
-def test_a_conversation_goes_on_until_it_is_begun_anew(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_conversation_continues_until_it_is_reset(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     """From the keyboard, or a file in its place."""
     run, where = str(folder / "runs" / exp_id(SFT)), ["--data_path", str(folder / "data"), "-sb", str(folder / "runs")]
     options = ["--temperature", "0", "--max_new_tokens", "4", "--device", "cpu"]
@@ -317,41 +317,41 @@ def test_a_conversation_goes_on_until_it_is_begun_anew(folder: Path, capsys: pyt
     talk_with.answer("2?", max_new_tokens=4, do_sample=False)
     talk_with.answer("3?", max_new_tokens=4, do_sample=False)
     assert [message.role for message in talk_with.messages] == ["user", "assistant"] * 2
-    with pytest.raises(ConfigError, match=r"more than the model's 96\. Say !reset"):
+    with pytest.raises(ConfigError, match=r"more than the model's 96\..*/reset"):
         talk_with.answer("x" * 90, max_new_tokens=4)
     assert len(talk_with.messages) == 4, "nothing is lost"
     talk_with.answer("!reset", max_new_tokens=4)
     assert talk_with.messages == []
-    for exp, words, message in ((REWARD, [], "a reward model gives a conversation a number"), (SFT, ["--metadata", "a=b"], "have none")):
+    for exp, words, message in ((REWARD, [], "a reward model "), (SFT, ["--metadata", "a=b"], "--metadata: ")):
         assert chat.main([str(folder / "runs" / exp_id(exp)), "2?", *words, *where]) == 1
         assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("template", ["oasst", "chatml"])
-def test_what_is_asked_is_the_beginning_of_what_was_trained(folder: Path, template: str):
+def test_prompt_is_a_prefix_of_the_trained_sequence(folder: Path, template: str):
     """The reference's chat dropped the conversation where a system message was given (B15), wrote another form than its training (B29);
     and a report of samples lost the system message where a text stood before the prompts (B23)."""
     writing = {"template": template, "system": "Be kind."}
     recipe: Any = load_experiment(override(SFT, {"data.writing": writing}), "here")
-    said = [Message("user", "2?"), Message("assistant", "two"), Message("user", "Say: 3?"), Message("assistant", "three")]
+    dialogue = [Message("user", "2?"), Message("assistant", "two"), Message("user", "Say: 3?"), Message("assistant", "three")]
     data = data_of(folder, {**TALK, "writing": writing})
-    trained = data.renderer.render([Message("system", "Be kind."), *said])
+    trained = data.renderer.render([Message("system", "Be kind."), *dialogue])
     talk_with = Talk(model_of(folder), talk.tokenizer(), recipe.data)
-    talk_with.messages += said[:3]
-    asked = talk_with.prompt()
-    assert asked == trained.ids[: trained.last_answer().start]
-    assert all(text in talk.tokenizer().decode(asked) for text in ("Be kind.", "2?", "two", "Say: 3?"))
+    talk_with.messages += dialogue[:3]
+    prompt_ids = talk_with.prompt()
+    assert prompt_ids == trained.ids[: trained.last_answer().start]
+    assert all(text in talk.tokenizer().decode(prompt_ids) for text in ("Be kind.", "2?", "two", "Say: 3?"))
     sampling = Sampling(name="greedy", generate_args={"max_new_tokens": 4}, pre_text="Say: ", system_profile="Be kind.")
-    once = data.renderer.render([Message("system", "Be kind."), *said[2:]])
+    once = data.renderer.render([Message("system", "Be kind."), *dialogue[2:]])
     assert talk_with.prompt_ids(sampling.messages("3?")) == once.ids[: once.last_answer().start]
 
 
 def test_a_tokenizer_without_padding_gets_one(folder: Path, tmp_path: Path):
     from src.models.reward.classifier import save
 
-    made = talk.tokenizer()
-    made.pad_token = made.eos_token
-    made.save_pretrained(tmp_path)
+    words = talk.tokenizer()
+    words.pad_token = words.eos_token
+    words.save_pretrained(tmp_path)
     model, _ = load(folder / "runs" / exp_id(REWARD), Places(folder / "data", folder / "runs"))
     before = model.base.get_input_embeddings().num_embeddings
     save(model, tmp_path)
@@ -378,7 +378,7 @@ def test_a_training_that_is_killed_ends_with_the_same_bits(folder: Path, tmp_pat
     assert len(report.faults) == 4
 
 
-def test_references_are_kept_whole_and_of_their_data(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_references_are_complete_and_of_their_data(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     shutil.copytree(folder, tmp_path / "world")
     run = tmp_path / "world" / "runs" / exp_id(DPO)
     whole = (run / "reference.json").read_text()

@@ -115,7 +115,7 @@ def test_what_agrees():
         ({"answer": "1"}, r"^a row: a reward reads 'tests'.*; the row has 'answer'\."),
         ({"id": 1, "tests": "assert ("}, r"^a row with the keys 'id', 'tests': \"tests\" is no Python: '\(' was never closed \(.*\)$"),
         ({"tests": [1]}, r"^a row with the keys 'tests': \"tests\" is no Python: expected a text or a list of texts, got list$"),
-        ({"tests": "# none"}, r"^a row with the keys 'tests': \"tests\" is empty, so every program would hold them\.$"),
+        ({"tests": "# none"}, r"^a row with the keys 'tests': \"tests\" is empty, so every program would pass them\.$"),
     ],
 )
 def test_rows_that_cannot_judge_are_named(row: dict, message: str):

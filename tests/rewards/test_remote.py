@@ -54,24 +54,24 @@ def make_client(opened: ExitStack, addresses: str, wait: Callable[[str, float], 
 
 
 def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return taken.getsockname()[1]
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        return reserved.getsockname()[1]
 
 
-def test_a_batch_is_asked_as_it_is(protocol: str, opened: ExitStack):
-    seen = []
+def test_batch_is_sent_unchanged(protocol: str, opened: ExitStack):
+    seen_batches = []
 
     def score(shape: list[int], ids: list[int], mask: list[int]) -> tuple[list[int], list[float]]:
-        seen.append((shape, ids, mask))
-        return ([3], [1.5, -2.0, 0.1]) if len(seen) == 1 else ([3, 3], [9, -0.5, -0.25, 9, 9, 9, 9, -2.5, 9])
+        seen_batches.append((shape, ids, mask))
+        return ([3], [1.5, -2.0, 0.1]) if len(seen_batches) == 1 else ([3, 3], [9, -0.5, -0.25, 9, 9, 9, 9, -2.5, 9])
 
     client = make_client(opened, f"{protocol}://127.0.0.1:{opened.enter_context(SERVE[protocol](Script(scores=score)))}/judge")
     assert client.rewards(IDS) == pytest.approx([1.5, -2.0, 0.1], abs=1e-7)
     assert client.logps(IDS, [2, 0, 1]) == LOGPS
-    assert seen == [([3, 3], [1, 2, 3, 4, 0, 0, 5, 6, 0], [1, 1, 1, 1, 0, 0, 1, 1, 0])] * 2
+    assert seen_batches == [([3, 3], [1, 2, 3, 4, 0, 0, 5, 6, 0], [1, 1, 1, 1, 0, 0, 1, 1, 0])] * 2
     assert client.rewards([]) == []
-    assert len(seen) == 2
+    assert len(seen_batches) == 2
 
 
 @pytest.mark.parametrize(
@@ -90,15 +90,15 @@ def test_a_batch_is_asked_as_it_is(protocol: str, opened: ExitStack):
 )
 def test_what_cannot_be_right_is_one_line(changes: dict[str, Any], message: str, protocol: str, opened: ExitStack):
     port = opened.enter_context(SERVE[protocol](Script(**changes)))
-    with pytest.raises(UserError, match=message) as found:
+    with pytest.raises(UserError, match=message) as addresses:
         make_client(opened, f"{protocol}://127.0.0.1:{port}/judge").rewards(IDS)
-    assert "\n" not in str(found.value)
+    assert "\n" not in str(addresses.value)
 
 
 @pytest.mark.parametrize(
     ("status", "body", "message"),
     [
-        (200, "<html>\nWelcome</html>", "answers with no JSON, where a model's scores were asked for .*: '<html> Welcome</html>'"),
+        (200, "<html>\nWelcome</html>", "answers with no JSON .*: '<html> Welcome</html>'"),
         (404, "<html>not here</html>", "answers with no JSON"),
         (302, "{}", "answers with the status 302"),
         (200, "[1]", "answers with no config of a model"),
@@ -120,25 +120,25 @@ def test_log_probabilities_are_of_every_token(values: tuple[list[int], list[floa
 
 def test_a_server_that_is_away_is_waited_for(protocol: str, opened: ExitStack):
     """From the first request on, and when it goes later; what it is meanwhile is named."""
-    port, told, server = free_port(), [], ExitStack()
+    port, messages, server = free_port(), [], ExitStack()
     opened.push(server)
 
     def wait(text: str, since: float) -> None:
-        told.append(text)
-        if len(told) == 2:
+        messages.append(text)
+        if len(messages) == 2:
             server.enter_context(SERVE[protocol](Script(), port))
 
     client = make_client(opened, f"{protocol}://127.0.0.1:{port}/judge", wait)
     assert client.rewards(IDS) == [6, 4, 11]
-    assert len(told) >= 2
-    assert told[0].startswith(f"{protocol}://127.0.0.1:{port}/judge: ")
+    assert len(messages) >= 2
+    assert messages[0].startswith(f"{protocol}://127.0.0.1:{port}/judge: ")
     server.close()
-    told.clear()
+    messages.clear()
     assert client.rewards(IDS) == [6, 4, 11]
-    assert len(told) >= 2
+    assert len(messages) >= 2
 
 
-def test_the_run_may_stop_while_it_waits(protocol: str, opened: ExitStack):
+def test_run_can_stop_while_it_waits(protocol: str, opened: ExitStack):
     def stop(text: str, since: float) -> None:
         raise Stopped(text)
 
@@ -151,13 +151,13 @@ def test_a_server_that_does_not_answer_is_waited_for_with_a_beat(monkeypatch: py
     monkeypatch.setattr(remote, "BEAT_SECONDS", 0.01)
     import threading
 
-    go_on, told = threading.Event(), []
+    go_on, messages = threading.Event(), []
     opened.callback(go_on.set)
     port = opened.enter_context(SERVE[protocol](Script(after=go_on.wait)))
 
     def wait(text: str, since: float) -> None:
-        told.append(text)
-        if len(told) == 3:
+        messages.append(text)
+        if len(messages) == 3:
             raise Stopped(text)
 
     with pytest.raises(Stopped, match=r"/judge: has not answered for \d+ s"):
@@ -170,7 +170,7 @@ def test_each_batch_is_waited_for_by_itself(monkeypatch: pytest.MonkeyPatch, pro
     monkeypatch.setattr(remote, "BEAT_SECONDS", 0.01)
     import threading
 
-    begun, beats, script = list[float](), list[threading.Semaphore](), Script()
+    started, beats, script = list[float](), list[threading.Semaphore](), Script()
     port = opened.enter_context(SERVE[protocol](script))
 
     def answer_late() -> None:
@@ -178,7 +178,7 @@ def test_each_batch_is_waited_for_by_itself(monkeypatch: pytest.MonkeyPatch, pro
             beats[-1].acquire()
 
     def wait(text: str, since: float) -> None:
-        begun.append(since)
+        started.append(since)
         beats[-1].release()
 
     script.after = answer_late
@@ -186,8 +186,8 @@ def test_each_batch_is_waited_for_by_itself(monkeypatch: pytest.MonkeyPatch, pro
     for _ in range(2):
         beats.append(threading.Semaphore(0))
         assert client.rewards(IDS) == [6, 4, 11]
-    assert len(set(begun)) == 2
-    assert begun == sorted(begun)
+    assert len(set(started)) == 2
+    assert started == sorted(started)
 
 
 def test_a_request_runs_out_of_time(protocol: str, opened: ExitStack):
@@ -198,37 +198,37 @@ def test_a_request_runs_out_of_time(protocol: str, opened: ExitStack):
     opened.callback(go_on.set)
     script.after = lambda: script.asked > 1 or go_on.wait()
     port = opened.enter_context(SERVE[protocol](script))
-    told: list[str] = []
-    client = make_client(opened, f"{protocol}://127.0.0.1:{port}/judge", lambda text, since: told.append(text), 0.2)
+    messages: list[str] = []
+    client = make_client(opened, f"{protocol}://127.0.0.1:{port}/judge", lambda text, since: messages.append(text), 0.2)
     assert client.rewards(IDS) == [6, 4, 11]
     assert script.asked == 2
-    assert told
+    assert messages
     go_on.set()
 
 
 @pytest.mark.parametrize("trouble", [(500, '{"error": "Stub process \'judge_0_0\' is not healthy."}'), (502, "<html>Bad Gateway</html>")])
-def test_a_dead_model_behind_a_live_server_is_waited_for(trouble: tuple[int, str], protocol: str, opened: ExitStack):
-    script, told = Script(trouble=trouble), []
+def test_run_waits_for_a_dead_model_of_a_live_server(trouble: tuple[int, str], protocol: str, opened: ExitStack):
+    script, messages = Script(trouble=trouble), []
     port = opened.enter_context(SERVE[protocol](script))
 
     def wait(text: str, since: float) -> None:
-        told.append(text)
-        script.trouble = None if len(told) == 3 else trouble
+        messages.append(text)
+        script.trouble = None if len(messages) == 3 else trouble
 
     assert make_client(opened, f"{protocol}://127.0.0.1:{port}/judge", wait).rewards(IDS) == [6, 4, 11]
-    assert "Stub process 'judge_0_0' is not healthy" in told[0] or "Bad Gateway" in told[0]
+    assert "Stub process 'judge_0_0' is not healthy" in messages[0] or "Bad Gateway" in messages[0]
 
 
 def test_a_model_that_is_being_loaded_is_waited_for(protocol: str, opened: ExitStack):
-    script, told = Script(loaded=False), []
+    script, messages = Script(loaded=False), []
     port = opened.enter_context(SERVE[protocol](script))
 
     def wait(text: str, since: float) -> None:
-        told.append(text)
-        script.loaded = len(told) == 2
+        messages.append(text)
+        script.loaded = len(messages) == 2
 
     assert make_client(opened, f"{protocol}://127.0.0.1:{port}/judge", wait).rewards(IDS) == [6, 4, 11]
-    assert "not loaded" in told[0]
+    assert "not loaded" in messages[0]
 
 
 def test_a_model_that_is_exchanged_gives_no_score(protocol: str, opened: ExitStack):
@@ -246,11 +246,11 @@ def test_another_model_after_a_restart_is_refused(protocol: str, opened: ExitSta
     opened.push(server)
     server.enter_context(SERVE[protocol](Script(), port))
 
-    told = []
+    messages = []
 
     def restart(text: str, since: float) -> None:
-        told.append(text)
-        if len(told) == 1:
+        messages.append(text)
+        if len(messages) == 1:
             server.enter_context(SERVE[protocol](Script(fingerprint="e" * 64), port))
 
     client = make_client(opened, f"{protocol}://127.0.0.1:{port}/judge", restart)
@@ -260,7 +260,7 @@ def test_another_model_after_a_restart_is_refused(protocol: str, opened: ExitSta
         client.rewards(IDS)
 
 
-def test_instances_take_turns_and_one_that_fails_is_left_alone(monkeypatch: pytest.MonkeyPatch, protocol: str, opened: ExitStack):
+def test_instances_take_turns_and_a_failing_one_is_skipped(monkeypatch: pytest.MonkeyPatch, protocol: str, opened: ExitStack):
     scripts = [Script(), Script()]
     ports = [opened.enter_context(SERVE[protocol](script)) for script in scripts]
     client = make_client(opened, ",".join(f"{protocol}://127.0.0.1:{port}/judge" for port in ports))
@@ -289,11 +289,11 @@ def test_instances_take_turns_and_one_that_fails_is_left_alone(monkeypatch: pyte
 
 
 @pytest.mark.skipif(not find_spec("grpc"), reason="grpcio is not installed; requirements/serving.txt")
-@pytest.mark.parametrize(("spoken", "wanted"), [("http", "does not speak gRPC"), ("grpc", "does not speak HTTP")])
-def test_the_other_protocols_port_is_told(spoken: str, wanted: str, opened: ExitStack):
+@pytest.mark.parametrize(("spoken", "pattern"), [("http", "does not speak gRPC"), ("grpc", "does not speak HTTP")])
+def test_port_of_the_other_protocol_is_reported(spoken: str, pattern: str, opened: ExitStack):
     port = opened.enter_context(SERVE[spoken](Script()))
     other = {"http": "", "grpc": "http://"}[spoken]
-    with pytest.raises(ConfigError, match=wanted):
+    with pytest.raises(ConfigError, match=pattern):
         make_client(opened, f"{other}127.0.0.1:{port}/judge", lambda *_: None).rewards(IDS)
 
 
@@ -306,10 +306,22 @@ def test_an_address_is_host_port_and_model(text: str):
 
 
 def test_addresses_are_read():
-    found = kserve.parse_addresses("host:8001/a-b, http://[::1]:80/c.d/")
-    assert [str(address) for address in found] == ["grpc://host:8001/a-b", "http://[::1]:80/c.d"]
-    with pytest.raises(ConfigError, match="names an instance twice"):
-        kserve.parse_addresses("host:8001/m,grpc://host:8001/m")
+    addresses = kserve.parse_addresses("host:8001/a-b, http://[::1]:80/c.d/")
+    assert [str(address) for address in addresses] == ["grpc://host:8001/a-b", "http://[::1]:80/c.d"]
+    for twice in ("host:8001/m,grpc://host:8001/m", "http://host:80/m?token=secret,http://host:80/m"):
+        with pytest.raises(ConfigError, match="duplicate") as error:
+            kserve.parse_addresses(twice)
+        assert "secret" not in str(error.value)
+
+
+def test_address_can_have_a_token_which_is_never_shown():
+    (address,) = kserve.parse_addresses("http://host:80/m?token=se-cr_et")
+    assert address.token == "se-cr_et"
+    assert "se-cr" not in f"{address} {address!r}"
+    for text in ("host:80/m?token=secret", "grpc://host:80/m?token=secret", "http://host:80/m?token=", "http://host:80?token=secret"):
+        with pytest.raises(ConfigError) as error:
+            kserve.parse_addresses(text)
+        assert "secret" not in str(error.value)
 
 
 def test_without_the_package_grpc_is_refused(monkeypatch: pytest.MonkeyPatch):

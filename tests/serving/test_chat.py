@@ -1,4 +1,4 @@
-"""What a model that was trained with metadata writes under given ones."""
+"""What a model that was trained with metadata writes under options ones."""
 
 import io
 from pathlib import Path
@@ -10,6 +10,8 @@ from src.data.metadata.annotations import Annotated
 from src.experiments.grid import override
 from src.experiments.identity import exp_id
 from src.serving import chat
+from src.serving.continuation import MetadataWriter
+from src.serving.pretrained import load_writer
 from tests import toy
 from tests.recipes.test_metadata_lm import TOLD, row, write_metadata
 
@@ -30,21 +32,22 @@ def ask(folder: Path, *words: str) -> int:
     return chat.main([str(folder / "runs" / exp_id(SURE)), *words, "--data_path", str(folder / "data")])
 
 
-def test_given_metadata_steer_what_is_written(folder: Path, capsys: pytest.CaptureFixture[str]):
-    said: dict[bool, list[bool]] = {True: [], False: []}
+def test_metadata_steer_the_text(folder: Path, capsys: pytest.CaptureFixture[str]):
+    matches: dict[bool, list[bool]] = {True: [], False: []}
     for colour in toy.COLOURS:
-        for given in (["--metadata", f"title={colour}"], []):
-            assert ask(folder, *given, "the thing3 is", "--temperature", "0", "--max_new_tokens", "1") == 0
-            said[bool(given)].append(capsys.readouterr().out == f"the thing3 is {colour}\n")
-    assert sum(said[True]) >= 7
-    assert sum(said[False]) <= 1
+        for options in (["--metadata", f"title={colour}"], []):
+            assert ask(folder, *options, "the thing3 is", "--temperature", "0", "--max_new_tokens", "1") == 0
+            matches[bool(options)].append(capsys.readouterr().out == f"the thing3 is {colour}\n")
+    assert sum(matches[True]) >= 7
+    assert sum(matches[False]) <= 1
 
 
 @pytest.mark.parametrize("linearisation", ["nested", "compatible"])
 def test_metadata_are_written_as_in_training(linearisation: str, folder: Path):
-    writer, _ = chat.load_writer(folder / "runs" / exp_id(SURE), Places(folder / "data", folder / "runs"))
+    writer, _ = load_writer(folder / "runs" / exp_id(SURE), Places(folder / "data", folder / "runs"))
+    assert isinstance(writer, MetadataWriter)
     data = writer._data.model_copy(update={"writing": writer._data.writing.model_copy(update={"linearisation": linearisation})})
-    writer = chat.Writer(writer._model, writer._tokenizer, data)
+    writer = MetadataWriter(writer._model, writer._tokenizer, data)
     document = Annotated(row("thing1", "red")["text"], tuple(writer.items(["title=red"])))
     piece = writer._maker.pieces(document)[0]
     assert writer.prompt(document.text, document.items) == piece.ids[:-1], "all but the end token"
@@ -68,12 +71,12 @@ def test_lines_are_read_and_sampling_is_that_of_its_seed(folder: Path, capsys: p
         (["--metadata", "entity=red"], "error: --metadata: unknown key 'entity'."),
         (["--metadata", "title"], "error: --metadata 'title': expected KEY=VALUE, such as url=docs.python.org."),
         (["--temperature", "nan"], "error: expected --max_new_tokens of at least 1"),
-        (["--max_new_tokens", "1000"], "tokens of metadata and text and --max_new_tokens 1000 are more than the model's"),
+        (["--max_new_tokens", "1000"], "max_new_tokens 1000 are more than the model's"),
         (["--temperature", "-1"], "error: expected --max_new_tokens of at least 1, --temperature from 0 on"),
         (["--8bit", "--device", "cpu"], "error: --8bit: needs a GPU, and there is none here, or --device names none. Leave it out.\n"),
         (["--device", "abacus"], "error: --device: 'abacus' cannot be used"),
     ],
 )
-def test_mistakes_are_told(words: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_mistakes_are_reported(words: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]):
     assert ask(folder, "the cat", *words) == 1
     assert message in capsys.readouterr().err

@@ -85,7 +85,7 @@ def test_what_cannot_be_written_can_be_preferred_again(conversation: Conversatio
     with pytest.raises(RunError, match=r"preferences\.jsonl: cannot write"):
         conversation.prefer(1)
     assert conversation.messages == before
-    with pytest.raises(ConfigError, match=r"more than the model's 96\. Say !reset"):
+    with pytest.raises(ConfigError, match=r"more than the model's 96\..*/reset"):
         conversation.ask("x" * 90, [print, print])
     conversation.output.rmdir()
     conversation.output.write_text('{"text": "a last line without its end"}')
@@ -131,4 +131,4 @@ def test_a_reward_model_is_refused(folder: Path, capsys: pytest.CaptureFixture[s
     assert toy.main(["-e", "reward"], {"reward": [judge]}, folder) == 0
     capsys.readouterr()
     assert command(folder, str(folder / "runs" / exp_id(judge))) == 1
-    assert capsys.readouterr().err.startswith("error: a reward model gives a conversation a number")
+    assert capsys.readouterr().err.startswith("error: a reward model ")

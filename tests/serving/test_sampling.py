@@ -48,23 +48,23 @@ def report(folder: Path, *words: str, exp: dict[str, Any] = SFT, prompts: str = 
     """The report, or None if there is none."""
     file = folder / "report.json"
     file.unlink(missing_ok=True)
-    given = ["--prompts", str(folder / prompts), "--report", str(file), "--config", str(folder / "ways.yaml"), *words]
-    code = sampling_report.main([run_of(folder, exp), *given, *places(folder)])
+    parts = ["--prompts", str(folder / prompts), "--report", str(file), "--config", str(folder / "ways.yaml"), *words]
+    code = sampling_report.main([run_of(folder, exp), *parts, *places(folder)])
     assert (code == 0) == file.exists()
     return json.loads(file.read_text()) if code == 0 else None
 
 
-def outputs(made: Any) -> dict[tuple[str, str], list[str]]:
-    return {(asked["prompt"], result["sampling_config"]): result["outputs"] for asked in made["prompts"] for result in asked["results"]}
+def outputs(summary: Any) -> dict[tuple[str, str], list[str]]:
+    return {(entry["prompt"], result["sampling_config"]): result["outputs"] for entry in summary["prompts"] for result in entry["results"]}
 
 
 def test_a_report_has_the_layout_that_tools_read(folder: Path):
-    made = report(folder, "--num_samples", "3")
-    assert made.keys() == {"model_name", "date", "args", "prompts"}
-    assert made["args"]["num_samples"] == 3
-    assert [asked["prompt"] for asked in made["prompts"]] == ["1?", "2?", "3?"]
-    assert made["prompts"][0]["results"][0].keys() == {"sampling_config", "sampling_params", "outputs"}
-    assert {name: len(found) for (_, name), found in outputs(made).items()} == {"greedy": 1, "wild": 3}
+    summary = report(folder, "--num_samples", "3")
+    assert summary.keys() == {"model_name", "date", "args", "prompts"}
+    assert summary["args"]["num_samples"] == 3
+    assert [entry["prompt"] for entry in summary["prompts"]] == ["1?", "2?", "3?"]
+    assert summary["prompts"][0]["results"][0].keys() == {"sampling_config", "sampling_params", "outputs"}
+    assert {name: len(texts) for (_, name), texts in outputs(summary).items()} == {"greedy": 1, "wild": 3}
 
 
 def test_values_that_are_false_override_the_default(folder: Path):
@@ -75,27 +75,29 @@ def test_values_that_are_false_override_the_default(folder: Path):
     assert wild.messages("1?") == [Message("user", "1?")]
 
 
-def test_what_is_sampled_depends_on_seed_configuration_and_prompt_alone(folder: Path):
+def test_samples_depend_only_on_seed_configuration_and_prompt(folder: Path):
     first, alone, other = (outputs(report(folder, *words)) for words in ((), ("--only", "wild"), ("--seed", "1")))
-    assert alone == {key: found for key, found in first.items() if key[1] == "wild"}
-    assert {key: found == first[key] for key, found in other.items()} == {key: key[1] == "greedy" for key in first}
-    assert len({text for found in first.values() for text in found}) > 3
+    assert alone == {key: texts for key, texts in first.items() if key[1] == "wild"}
+    assert {key: texts == first[key] for key, texts in other.items()} == {key: key[1] == "greedy" for key in first}
+    assert len({text for texts in first.values() for text in texts}) > 3
 
 
 def test_the_shipped_configurations_are_understood_by_transformers(folder: Path):
     samplings = sampling_report.read_samplings(sampling_report.ROOT / "resources" / "sampling.yaml", None)
     short = [way.model_copy(update={"generate_args": {**way.generate_args, "max_new_tokens": 2}}) for way in samplings]
     talk, _ = sampling_report.load_writer(Path(run_of(folder, SFT)), Places(folder / "data", folder / "runs"))
-    ((asked),) = sampling_report.sample(talk, short, ["1?"], 2, 0)  # type: ignore[arg-type]
-    assert {result["sampling_config"]: len(result["outputs"]) for result in asked["results"]} == {
+    ((entry),) = sampling_report.sample(talk, short, ["1?"], 2, 0)  # type: ignore[arg-type]
+    assert {result["sampling_config"]: len(result["outputs"]) for result in entry["results"]} == {
         way.name: 2 if way.generate_args["do_sample"] else 1 for way in samplings
     }
 
 
-def test_the_best_answers_are_kept_and_configurations_compared():
+def test_best_answers_are_selected_and_configurations_compared():
     """Section 3.8 of the specification: means, and the first three of the answers by reward."""
     rewards = {"a": [0.5, 2.0, -1.0, 1.0, 1.0], "b": [3.0]}
-    answers = [Answer(i, prompt, f"{value}", ("x", "y")[i % 2], value) for prompt, own in rewards.items() for i, value in enumerate(own)]
+    answers = [
+        Answer(i, prompt, f"{value}", ("x", "y")[i % 2], value) for prompt, values in rewards.items() for i, value in enumerate(values)
+    ]
     answers = [answer._replace(number="ab".index(answer.prompt)) for answer in answers]
     selected, rejected = rejection_sampling.select_best(answers, 3)
     assert [answer.output for answer in selected] == ["2.0", "1.0", "0.5", "3.0"], "equal answers count once"
@@ -105,42 +107,42 @@ def test_the_best_answers_are_kept_and_configurations_compared():
     assert rejection_sampling.mean_rewards(answers) == {"x": 0.875, "y": 1.5, "mean_reward": 6.5 / 6}
 
 
-def test_a_reward_model_rejects_what_it_gives_least(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    made = report(folder, "--num_samples", "4")
-    sampled, output = folder / "report.json", tmp_path / "kept"
+def test_reward_model_rejects_the_lowest_rewards(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    summary = report(folder, "--num_samples", "4")
+    sampled, output = folder / "report.json", tmp_path / "best"
     words = [str(sampled), run_of(folder, REWARD), "--output", str(output), "--best", "2", *places(folder)]
     assert rejection_sampling.main(words) == 0
-    kept, left = (json.loads((output / f"{name}_samples.json").read_text()) for name in ("selected", "rejected"))
+    best, worst = (json.loads((output / f"{name}_samples.json").read_text()) for name in ("selected", "rejected"))
     scores = json.loads((output / "sampling_score.json").read_text())
     comparison = json.loads((output / "comparison.json").read_text())
     assert scores.keys() == {"greedy", "wild", "mean_reward"}
     assert "mean_reward" in capsys.readouterr().out
-    for asked in made["prompts"]:
-        own, other = ([row for row in rows if row["prompt"] == asked["prompt"]] for rows in (kept, left))
-        assert [row["reward"] for row in own] == sorted((row["reward"] for row in own), reverse=True)
-        assert min(row["reward"] for row in own) >= max((row["reward"] for row in other), default=-99)
-        assert {row["output"] for row in own + other} == {text for result in asked["results"] for text in result["outputs"]}
+    for entry in summary["prompts"]:
+        upper, other = ([row for row in rows if row["prompt"] == entry["prompt"]] for rows in (best, worst))
+        assert [row["reward"] for row in upper] == sorted((row["reward"] for row in upper), reverse=True)
+        assert min(row["reward"] for row in upper) >= max((row["reward"] for row in other), default=-99)
+        assert {row["output"] for row in upper + other} == {text for result in entry["results"] for text in result["outputs"]}
     assert comparison["selected"]["mean"] > comparison["rejected"]["mean"]
 
 
-def test_rewards_do_not_depend_on_what_is_scored_together(folder: Path):
+def test_rewards_do_not_depend_on_the_batch(folder: Path):
     where = Places(folder / "data", folder / "runs")
-    asked = [([Message("user", "1?")], text) for text in ("one", "x" * 200, "none of none of ", "two")]
-    found = []
+    replies = [([Message("user", "1?")], text) for text in ("one", "x" * 200, "none of none of ", "two")]
+    rewards = []
     for size in (1, 3):
         judge = load_judge(Path(run_of(folder, REWARD)), where, "cpu", size)
-        found.append(judge.rewards(asked))
-    assert found[0] == pytest.approx(found[1], abs=1e-5)
-    assert len({round(value, 4) for value in found[0]}) == 4
+        rewards.append(judge.rewards(replies))
+    assert rewards[0] == pytest.approx(rewards[1], abs=1e-5)
+    assert len({round(value, 4) for value in rewards[0]}) == 4
 
 
 def test_an_evaluation_has_the_scores_of_the_training(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     file = tmp_path / "scores.json"
     assert reward_evaluation.main([run_of(folder, REWARD), "replies", "--report", str(file), *places(folder)]) == 0
-    made, last = json.loads(file.read_text()), toy.evaluations(folder, exp_id(REWARD))[-1]
-    assert (made["dataset"], made["split"], made["conversations"]) == ("replies", "val", 6)
-    for name, own in (("accuracy", "accuracy"), ("kendalltau", "kendall"), ("spearmanr", "spearman"), ("loss", "loss")):
-        assert made[name] == pytest.approx(last["val_loss" if own == "loss" else f"val_{own}"], abs=1e-6)
+    summary, last = json.loads(file.read_text()), toy.evaluations(folder, exp_id(REWARD))[-1]
+    assert (summary["dataset"], summary["split"], summary["conversations"]) == ("replies", "val", 6)
+    for name, column in (("accuracy", "accuracy"), ("kendalltau", "kendall"), ("spearmanr", "spearman"), ("loss", "loss")):
+        assert summary[name] == pytest.approx(last["val_loss" if column == "loss" else f"val_{column}"], abs=1e-6)
     assert "kendalltau" in capsys.readouterr().out
     assert reward_evaluation.main([run_of(folder, REWARD), str(folder / "data" / "replies"), "--split", "train", *places(folder)]) == 0
     assert "conversations  24" in capsys.readouterr().out
@@ -158,10 +160,10 @@ MISTAKES = [
     ("report", {"--prompts": json.dumps("x" * 99)}, "prompt 1, configuration 'greedy': 114 tokens and max_new_tokens 6 are more than"),
     ("report", {"--config": "configurations: [{name: a, generate_args: {tempratur: 1}}]"}, "Did you mean 'temperature'?"),
     ("report", {"--config": "configurations: [{name: a}]"}, "max_new_tokens: expected an int above 0, got None."),
-    ("report", {"--config": "default: {generate_args: {max_new_tokens: 1}}\nconfigurations: [{name: a}, {name: a}]"}, "'a' stands twice"),
+    ("report", {"--config": "default: {generate_args: {max_new_tokens: 1}}\nconfigurations: [{name: a}, {name: a}]"}, "duplicate name 'a'"),
     ("report", {"--config": "samplings: []"}, "expected default, an object, and configurations, a list of objects; it has samplings."),
     ("report", {"--config": COLD}, "`temperature`"),
-    ("report", {"RUN": "reward"}, "a reward model gives a conversation a number"),
+    ("report", {"RUN": "reward"}, "a reward model "),
     ("reject", {"RUN": "sft"}, "no reward model. Name a run of recipe 'reward'."),
     ("reject", {"--best": "0"}, "--best: expected at least 1, got 0."),
     ("reject", {"--micro_batch": "0"}, "--micro_batch: expected at least 1, got 0."),
@@ -173,24 +175,24 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("command", "given", "message"), MISTAKES)
-def test_mistakes_are_told_and_nothing_is_written(
-    command: str, given: dict[str, str], message: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("command", "parts", "message"), MISTAKES)
+def test_mistakes_are_reported_and_nothing_is_written(
+    command: str, parts: dict[str, str], message: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     def file(name: str, default: str) -> str:
-        content = given.get(name, default)
+        content = parts.get(name, default)
         (tmp_path / name).write_text(content)
         return str(tmp_path / name) if content != "none" else "none"
 
-    run = run_of(folder, {"sft": SFT, "reward": REWARD}[given.get("RUN", "sft" if command == "report" else "reward")])
-    asked = {"prompts": [{"prompt": "1?", "results": [{"sampling_config": "a", "outputs": ["one"]}]}]}
+    run = run_of(folder, {"sft": SFT, "reward": REWARD}[parts.get("RUN", "sft" if command == "report" else "reward")])
+    entry = {"prompts": [{"prompt": "1?", "results": [{"sampling_config": "a", "outputs": ["one"]}]}]}
     options = [
-        word for name, value in given.items() if name in ("--only", "--num_samples", "--best", "--micro_batch") for word in (name, value)
+        word for name, value in parts.items() if name in ("--only", "--num_samples", "--best", "--micro_batch") for word in (name, value)
     ]
     words = {
         "report": [run, "--prompts", file("--prompts", '"1?"'), "--config", file("--config", WAYS), "--report", str(tmp_path / "out")],
-        "reject": [file("REPORT", json.dumps(asked)), run, "--output", str(tmp_path / "out")],
-        "evaluate": [run, given.get("FOLDER", "replies"), "--report", str(tmp_path / "out")],
+        "reject": [file("REPORT", json.dumps(entry)), run, "--output", str(tmp_path / "out")],
+        "evaluate": [run, parts.get("FOLDER", "replies"), "--report", str(tmp_path / "out")],
     }[command]
     main = {"report": sampling_report, "reject": rejection_sampling, "evaluate": reward_evaluation}[command].main
     assert main([*words, *options, *places(folder)]) == 1
@@ -198,7 +200,7 @@ def test_mistakes_are_told_and_nothing_is_written(
     assert not (tmp_path / "out").exists()
 
 
-def test_what_is_no_text_is_told(folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_broken_text_is_reported(folder: Path, capsys: pytest.CaptureFixture[str]):
     """Half of a surrogate pair in an argument, a prompt or a report; messages that are no list."""
     prompts = {'{"messages": 5}': 'prompts.jsonl:1: expected a text, or an object with "prompt"', '"\\ud800"': "half of a surrogate pair"}
     for line, message in prompts.items():
@@ -212,7 +214,7 @@ def test_what_is_no_text_is_told(folder: Path, capsys: pytest.CaptureFixture[str
     assert rejection_sampling.main(words) == 1
     assert "report.json: \\ud800 at character 0 is half of a surrogate pair" in capsys.readouterr().err
     assert chat.main([run_of(folder, SFT), "\udc80", *places(folder)]) == 1
-    assert "what was said: \\udc80 at character 0 is half of a surrogate pair" in capsys.readouterr().err
+    assert "the message: \\udc80 at character 0 is half of a surrogate pair" in capsys.readouterr().err
 
 
 def test_a_line_that_cannot_be_answered_does_not_end_a_conversation(
@@ -220,8 +222,8 @@ def test_a_line_that_cannot_be_answered_does_not_end_a_conversation(
 ):
     monkeypatch.setattr("sys.stdin", io.StringIO("2?\n" + "x" * 90 + "\n\ud800\n!reset\n2?\n"))
     assert chat.main([run_of(folder, SFT), "--temperature", "0", "--max_new_tokens", "4", *places(folder)]) == 0
-    told = capsys.readouterr()
-    assert "error: the conversation: " in told.err
-    assert "half of a surrogate pair" in told.err
-    first, last, *_ = told.out.splitlines()
+    captured = capsys.readouterr()
+    assert "error: the conversation: " in captured.err
+    assert "half of a surrogate pair" in captured.err
+    first, last, *_ = captured.out.splitlines()
     assert first == last

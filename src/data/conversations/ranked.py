@@ -137,12 +137,14 @@ class RankedReplies:
         )
         scores = [score for sample in samples for score in sample["scores"]]
         numbers = [number for number, sample in enumerate(samples) for _ in sample["ranks"]]
-        return {
+        batch: RankedBatch = {
             **collate.pad_tokens(ids, masks, pad_id=self.renderer.safe.pad_id),
             "ranks": torch.tensor([rank for sample in samples for rank in sample["ranks"]]),
             "sample_of_row": torch.tensor(numbers),
-            **({} if None in scores else {"scores": torch.tensor(scores, dtype=torch.float32)}),
         }
+        if None not in scores:
+            batch["scores"] = torch.tensor(scores, dtype=torch.float32)
+        return batch
 
 
 def render_reply(

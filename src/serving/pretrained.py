@@ -1,0 +1,107 @@
+"""Models to talk with: a run, a checkpoint, an export, a folder of `save_pretrained`, or an id on the hub."""
+
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+from src.config import Places
+from src.data.conversations.dataset import ConversationConfig
+from src.data.metadata import dataset as metadata
+from src.data.parts import leaf_configs
+from src.errors import CheckpointError, ConfigError
+from src.interfaces import load_experiment
+from src.kinds import DECODER
+from src.models.load import checkpoint_folder, load, quantize
+from src.runs.metadata import expand_run, read_exp_dict
+from src.serving.continuation import Continuation, MetadataWriter
+from src.serving.conversation import Talk
+
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+SOURCE = "a run (its save directory or a prefix of its id), a checkpoint, an export, a folder of save_pretrained, or an id on the hub"
+"""Help text of the argument that names a model."""
+
+
+def is_pretrained(source: Path) -> bool:
+    """Whether `source` is a folder in the layout of transformers, or an id on the hub."""
+    if source.exists():
+        ours = any((source / name).is_file() for name in ("model.json", "exp_dict.json"))
+        return not ours and any((source / name).is_file() for name in ("config.json", "adapter_config.json"))
+    return _HUB_ID.fullmatch(str(source)) is not None and not source.parent.exists()
+
+
+def source_name(source: Path, places: Places) -> str:
+    """A short name of a model for people: an id and a step, or the name of a folder."""
+    if is_pretrained(source):
+        return source.resolve().name if source.exists() else str(source)
+    folder = checkpoint_folder(expand_run(source, places.runs))
+    return f"{folder.parents[1].name[:8]} {folder.name}"
+
+
+def load_pretrained(source: Path) -> tuple[Any, Any]:
+    """The model and the tokenizer of `is_pretrained`; in float32 on a machine without a GPU, as saved on one with a GPU.
+
+    Raises:
+        ConfigError: it cannot be loaded as a model that generates text.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs each retry without a network
+    options: dict[str, Any] = {"local_files_only": True} if source.exists() else {}
+    dtype = "auto" if torch.cuda.is_available() else torch.float32
+    try:
+        adapter = (source / "adapter_config.json").is_file() and not (source / "config.json").is_file()
+        if adapter:
+            from peft import AutoPeftModelForCausalLM
+
+            model: Any = AutoPeftModelForCausalLM.from_pretrained(str(source), dtype=dtype).merge_and_unload()
+        else:
+            config = AutoConfig.from_pretrained(str(source), **options)
+            kind: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+            model, report = kind.from_pretrained(str(source), config=config, dtype=dtype, output_loading_info=True, **options)
+            if missing := sorted(report["missing_keys"]):
+                raise ConfigError(f"{len(missing)} weights are missing, such as {missing[0]}")
+        return model.eval(), AutoTokenizer.from_pretrained(str(source), **options)
+    except Exception as error:  # noqa: BLE001  transformers raises whatever a damaged or foreign file leads to
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".:")[:300]
+        raise ConfigError(f"{source}: cannot be loaded as a language model: {reason}. Name {SOURCE}.") from None
+
+
+def load_writer(source: Path, places: Places, gpu_of_8bit: str | None = None) -> tuple[Talk | Continuation, Any]:
+    """What answers or continues text with a model, and the model. gpu_of_8bit: load its matrices in 8 bits there.
+
+    Raises:
+        ConfigError: the model writes no text, or cannot be loaded in 8 bits.
+        UserError: a part of the model is missing.
+    """
+    if is_pretrained(source):
+        model, tokenizer = load_pretrained(source)
+        model = quantize(model, gpu_of_8bit) if gpu_of_8bit else model
+        return (Talk if tokenizer.chat_template else Continuation)(model, tokenizer), model
+    source = expand_run(source, places.runs)
+    try:
+        run = checkpoint_folder(source).parents[1]
+    except CheckpointError as error:
+        if source.exists() and any(source.glob("checkpoints/*")):
+            raise
+        raise CheckpointError(f"{error} Name {SOURCE}.") from None
+    recipe = load_experiment(read_exp_dict(run), str(run))
+    data = getattr(recipe, "data", None)
+    parts = [part for _, part in leaf_configs("data", data)] if data else []
+    part = next((part for part in parts if isinstance(part, metadata.Config | ConversationConfig)), None)
+    if part is None and not _writes_text(recipe, places):
+        raise ConfigError(f"{run}: its model is no decoder, so it continues no text. Name a run of a decoder.")
+    model, tokenizer = load(source, places)
+    if gpu_of_8bit:
+        model = quantize(model, gpu_of_8bit)
+    if isinstance(part, ConversationConfig):
+        return Talk(model, tokenizer, part), model
+    return (Continuation(model, tokenizer) if part is None else MetadataWriter(model, tokenizer, part)), model
+
+
+def _writes_text(recipe: Any, places: Places) -> bool:
+    model = getattr(recipe, "model", None)
+    return model is not None and model.kind(places) == DECODER

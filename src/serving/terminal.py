@@ -1,0 +1,154 @@
+"""Chat in a terminal: commands, streamed answers, and Ctrl-C that stops an answer."""
+
+import json
+import re
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from src.config import unknown_text
+from src.data.jsonl import check_text
+from src.errors import ConfigError, UserError
+from src.files import writing
+from src.serving.continuation import Continuation, MetadataWriter
+from src.serving.conversation import RESET, Talk, is_reset
+
+PROMPT = "> "
+_COMMAND = re.compile(r"/([a-z]+)(?:\s+(.*))?")
+_COMMANDS = {
+    "help": "/help         lists these commands",
+    "reset": "/reset        restarts the conversation",
+    "save": "/save FILE    appends the conversation to FILE, as a row of JSON that prepare_conversations reads",
+    "quit": "/quit         ends (or Ctrl-D)",
+}
+
+
+class Terminal:
+    """One chat."""
+
+    def __init__(self, writer: Talk | Continuation, metadata: list[str], options: dict[str, Any]) -> None:
+        """metadata: `KEY=VALUE` texts. options: of transformers' `generate`.
+
+        Raises:
+            ConfigError: the model was not trained with this metadata.
+        """
+        if metadata and not isinstance(writer, MetadataWriter):
+            raise ConfigError("--metadata: the model was not trained on documents with metadata. Leave it out.")
+        self._writer, self._options = writer, options
+        self._items = writer.items(metadata) if isinstance(writer, MetadataWriter) else []
+        self._texts: list[str] = []
+
+    def answer(self, text: str) -> None:
+        """Write the answer to standard output as it is generated. Ctrl-C stops it; the part that was written stays in the conversation.
+
+        Raises:
+            UserError: the text, or the conversation with it, cannot be read by the model.
+        """
+        check_text(text, "the message")
+        with _stopping_at_ctrl_c() as is_stopped:
+            options = {**self._options, "stopping_criteria": [lambda ids, *_: _full(ids, is_stopped())]}
+            if isinstance(self._writer, Talk):
+                self._writer.answer(text, self._writer.streamer(), **options)
+            else:
+                self._texts.append(text + self._writer.write(text, self._items, **options))
+                sys.stdout.write(f"{self._texts[-1]}\n")
+            sys.stdout.flush()
+            if is_stopped():
+                sys.stderr.write("(stopped)\n")
+
+    def run(self) -> None:
+        """Answer lines of standard input until its end or /quit. A terminal gets a prompt, line editing and a history."""
+        is_terminal = sys.stdin.isatty()
+        if is_terminal:
+            import readline  # noqa: F401  gives `input` line editing and a history
+
+            what = "answers" if isinstance(self._writer, Talk) else "continues each text"
+            sys.stderr.write(f"The model {what}. /help lists commands. Ctrl-C stops an answer, Ctrl-D ends.\n")
+        for line in _typed_lines() if is_terminal else sys.stdin:
+            try:
+                if not self._obey(line.strip()) and not self._say(line.rstrip("\n"), is_terminal):
+                    return
+            except UserError as error:  # the conversation continues
+                sys.stderr.write(f"error: {error}\n")
+
+    def _say(self, text: str, is_terminal: bool) -> bool:
+        if text.strip() == "/quit":
+            return False
+        if text.strip() or not is_terminal:
+            self.answer(text)
+        return True
+
+    def _obey(self, line: str) -> bool:
+        """Whether the line is a command other than /quit; it is done then."""
+        match = _COMMAND.fullmatch(RESET if is_reset(line) else line)
+        if match is None or line == "/quit":
+            return False
+        name, argument = match[1], match[2]
+        if name not in _COMMANDS:
+            raise ConfigError(f"/{name}: {unknown_text('command', name, _COMMANDS)} /help lists them.")
+        if name == "help":
+            sys.stderr.write("\n".join([*_COMMANDS.values(), ""]))
+        elif name == "reset":
+            self._texts.clear()
+            if isinstance(self._writer, Talk):
+                self._writer.messages.clear()
+            sys.stderr.write("(restarted)\n")
+        else:
+            self._save(argument)
+        return True
+
+    def _save(self, name: str | None) -> None:
+        if not name:
+            raise ConfigError("/save: no file. Write /save FILE.")
+        path = Path(name).expanduser()
+        if isinstance(self._writer, Talk):
+            rows = [{"messages": [message.raw for message in self._writer.messages]}] if self._writer.messages else []
+        else:
+            rows = [{"text": text} for text in self._texts]
+        if not rows:
+            raise ConfigError("/save: nothing was said yet.")
+        with writing(path), open(path, "a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        sys.stderr.write(f"{path}: saved\n")
+
+
+def _full(ids: Any, value: bool) -> Any:
+    import torch
+
+    return torch.full((ids.shape[0],), value, device=ids.device)
+
+
+def _typed_lines() -> Iterator[str]:
+    while True:
+        try:
+            yield input(PROMPT)
+        except EOFError:
+            sys.stdout.write("\n")
+            return
+        except KeyboardInterrupt:
+            sys.stderr.write("\n(/quit or Ctrl-D ends)\n")
+
+
+@contextmanager
+def _stopping_at_ctrl_c() -> Iterator[Callable[[], bool]]:
+    """Whether Ctrl-C was pressed in the block. A second one raises KeyboardInterrupt."""
+    stopped = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stopped.is_set
+        return
+    before = signal.getsignal(signal.SIGINT)
+
+    def stop(number: int, frame: Any) -> None:
+        if stopped.is_set():
+            raise KeyboardInterrupt
+        stopped.set()
+
+    signal.signal(signal.SIGINT, stop)
+    try:
+        yield stopped.is_set
+    finally:
+        signal.signal(signal.SIGINT, before)
