@@ -2,7 +2,9 @@
 
 import argparse
 import asyncio
+import contextlib
 import hmac
+import io
 import re
 import secrets
 import sys
@@ -66,7 +68,8 @@ def serve_page(
     host = f"[{options.address}]" if ":" in options.address else options.address
     sys.stdout.write(f"http://{host}:{server.port}/{f'?{_TOKEN}={token}' if token else ''}\n")
     sys.stdout.flush()
-    server.run_until_shutdown()
+    with contextlib.redirect_stdout(io.StringIO()):  # a closed pipe would raise in Bokeh's handler of SIGTERM, before it stops
+        server.run_until_shutdown()
 
 
 def _knows(handler: Any, token: str) -> bool:

@@ -497,6 +497,21 @@ def test_a_port_that_is_taken_is_one_line(runs: Path):
     )
 
 
+def test_sigterm_ends_a_server_whose_output_nobody_reads(runs: Path):
+    """As in `python -m results.dashboard | head -1`."""
+    command = [sys.executable, "-m", "results.dashboard", str(runs), "--port", "0"]
+    env = os.environ | {"PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
+        try:
+            assert server.stdout is not None
+            assert server.stdout.readline().startswith("http://127.0.0.1:")
+            server.stdout.close()
+            server.terminate()
+            server.wait(timeout=60)
+        finally:
+            server.kill()
+
+
 def test_a_page_asks_for_its_token(runs: Path):
     with served(["results.dashboard", str(runs), "-e", "all", "--port", "0"]) as address:
         bare, _, token = address.partition("?token=")
