@@ -37,7 +37,7 @@ def main() -> int:
     plot.main([str(runs), "-e", "demo", "--metric", "val_loss", "val_loss_shuffled_context", "-o", str(output / "demo.png")])
     save(Image.open(output / "demo.png"), output / "demo.png")
     best = results.sort_best_first(results.load_rows(runs, "demo")[0], "inference/em")[0]["exp_id"]
-    command = [sys.executable, "-m", "results.dashboard", str(runs), "-e", "demo", "--port", "0"]
+    command = [sys.executable, "-P", "-m", "results.dashboard", str(runs), "-e", "demo", "--port", "0"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     with (
         tempfile.TemporaryDirectory() as scratch,

@@ -75,7 +75,8 @@ def save(figure: "Figure", output: Path) -> list[str]:
     picture = io.BytesIO()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        figure.savefig(picture, format=output.suffix[1:].lower())
+        lossless = {"pil_kwargs": {"lossless": True}} if output.suffix.lower() == ".webp" else {}
+        figure.savefig(picture, format=output.suffix[1:].lower(), **lossless)
     with writing(output):
         output.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(output, picture.getvalue())

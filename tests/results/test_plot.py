@@ -8,12 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from matplotlib.collections import PolyCollection
+from PIL import Image
 
 from results import legend, plot
 from src.errors import ConfigError, DataError
 from src.runs.run_dir import RunDir
 from src.tables import curves
 from src.tables import rows as results
+from tests.conftest import ROOT
 
 
 def test_one_line_and_one_band_for_each_configuration(runs: Path):
@@ -311,3 +313,34 @@ def test_characters_without_a_glyph_are_one_line(tmp_path: Path, capsys: pytest.
     lines = capsys.readouterr().err.splitlines()
     assert lines
     assert all(line.startswith(f"{tmp_path / 'a.png'}: ") for line in lines)
+
+
+def colored_pixels(picture: Path, colour: str) -> tuple[int, int, int]:
+    """The pixels of a plot in the color of a line: of the line, of its band, and of its line in the legend."""
+    with Image.open(picture) as image:
+        pixels = np.asarray(image.convert("RGB")).astype(int)
+    line = np.array([int(colour[place : place + 2], 16) for place in (1, 3, 5)])
+    band = np.rint(255 * 0.8 + 0.2 * line)
+    is_line, is_band = (pixels == line).all(axis=2), (abs(pixels - band) <= 1).all(axis=2)
+    below = int(0.95 * len(pixels))  # the legend of some lines is one row of text at the lower edge
+    return int(is_line[:below].sum()), int(is_band.sum()), int(is_line[below:].sum())
+
+
+@pytest.mark.parametrize("suffix", ["png", "webp"])
+def test_a_written_picture_has_the_colors_of_the_plot(runs: Path, tmp_path: Path, suffix: str):
+    output = tmp_path / f"plot.{suffix}"
+    assert plot.main([str(runs), "-o", str(output)]) == 0
+    assert all(min(colored_pixels(output, colour)) >= 10 for colour in legend.COLOURS[:2])
+    assert max(colored_pixels(output, legend.COLOURS[2])) == 0
+
+
+@pytest.mark.parametrize(("name", "lines"), [("demo.png", 4), ("policies.webp", 3)])
+def test_pictures_of_docs_have_the_colors_of_the_plot(name: str, lines: int):
+    present = [colour for colour in legend.COLOURS if min(colored_pixels(ROOT / "docs" / name, colour)) >= 10]
+    assert len(present) == lines
+
+
+def test_pictures_of_docs_are_in_full_color():
+    for path in (ROOT / "docs").glob("*.[pw]*[gp]"):
+        with Image.open(path) as picture:
+            assert picture.mode == "RGB", path
