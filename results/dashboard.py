@@ -191,7 +191,7 @@ class Dashboard:
         """Update the learning curves if a row or an option has changed."""
         metrics, x = self.chosen_metrics(), self.x.value
         look = overview.Look(x, self.spread.value, self.smoothing.value, self.by.value)
-        wanted = (self.shown.rows, metrics, self.logarithmic.value, look)
+        wanted = (self.shown.rows, self.shown.unfinished, metrics, self.logarithmic.value, look)
         if wanted == self._drawn:
             return
         self._drawn = wanted

@@ -161,7 +161,7 @@ class Saved:
 
     def __init__(self, runs: Path) -> None:
         self.rows: results.RowCache = ReadCache(runs)
-        self.jobs: ReadCache[launched.Row] = ReadCache(runs)
+        self.jobs: launched.RowCache = ReadCache(runs)
         self.results: dict[tuple[Any, ...], tuple[Any, Any]] = {}
         """Name -> the runs and the result: see `Overview.reuse`."""
 

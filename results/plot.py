@@ -17,7 +17,7 @@ from results import legend, run_arguments
 from results.table import INTERVALS, default_metric
 from src.config import unknown
 from src.errors import ConfigError, DataError, print_errors
-from src.files import write_atomic, writing
+from src.files import encodable, write_atomic, writing
 from src.runs.summary import is_finite
 from src.tables import curves, statistics
 from src.tables import rows as results
@@ -215,11 +215,12 @@ def draw_line(axes: Any, x: Any, mean: Any, band: tuple[Any, Any], text: str, co
 
 
 def write_plainly(figure: Any) -> None:
-    """Escape $, so that matplotlib does not read it as mathematics."""
+    """Show texts as they are: $ starts no mathematics, and halves of surrogate pairs are escaped."""
     from matplotlib.text import Text
 
     for text in figure.findobj(Text):
         text.set_parse_math(False)
+        text.set_text(encodable(text.get_text()))
 
 
 def _parser() -> argparse.ArgumentParser:

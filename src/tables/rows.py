@@ -45,6 +45,14 @@ class Row(dict[str, Any]):
     contact: str = ""
     """See `lease.lost_contact`; shown for the state "lost"."""
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Row):
+            return super().__eq__(other)
+        attributes = attrgetter("scores", "groups", "at_step", "contact")
+        return super().__eq__(other) and attributes(self) == attributes(other)
+
+    __hash__ = None  # type: ignore[assignment]  mutable, as a dict is
+
     def replace(self, values: Mapping[str, Any]) -> "Row":
         """A copy with different values of some keys."""
         changed = Row({**self, **values})
@@ -246,7 +254,7 @@ def select(
         names = [name for name in sorted(expressions.compile(question).names) if name in config_keys(rows[0]) or name in FACTS]
         values = {name: list(dict.fromkeys(str(row.get(name)) for row in rows)) for name in names}
         examples = "; ".join(f"{name} is {', '.join(of_name[:5])}{', …' * (len(of_name) > 5)}" for name, of_name in values.items())
-        raise ConfigError(f"--where: none of {len(rows)} runs answers {question!r}.{f' Among them {examples}.' if examples else ''}")
+        raise ConfigError(f"--where: {question!r} holds for none of {len(rows)} runs.{f' In these, {examples}.' if examples else ''}")
     return chosen, warnings
 
 

@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 
 from src.errors import LaunchError
+from src.experiments.identity import exp_id
 from src.files import write_json
 from src.launch import actions, resources, tracking
 from src.launch import status as jobs
 from src.launch.slurm import launcher as slurm
 from src.launch.tracking import LOOK, REFRESH, Question
-from src.runs import lease
+from src.runs import lease, read_cache
 from src.runs.plan import Planned
+from src.runs.read_cache import ReadCache
 from tests.launch.fake_slurm.cluster import Cluster
 from tests.launch.test_status import World, planned
 
@@ -259,3 +261,32 @@ def test_an_interrupted_submission_delays_no_look(world: World, monkeypatch: pyt
         assert "was interrupted, and its jobs are unknown" in rows[0].reason
     finally:
         release.set()
+
+
+def test_a_saved_row_follows_its_job_into_the_queue_again(world: World, cluster: Cluster, monkeypatch: pytest.MonkeyPatch):
+    """A requeued job of a stopped run changes nothing in the save directory until it starts."""
+    monkeypatch.setattr(read_cache, "SETTLED_SECONDS", 0.0)
+    (item,) = submit(world, 1)
+    say(world, item, "stopped", reason="SIGTERM")
+    cluster.set("1_0", state="CANCELLED")
+    saved: jobs.RowCache = ReadCache(world.runs)
+    for state, expected in (("CANCELLED", "stopped"), ("CANCELLED", "stopped"), ("PENDING", "queued"), ("CANCELLED", "stopped")):
+        cluster.set("1_0", state=state)
+        (row,) = jobs.table(world.runs, [item.exp_id], PATIENT_LOOK, saved)
+        assert row.state == expected
+
+
+def test_a_saved_row_names_its_failed_parent_only_while_it_is_failed(world: World, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(read_cache, "SETTLED_SECONDS", 0.0)
+    parent = exp_id({"recipe": "toy"})
+    of_child = {"recipe": "toy", "model": {"name": "experiment", "exp_id": parent, "checkpoint": "last"}}
+    child = exp_id(of_child)
+    for name, exp in ((parent, {"recipe": "toy"}), (child, of_child)):
+        (world.runs / name).mkdir(parents=True)
+        write_json(world.runs / name / "exp_dict.json", exp)
+        write_json(world.runs / name / "status.json", {"state": "failed"})
+    saved: jobs.RowCache = ReadCache(world.runs)
+    for state in ("failed", "failed", "done"):
+        write_json(world.runs / parent / "status.json", {"state": state})
+        row = jobs.table(world.runs, [parent, child], PATIENT_LOOK, saved)[1]
+        assert (parent in row.reason) == (state == "failed")

@@ -124,6 +124,26 @@ def test_nothing_is_sent_where_nothing_changed(page: Dashboard):
     assert sent == []
 
 
+def test_a_finished_run_that_joins_another_group_is_shown_in_it(page: Dashboard):
+    fail(page.runs)
+    page.reload()
+    page.by.value = ["group"]
+    add_to_group(page.runs, page.found.rows[0]["exp_id"], "repair")
+    page.reload()
+    runs = dict(zip(page.results.value["group"], page.results.value["runs"], strict=True))
+    assert runs == {"tiny": "6", "repair": "2"}
+
+
+def test_means_over_unfinished_runs_change_the_curves(page: Dashboard):
+    fail(page.runs, stride=1)
+    page.by.value = ["model.stride"]
+    page.reload()
+    before = page.legend.object
+    page.over.value = True
+    assert "(3 of 4)" in before
+    assert "(3 of 4)" not in page.legend.object
+
+
 def test_filters(page: Dashboard):
     fail(page.runs)
     page.reload()
@@ -369,9 +389,9 @@ def add_run(runs: Path, name: str) -> None:
     fail(runs)
 
 
-def add_to_group(runs: Path, name: str) -> None:
+def add_to_group(runs: Path, name: str, group: str = "late") -> None:
     exp = metadata.read_exp_dict(runs / name)
-    with RunDir.open(runs, exp, exp, facts={"groups": ["late"]}):
+    with RunDir.open(runs, exp, exp, facts={"groups": [group]}):
         pass
 
 

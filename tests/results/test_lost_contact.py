@@ -70,7 +70,14 @@ def test_clean_reports_it_and_deletes_nothing_of_it(silent: Path, capsys: pytest
     assert clean.main([str(silent.parent)]) == 0
     assert TEXT in capsys.readouterr().err
     assert (silent / "checkpoints" / "step-00000001").is_dir()
+    assert clean.main([str(silent), "--delete", "--yes"]) == 0
+    error = capsys.readouterr().err
+    assert f"{silent}: stays: {TEXT}" in error
+    assert str(silent / lease.LEASE) in error
     assert lease.holder_is_dead(silent) is None
+    (silent / lease.LEASE).unlink()  # the advice
+    assert clean.main([str(silent), "--delete", "--yes"]) == 0
+    assert not silent.exists()
 
 
 @pytest.mark.parametrize(
