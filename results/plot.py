@@ -171,7 +171,8 @@ def points(runs: Path, drawn: legend.Configurations, x: str, y: str, log_x: bool
     axes.grid(alpha=0.3)
     by_colour = {drawn.colour(group): group for group in results.group_rows(placed, drawn.keys)}
     best = [colour for group in drawn.sort_best_first(y) if (colour := drawn.colour(group)) in by_colour][: drawn.most]
-    for colour, group in by_colour.items():
+    for colour in dict.fromkeys([*best, *by_colour]):
+        group = by_colour[colour]
         text = in_legend(drawn.label(group) or group[0]["exp_id"][:8]) if colour in best else "_"  # without an entry
         axes.plot([row[x] for row in group], [row[y] for row in group], "o", label=text, color=colour)
     counted = _count_remark(len(best), len(by_colour))
