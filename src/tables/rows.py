@@ -97,7 +97,7 @@ def load_rows(runs: Path, group: str | Sequence[str] | None = None, saved: RowCa
         valid, marks = saved.read(names) if saved else ({}, {})
         index = RunIndex(runs, names, [name for name in names if name not in valid] if saved else None)
         for name in names:
-            groups, record, made = valid.get(name, ([], None, {}))
+            groups, record, by_groups = valid.get(name, ([], None, {}))
             if record is None:
                 try:
                     groups, record = index.read(name, None if group is None else requested)
@@ -105,14 +105,14 @@ def load_rows(runs: Path, group: str | Sequence[str] | None = None, saved: RowCa
                     warnings.append(f"skipped: {error}")
                     continue
                 if saved and record is not None and record.state in (*FINISHED, "failed", "stopped"):
-                    saved.save(name, marks, (groups, record, made))
+                    saved.save(name, marks, (groups, record, by_groups))
             existing.update(groups)
             members = tuple(each for each in requested if each in groups)
             if record is not None and (members or group is None):
                 members = members or tuple(groups) or ("",)
-                if members not in made:
-                    made[members] = _row(runs / name, record, members)
-                rows.append(made[members])
+                if members not in by_groups:
+                    by_groups[members] = _row(runs / name, record, members)
+                rows.append(by_groups[members])
         index.save()
     for each in requested:
         if each not in existing:
