@@ -77,6 +77,8 @@ def plan(runs: Path, chosen: Sequence[Path], before: float) -> Deletion:
 
 
 def _reason_to_stay(run: Path) -> str:
+    if run.is_symlink():
+        return f"it is a link to {os.readlink(run)}. Delete both by hand."
     if is_foreign(run):
         return "another program made this directory. Delete it by hand."
     if holder := retention.describe_holder(run):

@@ -186,6 +186,15 @@ def test_a_directory_of_another_program_stays(tmp_path: Path):
     assert (result.runs, len(result.warnings)) == ([], 1)
 
 
+def test_a_link_to_a_run_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run, disk = make(tmp_path / "runs", 0), tmp_path / "disk"
+    run.rename(disk)
+    run.symlink_to(disk)
+    assert clean.main([str(run.parent), "-e", "g", "--delete", "--yes"]) == 0
+    assert (run / "scores.jsonl").exists()
+    assert f"{run}: stays: it is a link to {disk}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("words", [["--delete", "--apply"], ["--yes"], ["--delete", "-e", "x"], ["--delete", "--where", "seed =="]])
 def test_contradictions_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str]):
     run = make(tmp_path, 0)
