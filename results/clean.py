@@ -144,7 +144,7 @@ def look(runs: Path, rule: retention.CleanupRule, selection: tuple[Sequence[resu
             cleanup.warnings.append(f"skipped: {error}")
             continue
         if plan.reason_to_keep:
-            cleanup.warnings.append(f"{plan.run}: nothing of it goes: {plan.reason_to_keep}.")
+            cleanup.warnings.append(f"{plan.run}: nothing is deleted: {plan.reason_to_keep}.")
         cleanup.plans.append(plan)
     if selection is None:
         cleanup.snapshots = _snapshots(runs, now - max(rule.older_than_seconds, _DAY), cleanup.warnings)
