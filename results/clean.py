@@ -22,7 +22,7 @@ from src.files import writing
 from src.launch import submissions
 from src.runs.checkpoints import retention
 from src.runs.lease import holder_is_dead
-from src.runs.metadata import read_job, read_status
+from src.runs.metadata import read_groups, read_job, read_status
 from src.tables import rows as results
 
 SNAPSHOTS = "snapshots"
@@ -82,11 +82,12 @@ def _delete_runs(options: argparse.Namespace) -> int:
     cleanup = deletion.plan(options.runs, chosen, before)
     sizes = {path: retention.folder_bytes(path) if path.is_dir() else path.lstat().st_size for path in cleanup.paths()}
     run_arguments.warn(cleanup.warnings)
-    total = f"{len(cleanup.runs)} runs, {len(cleanup.resets)} restarted runs, {_format_bytes(sum(sizes.values()))}"
+    run_arguments.warn(_name_other_groups(cleanup.runs, options.groups or ()))
+    parts = [_count(len(cleanup.runs), "run"), _count(len(cleanup.resets), "restarted run"), _format_bytes(sum(sizes.values()))]
     with run_arguments.output_to(options.output):
         for path, bytes_ in sizes.items():
             print(f"{_format_bytes(bytes_):>10}  {path}")
-        print(f"To delete: {total}." if sizes else "There is nothing to delete.")
+        print(f"To delete: {', '.join(parts)}." if sizes else "There is nothing to delete.")
     if not sizes or not (options.yes or _confirm()):
         print("Nothing was deleted.")
         return 0
@@ -98,8 +99,19 @@ def _delete_runs(options: argparse.Namespace) -> int:
     run_arguments.warn([*new, *failed])
     freed = sum(bytes_ for path, bytes_ in sizes.items() if not os.path.lexists(path))
     count = sum(not path.exists() for path in cleanup.runs)
-    print(f"Deleted: {count} runs, {_format_bytes(freed)}.")
+    print(f"Deleted: {_count(count, 'run')}, {_format_bytes(freed)}.")
     return 1 if new or failed else 0
+
+
+def _name_other_groups(runs: Sequence[Path], groups: Sequence[str]) -> list[str]:
+    """A line with the number of runs that are in more groups than the chosen ones, if any, and these groups."""
+    names = [set(read_groups(run)).difference(groups) for run in runs] if groups else []
+    count, others = sum(map(bool, names)), sorted(set[str]().union(*names))
+    return [f"{count} of {_count(len(runs), 'run')} are also in other groups: {', '.join(others)}."] if count else []
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def _confirm() -> bool:
@@ -132,7 +144,7 @@ def look(runs: Path, rule: retention.CleanupRule, selection: tuple[Sequence[resu
             cleanup.warnings.append(f"skipped: {error}")
             continue
         if plan.reason_to_keep:
-            cleanup.warnings.append(f"{plan.run}: nothing of it goes: {plan.reason_to_keep}.")
+            cleanup.warnings.append(f"{plan.run}: nothing is deleted: {plan.reason_to_keep}.")
         cleanup.plans.append(plan)
     if selection is None:
         cleanup.snapshots = _snapshots(runs, now - max(rule.older_than_seconds, _DAY), cleanup.warnings)

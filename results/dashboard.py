@@ -27,11 +27,11 @@ LINKED = (
     *("group", "states", "where", "text", "by", "scores", "sorted", "spread", "over", "value", "at_step"),
     *("metrics", "x", "smoothing", "logarithmic", "experiment", "other", "wrong"),
 )
-"""The widgets whose choices are in the page's address."""
+"""Widgets with their value in the page's address."""
 LOG_LINES = 300
 MOST_ANSWERS = 50
 MOST_PICTURES = 4
-"""Metrics whose curves are drawn at a time."""
+"""Maximum number of metrics that are drawn at a time."""
 _FIRST = ("failed", "lost", "unknown", "stopped", "running", "queued")
 """States that need attention: these come first in the table of jobs."""
 _saved: dict[Path, overview.Saved] = {}
@@ -40,7 +40,7 @@ _BODY_CSS = markup.CSS + "body { margin: 0; background: var(--page); }"
 
 
 def app(runs: Path = RUNS, group: str | None = None, live: bool = True, linked: bool = False) -> pn.viewable.Viewable:
-    """The page. live: refresh it every few seconds, until the switch on it is turned off. linked: pages of runs are served beside it."""
+    """The page. live: refresh it every few seconds, until the switch on it is turned off. linked: the server has pages of runs, too."""
     pn.extension("tabulator", inline=True, notifications=False)
     shown = Dashboard(runs, group, live, linked)
     if pn.state.location is not None:
@@ -53,7 +53,7 @@ class Dashboard:
 
     def __init__(self, runs: Path = RUNS, group: str | None = None, live: bool = False, linked: bool = False) -> None:
         self.runs, self.linked = runs, linked
-        self.found = self.shown = overview.Overview(runs)
+        self.content = self.shown = overview.Overview(runs)
         self._saved = _saved.setdefault(runs.resolve(), overview.Saved(runs))
         group = group or overview.newest_group(overview.load(runs, None, self._saved)) or ALL
         kinds = (pn.widgets.Select, pn.widgets.MultiChoice, pn.widgets.TextInput, pn.widgets.FloatSlider)
@@ -90,7 +90,7 @@ class Dashboard:
         self.plot = chart.Plot(self._mark)
         self.tabs = self._tabs()
         self.ticking = pn.state.add_periodic_callback(
-            self.tick,  # pyright: ignore[reportArgumentType]  may be a coroutine function
+            self.tick,  # pyright: ignore[reportArgumentType]  a coroutine function works, too
             period=1000 * self.seconds.value,
             start=False,
         )
@@ -130,10 +130,10 @@ class Dashboard:
         """Take the choices from the page's address, and keep them there: a link to the page opens the same view."""
         for name in LINKED:
             widget = getattr(self, name)
-            kept = widget.value
+            before = widget.value
             location.sync(widget, {"value": name})
             if isinstance(widget, pn.widgets.Select) and widget.value not in widget.values:
-                widget.value = kept  # an address that was written by hand
+                widget.value = before  # an address that was written by hand
         location.sync(self.tabs, {"active": "tab"})
 
     def reload(self) -> None:
@@ -141,23 +141,23 @@ class Dashboard:
         self._show_overview(overview.load(self.runs, None if self.group.value == ALL else self.group.value, self._saved))
 
     async def tick(self) -> None:
-        """`reload` in a thread, as a scheduler may be slow to answer. One at a time."""
+        """`reload` in a thread, as a scheduler can be slow to answer. One at a time."""
         if self._busy:
             return
         self._busy = True
         try:
             group = self.group.value
-            found = await asyncio.to_thread(overview.load, self.runs, None if group == ALL else group, self._saved)
+            content = await asyncio.to_thread(overview.load, self.runs, None if group == ALL else group, self._saved)
             if group == self.group.value:
-                self._show_overview(found)
+                self._show_overview(content)
         finally:
             self._busy = False
 
     @pn.io.hold()
     def filter(self) -> None:
-        """Apply the filters; a mistake in the expression is shown below it and changes nothing else. The browser is told of all at once."""
+        """Apply the filters; a mistake in the expression is shown below it and changes nothing else. Sends all updates at once."""
         try:
-            shown = overview.select(self.found, self.states.value, self.where.value, self.text.value)
+            shown = overview.select(self.content, self.states.value, self.where.value, self.text.value)
         except ConfigError as error:
             panes.show_html(self.problem, markup.error(str(error)))
             return
@@ -165,13 +165,13 @@ class Dashboard:
         self.shown = overview.choose_values(shown, self.over.value, self.value.value, self.at_step.value)
         panes.show_html(self.problem, "")
         panes.show_html(self.warnings, markup.warnings(self.shown.warnings))
-        panes.show_html(self.head, panes.head("Experiments" if self.group.value == ALL else self.group.value, self.found, self.shown))
-        known = overview.metrics(self.shown)
-        _offer(self.metrics, known)
+        panes.show_html(self.head, panes.head("Experiments" if self.group.value == ALL else self.group.value, self.content, self.shown))
+        scores = overview.metrics(self.shown)
+        _offer(self.metrics, scores)
         keys, _ = overview.differing(self.shown)
-        _offer(self.x, ["step", "seconds", *(name for name in known if name not in self.chosen_metrics()), *keys])
+        _offer(self.x, ["step", "seconds", *(name for name in scores if name not in self.chosen_metrics()), *keys])
         _offer(self.by, ["group", *keys])
-        _offer(self.sorted, list(dict.fromkeys([*overview.headline(self.shown), *known])))
+        _offer(self.sorted, list(dict.fromkeys([*overview.headline(self.shown), *scores])))
         _offer(self.scores, results.score_names(self.shown.rows))
         self.show_results()
         self.show_curves()
@@ -191,10 +191,10 @@ class Dashboard:
         """Update the learning curves if a row or an option has changed."""
         metrics, x = self.chosen_metrics(), self.x.value
         look = overview.Look(x, self.spread.value, self.smoothing.value, self.by.value)
-        wanted = (self.shown.rows, metrics, self.logarithmic.value, look)
-        if wanted == self._drawn:
+        inputs = (self.shown.rows, self.shown.unfinished, metrics, self.logarithmic.value, look)
+        if inputs == self._drawn:
             return
-        self._drawn = wanted
+        self._drawn = inputs
         drawn = {metric: overview.curves(self.shown, metric, look) for metric in metrics[:MOST_PICTURES]}
         self.plot.show(drawn, x, self.logarithmic.value)
         panes.show_html(self.legend, chart.legend(drawn))
@@ -204,53 +204,53 @@ class Dashboard:
         panes.show_html(self.curve_note, "".join(map(markup.note, notes)))
 
     def chosen_metrics(self) -> list[str]:
-        """What curves are drawn of: the first metric, unless some are chosen."""
+        """The metrics to draw as curves: by default the first."""
         return self.metrics.value or overview.metrics(self.shown)[:1]
 
     def show_jobs(self) -> None:
         """The table of jobs, those that need attention first, and the choice of an experiment."""
         places = {state: place for place, state in enumerate(_FIRST)}
         ordered = sorted(self.shown.jobs, key=lambda job: places.get(job.state, len(places)))
-        _, told = overview.differing(self.shown)
+        _, labels = overview.differing(self.shown)
         self._ids = [job.exp_id for job in ordered]
         remarks = overview.remarks(self.shown)
-        lines = [self._job_line(job, told.get(job.exp_id, ""), remarks.get(job.exp_id, "")) for job in ordered]
+        lines = [self._job_line(job, labels.get(job.exp_id, ""), remarks.get(job.exp_id, "")) for job in ordered]
         self.jobs.fill(overview.JOB_HEADINGS, lines)
-        names = {f"{name[:8]}  {told.get(name, '')}".strip(): name for name in self._ids}
+        names = {f"{name[:8]}  {labels.get(name, '')}".strip(): name for name in self._ids}
         names = names if len(names) == len(self._ids) else {name: name for name in self._ids}
         _offer(self.experiment, names)
         _offer(self.other, names)
         self.show_detail()
 
-    def _job_line(self, job: overview.Job, told: str, remark: str) -> list[str]:
+    def _job_line(self, job: overview.Job, label: str, remark: str) -> list[str]:
         """The cells of a job, made again if something changed."""
-        shown = (job, told, remark)
+        shown = (job, label, remark)
         if (saved := self._lines.get(job.exp_id)) is not None and saved[0] == shown:
             return saved[1]
-        line, state = overview.job_cells(job, told, remark), overview.JOB_HEADINGS.index("state")
+        line, state = overview.job_cells(job, label, remark), overview.JOB_HEADINGS.index("state")
         line[0] = markup.link(f"run/{job.exp_id}", line[0]) if self.linked else line[0]
         line[state] = markup.chip(line[state], line[state])
         self._lines[job.exp_id] = shown, line
         return line
 
     def show_detail(self) -> None:
-        """Update the open tab for the chosen experiment, if that, an option or what was read has changed."""
+        """Update the open tab for the chosen experiment, if it, an option or the data changed."""
         name = self.experiment.value
         if name in self._ids:
             self.jobs.select(self._ids.index(name))
         tab = self.tabs.active
-        wanted = (tab, name, self.other.value, self.log_file.value, self.answer_file.value, self.wrong.value)
-        if wanted == self._detailed:
+        inputs = (tab, name, self.other.value, self.log_file.value, self.answer_file.value, self.wrong.value)
+        if inputs == self._detailed:
             return
-        self._detailed = wanted
+        self._detailed = inputs
         show = (self._log, self._answers, self._config, self._differences, self._lineage)[tab]
         panes.show_html(self.details[tab], show(name) if name else markup.note("No experiment is chosen."))
 
     def _log(self, name: str) -> str:
-        files = overview.logs(self.found, name)
+        files = overview.logs(self.content, name)
         _offer(self.log_file, list(files))
         chosen = files.get(self.log_file.value or "")
-        reason = markup.error(next((job.reason for job in self.found.jobs if job.exp_id == name), ""))
+        reason = markup.error(next((job.reason for job in self.content.jobs if job.exp_id == name), ""))
         if chosen is None:
             return reason + markup.note("It has written no log yet.")
         return reason + markup.text_block(overview.tail(chosen, LOG_LINES)) + markup.note(f"The last {LOG_LINES} lines of {chosen}")
@@ -261,14 +261,14 @@ class Dashboard:
         except UserError as error:
             return markup.error(str(error))
         _offer(self.answer_file, list(files))
-        found = files.get(self.answer_file.value or "")
-        if found is None:
-            return markup.note("It has answered no questions: `inference` in an experiment asks them after the training.")
-        shown = answers.choose(found, MOST_ANSWERS, self.wrong.value)
-        return markup.note(f"{answers.describe_score(found)} {len(shown)} of {len(found)} answers are shown.") + answers.page(shown)
+        samples = files.get(self.answer_file.value or "")
+        if samples is None:
+            return markup.note("No answers yet: with `inference`, an experiment answers questions after the training.")
+        shown = answers.choose(samples, MOST_ANSWERS, self.wrong.value)
+        return markup.note(f"{answers.describe_score(samples)} {len(shown)} of {len(samples)} answers are shown.") + answers.page(shown)
 
     def _config(self, name: str) -> str:
-        row = self.found.row(name)
+        row = self.content.row(name)
         if row is None:
             return markup.note("It has no experiment dict yet, or one that cannot be read.")
         config = markup.plain_table(("config", "value"), [(key, overview.format_value(row[key])) for key in results.config_keys(row)])
@@ -289,14 +289,14 @@ class Dashboard:
             return markup.error(str(error))
         return markup.text_block(tree(family)) + markup.warnings(family.problems)
 
-    def _show_overview(self, found: overview.Overview) -> None:
-        unchanged, self.found, self._detailed = found == self.found, found, None
+    def _show_overview(self, content: overview.Overview) -> None:
+        unchanged, self.content, self._detailed = content == self.content, content, None
         panes.show_html(self.time, f'<div class="time">live · read at {time.strftime("%H:%M:%S")}</div>')
         if unchanged and self._drawn is not None:
             self.show_detail()
             return
-        _offer(self.group, [ALL, *found.groups, *([self.group.value] if self.group.value not in (ALL, *found.groups) else [])])
-        _offer(self.states, list(found.counts()))
+        _offer(self.group, [ALL, *content.groups, *([self.group.value] if self.group.value not in (ALL, *content.groups) else [])])
+        _offer(self.states, list(content.counts()))
         self.filter()
 
     def _select(self, chosen: Sequence[int]) -> None:
@@ -304,7 +304,7 @@ class Dashboard:
             self.experiment.value = self._ids[chosen[0]]
 
     def _light(self, chosen: Sequence[int]) -> None:
-        """The curve of a chosen row of results. Its picture may only be changed while nothing else is sent."""
+        """The curve of a chosen row of results. Its picture can only be changed while nothing else is sent."""
         colour = self._colours[chosen[0]] if chosen and chosen[0] < len(self._colours) else None
         pn.state.execute(partial(self.plot.light, colour), schedule=True)
 
@@ -339,7 +339,7 @@ class Dashboard:
 
 
 def _offer(widget: Any, options: list[str] | dict[str, str]) -> None:
-    """Set the options of a widget; the chosen ones are kept if they still exist."""
+    """Set the options of a widget; its value stays if it still exists."""
     several = isinstance(widget, pn.widgets.MultiChoice)
     if several:
         options = {markup.escape(value): value for value in options}  # this widget takes its labels for HTML
@@ -368,7 +368,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m results.dashboard", description=__doc__)
     parser.add_argument("runs", nargs="?", type=Path, default=RUNS, help=f"folder of save directories (default: {RUNS})")
     parser.add_argument("-e", "--group", help="the group that is shown first, or all (default: the newest)")
-    add_address(parser, PORT, "who knows the token can read the runs")
+    add_address(parser, PORT, "anyone with the token can read the runs")
     return parser
 
 

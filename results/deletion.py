@@ -15,8 +15,8 @@ from src.errors import RunError, UserError
 from src.files import reading, writing
 from src.launch import tracking
 from src.runs.checkpoints import folder as checkpoints
-from src.runs.checkpoints import pins
-from src.runs.lease import Lease, holder_is_dead
+from src.runs.checkpoints import pins, retention
+from src.runs.lease import Lease
 from src.runs.metadata import EXP_DICT, JOB, STATUS, is_foreign, read_exp_dict, read_status
 from src.runs.parents import parent_ids
 from src.runs.run_dir import DELETED
@@ -50,17 +50,22 @@ def plan(runs: Path, chosen: Sequence[Path], before: float) -> Deletion:
     Raises:
         RunError: the folder cannot be read.
     """
-    deletion = Deletion()
+    deletion, younger = Deletion(), 0
     for run in dict.fromkeys(chosen):
         try:
             with reading(run):
-                reason = _reason_to_stay(run, before)
+                if _change_time(run) > before:
+                    younger += 1
+                    continue
+                reason = _reason_to_stay(run)
         except UserError as error:
             reason = str(error)
         if reason:
             deletion.warnings.append(f"{run}: stays: {reason}")
         else:
             deletion.runs.append(run)
+    if younger:
+        deletion.warnings.append(f"{younger} of {len(set(chosen))} runs stay: they are younger than --older-than.")
     _exclude_queued(runs, deletion)
     _exclude_ancestors(runs, deletion)
     folder = runs / DELETED
@@ -71,14 +76,16 @@ def plan(runs: Path, chosen: Sequence[Path], before: float) -> Deletion:
     return deletion
 
 
-def _reason_to_stay(run: Path, before: float) -> str:
+def _reason_to_stay(run: Path) -> str:
+    if run.is_symlink():
+        return f"it is a link to {os.readlink(run)}. Delete both by hand."
     if is_foreign(run):
         return "another program made this directory. Delete it by hand."
-    if holder_is_dead(run) is not True:
-        return "it is running, or its holder on another machine can be alive."
+    if holder := retention.describe_holder(run):
+        return f"{holder}."
     if pinned := pins.find_pinned(run, checkpoints.list_all(run), pins.StalenessProbe()):
         return f"a checkpoint is in use: see {next(iter(pinned.values()))}."
-    return "it is younger than --older-than." if _change_time(run) > before else ""
+    return ""
 
 
 def _exclude_queued(runs: Path, deletion: Deletion) -> None:

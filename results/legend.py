@@ -5,6 +5,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from src.files import encodable
 from src.tables import rows as results
 from src.tables import statistics
 
@@ -135,5 +136,5 @@ def label(group: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> str:
 
 def clip(value: Any, most: int = VALUE_CHARACTERS) -> str:
     """A text of at most `most` characters; a longer one ends with "…"."""
-    text = str(value)
+    text = encodable(str(value))
     return text if len(text) <= most else f"{text[: most - 1]}…"

@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from src.files import encodable
+
 
 def style(name: str) -> str:
     """A style sheet of resources/."""
@@ -75,4 +77,4 @@ def plain_table(
 
 def escape(value: Any) -> str:
     """Escape for text and quoted attributes."""
-    return html.escape(str(value), quote=True)
+    return html.escape(encodable(str(value)), quote=True)

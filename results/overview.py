@@ -22,7 +22,7 @@ from src.tables import rows as results
 from src.tables import statistics
 
 SCORES = 5
-"""Most scores in the table of results, unless they are chosen."""
+"""Default number of scores in the table of results."""
 JOB_HEADINGS = (
     "experiment",
     "configuration",
@@ -38,7 +38,7 @@ JOB_HEADINGS = (
     "notes",
 )
 MOST_CHARACTERS = 4000
-"""Most characters of a differing value, such as uncommitted code."""
+"""Maximum length of a differing value, such as uncommitted code."""
 Job = launched.Row
 T = TypeVar("T")
 _ID = re.compile(r"[0-9a-f]{32}")
@@ -51,18 +51,18 @@ class Overview:
 
     runs: Path
     rows: list[results.Row] = field(default_factory=list)
-    """Experiments with a readable save directory. "state" is that of their job."""
+    """Experiments with a readable save directory. "state" is the state of their job."""
     jobs: list[launched.Row] = field(default_factory=list)
-    """The same experiments, and those that are only queued or cannot be read."""
+    """The same experiments, and queued or unreadable ones."""
     groups: list[str] = field(default_factory=list)
     """All groups of the folder, also those outside of this part."""
     warnings: list[str] = field(default_factory=list)
     loaded: Sequence[results.Row] = ()
-    """The rows before `select` took some of them: colours follow from all."""
+    """The rows before `select`: colours follow from all."""
     unfinished: bool = False
-    """Whether means are over all runs, not over those that are done alone."""
+    """Whether means are over all runs, not only over finished ones."""
     seed: str = results.SEED
-    """The key that means are taken over."""
+    """The config key that means are over."""
     saved: "Saved | None" = field(default=None, compare=False, repr=False)
     """Values to reuse while the runs are the same."""
     _drawn: dict[tuple[str, ...], legend.Configurations] = field(default_factory=dict, init=False, compare=False, repr=False)
@@ -112,11 +112,11 @@ class Ranking:
     """Scores before configurations, the score that sorts first."""
     lines: list[list[str]] = field(default_factory=list)
     colours: list[str] = field(default_factory=list)
-    """Of the configuration in each line."""
+    """The colour of each line's configuration."""
     best_lines: list[set[int]] = field(default_factory=list)
-    """Of each column, the lines with the best value of its score; none for a column that is no score."""
+    """For each column, the lines with the best value of its score; empty for other columns."""
     same: list[str] = field(default_factory=list)
-    """What is the same in all lines and has no column: "step 250"."""
+    """Values that all lines share, shown without a column: "step 250"."""
     best: str = ""
     """The first line in words; empty without scores."""
     remarks: list[str] = field(default_factory=list)
@@ -153,7 +153,7 @@ class Look:
     smoothing: float = 0.0
     """Of `curves.Band.smooth`."""
     by: Sequence[str] = ()
-    """Config keys that tell configurations apart; none: those that vary, but for the seed."""
+    """Config keys that define configurations; empty for all that vary, except the seed."""
 
 
 class Saved:
@@ -161,7 +161,7 @@ class Saved:
 
     def __init__(self, runs: Path) -> None:
         self.rows: results.RowCache = ReadCache(runs)
-        self.jobs: ReadCache[launched.Row] = ReadCache(runs)
+        self.jobs: launched.RowCache = ReadCache(runs)
         self.results: dict[tuple[Any, ...], tuple[Any, Any]] = {}
         """Name -> the runs and the result: see `Overview.reuse`."""
 
@@ -183,81 +183,81 @@ def load(runs: Path, group: str | Sequence[str] | None = None, saved: Saved | No
     )
     rows = everything
     if group is not None:
-        wanted = [group] if isinstance(group, str) else group
+        requested = [group] if isinstance(group, str) else group
         try:
             rows, warnings = results.load_rows(runs, group, rows_saved)
         except UserError as error:
             rows, warnings = [], [*warnings, str(error)]
         members = {row["exp_id"] for row in rows}
-        table_of_jobs = [job for job in table_of_jobs if job.exp_id in members or job.group in wanted]
+        table_of_jobs = [job for job in table_of_jobs if job.exp_id in members or job.group in requested]
     waiting = {job.exp_id for job in table_of_jobs if job.state in ("queued", "never")}
-    told = [text for text in warnings if not waiting & set(_ID.findall(text))]
+    remaining = [text for text in warnings if not waiting & set(_ID.findall(text))]
     states = {job.exp_id: job.state for job in table_of_jobs}
     rows = [_with_state(row, states.get(row["exp_id"])) for row in rows]
     others = {row["exp_id"]: row["state"] for row in rows if row["state"] in ("haven", "foreign")}
     table_of_jobs = [replace(job, state=others[job.exp_id], reason="") if job.exp_id in others else job for job in table_of_jobs]
-    return Overview(runs, rows, table_of_jobs, groups, told, loaded=rows, saved=saved)
+    return Overview(runs, rows, table_of_jobs, groups, remaining, loaded=rows, saved=saved)
 
 
-def newest_group(found: Overview) -> str | None:
+def newest_group(content: Overview) -> str | None:
     """The group of the run that was created last."""
 
     def creation_time(row: results.Row) -> float:
         try:
-            return os.stat(f"{found.runs}/{row['exp_id']}/{metadata.EXP_DICT}").st_mtime
+            return os.stat(f"{content.runs}/{row['exp_id']}/{metadata.EXP_DICT}").st_mtime
         except OSError:
             return 0.0
 
-    return max(found.rows, key=creation_time)["group"] or None if found.rows else None
+    return max(content.rows, key=creation_time)["group"] or None if content.rows else None
 
 
-def select(found: Overview, states: Sequence[str] = (), where: str = "", text: str = "") -> Overview:
+def select(content: Overview, states: Sequence[str] = (), where: str = "", text: str = "") -> Overview:
     """The experiments in one of `states` (none: all) for which the expression `where` holds and that have `text` in their id or config.
 
     An experiment without a row has no config: an expression leaves it out.
 
     Raises:
-        ConfigError: `where` is no expression, or names what no row has.
+        ConfigError: `where` is malformed, or uses a name that no row has.
     """
-    rows, listed = found.rows, found.jobs
+    rows, listed = content.rows, content.jobs
     if states:
         listed = [job for job in listed if job.state in states]
     if where.strip():
         holds = {row["exp_id"] for row in results.filter_rows(rows, where, "expression")}
         listed = [job for job in listed if job.exp_id in holds]
     if text.strip():
-        said = {name: f"{remark} " for name, remark in remarks(found).items()}
-        said |= {row["exp_id"]: said[row["exp_id"]] + _words(row) for row in rows}
+        texts = {name: f"{remark} " for name, remark in remarks(content).items()}
+        texts |= {row["exp_id"]: texts[row["exp_id"]] + _words(row) for row in rows}
         listed = [
-            job for job in listed if text.strip().lower() in f"{said.get(job.exp_id, '')} {job.exp_id} {job.group} {job.reason}".lower()
+            job for job in listed if text.strip().lower() in f"{texts.get(job.exp_id, '')} {job.exp_id} {job.group} {job.reason}".lower()
         ]
-    kept = {job.exp_id for job in listed}
-    return replace(found, rows=[row for row in rows if row["exp_id"] in kept], jobs=listed)
+    selected = {job.exp_id for job in listed}
+    return replace(content, rows=[row for row in rows if row["exp_id"] in selected], jobs=listed)
 
 
-def choose_values(found: Overview, unfinished: bool = False, value: str = "last", at_step: int | None = None) -> Overview:
-    """With the values and the runs that means are over, as the options of `results.table` say them. at_step goes before `value`, and takes
-    runs that are not done, too, as all can be compared there.
+def choose_values(content: Overview, unfinished: bool = False, value: str = "last", at_step: int | None = None) -> Overview:
+    """Choose values and averaged runs, as the options of `results.table` do. at_step takes precedence over `value` and includes unfinished
+    runs, as all can be compared at one step.
     """
-    rows, warnings = banded.choose_values(found.runs, found.rows, "last" if at_step is not None else value, at_step)
-    return replace(found, rows=rows, warnings=[*found.warnings, *warnings], unfinished=unfinished or at_step is not None)
+    rows, warnings = banded.choose_values(content.runs, content.rows, "last" if at_step is not None else value, at_step)
+    return replace(content, rows=rows, warnings=[*content.warnings, *warnings], unfinished=unfinished or at_step is not None)
 
 
 def tabulate(
-    found: Overview, by: Sequence[str] = (), scores: Sequence[str] = (), metric: str | None = None, spread: str = "std"
+    content: Overview, by: Sequence[str] = (), scores: Sequence[str] = (), metric: str | None = None, spread: str = "std"
 ) -> Ranking:
     """The table of results; empty without rows.
 
-    by: config keys that make the rows; none: those that vary, but for the seed. scores: none: `headline`. metric: sorts; none: the first.
-    spread: what follows ±: "std", or "ci95", the 95 % interval of the mean. What no row has is left out.
+    by: config keys of the rows; default: all that vary, except the seed. scores: default: `headline`. metric: sorts; default: the first.
+    spread: the value after ±: "std", or "ci95", the 95 % interval of the mean. Keys and scores that no row has are left out.
     """
-    if not found.rows:
+    if not content.rows:
         return Ranking()
-    known = results.score_names(found.rows)
-    drawn = found.configurations(by)
-    names = [name for name in scores if name in known] or headline(found)
-    metric = metric if metric in known else next(iter(names), None)
-    rows, keys, names = table.tabulate(found.rows, drawn.keys, names, metric, unfinished=found.unfinished)
+    existing = results.score_names(content.rows)
+    drawn = content.configurations(by)
+    names = [name for name in scores if name in existing] or headline(content)
+    metric = metric if metric in existing else next(iter(names), None)
+    rows, keys, names = table.tabulate(content.rows, drawn.keys, names, metric, unfinished=content.unfinished)
     columns, same = terminal_table.arrange(rows, keys, names, metric, None, spread)
     best = ""
     if metric is not None and rows[0][metric] is not None:
@@ -271,38 +271,38 @@ def tabulate(
         [table.best_rows(rows, column.name) if column.name in names else set[int]() for column in columns],
         [column.constant for column in same],
         best,
-        statistics.nan_remarks(found.rows, names, found.unfinished),
+        statistics.nan_remarks(content.rows, names, content.unfinished),
     )
 
 
-def headline(found: Overview) -> list[str]:
+def headline(content: Overview) -> list[str]:
     """The first scores to look at."""
-    return table.headline(results.headline_scores(results.score_names(found.rows)))[:SCORES]
+    return table.headline(results.headline_scores(results.score_names(content.rows)))[:SCORES]
 
 
-def _existing(found: Overview, by: Sequence[str]) -> list[str] | None:
-    keys = {*results.all_config_keys(found.rows), *results.FACTS}
+def _existing(content: Overview, by: Sequence[str]) -> list[str] | None:
+    keys = {*results.all_config_keys(content.rows), *results.FACTS}
     return [key for key in by if key in keys] or None
 
 
-def metrics(found: Overview) -> list[str]:
+def metrics(content: Overview) -> list[str]:
     """All scores, the one that tables are sorted by first."""
-    known = results.score_names(found.rows)
-    first = table.default_metric(results.headline_scores(known))
-    return [first, *(name for name in known if name != first)] if first else []
+    existing = results.score_names(content.rows)
+    first = table.default_metric(results.headline_scores(existing))
+    return [first, *(name for name in existing if name != first)] if first else []
 
 
-def curves(found: Overview, metric: str, look: Look = Look()) -> Curves:
+def curves(content: Overview, metric: str, look: Look = Look()) -> Curves:
     """Learning curves of the best `legend.LINES` configurations, or the last values of all runs over a config key."""
-    if metric not in results.score_names(found.rows):
+    if metric not in results.score_names(content.rows):
         return Curves()
-    drawn = found.configurations(look.by)
-    if any(look.x in results.config_keys(row) for row in found.rows):
+    drawn = content.configurations(look.by)
+    if any(look.x in results.config_keys(row) for row in content.rows):
         return Curves([_points(drawn, group, look.x, metric) for group in _having(drawn.groups, metric)], scattered=True)
     best = _having(drawn.sort_best_first(metric), metric)
     shown = best[: drawn.most]
     try:
-        (bands,), notes = banded.bands(found.runs, [drawn.curve_rows(group) for group in shown], [metric], look.x)
+        (bands,), notes = banded.bands(content.runs, [drawn.curve_rows(group) for group in shown], [metric], look.x)
     except UserError as error:
         return Curves(notes=[str(error)])
     left_out = [f"The best {len(shown)} of {len(best)} configurations; filter to see more."] if len(best) > len(shown) else []
@@ -311,35 +311,35 @@ def curves(found: Overview, metric: str, look: Look = Look()) -> Curves:
         for band, group in zip(bands, shown, strict=True)
         if len(band.x)
     ]
-    return Curves(lines, [*left_out, *notes, *statistics.nan_remarks(found.rows, [metric], found.unfinished)])
+    return Curves(lines, [*left_out, *notes, *statistics.nan_remarks(content.rows, [metric], content.unfinished)])
 
 
-def differing(found: Overview) -> tuple[list[str], dict[str, str]]:
+def differing(content: Overview) -> tuple[list[str], dict[str, str]]:
     """The config keys that vary within a group, and exp id -> its values of those of its group: "stride=2, seed=0"."""
 
     def compute() -> tuple[list[str], dict[str, str]]:
         varying: dict[str, None] = {}
         labels: dict[str, str] = {}
-        for group in results.group_rows(found.rows, ["group"]):
+        for group in results.group_rows(content.rows, ["group"]):
             keys = results.varying_keys(group)
             varying |= dict.fromkeys(keys)
             labels |= {row["exp_id"]: legend.label([row], keys) for row in group}
         return list(varying), labels
 
-    return found.reuse(("differing",), compute)
+    return content.reuse(("differing",), compute)
 
 
-def remarks(found: Overview) -> dict[str, str]:
+def remarks(content: Overview) -> dict[str, str]:
     """Exp id -> its tags and note: "#good looks fine"."""
-    return {row["exp_id"]: " ".join([*(f"#{tag}" for tag in row["tags"]), row["note"]]).strip() for row in found.rows}
+    return {row["exp_id"]: " ".join([*(f"#{tag}" for tag in row["tags"]), row["note"]]).strip() for row in content.rows}
 
 
-def job_cells(job: launched.Row, told: str, remark: str = "") -> list[str]:
-    """The cells below `JOB_HEADINGS`. told: the distinguishing config values of the experiment. remark: of a person."""
+def job_cells(job: launched.Row, label: str, remark: str = "") -> list[str]:
+    """The cells below `JOB_HEADINGS`. label: the distinguishing config values of the experiment. remark: tags and note."""
     step = "–" if job.step is None else str(job.step)
     return [
         job.exp_id[:8],
-        told,
+        label,
         job.group or "–",
         job.state,
         job.reason,
@@ -364,17 +364,17 @@ def duration(seconds: float | None) -> str:
 
 
 def format_value(value: Any) -> str:
-    """A value of a config: text unchanged, others as JSON."""
+    """A value of a config: text unchanged, anything else as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def differences(runs: Path, one: str, other: str) -> tuple[list[tuple[str, str, str]], list[str]]:
     """(what, of one, of the other) for each value that differs, as `results.diff` has it; and a warning for what cannot be read."""
     sections, warnings = diff.differences(runs / one, runs / other)
-    found = [
+    changes = [
         (f"{section}: {key}", _side(pair, "a"), _side(pair, "b")) for section, changed in sections.items() for key, pair in changed.items()
     ]
-    return found, warnings
+    return changes, warnings
 
 
 def _side(pair: Mapping[str, Any], side: str) -> str:
@@ -389,19 +389,20 @@ def environment(runs: Path, exp_id: str) -> dict[str, str]:
         return {}
     if not isinstance(env, dict):
         return {}
-    packages = found if isinstance(found := env.get("packages"), dict) else {}
-    told = {key: env[key] for key in _FACTS if env.get(key) is not None}
-    told |= {name: packages[name] for name in ("torch", "transformers", "accelerate", "numpy") if name in packages}
-    return {key: " ".join(map(str, value)) if isinstance(value, list) else str(value) for key, value in told.items()}
+    packages = env.get("packages")
+    packages = packages if isinstance(packages, dict) else {}
+    facts = {key: env[key] for key in _FACTS if env.get(key) is not None}
+    facts |= {name: packages[name] for name in ("torch", "transformers", "accelerate", "numpy") if name in packages}
+    return {key: " ".join(map(str, value)) if isinstance(value, list) else str(value) for key, value in facts.items()}
 
 
-def logs(found: Overview, exp_id: str) -> dict[str, Path]:
+def logs(content: Overview, exp_id: str) -> dict[str, Path]:
     """The log files of an experiment by name, the output of its job first."""
-    of_job = {f"{end}.log": found.runs / "logs" / f"{exp_id}.{end}.log" for end in ("out", "err")}
-    noted = next((job.log for job in found.jobs if job.exp_id == exp_id and job.log is not None), None)
-    own = {path.name: path for path in sorted((found.runs / exp_id / "logs").glob("*.log"))}
-    named = {} if noted is None or noted in (*of_job.values(), *own.values()) else {noted.name: noted}
-    return {name: path for name, path in (named | of_job | own).items() if path.is_file()}
+    of_job = {f"{end}.log": content.runs / "logs" / f"{exp_id}.{end}.log" for end in ("out", "err")}
+    noted = next((job.log for job in content.jobs if job.exp_id == exp_id and job.log is not None), None)
+    of_run = {path.name: path for path in sorted((content.runs / exp_id / "logs").glob("*.log"))}
+    named = {} if noted is None or noted in (*of_job.values(), *of_run.values()) else {noted.name: noted}
+    return {name: path for name, path in (named | of_job | of_run).items() if path.is_file()}
 
 
 def tail(path: Path, lines: int) -> str:
@@ -413,7 +414,7 @@ def tail(path: Path, lines: int) -> str:
 
 
 def _with_state(row: results.Row, state: str | None) -> results.Row:
-    """The row with the state of its job, if it is not finished: nothing that a scheduler says changes what is."""
+    """The row with the state of its job; a finished run stays finished, whatever the scheduler reports."""
     return row if state in (None, row["state"]) or row["state"] in results.FINISHED else row.replace({"state": state})
 
 

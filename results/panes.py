@@ -73,7 +73,7 @@ class Table:
         return self.widget.value.drop(columns=self.widget.hidden_columns)
 
     def fill(self, headings: Sequence[str], lines: Sequence[Sequence[Any]], bold: Sequence[Collection[int]] = ()) -> None:
-        """Show these cells; sends only what changed. bold: for each column the lines whose cell is bold, all its cells texts."""
+        """Show these cells; sends only what changed. bold: for each column the lines with a bold cell; its cells are then texts."""
         columns = unique(headings)
         bold_columns = {name for name, chosen in zip(columns, bold, strict=False) if chosen}
         previous = list(self.widget.value.columns)

@@ -17,7 +17,7 @@ from results import legend, run_arguments
 from results.table import INTERVALS, default_metric
 from src.config import unknown
 from src.errors import ConfigError, DataError, print_errors
-from src.files import write_atomic, writing
+from src.files import encodable, write_atomic, writing
 from src.runs.summary import is_finite
 from src.tables import curves, statistics
 from src.tables import rows as results
@@ -172,7 +172,8 @@ def points(runs: Path, drawn: legend.Configurations, x: str, y: str, log_x: bool
     axes.grid(alpha=0.3)
     by_colour = {drawn.colour(group): group for group in results.group_rows(placed, drawn.keys)}
     best = [colour for group in drawn.sort_best_first(y) if (colour := drawn.colour(group)) in by_colour][: drawn.most]
-    for colour, group in by_colour.items():
+    for colour in dict.fromkeys([*best, *by_colour]):
+        group = by_colour[colour]
         text = in_legend(drawn.label(group) or group[0]["exp_id"][:8]) if colour in best else "_"  # without an entry
         axes.plot([row[x] for row in group], [row[y] for row in group], "o", label=text, color=colour)
     counted = _count_remark(len(best), len(by_colour))
@@ -216,11 +217,12 @@ def draw_line(axes: Any, x: Any, mean: Any, band: tuple[Any, Any], text: str, co
 
 
 def write_plainly(figure: Any) -> None:
-    """Escape $, so that matplotlib does not read it as mathematics."""
+    """Show texts as they are: $ starts no mathematics, and halves of surrogate pairs are escaped."""
     from matplotlib.text import Text
 
     for text in figure.findobj(Text):
         text.set_parse_math(False)
+        text.set_text(encodable(text.get_text()))
 
 
 def _parser() -> argparse.ArgumentParser:

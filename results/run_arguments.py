@@ -14,7 +14,7 @@ from pathlib import Path
 
 from src.command_line import parse_arguments
 from src.errors import ConfigError, DataError
-from src.files import reading, write_atomic, writing
+from src.files import encodable, reading, write_atomic, writing
 from src.runs.metadata import EXP_DICT, STATUS
 from src.runs.scores import SCORES
 from src.tables import curves
@@ -41,7 +41,7 @@ def write_page(output: Path, page: str | bytes) -> None:
     """
     with writing(output):
         output.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(output, page)
+    write_atomic(output, encodable(page) if isinstance(page, str) else page)
     print(output)
 
 

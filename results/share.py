@@ -84,7 +84,7 @@ def share(
                     "README.txt",
                     _README.format(runs=len(rows), of_group=f" of group {', '.join(groups)}" if groups else "").encode(),
                 )
-                _add(zipped, "table.csv", render(*tabulate(rows, None, ["all"]), "csv").encode())
+                _add(zipped, "table.csv", render(*tabulate(rows, None, ["all"]), "csv").encode(errors="backslashreplace"))
                 for name in sorted(row["exp_id"] for row in rows):
                     for path in _files(runs / name, wandb, warnings):
                         content = _scrub(path, warnings)

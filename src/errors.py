@@ -2,6 +2,7 @@
 
 import errno
 import functools
+import io
 import os
 import select
 import sys
@@ -27,6 +28,9 @@ def print_errors(main: Callable[P, int]) -> Callable[P, int]:
 
     @functools.wraps(main)
     def run(*args: P.args, **kwargs: P.kwargs) -> int:
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")  # any JSON file can contain halves of surrogate pairs
         try:
             return end_with_reader(main)(*args, **kwargs)
         except UserError as error:

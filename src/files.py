@@ -98,6 +98,11 @@ def _reason(error: OSError, path: Path) -> str:
     return f"{reason} ({error.filename})"
 
 
+def encodable(text: str) -> str:
+    """`text` with escapes for halves of surrogate pairs, which JSON can contain and UTF-8 cannot."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 def write_atomic(path: Path, data: bytes | str, private: bool = False) -> None:
     """Replace `path` with `data`: a reader, or a crash at any moment, sees the old file or the new one.
 

@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 import reprlib
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
@@ -177,7 +178,7 @@ def _json_spelling(text: str) -> str | None:
 
 def _quote(path: str, values: str) -> str:
     """The assignment in quotes for a shell."""
-    return f"'{path}={values}'"
+    return shlex.quote(f"{path}={values}")
 
 
 def parse_assignments(texts: Iterable[str]) -> list[list[tuple[str, Any]]]:
@@ -197,9 +198,13 @@ def _values(path: str, text: str, value: Any) -> list[Any]:
     try:
         return json.loads(f"[{text}]")
     except (ValueError, RecursionError):
-        sweep, one = ",".join(_spell_in_json(part.strip()) for part in text.split(",")), json.dumps(text)
+        bare = text.strip()
+        is_list = bare.startswith("[") and bare.endswith("]")
+        parts = ",".join(_spell_in_json(part.strip()) for part in bare[is_list : len(bare) - is_list].split(",") if part.strip())
+        several, one = f"[{parts}]" if is_list else parts, json.dumps(text)
         raise ConfigError(
-            f"--set: {path}: {shorten(text)} is not JSON. For a sweep write {_quote(path, sweep)}, for one text {_quote(path, one)}."
+            f"--set: {path}: {shorten(text)} is not JSON. For a {'list' if is_list else 'sweep'} write {_quote(path, several)}, "
+            f"for one text {_quote(path, one)}."
         ) from None
 
 
@@ -208,7 +213,7 @@ def _spell_in_json(text: str) -> str:
         json.loads(text)
         return text
     except (ValueError, RecursionError):
-        return _json_spelling(text) or json.dumps(text)
+        return _json_spelling(text) or json.dumps(text.strip("'\""))
 
 
 def _fill(base: Any, axes: Axes, combinations: Iterable[Sequence[Any]]) -> list[Experiment]:

@@ -51,6 +51,10 @@ class Row:
     """Why the scheduler could not be queried; empty if it could. The state is then the last known one, and nothing is submitted."""
 
 
+RowCache = ReadCache[tuple[Row, TrackedJob | None]]
+"""The rows of ended experiments, with the job that each follows from."""
+
+
 def select_runs(path: Path, group: str | None = None) -> tuple[Path, list[str]]:
     """The folder of save directories, and the selected ids: all in `path`, or `path` itself if it is one or the prefix of an id.
 
@@ -77,7 +81,7 @@ def select_runs(path: Path, group: str | None = None) -> tuple[Path, list[str]]:
     return runs, selected
 
 
-def table(runs: Path, exp_ids: Sequence[str], question: Question = LOOK, saved: ReadCache[Row] | None = None) -> list[Row]:
+def table(runs: Path, exp_ids: Sequence[str], question: Question = LOOK, saved: RowCache | None = None) -> list[Row]:
     """One row for each experiment, in the same order. A damaged one is "unknown", with the reason; it never raises.
 
     saved: rows of ended experiments to reuse.
@@ -88,16 +92,27 @@ def table(runs: Path, exp_ids: Sequence[str], question: Question = LOOK, saved: 
     began = time.monotonic()
     trouble = _reconcile(runs, question)
     remaining = question.seconds and max(min(0.5, question.seconds), question.seconds - (time.monotonic() - began))
-    rows, marks = saved.read([exp_id for exp_id in exp_ids if exp_id not in trouble]) if saved else ({}, {})
-    unread = [exp_id for exp_id in exp_ids if exp_id not in rows]
+    valid, marks = saved.read([exp_id for exp_id in exp_ids if exp_id not in trouble]) if saved else ({}, {})
+    unread = [exp_id for exp_id in exp_ids if exp_id not in valid]
     settled = {exp_id for exp_id in unread if _is_settled(runs / exp_id)}
-    tracked, wrong = track(runs, unread, replace(question, seconds=remaining), settled)
+    requeueable = [exp_id for exp_id, (row, _) in valid.items() if row.job_id and row.state != "done"]
+    tracked, wrong = track(runs, unread + requeueable, replace(question, seconds=remaining), settled)
+    rows = {exp_id: row for exp_id, (row, _) in valid.items()}
+    unread += [exp_id for exp_id in requeueable if exp_id in wrong or tracked.get(exp_id) != valid[exp_id][1]]
     for exp_id in unread:
         job = tracked.get(exp_id)
         row = rows[exp_id] = _row(runs, exp_id, job, wrong.get(exp_id) or trouble.get(exp_id) or "")
-        if saved and row.state in ("done", "failed", "stopped") and not row.doubt and not (job and (job.is_alive or job.is_unknown)):
-            saved.save(exp_id, marks, row)
+        if saved and not row.doubt and (row.state == "done" or (row.state in ("failed", "stopped") and not _has_parents(runs / exp_id))):
+            saved.save(exp_id, marks, (row, job))
     return [rows[exp_id] for exp_id in exp_ids]
+
+
+def _has_parents(run: Path) -> bool:
+    """Whether the reason of a failure can change with the state of another run."""
+    try:
+        return bool(parents.parent_ids(metadata.read_exp_dict(run)))
+    except UserError:
+        return True
 
 
 _reconciled: dict[Path, tuple[float, dict[str, str]]] = {}

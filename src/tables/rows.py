@@ -45,6 +45,14 @@ class Row(dict[str, Any]):
     contact: str = ""
     """See `lease.lost_contact`; shown for the state "lost"."""
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Row):
+            return super().__eq__(other)
+        attributes = attrgetter("scores", "groups", "at_step", "contact")
+        return super().__eq__(other) and attributes(self) == attributes(other)
+
+    __hash__ = None  # type: ignore[assignment]  mutable, as a dict is
+
     def replace(self, values: Mapping[str, Any]) -> "Row":
         """A copy with different values of some keys."""
         changed = Row({**self, **values})
@@ -89,7 +97,7 @@ def load_rows(runs: Path, group: str | Sequence[str] | None = None, saved: RowCa
         valid, marks = saved.read(names) if saved else ({}, {})
         index = RunIndex(runs, names, [name for name in names if name not in valid] if saved else None)
         for name in names:
-            groups, record, made = valid.get(name, ([], None, {}))
+            groups, record, by_groups = valid.get(name, ([], None, {}))
             if record is None:
                 try:
                     groups, record = index.read(name, None if group is None else requested)
@@ -97,14 +105,14 @@ def load_rows(runs: Path, group: str | Sequence[str] | None = None, saved: RowCa
                     warnings.append(f"skipped: {error}")
                     continue
                 if saved and record is not None and record.state in (*FINISHED, "failed", "stopped"):
-                    saved.save(name, marks, (groups, record, made))
+                    saved.save(name, marks, (groups, record, by_groups))
             existing.update(groups)
             members = tuple(each for each in requested if each in groups)
             if record is not None and (members or group is None):
                 members = members or tuple(groups) or ("",)
-                if members not in made:
-                    made[members] = _row(runs / name, record, members)
-                rows.append(made[members])
+                if members not in by_groups:
+                    by_groups[members] = _row(runs / name, record, members)
+                rows.append(by_groups[members])
         index.save()
     for each in requested:
         if each not in existing:
@@ -246,7 +254,7 @@ def select(
         names = [name for name in sorted(expressions.compile(question).names) if name in config_keys(rows[0]) or name in FACTS]
         values = {name: list(dict.fromkeys(str(row.get(name)) for row in rows)) for name in names}
         examples = "; ".join(f"{name} is {', '.join(of_name[:5])}{', …' * (len(of_name) > 5)}" for name, of_name in values.items())
-        raise ConfigError(f"--where: none of {len(rows)} runs answers {question!r}.{f' Among them {examples}.' if examples else ''}")
+        raise ConfigError(f"--where: {question!r} holds for none of {len(rows)} runs.{f' In these, {examples}.' if examples else ''}")
     return chosen, warnings
 
 

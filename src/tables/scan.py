@@ -45,7 +45,7 @@ class RunRecord:
 
     groups: list[str]
     state: str
-    """As in status.json, so "running" may be a lost run; "haven" if haven wrote the directory, "foreign" if its id is another hash."""
+    """As in status.json, so "running" can be a lost run; "haven" if haven wrote the directory, "foreign" if its id is another hash."""
     config: dict[str, Any]
     """The experiment dict by dotted key."""
     summary: Summary
@@ -68,7 +68,7 @@ class RunIndex:
         cache.write(self.runs, self._changed, self.names)
 
     def read(self, name: str, among: Collection[str] | None = None) -> tuple[list[str], RunRecord | None]:
-        """The groups of a run, and its record; None if `among` is given and holds none of the groups.
+        """The groups of a run, and its record; None if no group is in `among`.
 
         Raises:
             RunError, DataError: a file of it is damaged or cannot be read.
@@ -77,18 +77,18 @@ class RunIndex:
         with reading(path):
             key, settled = _file_key(path)
             cached = self._cached.get(name)
-            known = RunRecord(cached[1], cached[2], cached[3], Summary(*cached[4]), *cached[5]) if cached and cached[0] == key else None
-            groups = known.groups if known else _groups(path)
+            record = RunRecord(cached[1], cached[2], cached[3], Summary(*cached[4]), *cached[5]) if cached and cached[0] == key else None
+            groups = record.groups if record else _groups(path)
             if among is not None and not any(group in among for group in groups):
                 return groups, None
-            if known is None:
-                known = _read_record(path, groups)
-                if settled and (known.state not in ("haven", "foreign") or _is_plain(known.summary)):
-                    summary = [known.summary.size, known.summary.tail, known.summary.step, known.summary.last]
+            if record is None:
+                record = _read_record(path, groups)
+                if settled and (record.state not in ("haven", "foreign") or _is_plain(record.summary)):
+                    summary = [record.summary.size, record.summary.tail, record.summary.step, record.summary.last]
                     self._changed[name] = {
-                        _RECORD: json.dumps([key, groups, known.state, known.config, summary, [known.tags, known.note]]).encode()
+                        _RECORD: json.dumps([key, groups, record.state, record.config, summary, [record.tags, record.note]]).encode()
                     }
-        return groups, known
+        return groups, record
 
 
 def list_names(runs: Path) -> list[str]:
@@ -109,12 +109,12 @@ def _file_key(path: Path) -> tuple[str, bool]:
     newest, parts, folder = 0, [], str(path)
     for name in _READ:
         try:
-            seen = os.stat(f"{folder}/{name}")
+            info = os.stat(f"{folder}/{name}")
         except FileNotFoundError:
             parts.append("-")
         else:
-            parts.append(f"{seen.st_size}.{seen.st_mtime_ns}.{seen.st_ctime_ns}.{seen.st_ino}")
-            newest = max(newest, seen.st_ctime_ns)
+            parts.append(f"{info.st_size}.{info.st_mtime_ns}.{info.st_ctime_ns}.{info.st_ino}")
+            newest = max(newest, info.st_ctime_ns)
     return " ".join(parts), newest <= time.time_ns() - SETTLED_SECONDS * 1e9
 
 

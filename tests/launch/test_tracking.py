@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 
 from src.errors import LaunchError
+from src.experiments.identity import exp_id
 from src.files import write_json
 from src.launch import actions, resources, tracking
 from src.launch import status as jobs
 from src.launch.slurm import launcher as slurm
 from src.launch.tracking import LOOK, REFRESH, Question
-from src.runs import lease
+from src.runs import lease, read_cache
 from src.runs.plan import Planned
+from src.runs.read_cache import ReadCache
 from tests.launch.fake_slurm.cluster import Cluster
 from tests.launch.test_status import World, planned
 
@@ -109,8 +111,8 @@ def test_one_query_serves_all_readers(world: World, cluster: Cluster, monkeypatc
         say(world, item, "done")
     cluster.forget_calls()
     with ThreadPoolExecutor(3) as pool:
-        found = list(pool.map(lambda _: look(world, items, PATIENT_REFRESH), range(12)))
-    assert [row.state for row in found[-1]] == ["done"] * 3 + ["queued"] * 3
+        tables = list(pool.map(lambda _: look(world, items, PATIENT_REFRESH), range(12)))
+    assert [row.state for row in tables[-1]] == ["done"] * 3 + ["queued"] * 3
     assert len(cluster.calls("squeue")) == 1
     cluster.set("1_4", state="RUNNING", node="n1")
     cluster.clock.now += REFRESH.max_age_seconds
@@ -130,10 +132,10 @@ def test_one_query_serves_all_readers(world: World, cluster: Cluster, monkeypatc
 def test_a_scheduler_that_hangs_is_not_waited_for(world: World, monkeypatch: pytest.MonkeyPatch):
     items = submit(world, 2)
     say(world, items[0], "failed", reason="out of luck")
-    release, asked = threading.Event(), []
+    release, queries = threading.Event(), []
 
     def hang(self: slurm.Config, job_ids: list[str]) -> dict[str, Any]:
-        asked.append(job_ids)
+        queries.append(job_ids)
         release.wait(HANGS_SECONDS)
         return {}
 
@@ -143,7 +145,7 @@ def test_a_scheduler_that_hangs_is_not_waited_for(world: World, monkeypatch: pyt
         assert [row.state for row in rows] == ["failed", "unknown"]
         assert all("the scheduler did not answer in 0.2 s" in row.reason for row in rows)
         look(world, items, Question(seconds=300.0, max_age_seconds=30.0))
-        assert len(asked) == 1, "that it hangs is remembered, too"
+        assert len(queries) == 1, "that it hangs is remembered, too"
     finally:
         release.set()
 
@@ -259,3 +261,32 @@ def test_an_interrupted_submission_delays_no_look(world: World, monkeypatch: pyt
         assert "was interrupted, and its jobs are unknown" in rows[0].reason
     finally:
         release.set()
+
+
+def test_a_saved_row_follows_its_job_into_the_queue_again(world: World, cluster: Cluster, monkeypatch: pytest.MonkeyPatch):
+    """A requeued job of a stopped run changes nothing in the save directory until it starts."""
+    monkeypatch.setattr(read_cache, "SETTLED_SECONDS", 0.0)
+    (item,) = submit(world, 1)
+    say(world, item, "stopped", reason="SIGTERM")
+    cluster.set("1_0", state="CANCELLED")
+    saved: jobs.RowCache = ReadCache(world.runs)
+    for state, expected in (("CANCELLED", "stopped"), ("CANCELLED", "stopped"), ("PENDING", "queued"), ("CANCELLED", "stopped")):
+        cluster.set("1_0", state=state)
+        (row,) = jobs.table(world.runs, [item.exp_id], PATIENT_LOOK, saved)
+        assert row.state == expected
+
+
+def test_a_saved_row_names_its_failed_parent_only_while_it_is_failed(world: World, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(read_cache, "SETTLED_SECONDS", 0.0)
+    parent = exp_id({"recipe": "toy"})
+    of_child = {"recipe": "toy", "model": {"name": "experiment", "exp_id": parent, "checkpoint": "last"}}
+    child = exp_id(of_child)
+    for name, exp in ((parent, {"recipe": "toy"}), (child, of_child)):
+        (world.runs / name).mkdir(parents=True)
+        write_json(world.runs / name / "exp_dict.json", exp)
+        write_json(world.runs / name / "status.json", {"state": "failed"})
+    saved: jobs.RowCache = ReadCache(world.runs)
+    for state in ("failed", "failed", "done"):
+        write_json(world.runs / parent / "status.json", {"state": state})
+        row = jobs.table(world.runs, [parent, child], PATIENT_LOOK, saved)[1]
+        assert (parent in row.reason) == (state == "failed")

@@ -54,18 +54,18 @@ def experiment(stride: int, seed: int, **more: object) -> dict:
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
     """Four that are done, one that runs as long as the test does, one that failed, one that is damaged."""
-    made = World(tmp_path / "runs")
+    world = World(tmp_path / "runs")
     for stride in (1, 2):
         for seed in (0, 1):
-            made.add(f"stride {stride} seed {seed}", experiment(stride, seed), group="reach")
-    made.add("failed", experiment(3, 0), group="repair", state="failed", reason="CUDA out of memory on step 4")
-    damaged = made.runs / ("ab" * 16)
+            world.add(f"stride {stride} seed {seed}", experiment(stride, seed), group="reach")
+    world.add("failed", experiment(3, 0), group="repair", state="failed", reason="CUDA out of memory on step 4")
+    damaged = world.runs / ("ab" * 16)
     damaged.mkdir()
     (damaged / "exp_dict.json").write_text('{"recipe": ')
-    with RunDir.open(made.runs, experiment(4, 0), {}, facts={"groups": ["repair"]}) as run:
+    with RunDir.open(world.runs, experiment(4, 0), {}, facts={"groups": ["repair"]}) as run:
         run.scores.append({"step": 1, "val_loss": 4.0, "em": 0.0})
-        made.ids["running"] = run.exp_id
-        yield made
+        world.ids["running"] = run.exp_id
+        yield world
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ def test_results_states_and_warnings_are_seen(page: Page, world: World):
     expect(rows(page, "results").nth(0)).to_contain_text("0.30 ± 0.64")
 
 
-def test_filters_narrow_everything_and_a_wrong_expression_is_told_beside_its_field(page: Page, world: World):
+def test_filters_narrow_everything_and_a_wrong_expression_is_reported_at_its_field(page: Page, world: World):
     page.get_by_label("Group").select_option("reach")
     expect(rows(page, "jobs")).to_have_count(4, timeout=SLOW)
     page.get_by_label("Group").select_option("all")
@@ -162,7 +162,7 @@ def test_an_experiment_is_chosen_and_its_log_config_differences_and_ancestry_are
     expect(page.locator("pre").filter(has_text=other[:8])).to_be_visible()
 
 
-def test_columns_may_change_again_before_the_table_is_drawn(page: Page):
+def test_columns_can_change_again_before_the_table_is_drawn(page: Page):
     for _ in range(6):
         for expression in ("model.stride == 2", ""):  # without a stride that varies there is no column of it
             type_into(page, "Expression", expression)
@@ -253,7 +253,7 @@ def test_where_curves_overlap_the_one_next_to_the_mouse_is_lit_once(browser: Bro
 
 
 @pytest.mark.parametrize(
-    ("curves", "logarithmic", "point", "told"),
+    ("curves", "logarithmic", "point", "tooltip"),
     [
         ([[100, 1], [10.6, 10.6]], True, (1.5, 10), "curve 0"),  # drawn straight between its logarithms
         ([[100, 1], [53, 53]], False, (1.5, 50.5), "curve 0"),
@@ -262,7 +262,7 @@ def test_where_curves_overlap_the_one_next_to_the_mouse_is_lit_once(browser: Bro
     ],
 )
 def test_a_curve_is_where_it_is_drawn(
-    browser: Browser, tmp_path: Path, curves: list[list[float]], logarithmic: bool, point: tuple[float, float], told: str
+    browser: Browser, tmp_path: Path, curves: list[list[float]], logarithmic: bool, point: tuple[float, float], tooltip: str
 ):
     lines = [Line(f"curve {number}", f"#00000{number}", [1, 2], mean, mean, mean) for number, mean in enumerate(curves)]
     plot = chart.Plot(lambda _: None)
@@ -271,7 +271,7 @@ def test_a_curve_is_where_it_is_drawn(
     page = browser.new_page()
     page.goto((tmp_path / "page.html").as_uri())
     page.wait_for_function("Bokeh.documents[0]?.is_idle")
-    across, down, colour = page.evaluate(_PLACE, [told, *point])
+    across, down, colour = page.evaluate(_PLACE, [tooltip, *point])
     hover(page, across, down, lambda: page.evaluate("[...Bokeh.documents[0].all_models].some(model => model.data?.colour?.[0])"))
     assert page.evaluate("[...Bokeh.documents[0].all_models].find(model => model.data?.colour).data.colour[0]") == colour
     page.close()
@@ -319,7 +319,7 @@ def test_what_happens_while_the_page_is_open_shows_by_itself(page: Page, world: 
     expect(page.get_by_text("one line more")).to_be_visible(timeout=SLOW)
 
 
-def test_a_page_whose_switch_is_off_stays_as_it_is(page: Page, world: World):
+def test_a_page_with_its_switch_off_does_not_refresh(page: Page, world: World):
     page.locator("select").filter(has_text="every 2 s").select_option("every 2 s")
     page.locator(".live-switch").click()
     page.get_by_label("Group").select_option("reach")
@@ -387,11 +387,11 @@ def test_the_report_opens_offline(browser: Browser, world: World, tmp_path: Path
     assert report.main([str(world.runs), "-o", str(output)]) == 0
     moved = Path(shutil.move(output, tmp_path / "elsewhere.html"))
     context = browser.new_context(offline=True, java_script_enabled=False)
-    asked: list[str] = []
-    told: list[str] = []
+    requests: list[str] = []
+    messages: list[str] = []
     page = context.new_page()
-    page.on("request", lambda request: asked.append(request.url))
-    page.on("console", lambda message: told.append(message.text))
+    page.on("request", lambda request: requests.append(request.url))
+    page.on("console", lambda message: messages.append(message.text))
     page.goto(moved.as_uri())
     expect(page.get_by_role("heading", name="Results")).to_be_visible()
     expect(page.locator("tr").filter(has_text="CUDA out of memory on step 4")).to_be_visible()
@@ -399,5 +399,5 @@ def test_the_report_opens_offline(browser: Browser, world: World, tmp_path: Path
     assert picture is not None
     assert picture["height"] > 200
     context.close()
-    assert [url for url in asked if not url.startswith("data:")] == [moved.as_uri()]
-    assert not told
+    assert [url for url in requests if not url.startswith("data:")] == [moved.as_uri()]
+    assert not messages

@@ -56,10 +56,10 @@ def test_apply_deletes_by_rule(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 def test_a_checkpoint_with_a_new_child_stays(tmp_path: Path):
     parent, other = make(tmp_path, 0), make(tmp_path, 1)
-    found = clean.look(tmp_path, retention.CleanupRule(keep_last=0, keep_best=False))
+    cleanup = clean.look(tmp_path, retention.CleanupRule(keep_last=0, keep_best=False))
     exp = {"recipe": "toy", "seed": 2, "model": {"name": "experiment", "exp_id": parent.name, "checkpoint": "best"}}
     with RunDir.open(tmp_path, exp, exp):
-        (message,) = clean.delete(tmp_path, found)
+        (message,) = clean.delete(tmp_path, cleanup)
     assert message.startswith(f"{parent}: another experiment starts from it")
     assert (steps(parent), steps(other)) == ([1, 2, 3], [])
 
@@ -73,7 +73,7 @@ def test_running_and_damaged_runs_are_named_and_skipped(tmp_path: Path, capsys: 
         assert clean.main([str(tmp_path), "--apply"]) == 0
     assert [steps(run) for run in (live, damaged, other)] == [[1, 2, 3], [1, 2, 3], [1, 3]]
     error = capsys.readouterr().err
-    assert f"{live}: nothing of it goes: it is running" in error
+    assert f"{live}: nothing is deleted: it is running" in error
     assert "best.json: expected" in error
     assert "Its parent is unknown" in error
 

@@ -1,4 +1,4 @@
-"""The dashboard without a browser: what its widgets hold after each choice, and what the overview makes of damaged folders."""
+"""The dashboard without a browser: the values of its widgets after each choice, and damaged folders."""
 
 import asyncio
 import json
@@ -58,7 +58,7 @@ def test_the_table_of_results_is_that_of_the_command_line(page: Dashboard):
     assert page.results.value.iloc[0, 1] == "<b>0.68 ± 0.25</b>"
 
 
-def test_columns_and_what_makes_a_row_can_be_chosen(page: Dashboard):
+def test_columns_and_keys_of_rows_can_be_chosen(page: Dashboard):
     page.by.value = ["seed"]
     page.scores.value = ["em"]
     page.sorted.value = "em"
@@ -76,7 +76,7 @@ def test_the_curves_are_means_with_their_deviation(page: Dashboard):
     assert page.plot._sources[0].data["x"] == [1.0] * 4
 
 
-def test_smoothing_averages_with_what_came_before(page: Dashboard):
+def test_smoothing_averages_with_earlier_values(page: Dashboard):
     means = page.plot._sources[0].data["mean"]
     page.smoothing.value = 0.5
     first, second, *_ = page.plot._sources[0].data["mean"]
@@ -102,7 +102,7 @@ def test_a_config_key_on_the_x_axis_gives_a_point_for_each_run(page: Dashboard):
 def test_new_points_are_sent_into_the_picture_that_is_there(page: Dashboard):
     before = page.plot.pane.object
     exp_id = page.shown.rows[0]["exp_id"]
-    row = page.found.row(exp_id)
+    row = page.content.row(exp_id)
     assert row is not None
     with (page.runs / exp_id / "scores.jsonl").open("a") as scores:
         scores.write(json.dumps({"step": 5, "val_loss": 0.01}) + "\n")
@@ -122,6 +122,26 @@ def test_nothing_is_sent_where_nothing_changed(page: Dashboard):
     page.plot.pane.param.watch(lambda event: sent.append(event.name), "object")
     page.reload()
     assert sent == []
+
+
+def test_a_finished_run_that_joins_another_group_is_shown_in_it(page: Dashboard):
+    fail(page.runs)
+    page.reload()
+    page.by.value = ["group"]
+    add_to_group(page.runs, page.content.rows[0]["exp_id"], "repair")
+    page.reload()
+    runs = dict(zip(page.results.value["group"], page.results.value["runs"], strict=True))
+    assert runs == {"tiny": "6", "repair": "2"}
+
+
+def test_means_over_unfinished_runs_change_the_curves(page: Dashboard):
+    fail(page.runs, stride=1)
+    page.by.value = ["model.stride"]
+    page.reload()
+    before = page.legend.object
+    page.over.value = True
+    assert "(3 of 4)" in before
+    assert "(3 of 4)" not in page.legend.object
 
 
 def test_filters(page: Dashboard):
@@ -156,9 +176,9 @@ def test_scores_of_answers_come_first_and_the_configuration_last(demo_runs: Path
     page = Dashboard(demo_runs, "demo")
     page.sorted.value = "inference/em"
     assert list(page.results.value.columns) == ["colour", "em ↑", "context_tokens", "num_layers"]
-    for told in ("em_wrong_context 0.25", "em_gain 0.25", "val_loss 0.6"):
-        assert told in page.result_note.object
-    assert overview.headline(page.found)[:4] == ["inference/em", "inference/em_wrong_context", "inference/em_gain", "val_loss"]
+    for part in ("em_wrong_context 0.25", "em_gain 0.25", "val_loss 0.6"):
+        assert part in page.result_note.object
+    assert overview.headline(page.content)[:4] == ["inference/em", "inference/em_wrong_context", "inference/em_gain", "val_loss"]
 
 
 @pytest.mark.parametrize(
@@ -169,7 +189,7 @@ def test_scores_of_answers_come_first_and_the_configuration_last(demo_runs: Path
         ("__import__('os')", "expression, character"),
     ],
 )
-def test_a_wrong_expression_is_told_and_what_was_shown_stays(page: Dashboard, expression: str, message: str):
+def test_a_wrong_expression_is_reported_and_changes_nothing_else(page: Dashboard, expression: str, message: str):
     page.where.value = "model.stride == 2"
     page.where.value = expression
     assert message in page.problem.object.replace("&#x27;", "'").replace("&gt;", ">")
@@ -179,7 +199,7 @@ def test_a_wrong_expression_is_told_and_what_was_shown_stays(page: Dashboard, ex
     assert len(page.jobs.value) == 6
 
 
-def test_what_wants_attention_stands_first_and_is_chosen(page: Dashboard):
+def test_jobs_that_need_attention_come_first_and_are_chosen(page: Dashboard):
     exp_id = fail(page.runs)
     page = Dashboard(page.runs, dashboard.ALL)
     assert cells(page.jobs.value, "experiment")[0] == exp_id[:8]
@@ -198,7 +218,9 @@ def test_the_choice_of_an_experiment_survives_a_new_run_above_it(page: Dashboard
 
 
 def test_details(page: Dashboard, runs: Path):
-    one, other = (next(row["exp_id"] for row in page.found.rows if row["model.stride"] == stride and row["seed"] == 0) for stride in (1, 2))
+    one, other = (
+        next(row["exp_id"] for row in page.content.rows if row["model.stride"] == stride and row["seed"] == 0) for stride in (1, 2)
+    )
     (runs / "logs").mkdir()
     (runs / "logs" / f"{one}.out.log").write_text("".join(f"<b>line {n}</b>\n" for n in range(1000)))
     page.experiment.value = one
@@ -206,7 +228,7 @@ def test_details(page: Dashboard, runs: Path):
     assert "&lt;b&gt;line 999&lt;/b&gt;" in log
     assert "line 1&lt;" not in log
     page.tabs.active = 1
-    assert "has answered no questions" in page.details[1].object
+    assert "`inference`" in page.details[1].object
     page.tabs.active = 2
     assert '<td class="key">model.stride</td><td>1</td>' in page.details[2].object
     page.tabs.active = 3
@@ -226,7 +248,7 @@ def test_experiments_that_wait_are_shown_before_there_is_a_score(tmp_path: Path)
     assert "runs 2" in page.result_note.object
 
 
-def test_what_a_job_has_written_since_is_shown_with_the_next_reading(page: Dashboard, runs: Path):
+def test_a_refresh_shows_new_lines_of_a_log(page: Dashboard, runs: Path):
     one = page.experiment.value
     (runs / "logs").mkdir()
     log = runs / "logs" / f"{one}.out.log"
@@ -236,13 +258,13 @@ def test_what_a_job_has_written_since_is_shown_with_the_next_reading(page: Dashb
         assert line in page.details[0].object
 
 
-def test_answered_questions_are_read_and_those_that_are_wrong_alone(demo_runs: Path):
+def test_answers_are_shown_all_or_only_wrong_ones(demo_runs: Path):
     page = Dashboard(demo_runs, "demo")
     page.tabs.active = 1
     text = page.details[1].object
     assert "20 of 60 questions are answered right. 50 of 60 answers are shown." in text
-    for told in ("Which exceptions does this function raise?", "def function_0(", "<td>ValueError</td>", "em 1, f1 1", "with another"):
-        assert told in text
+    for part in ("Which exceptions does this function raise?", "def function_0(", "<td>ValueError</td>", "em 1, f1 1", "with another"):
+        assert part in text
     page.wrong.value = True
     assert "40 of 60 answers are shown" in page.details[1].object
     assert 'class="sample right"' not in page.details[1].object
@@ -260,7 +282,7 @@ def test_damaged_directories_are_warned_of_and_the_rest_is_shown(runs: Path):
     assert page.warnings.visible
     assert all(name in page.warnings.object for name in names[:3])
     assert len(page.jobs.value) >= 5
-    assert 2 <= len(page.found.rows) <= 4
+    assert 2 <= len(page.content.rows) <= 4
     assert len(page.results.value) >= 1
 
 
@@ -286,7 +308,7 @@ def test_an_empty_folder_is_a_page_that_says_so(tmp_path: Path, there: bool):
     assert len(page.jobs.value) == 1
 
 
-def test_a_group_that_nobody_asked_for_is_told(runs: Path):
+def test_an_unknown_group_is_reported(runs: Path):
     page = Dashboard(runs, "tny")
     assert "Did you mean &#x27;tiny&#x27;?" in page.warnings.object
     assert page.group.value == "tny"
@@ -369,9 +391,9 @@ def add_run(runs: Path, name: str) -> None:
     fail(runs)
 
 
-def add_to_group(runs: Path, name: str) -> None:
+def add_to_group(runs: Path, name: str, group: str = "late") -> None:
     exp = metadata.read_exp_dict(runs / name)
-    with RunDir.open(runs, exp, exp, facts={"groups": ["late"]}):
+    with RunDir.open(runs, exp, exp, facts={"groups": [group]}):
         pass
 
 
@@ -438,7 +460,7 @@ def test_a_row_and_its_curve_light_up_together(page: Dashboard):
     assert painted == [set(colours)], "the browser knows what is lit before it paints that, as it then asks what is below the mouse"
 
 
-def test_curves_that_are_told_before_the_first_is_lit_end_with_the_last(page: Dashboard, monkeypatch: pytest.MonkeyPatch):
+def test_several_highlights_at_once_end_with_the_last(page: Dashboard, monkeypatch: pytest.MonkeyPatch):
     """Lighting one must not tell it again."""
     waiting: list[Callable[[], None]] = []
     monkeypatch.setattr(type(pn.state), "execute", lambda self, work, schedule: waiting.append(work))
@@ -462,7 +484,7 @@ def test_numbers_are_right_aligned_and_the_best_of_each_score_is_bold(page: Dash
     assert page.jobs.widget.formatters["reason"] == {"type": "textarea"}, "it wraps"
 
 
-def test_a_filter_that_takes_a_column_and_gives_it_back_keeps_the_table(page: Dashboard):
+def test_a_filter_that_removes_and_restores_a_column_reuses_the_table(page: Dashboard):
     """A table that is built anew takes a browser longer than all else that a filter does."""
     page.where.value = "model.stride == 1"
     page.where.value = ""
@@ -479,15 +501,15 @@ def test_a_filter_that_takes_a_column_and_gives_it_back_keeps_the_table(page: Da
 
 def test_an_overview_selects_without_rows(tmp_path: Path):
     tmp_path.joinpath("ab" * 16).mkdir()
-    found = overview.load(tmp_path)
-    assert overview.select(found, where="a == 1").jobs == []
+    content = overview.load(tmp_path)
+    assert overview.select(content, where="a == 1").jobs == []
     with pytest.raises(ConfigError, match="expression"):
-        overview.select(found, where="a ==")
+        overview.select(content, where="a ==")
 
 
 def test_a_port_that_is_taken_is_one_line(runs: Path):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
         command = [sys.executable, "-m", "results.dashboard", str(runs), "--port", str(port)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 1
@@ -512,7 +534,7 @@ def test_sigterm_ends_a_server_whose_output_nobody_reads(runs: Path):
             server.kill()
 
 
-def test_a_page_asks_for_its_token(runs: Path):
+def test_a_page_requires_its_token(runs: Path):
     with served(["results.dashboard", str(runs), "-e", "all", "--port", "0"]) as address:
         bare, _, token = address.partition("?token=")
         assert len(token) > 20
@@ -533,8 +555,8 @@ def test_a_page_asks_for_its_token(runs: Path):
 
 def test_the_help_needs_no_server():
     namespace = dashboard._parser().parse_args(["RUNS", "-e", "g", "--port", "0"])
-    wanted = {"runs": Path("RUNS"), "group": "g", "port": 0, "address": "127.0.0.1", "origin": None, "token": None}
-    assert SimpleNamespace(**vars(namespace)) == SimpleNamespace(**wanted)
+    expected = {"runs": Path("RUNS"), "group": "g", "port": 0, "address": "127.0.0.1", "origin": None, "token": None}
+    assert SimpleNamespace(**vars(namespace)) == SimpleNamespace(**expected)
 
 
 def test_other_lines_are_drawn_by_the_picture_that_is_there(page: Dashboard):
@@ -548,16 +570,16 @@ def test_other_lines_are_drawn_by_the_picture_that_is_there(page: Dashboard):
     both = visible()
     assert both == sorted(page._colours)
     page.where.value = "model.stride == 2"
-    (own,) = page._colours
-    assert visible() == [own]
-    (found,) = (part for part in figure.renderers if part.visible and part.name)
-    assert (found.name, found.data_source.data["mean"]) == (own, page.plot._sources[0].data["mean"]), "the mouse finds it"
+    (colour,) = page._colours
+    assert visible() == [colour]
+    (marker,) = (part for part in figure.renderers if part.visible and part.name)
+    assert (marker.name, marker.data_source.data["mean"]) == (colour, page.plot._sources[0].data["mean"]), "the mouse finds it"
     page.where.value = ""
     assert visible() == both
     assert page.plot.pane.object is before
 
 
-def test_a_row_stays_with_its_curve_when_others_come_and_go(page: Dashboard):
+def test_a_row_stays_with_its_curve_when_more_are_added_and_removed(page: Dashboard):
     def alphas() -> dict[str, float]:
         (figure,) = page.plot.pane.object.children
         lines = (part for part in figure.renderers if part.visible and getattr(part.glyph, "line_width", 0) == 2)
@@ -577,7 +599,7 @@ def test_a_row_stays_with_its_curve_when_others_come_and_go(page: Dashboard):
     assert page.results.widget.selection == [page._colours.index(last)]
 
 
-def test_at_a_step_other_choices_are_off_and_what_lacks_it_is_told(page: Dashboard):
+def test_at_a_step_value_choices_are_disabled_and_missing_runs_are_reported(page: Dashboard):
     page.at_step.value = 99
     assert (page.over.disabled, page.value.disabled) == (True, True)
     assert "6 of 6 runs have no row at step 99; they are left out." in page.warnings.object

@@ -44,12 +44,12 @@ def test_a_group_is_deleted_after_a_confirmation(tmp_path: Path, capsys: pytest.
         assert clean.main([str(tmp_path), "-e", "g", "--delete"]) == 0
         captured = capsys.readouterr()
         assert f"1.0 MB  {one}\n" in captured.out
-        assert "1 runs" in captured.out
+        assert "1 run," in captured.out
         assert str(other) not in captured.out
         assert one.exists()
     answers(monkeypatch, "y\n")
     assert clean.main([str(tmp_path), "-e", "g", "--delete"]) == 0
-    assert "Deleted: 1 runs, 1.0 MB." in capsys.readouterr().out
+    assert "Deleted: 1 run, 1.0 MB." in capsys.readouterr().out
     assert not one.exists()
     assert sorted(os.listdir(tmp_path / "logs")) == [f"{other.name}.out.log"]
     assert other.exists()
@@ -73,6 +73,26 @@ def test_runs_are_chosen_by_expression_age_or_id(tmp_path: Path, words: list[str
     words = [old.name[:10] if word == "ID" else word for word in words]
     assert clean.main([str(tmp_path), *words, "--delete", "--yes"]) == 0
     assert (new.exists(), old.exists()) == (True, False)
+
+
+def test_runs_that_are_too_young_are_counted_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for seed in range(3):
+        make(tmp_path, seed)
+    assert clean.main([str(tmp_path), "--older-than", "2", "--delete", "--yes"]) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "3 of 3 runs" in line
+    assert "--older-than" in line
+
+
+def test_the_other_groups_of_deleted_runs_are_named_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = make(tmp_path, 0)
+    write_json(run / "groups.json", ["g", "paper"])
+    make(tmp_path, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        answers(patch, "n\n")
+        assert clean.main([str(tmp_path), "-e", "g", "--delete"]) == 0
+    (line,) = [text for text in capsys.readouterr().err.splitlines() if "paper" in text]
+    assert line.startswith("1 of 2 runs")
 
 
 def test_restarted_runs_are_deleted_and_no_run_without_a_choice(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -164,6 +184,15 @@ def test_a_directory_of_another_program_stays(tmp_path: Path):
     (foreign / "score_list.pkl").write_bytes(b"")
     result = deletion.plan(tmp_path, [foreign], time.time() + 9)
     assert (result.runs, len(result.warnings)) == ([], 1)
+
+
+def test_a_link_to_a_run_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run, disk = make(tmp_path / "runs", 0), tmp_path / "disk"
+    run.rename(disk)
+    run.symlink_to(disk)
+    assert clean.main([str(run.parent), "-e", "g", "--delete", "--yes"]) == 0
+    assert (run / "scores.jsonl").exists()
+    assert f"{run}: stays: it is a link to {disk}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["--delete", "--apply"], ["--yes"], ["--delete", "-e", "x"], ["--delete", "--where", "seed =="]])

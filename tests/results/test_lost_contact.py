@@ -52,9 +52,9 @@ def test_every_reader_shows_it(silent: Path, tmp_path: Path, capsys: pytest.Capt
     assert TEXT in capsys.readouterr().out
     assert report.main([str(runs), "-o", str(tmp_path / "a.html")]) == 0
     assert TEXT in (tmp_path / "a.html").read_text()
-    found = overview.load(runs)
-    assert found.counts() == {"done": 5, "lost": 1}
-    assert any(TEXT in job.reason for job in found.jobs)
+    content = overview.load(runs)
+    assert content.counts() == {"done": 5, "lost": 1}
+    assert any(TEXT in job.reason for job in content.jobs)
     assert run_page.main([str(silent), "-o", str(tmp_path / "p.html")]) == 0
     assert TEXT in (tmp_path / "p.html").read_text()
     assert lineage.main([str(runs)]) == 0
@@ -70,7 +70,14 @@ def test_clean_reports_it_and_deletes_nothing_of_it(silent: Path, capsys: pytest
     assert clean.main([str(silent.parent)]) == 0
     assert TEXT in capsys.readouterr().err
     assert (silent / "checkpoints" / "step-00000001").is_dir()
+    assert clean.main([str(silent), "--delete", "--yes"]) == 0
+    error = capsys.readouterr().err
+    assert f"{silent}: stays: {TEXT}" in error
+    assert str(silent / lease.LEASE) in error
     assert lease.holder_is_dead(silent) is None
+    (silent / lease.LEASE).unlink()  # the advice
+    assert clean.main([str(silent), "--delete", "--yes"]) == 0
+    assert not silent.exists()
 
 
 @pytest.mark.parametrize(

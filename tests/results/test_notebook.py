@@ -62,7 +62,15 @@ def add_unfinished(folder: Path) -> None:
     add(folder, model(2), "one", [{"step": 1, "train_loss": 1.0}], "stopped")
 
 
+def damage_haven_scores(folder: Path) -> None:
+    add_mixed(folder)
+    for place, path in enumerate(sorted(folder.glob("*/score_list.pkl"))):
+        path.write_bytes((b"", b"junk")[place % 2])
+
+
 FOLDERS = {
+    "missing": lambda folder: folder.rmdir(),
+    "damaged": damage_haven_scores,
     "empty": lambda folder: None,
     "failed": lambda folder: add(folder, model(1), "one", [], "failed"),
     "unfinished": add_unfinished,

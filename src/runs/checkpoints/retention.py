@@ -21,7 +21,7 @@ from src.runs.checkpoints import folder as checkpoints
 from src.runs.checkpoints import pins
 from src.runs.history import archive as abandoned
 from src.runs.history import branches
-from src.runs.lease import directory_lock, holder_is_dead, lost_contact
+from src.runs.lease import LEASE, directory_lock, holder_is_dead, lost_contact
 from src.runs.metadata import EXP_DICT, JOB, STATUS, read_exp_dict, read_status
 from src.runs.scores import SCORES, Scores
 
@@ -73,6 +73,15 @@ def needed_by_children(runs: Path) -> tuple[set[tuple[str, str]], list[str]]:
     return result, warnings
 
 
+def describe_holder(run: Path) -> str:
+    """Why nothing of a run can be deleted: a process can still hold it. "" for no holder or a dead one; silence is no proof of death."""
+    if holder_is_dead(run) is True:
+        return ""
+    if contact := lost_contact(run):
+        return f"{contact}, which does not prove that it ended. If its process is gone, delete the file {run / LEASE}"
+    return "it is running, maybe on another machine"
+
+
 def plan(run: Path, rule: CleanupRule, by_others: NeededCheckpoints, now: float) -> Plan:
     """The checkpoints of the save directory `run` that can be deleted, damaged ones and leftovers of killed writers included.
 
@@ -81,9 +90,7 @@ def plan(run: Path, rule: CleanupRule, by_others: NeededCheckpoints, now: float)
     Raises:
         RunError, CheckpointError: status.json, best.json or a pin is damaged.
     """
-    if holder_is_dead(run) is not True:
-        contact = lost_contact(run)
-        reason = f"{contact}, which does not prove that it ended" if contact else "it is running, maybe on another machine"
+    if reason := describe_holder(run):
         return Plan(run, reason_to_keep=reason)
     observed = _snapshot(run)
     whole, torn = [], []
