@@ -313,6 +313,9 @@ class DatasetConfig(Component):
     def check_model(self, sizes: Architecture | None) -> None:
         """Raises ConfigError where a model of this architecture (None: unknown) would read the samples wrongly."""
 
+    def check_scores(self, places: Places) -> None:
+        """Raises a UserError if a ranked reply has no score."""
+
     def batch_lengths(self) -> tuple[int, ...] | None:
         """Tokens of the sequences of every batch, such as those of inputs and targets; None where batches differ in length."""
         return None

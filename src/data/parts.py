@@ -78,6 +78,9 @@ class PartsConfig(DatasetConfig):
     def check_model(self, sizes: Architecture | None) -> None:
         self.check_parts(lambda part: part.check_model(sizes))
 
+    def check_scores(self, places: Places) -> None:
+        self.check_parts(lambda part: part.check_scores(places))
+
     def check_compiled(self) -> None:
         self.check_parts(lambda part: part.check_compiled())
         lengths = {path: part.batch_lengths() for path, part in self.parts_by_path.items()}

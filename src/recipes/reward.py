@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from src.config import Config as StrictConfig
-from src.errors import ConfigError
+from src.config import Places
 from src.kinds import REWARD
 from src.recipes.shared.pretraining import Pretraining
 
@@ -36,6 +36,9 @@ class Config(Pretraining):
 
     ranking: Ranking = Ranking()
 
+    def checks(self, places: Places) -> list[Callable[[], object]]:
+        return [*super().checks(places), *([lambda: self.data.check_scores(places)] if self.ranking.margin == "scores" else [])]
+
     def loss(self) -> Callable[..., Any]:
         """Summed loss; and by name, over the conversations that have a preference: accuracy, the share in which the best reply has more
         than the worst; kendall and spearman, correlations with the ranks; best_reward and worst_reward."""
@@ -49,11 +52,7 @@ class Config(Pretraining):
 
             rewards_R = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
             conversations_R, ranks_R = batch["sample_of_row"], batch["ranks"]
-            margin = own.margin
-            if margin == "scores":
-                margin = batch.get("scores")
-                if margin is None:
-                    raise ConfigError('ranking.margin: "scores", but a reply of the data has no "score". Add it, or write a number.')
+            margin = batch["scores"] if own.margin == "scores" else own.margin
             summed = ranking_loss(
                 rewards_R, conversations_R, ranks_R, by=own.by, l2=own.l2, margin=margin, centring=own.centring
             )  # fmt: skip

@@ -14,6 +14,8 @@ from src.rl.advantages import kl_terms
 Normalisation = Literal["tokens", "rollouts", "room"]
 """tokens: the sampled tokens of the global batch (DAPO). rollouts: each has the mean over its own tokens (GRPO). room: the most tokens that
 could have been sampled, which favours no length (Dr. GRPO, Liu et al. 2025, arXiv 2503.20783)."""
+_LARGEST_LOG_RATIO = 20.0
+"""Limit of the weight of a divergence, as in verl: a larger one would overflow to an infinite loss."""
 Ratio = Literal["token", "sequence", "sequence_sum"]
 
 
@@ -65,7 +67,7 @@ def policy_loss(  # noqa: PLR0913  each is named
     kl = torch.zeros_like(losses)
     if reference_logps_BT is not None:
         own, others = (torch.where(sampled_BT, each, 0.0) for each in (logps_BT, reference_logps_BT))  # before exp: its overflow is NaN
-        kl = kl_terms(own, others, "k3") * (moved.exp() if corrected_kl else 1.0)
+        kl = kl_terms(own, others, "k3") * (moved.clamp(max=_LARGEST_LOG_RATIO).exp() if corrected_kl else 1.0)
         losses = losses + kl_weight * kl
     clipped = ((cut * advantages < ratios * advantages) | (moved > largest)) & sampled_BT
     return PolicyLoss(token_sum(losses, sampled_BT, normalisation), clipped.sum(), kl.detach().sum())

@@ -187,6 +187,13 @@ def test_a_log_ratio_of_200_has_a_finite_loss_and_gradient_with_dual_clip(advant
     found.loss.backward()
     assert logps.grad is not None
     assert logps.grad[0].tolist() == pytest.approx([0.0, -advantage * math.exp(0.1)])
+    logps.grad = None
+    divergence = {"reference_logps_BT": torch.zeros(1, 2), "kl_weight": 0.1, "corrected_kl": True}
+    options: Any = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0, **divergence}
+    found = policy_loss(logps, torch.zeros(1, 2), advantages, sampled, **options)
+    found.loss.backward()
+    assert math.isfinite(found.loss.item())
+    assert logps.grad.isfinite().all()
 
 
 def test_without_dual_clip_the_loss_of_a_negative_advantage_is_infinite():
@@ -202,7 +209,7 @@ def test_losses_equal_those_of_trl_with_random_numbers():
     logps, old, reference = (torch.randn(6, 5, generator=noise) for _ in range(3))
     advantages, sampled = torch.randn(6, generator=noise), torch.rand(6, 5, generator=noise) < 0.7
     sampled[:, 0] = True
-    both = {"clip_low": 0.2, "clip_high": 0.28}
+    both: Any = {"clip_low": 0.2, "clip_high": 0.28}
     spread = advantages[:, None].expand_as(logps)
 
     ratio = (logps - old).exp()

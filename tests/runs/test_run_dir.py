@@ -92,6 +92,15 @@ def test_another_dict_with_the_same_id_is_refused(tmp_path: Path):
         RunDir.open(tmp_path, {"a": "1", "b": {"c": "True"}}, {})
 
 
+def test_a_message_names_some_of_many_changed_defaults(tmp_path: Path):
+    RunDir.open(tmp_path, EXP, {}).close()
+    with pytest.raises(RunError) as error:
+        RunDir.open(tmp_path, EXP, {f"setting{n}": "v" * 1000 for n in range(500)})
+    assert "setting0" in str(error.value)
+    assert "490 more" in str(error.value)
+    assert len(str(error.value)) < 2000
+
+
 @pytest.mark.parametrize(
     ("resolved", "told"),
     [

@@ -27,11 +27,11 @@ def sequence_classifier(model: RewardModel, pad_id: int) -> Any:
     config = type(model.config).from_dict({**model.config.to_dict(), "num_labels": 1, "pad_token_id": pad_id})
     try:
         with torch.device("meta"):
-            made: Any = AutoModelForSequenceClassification.from_config(config, dtype=model.head.weight.dtype)
+            made: Any = AutoModelForSequenceClassification.from_config(config, dtype=model.base.dtype)
     except ValueError:
         raise ConfigError(f"transformers has no {config.model_type!r} for sequence classification. Load it with this project.") from None
     setattr(made, made.base_model_prefix, model.base)
-    made.score = model.head
+    made.score = model.head.to(model.base.dtype)
     return made
 
 

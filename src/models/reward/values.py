@@ -63,5 +63,9 @@ class Config(ModelConfig):
         """The policy's: of pretrained weights, None where it loads none."""
         return self.base.fingerprint(places)
 
+    def trained_type(self, places: Places) -> str | None:
+        types = [part.trained_type(places) for part in (self.base, self.critic) if part]
+        return next((each for each in types if each != "float32"), "float32")
+
     def is_frozen(self) -> bool:
         return self.base.is_frozen()
