@@ -109,8 +109,8 @@ def test_one_query_serves_all_readers(world: World, cluster: Cluster, monkeypatc
         say(world, item, "done")
     cluster.forget_calls()
     with ThreadPoolExecutor(3) as pool:
-        found = list(pool.map(lambda _: look(world, items, PATIENT_REFRESH), range(12)))
-    assert [row.state for row in found[-1]] == ["done"] * 3 + ["queued"] * 3
+        results = list(pool.map(lambda _: look(world, items, PATIENT_REFRESH), range(12)))
+    assert [row.state for row in results[-1]] == ["done"] * 3 + ["queued"] * 3
     assert len(cluster.calls("squeue")) == 1
     cluster.set("1_4", state="RUNNING", node="n1")
     cluster.clock.now += REFRESH.max_age_seconds
@@ -130,10 +130,10 @@ def test_one_query_serves_all_readers(world: World, cluster: Cluster, monkeypatc
 def test_a_scheduler_that_hangs_is_not_waited_for(world: World, monkeypatch: pytest.MonkeyPatch):
     items = submit(world, 2)
     say(world, items[0], "failed", reason="out of luck")
-    release, asked = threading.Event(), []
+    release, queries = threading.Event(), []
 
     def hang(self: slurm.Config, job_ids: list[str]) -> dict[str, Any]:
-        asked.append(job_ids)
+        queries.append(job_ids)
         release.wait(HANGS_SECONDS)
         return {}
 
@@ -143,7 +143,7 @@ def test_a_scheduler_that_hangs_is_not_waited_for(world: World, monkeypatch: pyt
         assert [row.state for row in rows] == ["failed", "unknown"]
         assert all("the scheduler did not answer in 0.2 s" in row.reason for row in rows)
         look(world, items, Question(seconds=300.0, max_age_seconds=30.0))
-        assert len(asked) == 1, "that it hangs is remembered, too"
+        assert len(queries) == 1, "that it hangs is remembered, too"
     finally:
         release.set()
 

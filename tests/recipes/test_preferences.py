@@ -78,19 +78,19 @@ def test_replies_that_are_cut_to_the_same_are_tied(folder: Path):
     assert load_experiment(REWARD, "here").count(batch) == 1  # type: ignore[attr-defined]
 
 
-def test_what_is_told_of_replies_is_the_same_in_every_epoch_where_nothing_is_dropped(folder: Path):
+def test_texts_of_replies_are_equal_in_every_epoch_without_dropout(folder: Path):
     exp = override(DPO, {"data.corpus": "tagged", "data.sequence_tokens": 90, "data.writing": {"tags": {"dropout": 0.0}}, "loop.steps": 16})
     assert train(folder, exp)[-1]["step"] == 16
 
 
-def test_a_reply_without_a_reference_is_told(folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_reply_without_a_reference_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]):
     exp = override(DPO, {"seed": 3})
     train(folder, exp)
     path = folder / "runs" / exp_id(exp) / "reference.json"
-    kept = json.loads(path.read_text())
+    stored = json.loads(path.read_text())
     longer = override(exp, {"loop.steps": 12})
     (folder / "runs" / exp_id(longer)).mkdir()
-    (folder / "runs" / exp_id(longer) / "reference.json").write_text(json.dumps({**kept, "logps": {}}))
+    (folder / "runs" / exp_id(longer) / "reference.json").write_text(json.dumps({**stored, "logps": {}}))
     assert toy.main(["-e", "x"], {"x": [longer]}, folder) == 1
     assert "reference.json has no log-probabilities of it. Delete that file of the run" in capsys.readouterr().err
 

@@ -52,13 +52,13 @@ def root(tmp_path: Path) -> Path:
 
 def tree_of(root: Path) -> dict[str, Any]:
     """Content, and whether it is executable, of each file; the target of each link."""
-    found: dict[str, Any] = {}
+    content_by_name: dict[str, Any] = {}
     for path in sorted(root.rglob("*")):
         name = os.fsencode(path.relative_to(root)).decode(errors="backslashreplace")
         if ".git" in path.relative_to(root).parts or (path.is_dir() and not path.is_symlink()):
             continue
-        found[name] = os.readlink(path) if path.is_symlink() else (path.read_bytes(), bool(path.stat().st_mode & stat.S_IXUSR))
-    return found
+        content_by_name[name] = os.readlink(path) if path.is_symlink() else (path.read_bytes(), bool(path.stat().st_mode & stat.S_IXUSR))
+    return content_by_name
 
 
 def applied(root: Path, facts: dict[str, Any], target: Path) -> dict[str, Any]:

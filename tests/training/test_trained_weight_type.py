@@ -59,9 +59,9 @@ def test_the_head_of_a_16_bit_reward_model_is_float32(tmp_path: Path):
 
 
 def test_no_experiment_of_the_project_is_refused(tmp_path: Path):
-    known = plan.load_all(EXP_GROUPS)
-    places = Places(tmp_path, tmp_path / "runs", experiments={item.exp_id: item.exp for item in known.values()})
-    trained = [item for item in known.values() if getattr(item.recipe, "loop", None)]
+    items = plan.load_all(EXP_GROUPS)
+    places = Places(tmp_path, tmp_path / "runs", experiments={item.exp_id: item.exp for item in items.values()})
+    trained = [item for item in items.values() if getattr(item.recipe, "loop", None)]
     assert len(trained) > 50
     for item in trained:
         check_trained_type(item.recipe.model, places)  # type: ignore[attr-defined]  every recipe with a loop has a model

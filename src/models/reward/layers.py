@@ -1,4 +1,4 @@
-"""A reward model: one number for a sequence, from the hidden states behind the last layer of a decoder.
+"""A reward model: one number for a sequence, from the hidden states after the last layer of a decoder.
 
 Shapes: B sequences, T tokens of the longest, D hidden size.
 """
