@@ -20,7 +20,7 @@ from typing import Any
 
 from src.data.jsonl import check_text
 from src.errors import DataError
-from src.files import parse_json
+from src.parsing import parse_json
 
 ROLES = ("system", "user", "assistant", "tool")
 _LARGEST_SCORE = 1e30
