@@ -14,8 +14,8 @@ from src.errors import RunError, UserError
 from src.files import read_json, reading
 from src.launch import status as launched
 from src.launch.tracking import REFRESH
+from src.read_cache import ReadCache
 from src.runs import metadata
-from src.runs.read_cache import ReadCache
 from src.runs.summary import is_finite
 from src.tables import curves as banded
 from src.tables import rows as results

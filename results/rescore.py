@@ -16,10 +16,11 @@ from results.table import markdown
 from results.terminal_table import draw_rich
 from src.config import Problems, join, unknown_text
 from src.errors import ConfigError, DataError, UserError, print_errors
-from src.files import parse_json, reading
+from src.files import reading
 from src.interfaces import MetricConfig
 from src.metrics import answers as answered
 from src.metrics.answers import PREDICTION, Prediction
+from src.parsing import parse_json
 from src.registry import METRICS, bind
 from src.runs.metadata import EXP_DICT, read_exp_dict
 

@@ -18,20 +18,20 @@ class TokenBatch(TypedDict):
     attention_mask: "Tensor"
     """(B, T) bool, True on real tokens."""
     loss_mask: "Tensor"
-    """(B, T) bool, True on tokens whose prediction from the tokens before them is scored. Never True at t = 0."""
+    """(B, T) bool, True on tokens that are scored as predictions from the tokens before them. Never True at t = 0."""
 
 
 class PackedBatch(TokenBatch):
     """Rows of several documents, none of which reads another: a model gets the positions and no attention mask.
 
-    Transformers derives from the positions which tokens are of one document. With an attention mask beside them it does not."""
+    Transformers derives from the positions which tokens are of one document. With an attention mask it does not."""
 
     position_ids: "Tensor"
     """(B, T) int64: positions within each document, from 0. The padding at the end of a row is a document of its own."""
 
 
 class RankedBatch(TokenBatch):
-    """Replies to conversations, each in a row behind its conversation: B rows, of C conversations."""
+    """Replies to conversations, each in a row after its conversation: B rows from C conversations."""
 
     ranks: "Tensor"
     """(B,) int64: of each reply in its conversation; smaller is better, equal is a tie."""
@@ -40,26 +40,26 @@ class RankedBatch(TokenBatch):
     scores: NotRequired["Tensor"]
     """(B,) float32: the score of each reply in the data, if all have one."""
     reference_logps: NotRequired["Tensor"]
-    """(B,) float32: summed log-probability of the learned tokens of each row under the model that the training began with."""
+    """(B,) float32: summed log-probability of the learned tokens of each row under the initial model of the training."""
 
 
 class InterleavedBatch(PackedBatch):
     """Packed rows of documents of text and images. N frames of all rows, E pixels of a side, S sources, K things that are counted."""
 
     frames: "Tensor"
-    """(N, 3, E, E) float32: the frames of all images, row by row, in their order; N may be 0. None is padding."""
+    """(N, 3, E, E) float32: the frames of all images, row by row, in order; N can be 0. There is no padding."""
     source_ids: "Tensor"
     """(B, T) int64: the number of the source of each token; that of padding is not read."""
     loss_weights: NotRequired["Tensor"]
     """(B, T) float32: how much the loss of each token counts; without it all count 1."""
     counted: "Tensor"
-    """(S, K) int64: what was read from each source, as `data.streaming.dataset.COUNTED` names it."""
+    """(S, K) int64: the counts of each source, in the order of `data.streaming.dataset.COUNTED`."""
     cached: "Tensor"
     """(2,) int64: reads of shards that are elsewhere, those from the cache and all."""
 
 
 class ContextBatch(TokenBatch):
-    """Sequences and the contexts that they may read."""
+    """Sequences and the contexts that they can read."""
 
     context_ids: "Tensor"
     """(B, C, S) int64."""
@@ -75,7 +75,7 @@ class Seq2SeqBatch(TypedDict):
     attention_mask: "Tensor"
     """(B, S) bool, True on real tokens."""
     decoder_input_ids: "Tensor"
-    """(B, T) int64: what the decoder reads, a start token and the targets but the last."""
+    """(B, T) int64: the input of the decoder, a start token and the targets except the last."""
     labels: "Tensor"
     """(B, T) int64: the targets, -100 where nothing is learned."""
     loss_mask: "Tensor"

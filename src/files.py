@@ -11,12 +11,13 @@ import shutil
 import stat
 import threading
 import uuid
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from src.errors import ConfigError, RunError, UserError
+from src.errors import RunError, UserError
+from src.parsing import parse_json
 
 MANIFEST = "manifest.json"
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}")
@@ -24,8 +25,6 @@ TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}")
 # Errors of flock and renameat2 where the file system or the kernel does not support them.
 _NOT_OFFERED = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EBADF, errno.ENOLCK}
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
-MAX_DEPTH = 200
-"""Deepest nesting of JSON: below Python's recursion limit also for code that walks the value."""
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FORBIDDEN = {errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
 _WRONG_PATH = {errno.ENXIO, errno.ENODEV, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG}
@@ -190,83 +189,6 @@ def read_json(path: Path, error: type[UserError], missing: Any = _REQUIRED) -> A
     except OSError as bad:
         raise error(f"{path}: cannot read: {_reason(bad, path)}.") from None
     return parse_json(content, path, error)
-
-
-def parse_json(text: bytes | str, where: Path | str, error: type[UserError]) -> Any:
-    """The JSON value in `text`: the only JSON reader for files, lines, requests and answers of servers.
-
-    where: a path, or a place such as "FILE:LINE" or "POST /reward".
-
-    Raises:
-        error: not UTF-8, not JSON, nested deeper than `MAX_DEPTH`, or a number with thousands of digits; names `where`.
-    """
-    try:
-        value = json.loads(text.decode("utf-8") if isinstance(text, bytes | bytearray) else text)
-    except json.JSONDecodeError as bad:
-        message = bad.msg.removesuffix(" at")
-        if isinstance(where, Path):
-            raise error(f"{where}:{bad.lineno}: not valid JSON: {message}.") from None
-        raise error(f"{where}: not valid JSON: {message} at column {bad.colno}.") from None
-    except UnicodeDecodeError as bad:
-        raise error(f"{where}: not UTF-8 text: {bad.reason} at byte {bad.start}.") from None
-    except RecursionError:
-        raise error(f"{where}: JSON nested deeper than {MAX_DEPTH} levels.") from None
-    except ValueError as bad:
-        raise error(f"{where}: cannot read a number: {str(bad).split(';')[0]}.") from None
-    if _count_brackets(text) > MAX_DEPTH and _is_too_deep(value):
-        raise error(f"{where}: JSON nested deeper than {MAX_DEPTH} levels.")
-    return value
-
-
-def _count_brackets(text: bytes | str) -> int:
-    """Upper limit of the depth; cheap."""
-    if isinstance(text, str):
-        return text.count("[") + text.count("{")
-    return text.count(b"[") + text.count(b"{")
-
-
-def _is_too_deep(value: Any) -> bool:
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        items = (each.values() if isinstance(each, dict) else each for each in level)
-        level = [item for container in items for item in container if isinstance(item, dict | list)]
-        if not level:
-            return False
-    return True
-
-
-def read_yaml(path: Path, expected: str) -> dict[str, Any]:
-    """The dict in the YAML file `path`. expected: the expected content, for the message.
-
-    Raises:
-        ConfigError: it cannot be read, is no YAML, has a key twice, or is no dict; names the file, and the line where known.
-    """
-    import yaml  # 30 ms, which most commands need not spend
-
-    class Loader(yaml.SafeLoader):
-        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-            keys = set()
-            for key, _ in node.value:
-                if key.value in keys and isinstance(key, yaml.ScalarNode):  # YAML would take the last and say nothing
-                    raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key.value!r}", key.start_mark)
-                keys.add(str(key.value))
-            return super().construct_mapping(node, deep)
-
-    try:
-        with reading(path, ConfigError):
-            raw = yaml.load(path.read_text(encoding="utf-8"), Loader=Loader)
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file.") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}.") from None
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise ConfigError(f"{path}:{line}: not valid YAML: {error.problem}.") from None
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise ConfigError(f"{path}: not valid YAML: {str(error).splitlines()[0]}.") from None
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path}: expected {expected}, got {type(raw).__name__}.")
-    return raw
 
 
 def read_manifest(directory: Path, error: type[UserError]) -> dict[str, Any]:

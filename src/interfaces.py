@@ -1,7 +1,6 @@
 """The interface of each kind of component: methods that recipes call, with their defaults. A new component overrides only some of them.
 
-A component is a `Config` that an experiment names: `registry.bind` makes it from a dict. Nothing here imports torch; `build`, `run`,
-`score` and `submit` do, where they need it.
+A component is a `Config` that an experiment names: `registry.bind` makes it from a dict. Only `build`, `run` and `score` import torch.
 """
 
 from abc import abstractmethod
@@ -272,12 +271,6 @@ class TaskDataset(QuestionDataset, Protocol):
         ...
 
 
-def require_fit(field: str, tokens: int, max_positions: int | None) -> None:
-    """Raises ConfigError where `field` allows more tokens than a model has positions (None: unknown, or no limit)."""
-    if max_positions is not None and tokens > max_positions:
-        raise ConfigError(f"{field}: {tokens} tokens are more than the {max_positions} positions of the model.")
-
-
 class DatasetConfig(Component):
     """The data of an experiment."""
 
@@ -312,6 +305,9 @@ class DatasetConfig(Component):
 
     def check_model(self, sizes: Architecture | None) -> None:
         """Raises ConfigError where a model of this architecture (None: unknown) would read the samples wrongly."""
+
+    def check_scores(self, places: Places) -> None:
+        """Raises a UserError if a ranked reply has no score."""
 
     def batch_lengths(self) -> tuple[int, ...] | None:
         """Tokens of the sequences of every batch, such as those of inputs and targets; None where batches differ in length."""

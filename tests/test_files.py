@@ -220,11 +220,11 @@ def kill_at_a_random_moment(code: str, target: Path, chance: random.Random) -> i
     script = target.parent / "writer.py"
     script.write_text(textwrap.dedent(code))
     with start(script, target) as writer:
-        told = writer.stdout.readline()
+        line = writer.stdout.readline()
         time.sleep(chance.uniform(0, 0.02))
         writer.kill()
-        told += writer.stdout.read()
-    return int(told.splitlines()[-1])
+        line += writer.stdout.read()
+    return int(line.splitlines()[-1])
 
 
 def test_a_killed_writer_leaves_the_old_folder_or_the_new_one(tmp_path):
@@ -236,9 +236,9 @@ def test_a_killed_writer_leaves_the_old_folder_or_the_new_one(tmp_path):
         x, y = ((tmp_path / "a" / name).read_text() for name in ("x", "y"))
         assert x == y
         assert int(x.split("\n", 1)[0]) in {turn, turn + 1}
-        left = [name for name in names(tmp_path) if name.startswith(".a.")]
-        assert len(left) <= 1
-        torn += len(left)
+        temporary_names = [name for name in names(tmp_path) if name.startswith(".a.")]
+        assert len(temporary_names) <= 1
+        torn += len(temporary_names)
     assert torn > 0, "no kill met a writer at work, so nothing was tested"
 
 
@@ -247,11 +247,11 @@ def test_a_reader_always_finds_a_folder(tmp_path):
     (tmp_path / "writer.py").write_text(textwrap.dedent(WRITE_FOLDERS))
     with start(tmp_path / "writer.py", tmp_path / "a") as writer:
         writer.stdout.readline()
-        seen, changes = 0, 0
+        reads, changes = 0, 0
         while changes < 30:
             now = os.stat(tmp_path / "a").st_ino
-            changes += now != seen
-            seen = now
+            changes += now != reads
+            reads = now
             assert writer.poll() is None
 
 
@@ -355,8 +355,11 @@ def test_a_path_that_leads_nowhere_is_one_line_with_its_reason(tmp_path, name, r
 
 
 def test_a_refusal_names_the_file_that_it_is_about(tmp_path):
-    made = tmp_path / "x" / "made"
-    with pytest.raises(RunError, match=r"/x/made: cannot write: No such file or directory \(/proc/no\)\.$"), files.new_directory(made):
+    new_folder = tmp_path / "x" / "made"
+    with (
+        pytest.raises(RunError, match=r"/x/made: cannot write: No such file or directory \(/proc/no\)\.$"),
+        files.new_directory(new_folder),
+    ):
         Path("/proc/no").read_bytes()
     (tmp_path / "d").mkdir()
     with pytest.raises(DataError, match=r"/d: cannot read: Is a directory\.$"), files.reading(tmp_path / "d", DataError):

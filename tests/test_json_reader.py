@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from src import files
+from src import files, parsing
 from src.errors import DataError, RunError, print_errors
 from src.runs import jsonl_records, lease
 from src.runs.history import transaction
 from tests.conftest import ROOT
 
 HERE = {
-    "src/files.py",  # the reader
+    "src/parsing.py",  # the reader
     "src/experiments/grid.py",  # --set: text that is not JSON is a string
-    "src/rewards/isolated.py",  # inside the sandbox, which has no other module
+    "src/rewards/isolated_peer.py",  # inside the sandbox, which has no other module
     "src/data/streaming/remote/downloads.py",  # pipes between our own processes
     "src/data/streaming/remote/objects.py",
     "src/rewards/math.py",
@@ -47,7 +47,7 @@ def test_deeply_nested_json_is_refused(text: str, tmp_path: Path):
 def test_many_brackets_without_depth_are_accepted():
     value = {"text": "[{" * 5_000, "ids": [[i] for i in range(1_000)]}
     assert files.parse_json(str(value).replace("'", '"'), "place", DataError) == value
-    deepest = "[" * files.MAX_DEPTH + "]" * files.MAX_DEPTH
+    deepest = "[" * parsing.MAX_DEPTH + "]" * parsing.MAX_DEPTH
     files.parse_json(deepest, "place", DataError)
     with pytest.raises(DataError):
         files.parse_json(f"[{deepest}]", "place", DataError)

@@ -33,10 +33,10 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def outputs(folder: Path) -> dict[str, Any]:
     """The two runs with outputs, by name, unfinished: a start goes on from their last checkpoint."""
-    found = json.loads((folder / "outputs.json").read_text())
-    for made in found.values():
-        (folder / "runs" / made["exp_id"] / "status.json").unlink()
-    return found
+    output_by_name = json.loads((folder / "outputs.json").read_text())
+    for output in output_by_name.values():
+        (folder / "runs" / output["exp_id"] / "status.json").unlink()
+    return output_by_name
 
 
 @pytest.fixture
@@ -53,20 +53,22 @@ def end(folder: Path, name: str, expected: dict[str, Any]) -> tuple[dict[str, st
 
 
 def test_ids_are_where_they_were(expected: dict[str, Any]):
-    assert {name: exp_id(found["experiment"]) for name, found in expected.items()} == {n: f["exp_id"] for n, f in expected.items()}
+    assert {name: exp_id(output_by_name["experiment"]) for name, output_by_name in expected.items()} == {
+        n: f["exp_id"] for n, f in expected.items()
+    }
 
 
 def test_the_table_lists_them(folder: Path, expected: dict[str, Any]):
-    found, warnings = rows.load_rows(folder / "runs")[:2]
-    found = [row for row in found if row["exp_id"] in {f["exp_id"] for f in expected.values()}]
-    assert {row["exp_id"]: row["state"] for row in found} == {
+    output_by_name, warnings = rows.load_rows(folder / "runs")[:2]
+    output_by_name = [row for row in output_by_name if row["exp_id"] in {f["exp_id"] for f in expected.values()}]
+    assert {row["exp_id"]: row["state"] for row in output_by_name} == {
         f["exp_id"]: "done" if f["stopped_at"] is None else "stopped" for f in expected.values()
     }
     assert not warnings
 
 
 def test_a_stopped_run_resumes_with_the_same_bits(folder: Path, expected: dict[str, Any], tmp_path_factory: pytest.TempPathFactory):
-    groups = {name: [found["experiment"]] for name, found in expected.items()}
+    groups = {name: [output_by_name["experiment"]] for name, output_by_name in expected.items()}
     assert toy.main(["-e", "crossattn", "seed"], groups, folder) == 0
     anew = tmp_path_factory.mktemp("anew")
     toy.write_data(anew / "data")
@@ -74,9 +76,9 @@ def test_a_stopped_run_resumes_with_the_same_bits(folder: Path, expected: dict[s
     same_machine = end(anew, "base", expected)[0] == expected["base"]["sha256"]  # the last bits depend on the processor and its libraries
     for name in ("crossattn", "seed"):
         hashes, scores = end(folder, name, expected)
-        wanted = [json.loads(line) for line in expected[name]["scores.jsonl"].splitlines()]
-        assert [row["step"] for row in scores] == [row["step"] for row in wanted]
-        for row, other in zip(scores, wanted, strict=True):
+        expected_rows = [json.loads(line) for line in expected[name]["scores.jsonl"].splitlines()]
+        assert [row["step"] for row in scores] == [row["step"] for row in expected_rows]
+        for row, other in zip(scores, expected_rows, strict=True):
             assert row == (other if same_machine else pytest.approx(other, rel=1e-3, abs=1e-6))
         assert hashes == expected[name]["sha256"] or not same_machine
 
@@ -94,21 +96,21 @@ def test_a_finished_parent_without_the_settings_that_were_added_since_is_still_o
 
 @pytest.mark.parametrize("name", ["answers", "predictions"])
 def test_finished_outputs_are_not_generated_again(folder: Path, outputs: dict[str, Any], name: str):
-    made = folder / "runs" / outputs[name]["exp_id"] / outputs[name]["folder"]
-    before = made.stat().st_ino
+    output = folder / "runs" / outputs[name]["exp_id"] / outputs[name]["folder"]
+    before = output.stat().st_ino
     assert toy.main(["-e", name], {name: [outputs[name]["experiment"]]}, folder) == 0
-    assert made.stat().st_ino == before
+    assert output.stat().st_ino == before
 
 
 @pytest.mark.parametrize("name", ["answers", "predictions"])
 def test_interrupted_outputs_are_continued(folder: Path, outputs: dict[str, Any], name: str, caplog: pytest.LogCaptureFixture):
     run = folder / "runs" / outputs[name]["exp_id"]
-    made = run / outputs[name]["folder"]
-    before = {path.name: path.read_bytes() for path in made.iterdir()}
-    shutil.rmtree(made)
+    output = run / outputs[name]["folder"]
+    before = {path.name: path.read_bytes() for path in output.iterdir()}
+    shutil.rmtree(output)
     header, *texts = outputs[name]["part"].splitlines(keepends=True)
-    kept = 8  # whole batches
-    (run / f"{made.name}.part.jsonl").write_text("".join([header, *texts[:kept]]))
+    rows_saved = 8  # whole batches
+    (run / f"{output.name}.part.jsonl").write_text("".join([header, *texts[:rows_saved]]))
     assert toy.main(["-e", name], {name: [outputs[name]["experiment"]]}, folder) == 0
-    assert f"resumes after {kept} of {len(texts)} inputs" in caplog.text
-    assert {path.name: path.read_bytes() for path in made.iterdir()} == before
+    assert f"resumes after {rows_saved} of {len(texts)} inputs" in caplog.text
+    assert {path.name: path.read_bytes() for path in output.iterdir()} == before

@@ -139,18 +139,18 @@ class TestTraining:
         # The highest loss: so the first evaluation stays the best.
         exp = changed(toy.BASE, loop__steps=10, loop__eval_every=2, loop__best_metric="val_loss", loop__best_mode="max")
         assert toy.main(["-e", "g"], {"g": [exp]}, folder) == 0
-        kept = sorted(p.name for p in (folder / "runs" / exp_id(exp) / "checkpoints").glob("step-*"))
-        assert kept == ["step-00000002", "step-00000008", "step-00000010"]
+        steps = sorted(p.name for p in (folder / "runs" / exp_id(exp) / "checkpoints").glob("step-*"))
+        assert steps == ["step-00000002", "step-00000008", "step-00000010"]
         assert json.loads((folder / "runs" / exp_id(exp) / "checkpoints" / "best.json").read_text()) == {"step": 2}
 
     def test_the_command_line_says_which_checkpoints_stay(self, folder: Path):
         exp = changed(toy.BASE, loop__steps=14, loop__eval_every=2, loop__best_metric="val_loss", loop__best_mode="max")
         rule = ["--log_every", "1", "--keep_last", "1", "--keep_every", "6", "--keep_best", "3"]
         assert toy.main(["-e", "g", *rule], {"g": [exp]}, folder) == 0
-        kept = sorted(p.name for p in (folder / "runs" / exp_id(exp) / "checkpoints").glob("step-*"))
+        steps = sorted(p.name for p in (folder / "runs" / exp_id(exp) / "checkpoints").glob("step-*"))
         evaluated = [row for row in toy.rows(folder, exp_id(exp)) if "val_loss" in row]
         best = [row["step"] for row in sorted(evaluated, key=lambda row: -row["val_loss"])[:3]]
-        assert kept == [f"step-{step:08d}" for step in sorted({14, 6, 12, *best})]
+        assert steps == [f"step-{step:08d}" for step in sorted({14, 6, 12, *best})]
 
     def test_the_rule_of_a_start_applies_from_its_first_step(self, folder: Path):
         """Also where a kill came between the last checkpoint and what it makes superfluous."""
@@ -164,8 +164,8 @@ class TestTraining:
         assert sorted(p.name for p in (run / "checkpoints").glob("step-*")) == sorted({f"step-{best:08d}", "step-00000008"})
 
     def test_checkpoints_cannot_stay_where_none_is_written(self, folder: Path, capsys: pytest.CaptureFixture[str]):
-        told = fails(["-e", "g", "--keep_every", "3"], {"g": [changed(SHORT, loop__eval_every=2)]}, folder, capsys)
-        assert "g[0]: --keep_every: checkpoints are written every 2 steps, so there is not one at each multiple of 3." in told
+        refusal = fails(["-e", "g", "--keep_every", "3"], {"g": [changed(SHORT, loop__eval_every=2)]}, folder, capsys)
+        assert "g[0]: --keep_every: checkpoints are written every 2 steps, so there is not one at each multiple of 3." in refusal
 
     def test_wandb_logs_to_files_unless_entity_and_project_are_given(self, folder: Path):
         root = toy.project(folder, f"EXP_GROUPS = {{'g': [{SHORT!r}]}}\n")
@@ -188,12 +188,12 @@ class TestLineage:
     def test_the_child_starts_from_the_parent(self, folder: Path):
         child = changed(SHORT, model=ref(SHORT), loop__steps=1, loop__learning_rate=1e-30)
         assert toy.main(["-e", "child", "--with-parents"], {"base": [SHORT], "child": [child]}, folder) == 0
-        parent, own = (
+        parent, derived = (
             load_file(folder / "runs" / exp_id(e) / "checkpoints" / s / "model.safetensors")
             for e, s in ((SHORT, "step-00000004"), (child, "step-00000001"))
         )
-        assert parent.keys() == own.keys()
-        assert all(torch.allclose(parent[name], own[name]) for name in parent)
+        assert parent.keys() == derived.keys()
+        assert all(torch.allclose(parent[name], derived[name]) for name in parent)
 
     def test_a_changed_parent_is_another_child(self):
         assert exp_id(changed(SHORT, model=ref(SHORT))) != exp_id(changed(SHORT, model=ref(changed(SHORT, seed=1))))
@@ -242,8 +242,8 @@ class TestPlans:
         assert (folder / "runs" / exp_id(exp) / "exp_dict.json").exists()
 
     def test_set_takes_several_values_as_sweep_agents_give_them(self, folder: Path, capsys: pytest.CaptureFixture[str]):
-        given = ["--set", "loop.steps=2", "loop.weight_decay=0.5", "--set", "seed=1", "--dry-run"]
-        assert toy.main(["-e", "g", *given], {"g": [SHORT]}, folder) == 0
+        words = ["--set", "loop.steps=2", "loop.weight_decay=0.5", "--set", "seed=1", "--dry-run"]
+        assert toy.main(["-e", "g", *words], {"g": [SHORT]}, folder) == 0
         assert exp_id(changed(SHORT, loop__steps=2, loop__weight_decay=0.5) | {"seed": 1}) in capsys.readouterr().out
 
     def test_several_values_make_a_grid_and_where_chooses_of_it(self, folder: Path, capsys: pytest.CaptureFixture[str]):
@@ -264,26 +264,26 @@ class TestPlans:
         assert "unknown name 'sed'" in fails(["-e", "g", "--where", "sed > 9"], {"g": [SHORT]}, folder, capsys)
 
     @pytest.mark.parametrize(
-        ("line", "found"),
+        ("line", "endings"),
         [("-e cross", ["crossattn"]), ("-j lo", ["local"]), ("--save_", ["--save_every"]), ("--job_option st", ["status"])],
     )
-    def test_shell_completion_lists_endings(self, tmp_path: Path, line: str, found: list[str]):
+    def test_shell_completion_lists_endings(self, tmp_path: Path, line: str, endings: list[str]):
         root, line = toy.project(tmp_path, f"EXP_GROUPS = {toy.GROUPS!r}\n"), f"trainval.py {line}"
-        asked = {
+        requests = {
             "_ARGCOMPLETE": "1",
             "COMP_LINE": line,
             "COMP_POINT": str(len(line)),
             "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "told"),
         }
-        subprocess.run([sys.executable, str(root / "trainval.py")], env=toy.environment() | asked, check=False)
-        told = (tmp_path / "told").read_text().replace("\x0b", "\n").split()
-        assert [word for word in told if word != "--savedir_base"] == found
+        subprocess.run([sys.executable, str(root / "trainval.py")], env=toy.environment() | requests, check=False)
+        refusal = (tmp_path / "told").read_text().replace("\x0b", "\n").split()
+        assert [word for word in refusal if word != "--savedir_base"] == endings
 
     def test_exp_id_runs_the_experiment_of_a_save_directory(self, folder: Path):
         assert toy.main(["-e", "g", "--steps", "2"], {"g": [SHORT]}, folder) == 0
-        wanted = exp_id(changed(SHORT, loop__steps=2))
-        (folder / "runs" / wanted / "status.json").unlink()
-        assert toy.main(["--exp_id", wanted], {}, folder) == 0
+        expected_id = exp_id(changed(SHORT, loop__steps=2))
+        (folder / "runs" / expected_id / "status.json").unlink()
+        assert toy.main(["--exp_id", expected_id], {}, folder) == 0
 
     def test_the_flags_of_the_seed_are_all_known(self, folder: Path, capsys: pytest.CaptureFixture[str]):
         flags = [
@@ -353,9 +353,9 @@ class TestBadInput:
 
     @pytest.mark.parametrize("values", [{"recipe": "l" * 5000}, {"recipe": ["lm"] * 5000}, {"loop__steps": "1" * 5000}])
     def test_a_long_value_does_not_drown_the_message(self, folder: Path, capsys: pytest.CaptureFixture[str], values: dict[str, Any]):
-        told = fails(["-e", "g", "--dry-run"], {"g": [changed(SHORT, **values)]}, folder, capsys)
-        assert "..." in told
-        assert len(told) < 1000
+        refusal = fails(["-e", "g", "--dry-run"], {"g": [changed(SHORT, **values)]}, folder, capsys)
+        assert "..." in refusal
+        assert len(refusal) < 1000
 
     def test_more_questions_than_the_dict_has_samples(self, folder: Path, capsys: pytest.CaptureFixture[str]):
         """Found without data: --dry-run on a laptop tells it."""
@@ -470,9 +470,9 @@ class TestBadInput:
         (folder / "runs" / exp_id(SHORT) / "status.json").unlink()
         shutil.rmtree(folder / "data" / "toy_text")
         rows = [{"text": "the thing0 is red . " * 9, "source": "s"}] * 20
-        with toy.new_directory(folder / "data" / "toy_text") as made:
+        with toy.new_directory(folder / "data" / "toy_text") as folder_of_data:
             for split in ("train", "val"):
-                (made / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+                (folder_of_data / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         assert "data: changed since the start of this run" in fails(["-e", "g"], {"g": [SHORT]}, folder, capsys)
 
     def test_a_tokenizer_that_changed_since_the_start(self, folder: Path, capsys: pytest.CaptureFixture[str]):

@@ -92,7 +92,7 @@ class Pairs(Form):
 
 
 def _scores(row: Row) -> tuple[float, ...]:
-    """Of the chosen and the rejected reply, from "score_chosen" and "score_rejected" or from their "margin"; empty without."""
+    """Scores of the chosen and the rejected reply, from "score_chosen" and "score_rejected" or from "margin"; () without them."""
     if row.get("score_chosen") is not None and row.get("score_rejected") is not None:
         return row["score_chosen"], row["score_rejected"]
     return (row["margin"], 0.0) if row.get("margin") is not None else ()

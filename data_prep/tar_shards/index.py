@@ -44,7 +44,8 @@ from src.data.streaming.tars.indexing import build
 from src.data.streaming.texts import TextTokens, count_tokens
 from src.data.text import tokenizers
 from src.errors import ConfigError, DataError, RunError
-from src.files import parse_json, reading, writing
+from src.files import reading, writing
+from src.parsing import parse_json
 
 COMMAND = "python -m data_prep.tar_shards.index"
 

@@ -17,7 +17,8 @@ from src.config import Places, unknown_text
 from src.data import jsonl_index
 from src.data.jsonl_index import RowIndex
 from src.errors import DataError
-from src.files import MANIFEST, parse_json, read_manifest, reading, sha256
+from src.files import MANIFEST, read_manifest, reading, sha256
+from src.parsing import parse_json
 
 SPLITS = ("train", "val")
 _MADE_BY = {

@@ -1,4 +1,4 @@
-"""Data sets that are made of others: what their parts must have in common, and checks of all parts."""
+"""Data sets made of several data sets: common properties of their parts, and checks of all parts."""
 
 import hashlib
 import re
@@ -19,20 +19,20 @@ from src.kinds import CROSS_ATTENTION, FUSION_IN_DECODER
 
 @runtime_checkable
 class CollatedDataset(Dataset, Protocol):
-    """A data set whose samples any other with an equal `collation` can collate: parts of a mixture then make one batch, without a join."""
+    """A data set with a `collation`. Data sets with equal ones can collate each other's samples, so parts of a mixture share a batch."""
 
     @property
     def collation(self) -> Hashable:
-        """What `collate` depends on."""
+        """The settings that `collate` depends on."""
         ...
 
 
 @runtime_checkable
 class CountedConfig(Protocol):
-    """A data set that may know before it is read how many samples it has at most."""
+    """A data set that can know its maximum number of samples before it is read."""
 
     def most_samples(self, places: Places) -> int | None:
-        """Training samples of an epoch, some of which may be left out; None where counting them takes long."""
+        """Maximum number of training samples in an epoch; None if counting them takes long."""
         ...
 
 
@@ -52,10 +52,10 @@ class PartsConfig(DatasetConfig):
         kinds = {path: part.reader for path, part in self.parts_by_path.items()}
         for path, part in self.parts_by_path.items():
             if part.reader in (CROSS_ATTENTION, FUSION_IN_DECODER):
-                raise ValueError(f"{path}: {part.name!r} data have contexts, which are read by recipes for one data set alone.")
+                raise ValueError(f"{path}: {part.name!r} data have contexts, which need a recipe for a single data set.")
         if len(set(kinds.values())) > 1:
-            told = ", ".join(f"{path} {kind}" for path, kind in kinds.items())
-            raise ValueError(f"{self.parts_field}: one model cannot read all of them: {told}.")
+            readers = ", ".join(f"{path} {kind}" for path, kind in kinds.items())
+            raise ValueError(f"{self.parts_field}: one model cannot read all of them: {readers}.")
         return self
 
     @property
@@ -78,6 +78,9 @@ class PartsConfig(DatasetConfig):
     def check_model(self, sizes: Architecture | None) -> None:
         self.check_parts(lambda part: part.check_model(sizes))
 
+    def check_scores(self, places: Places) -> None:
+        self.check_parts(lambda part: part.check_scores(places))
+
     def check_compiled(self) -> None:
         self.check_parts(lambda part: part.check_compiled())
         lengths = {path: part.batch_lengths() for path, part in self.parts_by_path.items()}
@@ -93,7 +96,7 @@ class PartsConfig(DatasetConfig):
         return lengths.pop() if len(lengths) == 1 else None
 
     def check_parts(self, check: Callable[[DatasetConfig], None]) -> None:
-        """Raises one ConfigError with what `check` finds wrong in any part. Fields in its messages are named by their whole path."""
+        """Raises one ConfigError with what `check` finds wrong in any part. Its messages name fields by their full path."""
 
         def check_part(path: str, part: DatasetConfig) -> None:
             try:

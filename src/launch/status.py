@@ -19,8 +19,8 @@ from src.files import reading
 from src.launch import submissions
 from src.launch.arguments import STATES
 from src.launch.tracking import LOOK, Question, TrackedJob, track
+from src.read_cache import ReadCache
 from src.runs import events, lease, metadata, parents, scores
-from src.runs.read_cache import ReadCache
 
 LOGS = "logs"
 _ID = re.compile(r"[0-9a-f]{32}")

@@ -24,10 +24,10 @@ from typing import Any
 
 from src.command_line import make_parser, run_command
 from src.errors import ConfigError, RunError, UserError
-from src.files import parse_json
 from src.launch import status as launch_status
 from src.launch.status import Row
 from src.launch.tracking import ALIVE
+from src.parsing import parse_json
 from src.runs import events, heartbeat, lease, metadata
 
 NEW, KNOWN = 3, 4

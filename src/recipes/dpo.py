@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 _ROUNDING = 1e-3
-"""Nats by which log-probabilities of one model may differ from pass to pass."""
+"""Largest difference in nats between log-probabilities of one model in two passes."""
 
 
 class Preference(StrictConfig):
@@ -27,15 +27,15 @@ class Preference(StrictConfig):
 
     kind: Literal["sigmoid", "ipo", "robust", "hinge"] = "sigmoid"
     beta: float = Field(default=0.1, gt=0)
-    """How much it costs to leave the model that the training began with; for ipo its tau."""
+    """Cost of leaving the initial model; for ipo its tau."""
     flipped: float = Field(default=0.0, ge=0, lt=0.5)
     """Share of the preferences that are taken to be the wrong way round: with sigmoid the conservative loss."""
     sft_weight: float = Field(default=0.0, ge=0)
     """Weight of the loss of the chosen answer, in nats a token (Pang et al. 2024, arXiv 2404.19733)."""
 
     reference: Literal["stored", "adapters_off"] = added_field("stored")
-    """What replies gain on: log-probabilities that are made once and kept in the run; or those of model `lora` without its adapters, made
-    again in each step, where another text in each epoch (tags with dropout) or too many replies speak against keeping them."""
+    """The reference log-probabilities. stored: computed once and saved in the run. adapters_off: computed in each step
+    by model `lora` without its adapters, for texts that change in each epoch (tags with dropout) or too many replies to store."""
 
     @model_validator(mode="after")
     def _nothing_is_ignored(self) -> "Preference":
@@ -72,7 +72,7 @@ class Config(Pretraining):
         return self
 
     def prepare(self, model: Any, train: Any, val: Any, run: Run) -> tuple[Any, Any]:
-        """Add the log-probabilities of the model as it begins, which is the reference, unless its adapters are switched off for them."""
+        """Add the log-probabilities of the initial model, the reference, unless the reference is the model without its adapters."""
         if self.preference.reference == "adapters_off":
             return train, val
         from src.training.preferences.reference import WithReference, with_references
@@ -100,7 +100,7 @@ class Config(Pretraining):
             differ = places(change_both(lambda ranks: ranks[::2] != ranks[1::2], batch["ranks"]))
 
             def pairs(values: torch.Tensor) -> list[torch.Tensor]:
-                """Of the chosen answers, and of the rejected ones, of pairs that are no tie. With shuffled ranks some are swapped."""
+                """Values of the chosen and of the rejected answers, without ties. With shuffled ranks some are swapped."""
                 both = values[::2], values[1::2]
                 return [torch.where(first < second, *order)[differ] for order in (both, both[::-1])]
 
@@ -118,9 +118,9 @@ class Config(Pretraining):
             if preference.sft_weight:
                 loss = loss - preference.sft_weight * pairs(sums.logps / sums.tokens)[0].sum()
             chosen, rejected = pairs(ratios.detach())
-            found = ((chosen > rejected + _ROUNDING).float(), preference.beta * (chosen - rejected), chosen, rejected)
+            values_by_name = ((chosen > rejected + _ROUNDING).float(), preference.beta * (chosen - rejected), chosen, rejected)
             count = torch.tensor(float(len(chosen)))
-            return loss, {name: (each.sum(), count) for name, each in zip(self.reported, found, strict=True)}
+            return loss, {name: (each.sum(), count) for name, each in zip(self.reported, values_by_name, strict=True)}
 
         return loss_and_sums
 

@@ -1,4 +1,4 @@
-"""Recipe `grpo`: a policy learns from what is better than other answers to the same prompt (Shao et al. 2024, arXiv 2402.03300).
+"""Recipe `grpo`: a policy learns from the better of several answers to the same prompt (Shao et al. 2024, arXiv 2402.03300).
 
 The settings cover its variants: Dr. GRPO is by_deviation False with normalisation "room"; DAPO normalisation "tokens" with clip_high above
 clip_low; GSPO ratio "sequence"; RLOO baseline "others", by_deviation False, ratio "sequence_sum", normalisation "rollouts", kl_in "reward".
@@ -24,7 +24,7 @@ class Settings(StrictConfig):
     """How rollouts become advantages and a loss; see src/rl/advantages.py and src/rl/losses.py."""
 
     baseline: Literal["group", "others"] = "group"
-    """What an answer is compared with: the mean of its group, or of the others of it."""
+    """The baseline of an answer: the mean of its group, or the mean of the rest of its group."""
     by_deviation: bool = True
     """Whether advantages are divided by the deviation of the group's rewards."""
     ratio: Literal["token", "sequence", "sequence_sum"] = "token"
@@ -32,7 +32,7 @@ class Settings(StrictConfig):
     clip_low: float = Field(default=0.2, gt=0)
     clip_high: float = Field(default=0.2, gt=0)
     kl_weight: float = Field(default=0.0, ge=0)
-    """Of the divergence from the reference; 0: there is no reference."""
+    """Weight of the divergence from the reference; 0: there is no reference."""
     kl_in: Literal["loss", "reward"] = added_field("loss")
     """Where the divergence is subtracted: as k3 in the loss of each token, or as k1, summed over the answer, from its reward."""
     corrected_kl: bool = added_field(False)
@@ -42,7 +42,7 @@ class Settings(StrictConfig):
     reference: Literal["copy", "adapters_off"] = "copy"
     entropy_weight: float = Field(default=0.0, ge=0)
     unended: Literal["keep", "penalise", "mask"] = "keep"
-    """Answers that did not end: scored like others; given `unended_reward`; not learned from."""
+    """Answers that did not end: scored normally; with reward `unended_reward`; or not trained on."""
     unended_reward: float = -1.0
 
 
@@ -54,7 +54,7 @@ class Config(PolicyTraining):
     @model_validator(mode="after")
     def _has_groups(self) -> "Config":
         if self.rollouts.group_size < 2:
-            raise ValueError("data.group_size: 1 answer has no other to be compared with. Write at least 2.")
+            raise ValueError("data.group_size: GRPO compares answers within a group; use at least 2.")
         if self.model.name == "with_values":
             raise ValueError("model: this recipe needs no values. Take the base of 'with_values'.")
         if self.grpo.kl_weight and self.grpo.reference == "adapters_off" and self.model.name != "lora":
@@ -79,29 +79,29 @@ class Config(PolicyTraining):
     def reference_kind(self) -> Literal["none", "copy", "adapters_off"]:
         return self.grpo.reference if self.grpo.kl_weight else "none"
 
-    def estimate(self, found: "Rollouts", cursor: "Cursor") -> "Estimates":
-        """What each answer is better than its group. Groups of equal rewards teach nothing and are left out."""
+    def estimate(self, rollouts: "Rollouts", cursor: "Cursor") -> "Estimates":
+        """Advantages of the answers in their groups. Groups of equal rewards teach nothing and are skipped."""
         import torch
 
         from src.rl.advantages import group_advantages
         from src.rl.experience import Estimates
 
-        own, tokens, scores = self.grpo, found.tokens, found.scores
-        if own.unended == "penalise":
-            scores = torch.where(found.ended, scores, own.unended_reward)
-        if own.kl_weight and own.kl_in == "reward":
+        grpo, tokens, scores = self.grpo, rollouts.tokens, rollouts.scores
+        if grpo.unended == "penalise":
+            scores = torch.where(rollouts.ended, scores, grpo.unended_reward)
+        if grpo.kl_weight and grpo.kl_in == "reward":
             kl = torch.where(tokens["sampled"], tokens["logps"] - tokens["reference_logps"], 0.0)
-            scores = scores - own.kl_weight * kl.sum(dim=1)
-        worth, differ = group_advantages(scores, self.rollouts.group_size, own.baseline, own.by_deviation)
+            scores = scores - grpo.kl_weight * kl.sum(dim=1)
+        worth, differ = group_advantages(scores, self.rollouts.group_size, grpo.baseline, grpo.by_deviation)
         learned = tokens["sampled"] & differ[:, None]
-        if own.unended == "mask":
-            learned = learned & found.ended[:, None]
+        if grpo.unended == "mask":
+            learned = learned & rollouts.ended[:, None]
         columns = {"learned": learned, "advantages": torch.where(learned, worth[:, None], 0.0)}
         columns |= {name: tokens[name] for name in ("logps", "reference_logps") if name in tokens}
         return Estimates(columns, {"equal_groups": 1 - differ.float()}, {})
 
     def count(self, batch: "Mapping[str, torch.Tensor]") -> float:
-        """What `normalisation` says."""
+        """The divisor of `normalisation`."""
         from src.rl.losses import count
 
         return count(batch["learned"], self.grpo.normalisation, self.rollouts.max_new_tokens)
@@ -111,23 +111,23 @@ class Config(PolicyTraining):
         from src.rl import losses
         from src.rl.policy import score_tokens
 
-        own, learned = self.grpo, batch["learned"]
-        found = score_tokens(model, batch, self.rollouts.sampling.temperature, entropy_gradient=own.entropy_weight > 0)
+        grpo, learned = self.grpo, batch["learned"]
+        scored = score_tokens(model, batch, self.rollouts.sampling.temperature, entropy_gradient=grpo.entropy_weight > 0)
         policy = losses.policy_loss(
-            found.logps,
-            batch.get("logps", found.logps.detach()),
+            scored.logps,
+            batch.get("logps", scored.logps.detach()),
             batch["advantages"],
             learned,
-            clip_low=own.clip_low,
-            clip_high=own.clip_high,
-            ratio=own.ratio,
-            normalisation=own.normalisation,
-            dual_clip=own.dual_clip,
+            clip_low=grpo.clip_low,
+            clip_high=grpo.clip_high,
+            ratio=grpo.ratio,
+            normalisation=grpo.normalisation,
+            dual_clip=grpo.dual_clip,
             reference_logps_BT=batch.get("reference_logps"),
-            kl_weight=own.kl_weight if own.kl_in == "loss" else 0.0,
-            corrected_kl=own.corrected_kl,
+            kl_weight=grpo.kl_weight if grpo.kl_in == "loss" else 0.0,
+            corrected_kl=grpo.corrected_kl,
         )
-        loss = policy.loss - own.entropy_weight * losses.token_sum(found.entropies, learned, own.normalisation)
-        sums = {"clipped": policy.clipped, "entropy": losses.token_sum(found.entropies.detach(), learned, "tokens")}
+        loss = policy.loss - grpo.entropy_weight * losses.token_sum(scored.entropies, learned, grpo.normalisation)
+        sums = {"clipped": policy.clipped, "entropy": losses.token_sum(scored.entropies.detach(), learned, "tokens")}
         sums |= {"kl": policy.kl} if "reference_logps" in batch else {}
         return loss, {name: (each, learned.sum()) for name, each in sums.items()}

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class KL(StrictConfig):
-    """What it costs to leave the policy that the training began with."""
+    """Cost of leaving the initial policy."""
 
     weight: float = Field(default=0.05, ge=0)
     """Taken from the reward of each token, per nat."""
@@ -28,7 +28,7 @@ class KL(StrictConfig):
     horizon: int = Field(default=10000, gt=0)
     """Rollouts in which it comes there."""
     reference: Literal["copy", "adapters_off"] = "copy"
-    """copy: beside the policy in memory. adapters_off: the policy without its adapters, where model 'lora' is in it."""
+    """copy: a second model in memory. adapters_off: the policy without its adapters, where model 'lora' is in it."""
 
 
 class Settings(StrictConfig):
@@ -39,7 +39,7 @@ class Settings(StrictConfig):
     gamma: float = Field(default=1.0, gt=0, le=1)
     lam: float = Field(default=0.95, ge=0, le=1)
     clip: float = Field(default=0.2, gt=0)
-    """By how much the probability of a token may change, as a ratio to 1, before it is no longer learned."""
+    """Largest change of a token's probability, as a ratio to 1, before its gradient is cut."""
     dual_clip: float | None = added_field(None, gt=1)
     """Maximum ratio where the advantage is negative, for example 3; None for no maximum."""
     value_clip: float = Field(default=0.2, gt=0)
@@ -50,9 +50,9 @@ class Settings(StrictConfig):
     scale: Literal["none", "running", "first"] = "none"
     """Rewards are divided by their deviation: over all iterations so far, or over the first."""
     reward_clip: float | None = Field(default=None, gt=0)
-    """Most that a scaled reward may be from 0."""
+    """Limit of a scaled reward's absolute value."""
     unended: Literal["keep", "penalise", "mask"] = "keep"
-    """Answers that did not end: scored like others; given `unended_reward`; not learned from."""
+    """Answers that did not end: scored normally; with reward `unended_reward`; or not trained on."""
     unended_reward: float = -1.0
 
 
@@ -84,41 +84,41 @@ class Config(PolicyTraining):
     def policy_of(self, model: Any) -> Any:
         return model.base
 
-    def estimate(self, found: "Rollouts", cursor: "Cursor") -> "Estimates":
-        """Generalised advantages of the scaled rewards less the KL; the next weight of the KL, and what rewards are scaled by."""
+    def estimate(self, rollouts: "Rollouts", cursor: "Cursor") -> "Estimates":
+        """Generalised advantages of the scaled rewards less the KL; the next weight of the KL, and the scale of the rewards."""
         import torch
 
         from src.rl import advantages
         from src.rl.experience import Estimates
 
-        own, tokens = self.ppo, found.tokens
+        ppo, tokens = self.ppo, rollouts.tokens
         sampled, logps, values = tokens["sampled"], tokens["logps"], tokens["values"]
         kl, weight = torch.zeros_like(logps), 0.0
-        if own.kl:
-            kl, weight = advantages.kl_terms(logps, tokens["reference_logps"], own.kl.estimate), cursor.get("kl_weight", own.kl.weight)
+        if ppo.kl:
+            kl, weight = advantages.kl_terms(logps, tokens["reference_logps"], ppo.kl.estimate), cursor.get("kl_weight", ppo.kl.weight)
             kl = torch.where(sampled, kl, 0.0)
-        scores, moments = self._scale(found.scores, cursor)
+        scores, moments = self._scale(rollouts.scores, cursor)
         learned = sampled
-        if own.unended == "penalise":
-            scores = torch.where(found.ended, scores, own.unended_reward)
-        elif own.unended == "mask":
-            learned = sampled & found.ended[:, None]
+        if ppo.unended == "penalise":
+            scores = torch.where(rollouts.ended, scores, ppo.unended_reward)
+        elif ppo.unended == "mask":
+            learned = sampled & rollouts.ended[:, None]
         rewards = advantages.token_rewards(scores, kl, sampled, weight)
-        gains = advantages.generalized_advantages(values, rewards, sampled, own.gamma, own.lam)
+        gains = advantages.generalized_advantages(values, rewards, sampled, ppo.gamma, ppo.lam)
         worth = gains.advantages
-        if own.whiten:
+        if ppo.whiten:
             worth = advantages.whiten(worth, learned, advantages.Moments.measure(worth, learned))
         error = advantages.Moments.measure(gains.returns - values, sampled).deviation
         spread = advantages.Moments.measure(gains.returns, sampled).deviation
         explained = 1 - (error / spread) ** 2 if spread else 0.0
-        told = {"kl_weight": weight} if own.kl else {}
-        if own.kl and own.kl.target:
+        changes = {"kl_weight": weight} if ppo.kl else {}
+        if ppo.kl and ppo.kl.target:
             mean = float(kl.sum() / sampled.sum())
-            told["kl_weight"] = advantages.next_kl_weight(weight, mean, len(scores), own.kl.target, own.kl.horizon)
+            changes["kl_weight"] = advantages.next_kl_weight(weight, mean, len(scores), ppo.kl.target, ppo.kl.horizon)
         columns = {"learned": learned, "advantages": worth, "logps": logps, "values": values, "returns": gains.returns, "kl": kl}
         facts = {"explained_variance": torch.full_like(scores, explained)}
-        facts |= {"kl_weight": torch.full_like(scores, weight)} if own.kl else {}
-        return Estimates(columns, facts, {**told, **moments})
+        facts |= {"kl_weight": torch.full_like(scores, weight)} if ppo.kl else {}
+        return Estimates(columns, facts, {**changes, **moments})
 
     def _scale(self, scores: "torch.Tensor", cursor: "Cursor") -> "tuple[torch.Tensor, Cursor]":
         """Scaled and clipped rewards, and the sums that they are scaled by."""
@@ -126,31 +126,31 @@ class Config(PolicyTraining):
 
         from src.rl.advantages import Moments
 
-        kept: Cursor = {}
+        state: Cursor = {}
         if self.ppo.scale != "none":
             before = cursor.get("reward_moments")
             moments = Moments(*before) if before else Moments(0.0, 0.0, 0.0)
             if self.ppo.scale == "running" or not before:
                 moments = moments + Moments.measure(scores, torch.ones_like(scores, dtype=torch.bool))
-            kept["reward_moments"] = [moments.count, moments.total, moments.squares]
+            state["reward_moments"] = [moments.count, moments.total, moments.squares]
             scores = scores / (moments.deviation or 1.0)
-        return (scores if self.ppo.reward_clip is None else scores.clamp(-self.ppo.reward_clip, self.ppo.reward_clip)), kept
+        return (scores if self.ppo.reward_clip is None else scores.clamp(-self.ppo.reward_clip, self.ppo.reward_clip)), state
 
     def token_losses(self, model: Any, batch: "Mapping[str, torch.Tensor]") -> Any:
         """Clipped losses of policy and values, less the entropy; over learned tokens: kl, clipped, entropy, value_loss."""
         from src.rl import losses
         from src.rl.policy import score_tokens
 
-        own, learned = self.ppo, batch["learned"]
-        found = score_tokens(model, batch, self.rollouts.sampling.temperature, entropy_gradient=own.entropy_weight > 0)
-        assert found.values is not None, "the model is 'with_values'"
+        ppo, learned = self.ppo, batch["learned"]
+        scored = score_tokens(model, batch, self.rollouts.sampling.temperature, entropy_gradient=ppo.entropy_weight > 0)
+        assert scored.values is not None, "the model is 'with_values'"
         policy = losses.policy_loss(
-            found.logps, batch["logps"], batch["advantages"], learned, clip_low=own.clip, clip_high=own.clip, dual_clip=own.dual_clip
+            scored.logps, batch["logps"], batch["advantages"], learned, clip_low=ppo.clip, clip_high=ppo.clip, dual_clip=ppo.dual_clip
         )  # fmt: skip
-        value = losses.value_loss(found.values, batch["values"], batch["returns"], learned, own.value_clip)
-        entropy = losses.token_sum(found.entropies, learned, "tokens")
-        loss = policy.loss + own.value_weight * value - own.entropy_weight * entropy
+        value = losses.value_loss(scored.values, batch["values"], batch["returns"], learned, ppo.value_clip)
+        entropy = losses.token_sum(scored.entropies, learned, "tokens")
+        loss = policy.loss + ppo.value_weight * value - ppo.entropy_weight * entropy
         count = learned.sum()
-        sums = {"kl": losses.token_sum(batch["kl"], learned, "tokens")} if own.kl else {}
+        sums = {"kl": losses.token_sum(batch["kl"], learned, "tokens")} if ppo.kl else {}
         sums |= {"clipped": policy.clipped, "entropy": entropy, "value_loss": value}
         return loss, {name: (each, count) for name, each in sums.items()}

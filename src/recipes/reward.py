@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from src.config import Config as StrictConfig
-from src.errors import ConfigError
+from src.config import Places
 from src.kinds import REWARD
 from src.recipes.shared.pretraining import Pretraining
 
@@ -36,33 +36,32 @@ class Config(Pretraining):
 
     ranking: Ranking = Ranking()
 
+    def checks(self, places: Places) -> list[Callable[[], object]]:
+        return [*super().checks(places), *([lambda: self.data.check_scores(places)] if self.ranking.margin == "scores" else [])]
+
     def loss(self) -> Callable[..., Any]:
         """Summed loss; and by name, over the conversations that have a preference: accuracy, the share in which the best reply has more
         than the worst; kendall and spearman, correlations with the ranks; best_reward and worst_reward."""
         from src.metrics.ranking import correlations
         from src.training.preferences.losses import agreement, ranking_loss
 
-        own = self.ranking
+        settings = self.ranking
 
         def loss_and_sums(model: Any, batch: "Mapping[str, torch.Tensor]", correlated: bool = True) -> Any:
             import torch
 
             rewards_R = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
             conversations_R, ranks_R = batch["sample_of_row"], batch["ranks"]
-            margin = own.margin
-            if margin == "scores":
-                margin = batch.get("scores")
-                if margin is None:
-                    raise ConfigError('ranking.margin: "scores", but a reply of the data has no "score". Add it, or write a number.')
+            margin = batch["scores"] if settings.margin == "scores" else settings.margin
             summed = ranking_loss(
-                rewards_R, conversations_R, ranks_R, by=own.by, l2=own.l2, margin=margin, centring=own.centring
+                rewards_R, conversations_R, ranks_R, by=settings.by, l2=settings.l2, margin=margin, centring=settings.centring
             )  # fmt: skip
             if not correlated:
                 *sums, count = agreement(rewards_R, conversations_R, ranks_R)
                 return summed, {name: (each, count) for name, each in zip(("accuracy", "best_reward", "worst_reward"), sums, strict=True)}
-            found = correlations(rewards_R.tolist(), conversations_R.tolist(), ranks_R.tolist())
-            count = torch.tensor(float(len(found)))
-            sums = {name: sum(getattr(each, name) for each in found) for name in self.reported}
+            ranked = correlations(rewards_R.tolist(), conversations_R.tolist(), ranks_R.tolist())
+            count = torch.tensor(float(len(ranked)))
+            sums = {name: sum(getattr(each, name) for each in ranked) for name in self.reported}
             return summed, {name: (torch.tensor(each, dtype=torch.float64), count) for name, each in sums.items()}
 
         return loss_and_sums

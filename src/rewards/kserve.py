@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import Any, NoReturn, Protocol, TypeGuard
 
 from src.errors import ConfigError, RunError
-from src.files import parse_json
+from src.parsing import parse_json
 
 GRPC_PACKAGE = "requirements/serving.txt"
 INPUTS = ("input_ids", "attention_mask")

@@ -1,6 +1,6 @@
-"""Losses of a policy and of values on tokens that an earlier policy has sampled. All are sums: what they are divided by is `Normalisation`.
+"""Losses of a policy and of values on tokens that an earlier policy has sampled. All are sums; `Normalisation` is the divisor.
 
-Shapes: B rollouts, T tokens of the longest. `sampled_BT` is true on the tokens that the policy has sampled; the others have no loss.
+Shapes: B rollouts, T tokens of the longest. `sampled_BT` is true on tokens that the policy has sampled; the rest have no loss.
 """
 
 import math
@@ -12,17 +12,19 @@ from torch import Tensor
 from src.rl.advantages import kl_terms
 
 Normalisation = Literal["tokens", "rollouts", "room"]
-"""tokens: the sampled tokens of the global batch (DAPO). rollouts: each has the mean over its own tokens (GRPO). room: the most tokens that
-could have been sampled, which favours no length (Dr. GRPO, Liu et al. 2025, arXiv 2503.20783)."""
+"""tokens: the sampled tokens of the global batch (DAPO). rollouts: each has the mean over its own tokens (GRPO). room: the maximum number
+of tokens of a rollout, which favours no length (Dr. GRPO, Liu et al. 2025, arXiv 2503.20783)."""
+_LARGEST_LOG_RATIO = 20.0
+"""Limit of the weight of a divergence, as in verl: a larger one would overflow to an infinite loss."""
 Ratio = Literal["token", "sequence", "sequence_sum"]
 
 
 class PolicyLoss(NamedTuple):
-    """What `policy_loss` finds: sums."""
+    """The result of `policy_loss`: sums."""
 
     loss: Tensor
     clipped: Tensor
-    """Sampled tokens whose ratio was cut: they have no gradient."""
+    """Sampled tokens with a clipped ratio: they have no gradient."""
     kl: Tensor
     """Nats of the policy from the reference, summed over the sampled tokens (k3); 0 without a reference."""
 
@@ -64,8 +66,9 @@ def policy_loss(  # noqa: PLR0913  each is named
     losses = -torch.min(ratios * advantages, cut * advantages)
     kl = torch.zeros_like(losses)
     if reference_logps_BT is not None:
-        own, others = (torch.where(sampled_BT, each, 0.0) for each in (logps_BT, reference_logps_BT))  # before exp: its overflow is NaN
-        kl = kl_terms(own, others, "k3") * (moved.exp() if corrected_kl else 1.0)
+        # before exp: its overflow is NaN
+        current, reference = (torch.where(sampled_BT, each, 0.0) for each in (logps_BT, reference_logps_BT))
+        kl = kl_terms(current, reference, "k3") * (moved.clamp(max=_LARGEST_LOG_RATIO).exp() if corrected_kl else 1.0)
         losses = losses + kl_weight * kl
     clipped = ((cut * advantages < ratios * advantages) | (moved > largest)) & sampled_BT
     return PolicyLoss(token_sum(losses, sampled_BT, normalisation), clipped.sum(), kl.detach().sum())
@@ -78,14 +81,14 @@ def token_sum(numbers_BT: Tensor, sampled_BT: Tensor, normalisation: Normalisati
 
 
 def value_loss(values_BT: Tensor, old_values_BT: Tensor, returns_BT: Tensor, sampled_BT: Tensor, clip: float) -> Tensor:
-    """Sum over sampled tokens of half the larger squared error: of the value, or of what is at most `clip` from the old one towards it."""
+    """Sum over sampled tokens of half the larger squared error: of the value, or of the value within `clip` of the old one."""
     near = old_values_BT + (values_BT - old_values_BT).clamp(-clip, clip)
     errors = 0.5 * torch.max((values_BT - returns_BT).square(), (near - returns_BT).square())
     return torch.where(sampled_BT, errors, 0.0).sum()
 
 
 def count(sampled_BT: Tensor, normalisation: Normalisation, room: int) -> float:
-    """What `policy_loss` of these rollouts is a sum over; those without a sampled token count nothing. room: most tokens of a rollout."""
+    """The divisor of `policy_loss`; rollouts without a sampled token do not count. room: maximum number of tokens of a rollout."""
     if normalisation == "tokens":
         return float(sampled_BT.sum())
     return float(sampled_BT.any(dim=1).sum()) * (room if normalisation == "room" else 1.0)

@@ -1,6 +1,7 @@
 """The code of a run: its commit and every change to it, as a patch that `git apply` turns into the same tree."""
 
 import contextlib
+import functools
 import os
 import re
 import shutil
@@ -9,7 +10,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatch
+from fnmatch import translate
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -27,15 +28,22 @@ SNAPSHOT = "snapshot.json"
 """In a code snapshot of a job: the `code_version` of the original."""
 SECRET_FILES = (
     *(".env", ".env.*", "*.pem", "*.key", "*.p12", "*.pfx", ".netrc", "_netrc", "id_rsa*", "id_ed25519*", "id_ecdsa*", "credentials*"),
-    *(".git-credentials", ".pypirc", ".npmrc", "kaggle.json"),
+    *(".git-credentials", ".pypirc", ".npmrc", "kaggle.json", "*.env", ".envrc", ".htpasswd", "service_account*.json", "*.keytab"),
+    *("key.*", "keys.*", "*[_-]key", "*[_-]key.txt", "*[_-]key.json", "*[_-]keys.json", "*api[_-]key*", "authkey*"),
 )
 """Names of files that are likely to hold secrets: their content is never recorded."""
 SECRET_WORDS = {"secret", "secrets", "token", "password", "passwords", "passwd", "apikey", "credential", "credentials"}
 """A file with one of these words in its name is a likely secret (wandb_token.txt, my-secrets.yaml), except modules (token.py)."""
 SECRET_MODULES = {"secret.py", "secrets.py", "credentials.py", "password.py", "passwords.py"}
 _SECRET_FOLDERS = {".ssh", ".aws", ".gnupg", ".kube", ".docker", "secrets", ".secrets", "credentials"}
+_IS_SECRET_FILE = re.compile("|".join(map(translate, SECRET_FILES)))
 _PRIVATE_KEY = b"PRIVATE KEY-----"
+_ACCESS_TOKEN = re.compile(
+    rb"\b(hf_[A-Za-z0-9]{34}|gh[pousr]_\w{36}|github_pat_\w{22,}|glpat-[\w-]{20}|sk-(proj-|ant-)?[\w-]{40,}|AKIA[0-9A-Z]{16}|xox[abp]-[\w-]{20,})"
+)
+"""Tokens of Hugging Face, GitHub, GitLab, OpenAI, Anthropic, AWS and Slack."""
 _UNKNOWN = {"commit": None, "branch": None, "dirty": None, "diff": None}
+_REPOSITORY_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_COMMON_DIR", "GIT_OBJECT_DIRECTORY", "GIT_ALTERNATE_OBJECT_DIRECTORIES")
 _OPTIONS = (
     *("--binary", "--full-index", "--no-color", "--no-ext-diff", "--no-textconv", "--no-renames", "--unified=3", "--ignore-submodules=all"),
     "--no-relative",
@@ -61,16 +69,16 @@ def code_version(root: Path, leave_out: Sequence[Path] = ()) -> dict[str, Any]:
         if changes := _changes_of_snapshot(root):
             facts |= {"dirty": True, "omitted": [*(facts.get("omitted") or []), *changes]}
         return facts
-    try:
-        return _version(root, leave_out)
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return dict(_UNKNOWN)
+    facts = dict(_UNKNOWN)
+    with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
+        _add_version(facts, root, leave_out)
+    return facts
 
 
 def looks_secret(name: str) -> bool:
     """Whether a file of this name is likely to hold secrets."""
     lower = name.lower()
-    if any(fnmatch(lower, pattern) for pattern in SECRET_FILES) and not lower.endswith(".py"):
+    if _IS_SECRET_FILE.match(lower) and not lower.endswith(".py"):
         return True
     if lower.endswith((".py", ".sh")):
         return lower in SECRET_MODULES
@@ -88,7 +96,8 @@ class _Changes:
 
     patch: list[tuple[str, bytes]] = field(default_factory=list)
     """Name of a file below the top, and its part of the patch."""
-    omitted: list[dict[str, Any]] = field(default_factory=list)
+    omitted: list[tuple[str, str]] = field(default_factory=list)
+    """Name of a file below the top, and the reason."""
     submodules: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -98,13 +107,17 @@ class _Git:
     def __init__(self, folder: Path, scratch: Path) -> None:
         self.scratch = scratch
         self.environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
-        for name in ("GIT_EXTERNAL_DIFF", "GIT_DIFF_OPTS", "GIT_INDEX_FILE", "GIT_PREFIX"):
+        for name in ("GIT_EXTERNAL_DIFF", "GIT_DIFF_OPTS", "GIT_INDEX_FILE", "GIT_PREFIX", *_REPOSITORY_VARIABLES):
             self.environment.pop(name, None)
+        self.options = ["--literal-pathspecs", "-c", "core.safecrlf=false"]
         self.folder = folder
         self.folder = Path(os.fsdecode(self("rev-parse", "--show-toplevel").removesuffix(b"\n")))
         index, objects = (
             self.folder / os.fsdecode(self("rev-parse", "--git-path", name).removesuffix(b"\n")) for name in ("index", "objects")
         )
+        with contextlib.suppress(subprocess.CalledProcessError):  # no filter is configured
+            for name in self("config", "--name-only", "--get-regexp", r"^filter\..*\.required$").decode().splitlines():
+                self.options += ["-c", f"{name}=false"]  # a filter that is not installed here changes nothing
         store = tempfile.mkdtemp(dir=scratch)
         if index.exists():
             shutil.copy2(index, f"{store}/index")
@@ -116,7 +129,7 @@ class _Git:
 
     def __call__(self, *arguments: str, text: bytes = b"") -> bytes:
         """The output of a command. Raises subprocess.SubprocessError."""
-        command = ["git", "-C", str(self.folder), "--literal-pathspecs", *arguments]
+        command = ["git", "-C", str(self.folder), *self.options, *arguments]
         return subprocess.run(command, capture_output=True, timeout=_GIT_SECONDS, check=True, input=text, env=self.environment).stdout
 
     def try_read(self, *arguments: str) -> str | None:
@@ -130,23 +143,25 @@ class _Git:
         return [os.fsdecode(name) for name in self(*arguments).split(b"\0") if name]
 
 
-def _version(root: Path, leave_out: Sequence[Path]) -> dict[str, Any]:
+def _add_version(facts: dict[str, Any], root: Path, leave_out: Sequence[Path]) -> None:
+    """Add the commit first: it is recorded even if the comparison of the files fails."""
     with tempfile.TemporaryDirectory() as scratch:
         git = _Git(root, Path(scratch))
         inside = os.path.relpath(root.resolve(), git.folder.resolve())
         if not git.names("ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", inside):
-            return dict(_UNKNOWN)  # a folder that git ignores, in a repository of other code
-        commit = git.try_read("rev-parse", "--verify", "HEAD")
-        branch = git.try_read("rev-parse", "--abbrev-ref", "HEAD") if commit else None
+            return  # a folder that git ignores, in a repository of other code
+        facts["commit"] = commit = git.try_read("rev-parse", "--verify", "HEAD")
+        facts["branch"] = git.try_read("rev-parse", "--abbrev-ref", "HEAD") if commit else None
         changes = _Changes()
         _add_changes(changes, git, commit, inside, "", [path.resolve() for path in leave_out])
-        patch = _fit(changes, git.folder)
-    dirty = bool(patch or changes.omitted or changes.submodules)
+        patch = _fit(changes)
+        omitted = [_describe(git.folder / name, name, reason) for name, reason in sorted(changes.omitted)[:MAX_OMITTED]]
+    dirty = bool(patch or omitted or changes.submodules)
     diff = patch.decode("utf-8", "surrogateescape") or ("" if not dirty else None)
-    facts = {"commit": commit, "branch": branch, "dirty": dirty, "diff": diff}
+    facts |= {"dirty": dirty, "diff": diff}
     if (more := len(changes.omitted) - MAX_OMITTED) > 0:
-        changes.omitted[MAX_OMITTED:] = [{"name": f"and {more} more"}]
-    return facts | {key: entries for key in ("omitted", "submodules") if (entries := getattr(changes, key))}
+        omitted.append({"name": f"and {more} more"})
+    facts |= {key: entries for key, entries in (("omitted", omitted), ("submodules", changes.submodules)) if entries}
 
 
 def _add_changes(changes: _Changes, git: _Git, base: str | None, inside: str, prefix: str, leave_out: Sequence[Path]) -> None:
@@ -160,7 +175,8 @@ def _add_changes(changes: _Changes, git: _Git, base: str | None, inside: str, pr
         git.names("diff", "--cached", "--name-only", "-z", "--no-renames", "--ignore-submodules=all", tree, "--", inside)
     )
     others = git.names("ls-files", "-z", "--others", "--exclude-standard", "--full-name", "--", inside)
-    new = [name for name in others if not _is_left_out(git.folder, name, leave_out)]
+    is_left_out = functools.cache(lambda folder: _is_left_out(git.folder, folder, leave_out))
+    new = [name for name in others if not is_left_out(PurePath(name).parent)]
     links = {name for entries in (recorded, listed) for name, (mode, _) in entries.items() if mode == "160000"}
     links = {name for name in links if inside == "." or PurePath(name).is_relative_to(inside)}
     repositories = [*sorted(links), *(name.rstrip("/") for name in new if name.endswith("/"))]
@@ -168,7 +184,7 @@ def _add_changes(changes: _Changes, git: _Git, base: str | None, inside: str, pr
     chosen = []
     for name in sorted(names.keys() - links):  # a folder that was a file comes before its files
         if reason := _reason_to_omit(git.folder / name, name):
-            changes.omitted.append(_describe(git.folder / name, prefix + name, reason))
+            changes.omitted.append((prefix + name, reason))
         else:
             chosen.append(name)
     omitted = names.keys() - set(chosen)
@@ -238,12 +254,11 @@ def _index_line(name: str, mode: str, digest: str) -> bytes:
     return f"{mode} {digest}\t".encode() + os.fsencode(name) + b"\0"
 
 
-def _is_left_out(top: Path, name: str, leave_out: Sequence[Path]) -> bool:
-    """Whether a file is below a folder that holds no code, such as an installation of Python."""
-    path = top / name
-    if leave_out and any(path.parent.resolve().is_relative_to(folder) for folder in leave_out):
+def _is_left_out(top: Path, folder: PurePath, leave_out: Sequence[Path]) -> bool:
+    """Whether `folder` is in one that holds no code, such as an installation of Python."""
+    if leave_out and any((top / folder).resolve().is_relative_to(each) for each in leave_out):
         return True
-    return any(is_python_installation(top / folder) for folder in PurePath(name).parents if folder != PurePath())
+    return any(is_python_installation(top / each) for each in (folder, *folder.parents) if each != PurePath())
 
 
 def _reason_to_omit(path: Path, name: str) -> str:
@@ -259,8 +274,11 @@ def _reason_to_omit(path: Path, name: str) -> str:
             return f"more than {MAX_DIFF_BYTES} bytes"
         if not os.access(path, os.R_OK):
             return "unreadable"
-        if path.suffix != ".py" and _PRIVATE_KEY in path.read_bytes():
+        content = path.read_bytes()
+        if path.suffix != ".py" and _PRIVATE_KEY in content:
             return "it holds a private key"
+        if _ACCESS_TOKEN.search(content):
+            return "it holds an access token"
     return ""
 
 
@@ -275,15 +293,14 @@ def _describe(path: Path, name: str, reason: str) -> dict[str, Any]:
     return facts
 
 
-def _fit(changes: _Changes, top: Path) -> bytes:
+def _fit(changes: _Changes) -> bytes:
     """The patch. Drops the largest parts if it exceeds `MAX_DIFF_BYTES`, and lists their files, so that the rest can be applied."""
     total, dropped = 0, set()
     for name, part in sorted(changes.patch, key=lambda each: len(each[1])):
         total += len(part)
         if total > MAX_DIFF_BYTES:
             dropped.add(name)
-            changes.omitted.append(_describe(top / name, name, f"more than {MAX_DIFF_BYTES} bytes of changes"))
-    changes.omitted.sort(key=lambda facts: facts["name"])
+            changes.omitted.append((name, f"more than {MAX_DIFF_BYTES} bytes of changes"))
     return b"".join(part for name, part in changes.patch if name not in dropped)
 
 

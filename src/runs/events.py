@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from src import log_rules
 from src.errors import RunError
 from src.files import read_json, reading, write_json
-from src.runs import jsonl_records, ledger, log_rules
+from src.runs import jsonl_records, ledger
 from src.runs.environment import now
 
 EVENTS = "events.jsonl"

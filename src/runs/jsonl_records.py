@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from src.errors import DataError, RunError
-from src.files import parse_json, reading, sync_directory, writing
+from src.files import reading, sync_directory, writing
+from src.parsing import parse_json
 
 TAIL_BYTES = 4096
 _WINDOW = 2**16

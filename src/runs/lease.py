@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from src.errors import RunError
-from src.files import parse_json, reading, write_atomic, writing
+from src.files import reading, write_atomic, writing
+from src.parsing import parse_json
 from src.runs.environment import now
 
 STALE_SECONDS = 30.0

@@ -42,6 +42,8 @@ from src.runs.scores import SCORES, Scores
 from src.runs.summary import SUMMARY, parse_summary, summarize
 
 DELETED = "deleted"
+_SHOWN_CHANGES = 10
+"""Maximum number of changed settings in a message."""
 _BEFORE_A_START = (leases.LEASE, leases.GUARD, EXP_DICT, GROUPS, JOB, REMARKS)
 
 log = logging.getLogger(__name__)
@@ -257,7 +259,8 @@ def start_over(path: Path) -> None:
 
 
 def _describe(changes: list[tuple[str, str, str]]) -> str:
-    return "; ".join(f"{key or 'value'} was {old}, is now {new}" for key, old, new in changes)
+    shown = [f"{key or 'value'} was {old:.60}, is now {new:.60}" for key, old, new in changes[:_SHOWN_CHANGES]]
+    return "; ".join(shown + ([f"and {more} more"] if (more := len(changes) - _SHOWN_CHANGES) > 0 else []))
 
 
 def _is_used(path: Path) -> bool:

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from src.errors import DataError, RunError
-from src.files import parse_json, reading, sync_directory, write_atomic, writing
+from src.files import reading, sync_directory, write_atomic, writing
+from src.parsing import parse_json
 from src.runs import jsonl_records
 
 SCORES = "scores.jsonl"

@@ -12,9 +12,9 @@ from src.config import unknown
 from src.errors import ConfigError, DataError, UserError
 from src.experiments import expressions
 from src.files import reading
+from src.read_cache import ReadCache
 from src.runs.lease import holder_is_dead, lost_contact
 from src.runs.metadata import CODE_VERSIONS, flatten, state_of
-from src.runs.read_cache import ReadCache
 from src.runs.summary import is_finite
 from src.tables.scan import RunIndex, RunRecord, list_names
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from src.errors import RunError
 from src.files import read_json, reading
+from src.read_cache import SETTLED_SECONDS
 from src.runs.metadata import (
     CODE_VERSIONS,
     ENV,
@@ -26,7 +27,6 @@ from src.runs.metadata import (
     read_remarks,
     read_status,
 )
-from src.runs.read_cache import SETTLED_SECONDS
 from src.runs.scores import SCORE_LIST, SCORES, read_score_list
 from src.runs.summary import SUMMARY, Summary, parse_summary, summarize
 from src.tables import cache

@@ -56,9 +56,9 @@ class World:
 
     def job(self, name: str, code: str, *args: str, after: tuple[str, ...] = (), **settings: Any) -> Job:
         """A job that runs Python `code`. settings: of its config."""
-        own = self.config.model_copy(update=settings) if settings else None
+        job_config = self.config.model_copy(update=settings) if settings else None
         run = self.folder / "runs" / name
-        return Job(name, ("-c", code, *args), self.folder, run, self.folder / "logs", after=after, resources=own)
+        return Job(name, ("-c", code, *args), self.folder, run, self.folder / "logs", after=after, resources=job_config)
 
     def ends(self, name: str, *codes: int, **settings: Any) -> Job:
         return self.job(name, ENDS, str(self.folder / "logs" / f"{name}.out.log"), *map(str, codes), **settings)
@@ -120,7 +120,7 @@ def test_a_child_starts_after_its_parent_and_never_after_one_that_failed(world: 
     world.wait_for(then[1], "cancelled", "not started, because bad did not end well")
 
 
-def test_what_stops_in_order_starts_again_and_what_fails_as_often_as_it_may(world: World):
+def test_stopped_jobs_restart_and_failed_jobs_restart_up_to_a_limit(world: World):
     ids = world.submit(
         world.ends("stops", 75, 75, 0),
         world.ends("fails", 9, 75, 9, 9, retries=2),
@@ -155,7 +155,7 @@ def test_a_job_that_is_stopped_in_rays_dashboard_does_not_start_again(world: Wor
     assert world.log("runs") == ["up", "told", "stopped"]
 
 
-def test_what_is_submitted_twice_runs_once(world: World):
+def test_a_job_submitted_twice_runs_once(world: World):
     assert world.submit(world.ends("a", 0)) == world.submit(world.ends("a", 0))
     world.wait_for(f"{world.submission.name}.a", "completed", "exit code 0")
     assert world.log("a") == ["start"]
@@ -191,9 +191,9 @@ def test_a_look_that_got_no_answer_in_time_forbids_nothing_later(cluster: FakeRa
     """Its answer, which is older than the job, comes when another command has found the job."""
     suite = Suite(tmp_path)
     item = planned("end", waits=True)
-    given = resources.load("there", {"launcher": "ray", "address": cluster.address, "patience_seconds": 300.0}, suite.runs)
+    target = resources.load("there", {"launcher": "ray", "address": cluster.address, "patience_seconds": 300.0}, suite.runs)
     cluster.held = True
-    actions.run(suite.request([item]), given)
+    actions.run(suite.request([item]), target)
     (folder,) = suite.submissions()
     (folder / "jobs.json").unlink()
     answer = threading.Event()
@@ -217,7 +217,7 @@ def test_a_look_that_got_no_answer_in_time_forbids_nothing_later(cluster: FakeRa
     assert suite.ended([item]) == ["done"]
 
 
-def test_a_cluster_that_was_started_anew_knows_no_job(cluster: FakeRay, world: World):
+def test_a_restarted_cluster_has_no_jobs(cluster: FakeRay, world: World):
     cluster.held = True
     (job_id,) = world.submit(world.ends("a", 0))
     cluster.jobs.clear()
@@ -303,7 +303,7 @@ def test_a_refusal_leaves_nothing_queued(cluster: FakeRay, world: World, fault: 
     assert world.log("a") == []
 
 
-def test_what_was_queued_before_the_cluster_went_away_does_not_start(cluster: FakeRay, world: World):
+def test_queued_jobs_of_a_stopped_cluster_do_not_start(cluster: FakeRay, world: World):
     cluster.held = True
     impatient = world.config.model_copy(update={"patience_seconds": 0.3})
     cluster.faults = [None, *[BUSY] * 30]
@@ -375,17 +375,17 @@ DIED = "Job supervisor actor died: The actor died.\n\tpid: 1\nThe actor died bec
         ({}, "unknown", "Ray's status is 'None'"),
     ],
 )
-def test_states_are_told_as_they_are(cluster: FakeRay, world: World, facts: dict[str, Any], state: str, reason: str):
+def test_states_of_jobs(cluster: FakeRay, world: World, facts: dict[str, Any], state: str, reason: str):
     name = "20260101-batch.a"
     cluster.jobs = {
         name: {"submission_id": name, "driver_agent_http_address": "http://[fe80::1]:52365", **facts},
         "b": {"submission_id": 3},
     }
-    seen = world.config.states([name])[name]
-    assert (seen.state, seen.node) == (state, "fe80::1")
-    assert reason in seen.reason
-    assert seen.reason.isprintable()
-    assert len(seen.reason) < 400
+    job_state = world.config.states([name])[name]
+    assert (job_state.state, job_state.node) == (state, "fe80::1")
+    assert reason in job_state.reason
+    assert job_state.reason.isprintable()
+    assert len(job_state.reason) < 400
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def test_resources_arrive_at_sbatch(cluster: Cluster, folder: Path):
     )
     submit([job(folder, "a"), job(folder, "b")], folder, config)
     (call,) = cluster.calls("sbatch")
-    wanted = {
+    expected = {
         "partition": "high",
         "account": "lab",
         "qos": "long",
@@ -80,7 +80,7 @@ def test_resources_arrive_at_sbatch(cluster: Cluster, folder: Path):
         "nodes": "2",
         "ntasks-per-node": "1",
     }
-    assert {name: option(call, name) for name in wanted} == wanted
+    assert {name: option(call, name) for name in expected} == expected
     assert option(call, "requeue") is None
 
 
@@ -188,10 +188,10 @@ def test_children_of_a_failed_parent_do_not_run(cluster: Cluster, folder: Path):
     cluster.configure(run=True)
     fails = Job("fails", ("-c", "raise SystemExit(3)"), folder, folder / "r", folder / "logs")
     ids, _ = submit([fails, job(folder, "child", after=("fails",)), job(folder, "grandchild", after=("child",))], folder)
-    found = SOON.states(ids)
-    assert (found[ids[0]].state, found[ids[0]].word, found[ids[0]].reason) == ("failed", "FAILED", "exit code 3")
-    assert (found[ids[1]].state, found[ids[1]].reason) == ("cancelled", "DependencyNeverSatisfied")
-    assert found[ids[2]].state == "cancelled"
+    result = SOON.states(ids)
+    assert (result[ids[0]].state, result[ids[0]].word, result[ids[0]].reason) == ("failed", "FAILED", "exit code 3")
+    assert (result[ids[1]].state, result[ids[1]].reason) == ("cancelled", "DependencyNeverSatisfied")
+    assert result[ids[2]].state == "cancelled"
 
 
 @pytest.mark.parametrize(

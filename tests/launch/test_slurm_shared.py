@@ -65,8 +65,8 @@ def written(submissions: Path) -> dict[str, int]:
 
 def states(config: slurm.Config, cluster: Cluster, ids: list[str]) -> list[str]:
     cluster.reap()
-    found = config.states(ids)
-    return [f"{found[job_id].state} {found[job_id].reason}".strip() for job_id in ids]
+    result = config.states(ids)
+    return [f"{result[job_id].state} {result[job_id].reason}".strip() for job_id in ids]
 
 
 def test_parents_do_not_share_a_task(cluster: Cluster, folder: Path, config: slurm.Config):
@@ -118,14 +118,14 @@ def test_a_requeue_restarts_unfinished_experiments(
     assert cluster.calls("scontrol")[-1:] == [["scontrol", "requeue", "1_0"]]
     assert len(cluster.calls("scontrol")) == 2, "one of them was for the largest array"
     cluster.set("1_0", state="PENDING", reason="BeginTime")
-    known = states(config, cluster, ids)[0]
-    assert states(config, cluster, ids) == [known, "queued BeginTime"]
+    state = states(config, cluster, ids)[0]
+    assert states(config, cluster, ids) == [state, "queued BeginTime"]
     before = len(started(folder))
     end(folder, "b", 0)
     task = cluster.start("1_0")
     assert task.wait(300) == code
     assert started(folder)[before:] == again
-    assert states(config, cluster, ids) == [known, "completed"]
+    assert states(config, cluster, ids) == [state, "completed"]
 
 
 def test_a_stop_outweighs_a_failure(cluster: Cluster, folder: Path, config: slurm.Config, start: Callable[[], list[str]]):
@@ -221,9 +221,9 @@ def test_experiments_of_an_earlier_version_resume(cluster: Cluster, folder: Path
 
 def test_one_of_a_running_task_is_repaired_while_its_neighbour_runs(tmp_path: Path, cluster: Cluster):
     world = World(tmp_path)
-    given = resources.load("there", {"launcher": "slurm", "jobs_per_task": 3, "patience_seconds": 300.0}, world.runs)
+    target = resources.load("there", {"launcher": "slurm", "jobs_per_task": 3, "patience_seconds": 300.0}, world.runs)
     items: list[Planned] = [planned("end"), planned("fail"), planned("end", "long", waits=True)]
-    actions.run(world.request(items), given)
+    actions.run(world.request(items), target)
     cluster.start("1_0")
 
     def look() -> list[str]:
@@ -234,13 +234,13 @@ def test_one_of_a_running_task_is_repaired_while_its_neighbour_runs(tmp_path: Pa
     assert look() == ["done", "failed", "running"]
     before = world.started()
     (world.runs / "mended").touch()
-    actions.run(world.request(items), given, "retry")
+    actions.run(world.request(items), target, "retry")
     assert [len(call) > 0 for call in cluster.calls("sbatch")] == [True, True]
     assert look() == ["done", "queued", "running"]
     cluster.start("2_0")
     wait_until(lambda: look() == ["done", "done", "running"])
     assert world.started()[len(before) :] == [items[1].exp_id]
-    actions.run(world.request(items), given, "retry")
+    actions.run(world.request(items), target, "retry")
     assert len(cluster.calls("sbatch")) == 2
     for item in items:
         assert (world.runs / "logs" / f"{item.exp_id}.out.log").read_text().startswith("begins"), "each has its own log"

@@ -38,8 +38,8 @@ def under_git(root: Path) -> Path:
 
 
 def names(folder: Path) -> set[str]:
-    found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-    return found - {"manifest.json", "snapshot.json"}
+    file_names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    return file_names - {"manifest.json", "snapshot.json"}
 
 
 CODE = {"trainval.py", "src/data/tokenizers.py", "run.sh"}
@@ -50,9 +50,9 @@ def test_equal_code_is_copied_once_and_an_edit_makes_another(root: Path, tmp_pat
     if with_git:
         under_git(root)
     first = snapshot.take(root, tmp_path / "snapshots")
-    made = {path: path.stat().st_ino for path in first.rglob("*")}
+    inodes = {path: path.stat().st_ino for path in first.rglob("*")}
     assert snapshot.take(root, tmp_path / "snapshots") == first
-    assert {path: path.stat().st_ino for path in first.rglob("*")} == made
+    assert {path: path.stat().st_ino for path in first.rglob("*")} == inodes
     assert names(first) == CODE | ({".gitignore"} if with_git else set())
     assert os.access(first / "run.sh", os.X_OK)
     assert not os.access(first / "trainval.py", os.X_OK)
@@ -126,8 +126,8 @@ def test_linked_folders_are_copied_and_a_link_to_itself_ends(root: Path, tmp_pat
     (root / "nowhere").symlink_to(tmp_path / "missing")
     if with_git:
         under_git(root)
-    found = names(snapshot.take(root, tmp_path / "snapshots"))
-    assert found - {".gitignore"} == CODE
+    file_names = names(snapshot.take(root, tmp_path / "snapshots"))
+    assert file_names - {".gitignore"} == CODE
 
 
 @pytest.mark.parametrize("with_git", [True, False])
@@ -138,8 +138,8 @@ def test_save_directories_and_data_are_no_code_wherever_they_lie(root: Path, tmp
         (root / name).parent.mkdir(parents=True)
         (root / name).write_text("x")
     (root / "linked").symlink_to(root / "my_data")
-    taken = snapshot.take(root, root / "my_runs" / "snapshots", [root / "my_runs", root / "my_data"])
-    assert names(taken) - {".gitignore"} == CODE
+    copy = snapshot.take(root, root / "my_runs" / "snapshots", [root / "my_runs", root / "my_data"])
+    assert names(copy) - {".gitignore"} == CODE
 
 
 SECRET = [".env", ".env.local", "server.pem", "id_rsa", "id_ed25519.pub", "my.key", ".netrc", "credentials.json", "wandb_token.txt"]
@@ -156,12 +156,12 @@ def test_files_that_look_like_keys_are_left_out_and_named(root: Path, tmp_path: 
     if with_git:
         under_git(root)
     with caplog.at_level("INFO"):
-        found = names(snapshot.take(root, tmp_path / "snapshots"))
-    assert found - {".gitignore"} == CODE | set(NOT_SECRET)
+        file_names = names(snapshot.take(root, tmp_path / "snapshots"))
+    assert file_names - {".gitignore"} == CODE | set(NOT_SECRET)
     assert "deep/kaggle.json" in caplog.text
-    told = caplog.text.partition("look like keys: ")[2]
-    assert len(told.split(", ")) == snapshot.MOST_NAMES == 10
-    assert (" and 3 more" in told) == with_git, "git names the hidden ones, too"
+    logged = caplog.text.partition("look like keys: ")[2]
+    assert len(logged.split(", ")) == snapshot.MOST_NAMES == 10
+    assert (" and 3 more" in logged) == with_git, "git names the hidden ones, too"
 
 
 def test_a_large_file_is_refused_by_name(root: Path, tmp_path: Path):
@@ -197,31 +197,31 @@ def test_the_snapshot_records_the_commit_and_uncommitted_changes(root: Path, tmp
     """A run from it records the code that was submitted, not that of a repository around the runs folder."""
     under_git(root)
     (root / "trainval.py").write_text("print('changed')\n")
-    taken = snapshot.take(root, root / "results" / "snapshots")
+    copy = snapshot.take(root, root / "results" / "snapshots")
     commit = git(root, "rev-parse", "HEAD")
     git(root, "commit", "-q", "-a", "-m", "later")
-    facts = code_version(taken)
+    facts = code_version(copy)
     assert (facts["commit"], facts["branch"], facts["dirty"]) == (commit, "main", True)
     assert "+print('changed')" in facts["diff"]
-    assert json.loads((taken / "snapshot.json").read_text()) == facts
-    assert snapshot.take(taken, tmp_path / "other") == taken  # a job that submits
+    assert json.loads((copy / "snapshot.json").read_text()) == facts
+    assert snapshot.take(copy, tmp_path / "other") == copy  # a job that submits
 
 
 def test_a_file_that_changes_while_it_is_copied(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Another program writes between the look and the copy: it is looked at again, and in the end refused."""
-    real, left = snapshot.new_directory, [1]
+    real, remaining = snapshot.new_directory, [1]
 
     def racing(*args, **kwargs):
-        if left[0]:
-            left[0] -= 1
-            (root / "trainval.py").write_text(f"print({left[0]})\n" * 3)
+        if remaining[0]:
+            remaining[0] -= 1
+            (root / "trainval.py").write_text(f"print({remaining[0]})\n" * 3)
         return real(*args, **kwargs)
 
     monkeypatch.setattr(snapshot, "new_directory", racing)
-    taken = snapshot.take(root, tmp_path / "snapshots")
-    assert (taken / "trainval.py").read_text() == "print(0)\n" * 3
+    copy = snapshot.take(root, tmp_path / "snapshots")
+    assert (copy / "trainval.py").read_text() == "print(0)\n" * 3
     assert len(list((tmp_path / "snapshots").iterdir())) == 1
-    left[0] = 100
+    remaining[0] = 100
     (root / "trainval.py").write_text("print('new')\n")
     with pytest.raises(LaunchError, match=r"project: its files change while they are copied"):
         snapshot.take(root, tmp_path / "snapshots")

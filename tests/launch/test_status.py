@@ -88,7 +88,7 @@ class World:
         self.root.mkdir()
         (self.root / "trainval.py").write_text(PROGRAM)
 
-    def given(self, **values: Any) -> resources.Resources:
+    def resources_with(self, **values: Any) -> resources.Resources:
         return resources.load("here", {"launcher": "local", "wait": False, "slots": 8, "grace_seconds": 10.0, **values}, self.runs)
 
     def request(self, items: Sequence[Planned], chosen: set[str] | None = None, reset: int = 0) -> actions.Request:
@@ -96,7 +96,7 @@ class World:
         return actions.Request(self.runs, items, ids, self.root, lambda i: ["trainval.py", str(self.runs / i)], reset=reset)
 
     def run(self, items: Sequence[Planned], option: str = "run", reset: int = 0, **values: Any) -> None:
-        actions.run(self.request(items, reset=reset), self.given(**values), option)
+        actions.run(self.request(items, reset=reset), self.resources_with(**values), option)
 
     def rows(self, items: Sequence[Planned]) -> list[jobs.Row]:
         return jobs.table(self.runs, [item.exp_id for item in items])
@@ -159,7 +159,7 @@ def test_the_life_of_a_group(world: World):
     assert len(list((world.runs / "snapshots").iterdir())) == 1
 
 
-def test_what_is_alive_is_left_alone_killed_and_goes_on(world: World):
+def test_live_jobs_are_skipped_killed_and_resumed(world: World):
     items = [planned("end", waits=True), planned("end", "y", waits=True), planned("fail")]
     world.run(items, slots=1)
     wait_until(world.started)
@@ -270,7 +270,7 @@ def test_an_old_note_that_is_damaged_hides_no_later_job(world: World):
     assert world.ended([item]) == ["done"]
 
 
-def test_a_damaged_note_is_written_again_whole(world: World):
+def test_a_damaged_list_of_jobs_is_rewritten(world: World):
     """Also the jobs that their save directories still name: they may be removed tomorrow."""
     items = [planned("end", str(n)) for n in range(2)]
     world.run(items)
@@ -282,7 +282,7 @@ def test_a_damaged_note_is_written_again_whole(world: World):
     assert json.loads((folder / "jobs.json").read_text()) == before
 
 
-def test_an_unclear_submission_stands_in_the_way_of_its_own_experiments_alone(world: World, caplog: pytest.LogCaptureFixture):
+def test_an_unclear_submission_blocks_only_its_experiments(world: World, caplog: pytest.LogCaptureFixture):
     one, other = planned("end", "one"), planned("end", "other")
     toolkit = {"launcher": "toolkit", "account": "$NOT_SET_HERE", "image": "a:b", "max_run_seconds": 600}
     world.run([])
@@ -299,7 +299,7 @@ def test_an_unclear_submission_stands_in_the_way_of_its_own_experiments_alone(wo
     actions.kill(world.runs, [other.exp_id])
 
 
-def test_what_is_damaged_keeps_nothing_else_from_being_killed(world: World):
+def test_a_damaged_run_does_not_prevent_kills_of_the_rest(world: World):
     items = [planned("end", str(n), waits=True) for n in range(4)]
     world.run(items[:3])
     wait_until(lambda: len(world.started()) == 3)
@@ -328,8 +328,10 @@ def test_a_submission_that_queued_nothing_is_made_again(world: World):
     """The submitter died after it wrote what it wanted to submit."""
     item = planned("end")
     world.run([])
-    given = world.given()
-    submissions.create(world.runs, registry.resolved_dict(given.launcher, key="launcher"), "here", "x", {item.exp_id: ["trainval.py"]})
+    resources_with = world.resources_with()
+    submissions.create(
+        world.runs, registry.resolved_dict(resources_with.launcher, key="launcher"), "here", "x", {item.exp_id: ["trainval.py"]}
+    )
     (world.runs / "submissions" / "20260101-000000-00000000").mkdir()
     world.run([item])
     assert world.ended([item]) == ["done"]
@@ -376,7 +378,7 @@ def test_a_lock_that_is_held_too_long(world: World):
         pass
 
 
-def test_a_scheduler_that_cannot_be_asked_makes_nothing_failed(world: World):
+def test_an_unreachable_scheduler_makes_no_run_failed(world: World):
     item = planned("end", waits=True)
     world.run([item])
     wait_until(lambda: world.states([item]) == ["running"])
@@ -397,9 +399,9 @@ def test_a_scheduler_that_cannot_be_asked_makes_nothing_failed(world: World):
 
 
 @pytest.mark.parametrize(
-    ("damage", "told"), [('{"host": "elsewhere", "jobs": [{}, {}]}', "its jobs run on elsewhere"), ("{", "not valid JSON")]
+    ("damage", "doubt"), [('{"host": "elsewhere", "jobs": [{}, {}]}', "its jobs run on elsewhere"), ("{", "not valid JSON")]
 )
-def test_a_queue_that_cannot_be_read_puts_its_own_jobs_in_doubt_alone(world: World, damage: str, told: str):
+def test_an_unreadable_queue_makes_only_its_jobs_doubtful(world: World, damage: str, doubt: str):
     lost, gone, other = planned("end", "lost", waits=True), planned("end", "gone", waits=True), planned("end", "other", waits=True)
     done = planned("end", "done")
     world.run([done, lost])
@@ -412,10 +414,10 @@ def test_a_queue_that_cannot_be_read_puts_its_own_jobs_in_doubt_alone(world: Wor
         queue.write_text(damage)
     (world.runs / gone.exp_id).rename(world.runs / "moved")
     assert world.states([lost, gone, other]) == ["unknown", "unknown", "running"]
-    assert told in world.rows([lost])[0].reason
+    assert doubt in world.rows([lost])[0].reason
     world.run([lost, gone, other])
     assert len(world.submissions()) == 3, "nothing is submitted twice"
-    with pytest.raises(LaunchError, match=told):
+    with pytest.raises(LaunchError, match=doubt):
         actions.kill(world.runs, [lost.exp_id, other.exp_id])
     assert world.states([other]) == ["stopped"], "what can be killed is"
     actions.kill(world.runs, [done.exp_id])
@@ -466,35 +468,35 @@ def test_a_run_directory_removed_under_a_living_job(world: World):
     assert world.ended([item]) == ["done"]
 
 
-def seen(state: str, word: str = "", reason: str = "") -> SchedulerState:
+def scheduler_state(state: str, word: str = "", reason: str = "") -> SchedulerState:
     return SchedulerState(state, word, reason)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("own", "said", "expected"),
+    ("run_state", "queue_state", "expected"),
     [
-        ("done", seen("running"), ("done", "")),
-        ("done", seen("failed", "NODE_FAIL"), ("done", "")),
-        ("new", seen("queued", "PENDING", "Priority"), ("queued", "Priority")),
-        ("stopped", seen("queued", "REQUEUED"), ("queued", "")),
-        ("lost", seen("running"), ("running", "")),
+        ("done", scheduler_state("running"), ("done", "")),
+        ("done", scheduler_state("failed", "NODE_FAIL"), ("done", "")),
+        ("new", scheduler_state("queued", "PENDING", "Priority"), ("queued", "Priority")),
+        ("stopped", scheduler_state("queued", "REQUEUED"), ("queued", "")),
+        ("lost", scheduler_state("running"), ("running", "")),
         (
             "running",
-            seen("completed", "COMPLETED"),
+            scheduler_state("completed", "COMPLETED"),
             ("failed", "COMPLETED says the scheduler, but the run is not done (its state: running)"),
         ),
-        ("lost", seen("failed", "NODE_FAIL", "node3 died"), ("failed", "NODE_FAIL: node3 died")),
-        ("failed", seen("failed", "FAILED", "exit code 1"), ("failed", "it broke (exit code 1)")),
-        ("lost", seen("cancelled", "CANCELLED"), ("stopped", "")),
-        ("lost", seen("unknown", "?", "cannot say"), ("unknown", "cannot say")),
+        ("lost", scheduler_state("failed", "NODE_FAIL", "node3 died"), ("failed", "NODE_FAIL: node3 died")),
+        ("failed", scheduler_state("failed", "FAILED", "exit code 1"), ("failed", "it broke (exit code 1)")),
+        ("lost", scheduler_state("cancelled", "CANCELLED"), ("stopped", "")),
+        ("lost", scheduler_state("unknown", "?", "cannot say"), ("unknown", "cannot say")),
         ("new", None, ("lost", "submitted as job 7, which the scheduler no longer knows")),
         ("lost", None, ("lost", "job 7 is no longer known to the scheduler, and its process is gone")),
         ("failed", None, ("failed", "it broke")),
     ],
 )
-def test_scheduler_and_directory_together(tmp_path: Path, own: str, said: SchedulerState | None, expected: tuple[str, str]):
-    status = {"state": own, **({"reason": "it broke"} if own == "failed" else {})}
-    assert jobs._resolve_state(tmp_path, own, status, tracking.TrackedJob("7", "s", None, said), None) == expected
+def test_scheduler_and_directory_together(tmp_path: Path, run_state: str, queue_state: SchedulerState | None, expected: tuple[str, str]):
+    status = {"state": run_state, **({"reason": "it broke"} if run_state == "failed" else {})}
+    assert jobs._resolve_state(tmp_path, run_state, status, tracking.TrackedJob("7", "s", None, queue_state), None) == expected
 
 
 def test_without_a_job_the_directory_speaks(tmp_path: Path):
@@ -517,7 +519,7 @@ def test_a_forgotten_job_on_another_machine_counts_as_running_while_it_beats(tmp
 
 def test_a_training_by_hand_is_seen_though_its_old_job_failed(tmp_path: Path):
     write_json(tmp_path / "lease", {**lease.this_process(), "beat": 3})
-    job = tracking.TrackedJob("7", "s", None, seen("failed", "FAILED"))
+    job = tracking.TrackedJob("7", "s", None, scheduler_state("failed", "FAILED"))
     assert jobs._resolve_state(tmp_path, "running", {"state": "running"}, job, 1.0) == ("running", "")
 
 
@@ -571,7 +573,7 @@ def test_the_status_as_json_of_some_states_and_again(world: World, capsys: pytes
             arguments.check(arguments.make_parser("", ROOT).parse_args(["-e", "g", *words]), 1)
 
 
-def test_a_watch_goes_on_while_nobody_knows_of_a_job(world: World, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_a_watch_continues_while_a_job_is_unknown(world: World, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     """But not for what is damaged and has no job, which nobody will ever know more of."""
     item, damaged = planned("end", waits=True), planned("end", "damaged")
     (world.runs / damaged.exp_id).mkdir(parents=True)
@@ -593,8 +595,8 @@ def test_a_watch_goes_on_while_nobody_knows_of_a_job(world: World, capsys: pytes
     monkeypatch.setattr(trainval, "time", SimpleNamespace(sleep=sleep))
     assert look(world, [item, damaged], "--watch") == 0
     assert sleeps == [30]
-    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("2 experiments")]
-    assert said == ["2 experiments: 2 unknown", "2 experiments: 1 done, 1 unknown"]
+    queue_state = [line for line in capsys.readouterr().out.splitlines() if line.startswith("2 experiments")]
+    assert queue_state == ["2 experiments: 2 unknown", "2 experiments: 1 done, 1 unknown"]
 
 
 def test_a_line_written_while_the_last_ones_are_shown_is_shown_once(world: World):
@@ -648,10 +650,10 @@ def test_overrides_give_single_experiments_other_resources(world: World):
         {"where": "size > 4", "retries": 1, "processes": {"arguments": ["-u"]}},
         {"where": "does == 'end' and size >= 8", "retries": 2},
     ]
-    given = world.given(overrides=overrides, processes={"stop_seconds": 7})
-    found = [given.config_for(planned("end", size=size).exp) for size in (1, 5, 8)]
-    assert found[0] is None
-    assert [(c.retries, c.processes.arguments, c.processes.stop_seconds) for c in found[1:]] == [(1, ["-u"], 7), (2, ["-u"], 7)]  # type: ignore[union-attr]
+    resources_with = world.resources_with(overrides=overrides, processes={"stop_seconds": 7})
+    configs = [resources_with.config_for(planned("end", size=size).exp) for size in (1, 5, 8)]
+    assert configs[0] is None
+    assert [(c.retries, c.processes.arguments, c.processes.stop_seconds) for c in configs[1:]] == [(1, ["-u"], 7), (2, ["-u"], 7)]  # type: ignore[union-attr]
     item = planned("end", size=5)
     world.run([item], overrides=overrides)
     assert world.ended([item]) == ["done"]
@@ -678,10 +680,10 @@ HERE = r"JOB_CONFIGS\['here'\]"
 )
 def test_mistakes_in_a_job_config(world: World, raw: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=message):
-        world.given(**raw)
+        world.resources_with(**raw)
 
 
-def test_an_override_that_asks_for_a_name_that_no_experiment_has(world: World, monkeypatch: pytest.MonkeyPatch):
+def test_an_override_with_an_unknown_name(world: World, monkeypatch: pytest.MonkeyPatch):
     entry = {"launcher": "local", "overrides": [{"where": "loop.step > 4", "retries": 1}]}
     monkeypatch.setattr(job_configs, "JOB_CONFIGS", {"here": entry})
     message = HERE + r"\.overrides\[0\]\.where: unknown name 'loop\.step'\. Did you mean 'loop\.steps'\?"
@@ -693,11 +695,11 @@ def test_the_environment_of_the_jobs_comes_from_env_path(world: World, tmp_path:
     raw = {"launcher": "local", "processes": {"stop_seconds": 9}}
     config = resources.load("x", raw, tmp_path, "/envs/p2").launcher
     assert (config.processes.env_path, config.processes.stop_seconds) == ("/envs/p2", 9)  # type: ignore[attr-defined]
-    own = {"launcher": "local", "processes": {"env_path": "/own"}}
-    assert resources.load("x", own, tmp_path, "/envs/p2").launcher.processes.env_path == "/own"  # type: ignore[attr-defined]
+    run_state = {"launcher": "local", "processes": {"env_path": "/own"}}
+    assert resources.load("x", run_state, tmp_path, "/envs/p2").launcher.processes.env_path == "/own"  # type: ignore[attr-defined]
 
 
-def test_the_variables_of_jobs_are_in_no_file_that_others_read(world: World):
+def test_the_variables_of_jobs_are_in_no_readable_file(world: World):
     """Others need the log of submissions, to submit nothing twice; one of an older version may hold what is refused today."""
     item = planned("end")
     world.run([item], environment={"COLOUR": "mauve"})

@@ -46,13 +46,13 @@ def make_t5(logits_tied: bool, vocab_size: int = 60) -> Any:
 def built(data: Path, **more: Any) -> tuple[Any, Any]:
     """The model of data/pretrained, or another around it, whole and for FSDP2. Neither draws more numbers than the other."""
     config: Any = bind(MODELS, more if "base" in more else {"name": "hf", "path": "pretrained", **more})
-    places, found, drawn = Places(data, data), [], []
+    places, loaded, drawn = Places(data, data), [], []
     for build in (config.build, config.build_unfilled):
         torch.manual_seed(0)
-        found.append(build(places))
+        loaded.append(build(places))
         drawn.append(torch.get_rng_state())
     assert torch.equal(*drawn)
-    return found[0], found[1]
+    return loaded[0], loaded[1]
 
 
 FAMILIES = [
@@ -92,12 +92,12 @@ def test_new_layers_around_a_base_are_initialised(tmp_path: Path, kind: str):
     held = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
     state = unfilled.state_dict(keep_vars=True)
     base = {id(state[full]): file for file, full in names.items()}
-    for name, wanted in whole.named_parameters():
-        found = parameters[name]
-        assert (found.requires_grad, found.dtype, found.shape) == (wanted.requires_grad, wanted.dtype, wanted.shape), name
-        assert found.is_meta == (id(found) in base), name
-        assert torch.equal(held[base[id(found)]].to(wanted.dtype) if found.is_meta else found, wanted), name
-    assert any(found.requires_grad and not found.is_meta for found in parameters.values())
+    for name, expected in whole.named_parameters():
+        loaded = parameters[name]
+        assert (loaded.requires_grad, loaded.dtype, loaded.shape) == (expected.requires_grad, expected.dtype, expected.shape), name
+        assert loaded.is_meta == (id(loaded) in base), name
+        assert torch.equal(held[base[id(loaded)]].to(expected.dtype) if loaded.is_meta else loaded, expected), name
+    assert any(loaded.requires_grad and not loaded.is_meta for loaded in parameters.values())
     assert (str(unfilled), unfilled.name_or_path, unfilled.training) == (str(whole), whole.name_or_path, whole.training)
     unfilled.register_parameter("more", nn.Parameter(torch.empty(2, device="meta")))
     with pytest.raises(AssertionError, match="weights that no file has"):
@@ -122,8 +122,8 @@ def test_no_process_builds_a_full_base(tmp_path: Path, kind: str):
     data = toy.write_data(tmp_path / "data")
     save(data / "pretrained", "llama", hidden_size=512, intermediate_size=2048, num_hidden_layers=12)
     for processes in (1, 4):
-        said = warm.torchrun(Path(shared_fill.__file__), [str(data), json.dumps(WRAPPED[kind])], processes, tmp_path / "log")
-        assert said == ""
+        output = warm.torchrun(Path(shared_fill.__file__), [str(data), json.dumps(WRAPPED[kind])], processes, tmp_path / "log")
+        assert output == ""
     for rank in range(4):
         grown, whole = json.loads((data / f"grown-{rank}").read_text())
         assert grown < 0.75 * whole, (
@@ -168,7 +168,7 @@ def test_tied_weights_that_the_files_have_twice_stay_tied(tmp_path: Path):
 
 def test_weights_that_cannot_be_read_in_parts_are_loaded_fully(tmp_path: Path):
     data = toy.write_data(tmp_path / "data")
-    kept = save(data / "kept", "gpt2")
+    saved = save(data / "kept", "gpt2")
 
     def refused(**more: Any) -> bool:
         whole, other = built(data, **more)
@@ -177,14 +177,14 @@ def test_weights_that_cannot_be_read_in_parts_are_loaded_fully(tmp_path: Path):
         same = all(torch.equal(one, two) for one, two in zip(other.parameters(), whole.parameters(), strict=True))
         return same and not is_unfilled(other)
 
-    shutil.copytree(kept, data / "pretrained")
+    shutil.copytree(saved, data / "pretrained")
     assert is_unfilled(built(data)[1])
     assert refused(extra_tokens=["<new>"])
     save_file({"x": torch.ones(1)}, data / "pretrained" / "more.safetensors")
     assert refused(), "another file"
     shutil.rmtree(data / "pretrained")
-    shutil.copytree(kept, data / "pretrained", ignore=shutil.ignore_patterns("*.safetensors*"))
-    held = {name: tensor for file in kept.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    shutil.copytree(saved, data / "pretrained", ignore=shutil.ignore_patterns("*.safetensors*"))
+    held = {name: tensor for file in saved.glob("*.safetensors") for name, tensor in load_file(file).items()}
     save_file({name.removeprefix("transformer."): tensor for name, tensor in held.items()}, data / "pretrained" / "model.safetensors")
     assert refused(), "names of the body of the model"
     shutil.rmtree(data / "pretrained")
@@ -210,7 +210,7 @@ def test_a_training_has_the_same_bits_and_resumes(tmp_path: Path, name: str):
         exp["model"] = WRAPPED.get(name, {**PRETRAINED, "dtype": name}) | ({"dropout_rate": 0.1} if name == "adapters" else {})
     exp["loop"] |= {"steps": 6, "eval_every": 3, "learning_rate": 1e-3} | ({"micro_batch": 4} if crossed else {})
     root = toy.project(tmp_path, f"EXP_GROUPS = {{'x': [{exp!r}]}}\n")
-    run, found = tmp_path / "runs" / exp_id(exp), {}
+    run, loaded = tmp_path / "runs" / exp_id(exp), {}
     more = data / "pretrained" / "more.safetensors"
     for whole in (True, False):
         words = ["--fsdp"] if name == "t5" or not whole else []  # of T5 DDP adds the norm of gradients in another order
@@ -220,12 +220,12 @@ def test_a_training_has_the_same_bits_and_resumes(tmp_path: Path, name: str):
             more.unlink()
         assert toy.run(root, ["-e", "x", *words], tmp_path, processes=2).returncode == 0
         assert ("each process reads its part of these weights" in (run / "logs" / "train.log").read_text()) != whole
-        found[whole] = scores(run), weights(run)
+        loaded[whole] = scores(run), weights(run)
         if whole:
             shutil.rmtree(run)
-    assert found[True] == found[False]
+    assert loaded[True] == loaded[False]
     shutil.rmtree(run / "checkpoints" / "step-00000006")
     (run / "status.json").unlink()
     assert toy.run(root, ["-e", "x", "--fsdp"], tmp_path, processes=2).returncode == 0
     assert "continues from step 3" in (run / "logs" / "train.log").read_text()
-    assert (scores(run), weights(run)) == found[True]
+    assert (scores(run), weights(run)) == loaded[True]

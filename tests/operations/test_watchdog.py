@@ -102,12 +102,12 @@ class World:
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
-    made = World(tmp_path)
-    yield made
+    new_world = World(tmp_path)
+    yield new_world
     with contextlib.suppress(ProcessLookupError):
-        if made.holder is not None:
-            made.holder.send_signal(signal.SIGCONT)
-    made.kill()
+        if new_world.holder is not None:
+            new_world.holder.send_signal(signal.SIGCONT)
+    new_world.kill()
 
 
 def poll(happened: Callable[[], Any], seconds: float = 300) -> None:
@@ -252,12 +252,12 @@ def test_log_events_are_in_the_status_table_and_reported(world: World, tmp_path:
     log = world.runs / "logs" / f"{ID}.err.log"
     log.parent.mkdir()
     log.write_text("x\nsrun: error: Node failure on node-7\n")
-    told = tmp_path / "told"
-    command = f'cat >> {told}; echo "$WATCHDOG_RUN $WATCHDOG_RULE $WATCHDOG_SEVERITY" >> {told}; exit 3'
+    log_file = tmp_path / "told"
+    command = f'cat >> {log_file}; echo "$WATCHDOG_RUN $WATCHDOG_RULE $WATCHDOG_SEVERITY" >> {log_file}; exit 3'
     assert world.look("--notify", command) == watchdog.NEW
     assert "--notify: the command ended with 3" in caplog.text
     assert world.look("--notify", command) == 0
-    event, variables = told.read_text().splitlines()
+    event, variables = log_file.read_text().splitlines()
     assert variables == f"{ID} node_failure error"
     assert json.loads(event)["exp_id"] == ID
     assert json.loads(event)["line"] == "srun: error: Node failure on node-7"

@@ -52,10 +52,10 @@ class World:
             for i, t in enumerate(toy.THINGS * 4)
             for c in [toy.COLOURS[i % 8]]
         ]
-        with new_directory(folder / "data" / "asked_qa") as made:
+        with new_directory(folder / "data" / "asked_qa") as new_world:
             for split, some in (("train", self.rows[ROWS:]), ("val", self.rows[:5]), ("test", self.rows[:ROWS])):
-                (made / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
-            (made / "hard.txt").write_text("7\n4\n\n5\n20\n1\n3\n")
+                (new_world / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
+            (new_world / "hard.txt").write_text("7\n4\n\n5\n20\n1\n3\n")
         base = {"name": "hf", "path": str(folder / "base")}
         self.groups = {
             name: [{**exp, "model": {**exp["model"], "base": base}}] for name, exp in (("all", EXP), ("some", SOME), ("control", CONTROL))
@@ -97,10 +97,10 @@ def _write_base(folder: Path, tokenizer: Path) -> None:
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     """The run of "all" is kept aside as `undisturbed`."""
-    made = World(tmp_path_factory.mktemp("inference"))
-    assert made.main("all") == 0
-    shutil.copytree(made.run("all"), made.folder / "undisturbed")
-    return made
+    new_world = World(tmp_path_factory.mktemp("inference"))
+    assert new_world.main("all") == 0
+    shutil.copytree(new_world.run("all"), new_world.folder / "undisturbed")
+    return new_world
 
 
 @pytest.fixture
@@ -170,9 +170,9 @@ def test_its_speed_is_recorded(world: World):
 def test_scores_can_be_recomputed_from_the_file(world: World):
     run = world.folder / "undisturbed"
     metrics = [bind(METRICS, metric) for metric in EXP["inference"]["metrics"]]
-    found = rescore.score_answers(metrics, rescore.read(run / "inference" / "test.jsonl"), best_answer=False)
-    again = {f"inference/{name}": value for name, value in found["all"].items() if name != "rows"}
-    again |= {f"inference/{name}/{s}": found[s][name] for s in ("one", "two") for name in found[s] if name != "rows"}
+    computed = rescore.score_answers(metrics, rescore.read(run / "inference" / "test.jsonl"), best_answer=False)
+    again = {f"inference/{name}": value for name, value in computed["all"].items() if name != "rows"}
+    again |= {f"inference/{name}/{s}": computed[s][name] for s in ("one", "two") for name in computed[s] if name != "rows"}
     assert again == {name: value for name, value in last_row(run).items() if name.startswith("inference/")}
 
 
@@ -184,9 +184,9 @@ def test_tables_show_the_scores_of_the_trained_model(world: World):
 
 
 def test_a_finished_inference_is_not_made_again(world: World, ended: Path):
-    made, row = (ended / "inference").stat().st_ino, last_row(ended)
+    new_world, row = (ended / "inference").stat().st_ino, last_row(ended)
     assert world.main("all") == 0
-    assert (ended / "inference").stat().st_ino == made
+    assert (ended / "inference").stat().st_ino == new_world
     assert last_row(ended) == row
 
 
@@ -199,8 +199,8 @@ def test_outputs_with_another_key_are_recomputed(world: World, ended: Path, dama
     if damage == "torn":
         (folder / "test.jsonl").write_text("{")
     elif damage.startswith("of "):
-        with new_directory(folder, others) as made:
-            (made / "test.jsonl").write_text("".join(json.dumps(row | {"answer_pred": "wrong"}) + "\n" for row in expected))
+        with new_directory(folder, others) as new_world:
+            (new_world / "test.jsonl").write_text("".join(json.dumps(row | {"answer_pred": "wrong"}) + "\n" for row in expected))
     else:
         shutil.rmtree(folder)
         (ended / "inference.part.jsonl").write_text(json.dumps(others, sort_keys=True) + '\n"wrong"\n"wrong"\n')

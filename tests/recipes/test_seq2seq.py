@@ -112,18 +112,18 @@ def test_it_learns_the_task(folder: Path):
 
 
 def test_predictions_are_rows_with_the_generated_text(folder: Path):
-    found = run_of(folder, EXP) / "predictions"
-    assert sorted(path.name for path in found.iterdir()) == ["PAINT.tsv", "manifest.json", "paint.test.jsonl", "paint.val.jsonl"]
-    val = lines(found / "paint.val.jsonl")
+    predictions = run_of(folder, EXP) / "predictions"
+    assert sorted(path.name for path in predictions.iterdir()) == ["PAINT.tsv", "manifest.json", "paint.test.jsonl", "paint.val.jsonl"]
+    val = lines(predictions / "paint.val.jsonl")
     assert [row["input"] for row in val] == [f"paint text: {row['text']}" for row in lines(folder / "val.jsonl")]
     assert [row["index"] for row in val] == list(range(100, 164, 4))
     right = [row["target"] == row["prediction"] for row in val]
     assert sum(right) / len(right) == toy.rows(folder, exp_id(EXP))[-1]["accuracy"]
     for row in val:
         assert row["class"] == (toy.COLOURS.index(row["prediction"]) if row["prediction"] in toy.COLOURS else None)
-    test = lines(found / "paint.test.jsonl")
+    test = lines(predictions / "paint.test.jsonl")
     assert {row["target"] for row in test} == {None}
-    written = (found / "PAINT.tsv").read_text().splitlines()
+    written = (predictions / "PAINT.tsv").read_text().splitlines()
     assert written[0] == "index\tprediction"
     assert written[1:] == [f"{100 + i}\t{row['class'] or 0}" for i, row in enumerate(test)]
     assert len(test) == TEST_ROWS
@@ -141,8 +141,8 @@ def test_a_run_that_was_cut_short_ends_with_the_same_bits(folder: Path):
     assert [hashlib.sha256(file.read_bytes()).hexdigest() for file in files] == before
 
 
-@pytest.mark.parametrize(("noted", "kept"), [(21, 16), (15, 8), (33, 32)])
-def test_predictions_resume_from_the_last_complete_batch(folder: Path, noted: int, kept: int):
+@pytest.mark.parametrize(("noted", "saved"), [(21, 16), (15, 8), (33, 32)])
+def test_predictions_resume_from_the_last_complete_batch(folder: Path, noted: int, saved: int):
     """16 rows of val and 18 of test, in batches of 8, which never hold rows of both."""
     run = run_of(folder, EXP)
     facts = {name: value for name, value in read_json(run / "predictions" / "manifest.json", RunError).items() if name != "files"}
@@ -153,8 +153,8 @@ def test_predictions_resume_from_the_last_complete_batch(folder: Path, noted: in
     (run / "status.json").unlink()
     assert toy.main(["-e", "paint"], GROUPS, folder) == 0
     after = [lines(run / "predictions" / f"paint.{split}.jsonl") for split in ("val", "test")]
-    found = [row["prediction"] for rows in after for row in rows]
-    assert found == ["said before"] * kept + [row["prediction"] for rows in before for row in rows][kept:]
+    predictions = [row["prediction"] for rows in after for row in rows]
+    assert predictions == ["said before"] * saved + [row["prediction"] for rows in before for row in rows][saved:]
     assert not (run / "predictions.part.jsonl").exists()
     shutil.rmtree(run / "predictions")
     (run / "status.json").unlink()
@@ -164,10 +164,10 @@ def test_predictions_resume_from_the_last_complete_batch(folder: Path, noted: in
 
 def test_complete_predictions_are_generated_once(folder: Path):
     run = run_of(folder, EXP)
-    made = (run / "predictions" / "manifest.json").stat()
+    manifest_facts = (run / "predictions" / "manifest.json").stat()
     (run / "status.json").unlink()
     assert toy.main(["-e", "paint"], GROUPS, folder) == 0
-    assert (run / "predictions" / "manifest.json").stat().st_ino == made.st_ino
+    assert (run / "predictions" / "manifest.json").stat().st_ino == manifest_facts.st_ino
 
 
 @pytest.mark.parametrize(
@@ -220,17 +220,17 @@ def test_beams_are_those_of_transformers(folder: Path):
     }
     exp["predictions"] = {}
     assert toy.main(["-e", "g"], {"g": [exp]}, folder) == 0
-    found = lines(run_of(folder, exp) / "predictions" / "said.val.jsonl")
+    predictions = lines(run_of(folder, exp) / "predictions" / "said.val.jsonl")
     model, tokenizer = load(run_of(folder, exp), Places(folder / "data", folder / "runs"))
-    inputs = tokenizer([row["input"] + tokenizer.eos_token for row in found], return_tensors="pt", padding=True, padding_side="right")
+    inputs = tokenizer([row["input"] + tokenizer.eos_token for row in predictions], return_tensors="pt", padding=True, padding_side="right")
     options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
 
     def answers(**beams: Any) -> list[str]:
         ids = model.generate(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], **options, **beams)
         return [text.strip() for text in tokenizer.batch_decode(ids, skip_special_tokens=True)]
 
-    assert [row["prediction"] for row in found] == answers(num_beams=3, length_penalty=0.6)
-    assert [row["prediction"] for row in found] != answers()
+    assert [row["prediction"] for row in predictions] == answers(num_beams=3, length_penalty=0.6)
+    assert [row["prediction"] for row in predictions] != answers()
 
 
 @pytest.mark.slow

@@ -20,10 +20,11 @@ import pytest
 
 from results import chart, dashboard, legend, overview, panes
 from results.dashboard import Dashboard
+from src import read_cache
 from src.errors import ConfigError
 from src.experiments.identity import exp_id
 from src.files import write_atomic
-from src.runs import metadata, read_cache
+from src.runs import metadata
 from src.runs.run_dir import RunDir
 from tests.conftest import ROOT
 from tests.servers import served

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from src.launch import snapshot
-from src.runs.code_version import MAX_DIFF_BYTES, SNAPSHOT, code_version
+from src.runs.code_version import MAX_DIFF_BYTES, SNAPSHOT, code_version, looks_secret
 
 BINARY = bytes(range(256)) * 10
 
@@ -52,13 +52,13 @@ def root(tmp_path: Path) -> Path:
 
 def tree_of(root: Path) -> dict[str, Any]:
     """Content, and whether it is executable, of each file; the target of each link."""
-    found: dict[str, Any] = {}
+    content_by_name: dict[str, Any] = {}
     for path in sorted(root.rglob("*")):
         name = os.fsencode(path.relative_to(root)).decode(errors="backslashreplace")
         if ".git" in path.relative_to(root).parts or (path.is_dir() and not path.is_symlink()):
             continue
-        found[name] = os.readlink(path) if path.is_symlink() else (path.read_bytes(), bool(path.stat().st_mode & stat.S_IXUSR))
-    return found
+        content_by_name[name] = os.readlink(path) if path.is_symlink() else (path.read_bytes(), bool(path.stat().st_mode & stat.S_IXUSR))
+    return content_by_name
 
 
 def applied(root: Path, facts: dict[str, Any], target: Path) -> dict[str, Any]:
@@ -144,6 +144,52 @@ def test_secrets_are_never_recorded(root: Path):
     assert facts["dirty"] is True
     assert "hush" not in str(facts)
     assert [each["name"] for each in facts["omitted"]] == [".env"]
+
+
+@pytest.mark.parametrize("name", ["prod.env", ".envrc", "api-key.json", "wandb_key.txt", "service_account.json", ".htpasswd", "authkey"])
+def test_names_of_secrets(name: str):
+    assert looks_secret(name)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "keyboard.json", "monkey.py", "api_key.py", "environment.yml", "vocab.txt"])
+def test_names_of_other_files(name: str):
+    assert not looks_secret(name)
+
+
+def test_access_tokens_in_files_are_never_recorded(root: Path):
+    tokens = "hf_" + "a1" * 17, "ghp_" + "b2" * 18, "AKIA" + "C3" * 8
+    write(root, {f"conf{number}.yaml": f"login: {token}\n" for number, token in enumerate(tokens)})
+    facts = code_version(root)
+    assert [each["name"] for each in facts["omitted"]] == ["conf0.yaml", "conf1.yaml", "conf2.yaml"]
+    assert not any(token in str(facts) for token in tokens)
+
+
+def test_filters_and_checks_of_git_that_fail_hide_nothing(root: Path, tmp_path: Path):
+    write(root, {".gitattributes": "*.dat filter=gone\n", "a.dat": "1\n"})
+    commit(root)
+    for key, value in {"filter.gone.clean": "no-such-program", "filter.gone.required": "true"}.items():
+        git(root, "config", key, value)
+    write(root, {"a.dat": "2\n", "new.py": "1\n"})
+    assert applied(root, code_version(root), tmp_path / "copy") == tree_of(root)
+    git(root, "config", "core.autocrlf", "input")
+    git(root, "config", "core.safecrlf", "true")
+    write(root, {"crlf.py": "a\r\nb\r\n"})
+    assert "crlf.py" in code_version(root)["diff"]
+
+
+def test_variables_of_another_repository_are_ignored(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "other").mkdir()
+    git(tmp_path / "other", "init", "-q")
+    head = git(root, "rev-parse", "HEAD")
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "other" / ".git"))
+    assert code_version(root)["commit"] == head
+
+
+def test_the_commit_is_recorded_even_if_the_files_cannot_be_compared(root: Path, monkeypatch: pytest.MonkeyPatch):
+    head = git(root, "rev-parse", "HEAD")
+    (root / ".git" / "objects" / git(root, "rev-parse", "HEAD^{tree}")[:2]).rename(root / "gone")
+    facts = code_version(root)
+    assert (facts["commit"], facts["dirty"]) == (head, None)
 
 
 def test_large_files_are_listed_and_the_patch_still_applies(root: Path, tmp_path: Path):

@@ -94,7 +94,7 @@ def test_another_checkpoint_of_the_same_step_is_another(run: Path, holder: Lease
     assert held(run) == [2, 4]
 
 
-def test_who_holds_is_told(run: Path, holder: Lease):
+def test_the_holder_of_a_pin_is_named(run: Path, holder: Lease):
     pins.place(run, "one", Pin("../holder", every=4))
     host = json.loads((holder.path / LEASE).read_text())["host"]
     assert pins.find_pinned(run, checkpoints.list_all(run), StalenessProbe()) == {
@@ -181,7 +181,7 @@ def test_a_pin_waits_for_the_guard(run: Path, holder: Lease):
 EVERYTHING = retention.CleanupRule(keep_last=0, keep_best=False)
 
 
-def test_a_cleaning_leaves_what_is_pinned(run: Path, holder: Lease):
+def test_cleaning_skips_pinned_checkpoints(run: Path, holder: Lease):
     pins.place(run, "one", Pin("../holder", every=2))
     decided = retention.plan(run, EVERYTHING, set(), time.time() + 1)
     assert [checkpoints.step_of(path) for path in decided.deletable] == [1, 3]
@@ -206,7 +206,7 @@ def test_copies_that_were_set_aside_are_nobodys(run: Path, holder: Lease):
     assert len(retention.plan(run, EVERYTHING, set(), time.time() + 1).deletable) == 4
 
 
-def test_a_training_leaves_what_is_pinned_until_the_holder_is_done_or_dead(tmp_path: Path):
+def test_rotation_skips_pinned_checkpoints_until_the_holder_ends(tmp_path: Path):
     run = tmp_path / "run"
     run.mkdir()
     holder = Lease.acquire(tmp_path / "holder")
@@ -220,7 +220,7 @@ def test_a_training_leaves_what_is_pinned_until_the_holder_is_done_or_dead(tmp_p
     assert train(run, {12: 0.0}, RotationRule(last=1)) == [12]
 
 
-def test_a_training_keeps_everything_where_a_pin_is_damaged(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_rotation_deletes_nothing_if_a_pin_is_damaged(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     (tmp_path / "pins").mkdir()
     (tmp_path / "pins" / "one.json").write_text("[]")
     assert train(tmp_path, dict.fromkeys((1, 3, 5), 0.0), RotationRule()) == [1, 3, 5]

@@ -44,11 +44,11 @@ def steps(run: Path) -> list[int]:
 
 def best_of(losses: Losses, mode: str = "min") -> int | None:
     """As training.selection has it: the first that is better than all before."""
-    found: int | None = None
+    best_step: int | None = None
     for step, loss in sorted(losses.items()):
-        if loss is not None and (found is None or (loss < losses[found] if mode == "min" else loss > losses[found])):  # type: ignore[operator]
-            found = step
-    return found
+        if loss is not None and (best_step is None or (loss < losses[best_step] if mode == "min" else loss > losses[best_step])):  # type: ignore[operator]
+            best_step = step
+    return best_step
 
 
 def write_rows(run: Path, losses: Losses, upto: int) -> None:
@@ -76,7 +76,7 @@ VALLEY = {1: 0.0, 2: 5.0, 3: 0.0, 4: 3.0, 5: 0.0, 6: 4.0, 7: 0.0, 8: 6.0, 9: 0.0
 
 
 @pytest.mark.parametrize(
-    ("keep", "losses", "mode", "left"),
+    ("keep", "losses", "mode", "remaining"),
     [
         (RotationRule(), FALLING, "min", [9, 10]),
         (RotationRule(last=1), FALLING, "min", [10]),
@@ -91,8 +91,8 @@ VALLEY = {1: 0.0, 2: 5.0, 3: 0.0, 4: 3.0, 5: 0.0, 6: 4.0, 7: 0.0, 8: 6.0, 9: 0.0
         (RotationRule(last=1, every=5, best=2), VALLEY, "min", [4, 5, 6, 10]),
     ],
 )
-def test_the_rule_selects_checkpoints(tmp_path: Path, keep: RotationRule, losses: Losses, mode: str, left: list[int]):
-    assert train(tmp_path, losses, keep, mode) == left
+def test_the_rule_selects_checkpoints(tmp_path: Path, keep: RotationRule, losses: Losses, mode: str, remaining: list[int]):
+    assert train(tmp_path, losses, keep, mode) == remaining
 
 
 def test_of_equals_the_earliest_is_the_better(tmp_path: Path):
@@ -110,11 +110,11 @@ def test_an_option_of_the_command_line_with_the_default_of_two_newest_and_the_be
     assert Options().keep == RotationRule(last=2, every=None, best=1)
 
 
-@pytest.mark.parametrize("given", [{"last": 0}, {"every": 0}, {"best": 0}, {"last": -1}])
-def test_numbers_that_are_too_small_are_refused(given: dict[str, int]):
-    ((name, value),) = given.items()
+@pytest.mark.parametrize("settings", [{"last": 0}, {"every": 0}, {"best": 0}, {"last": -1}])
+def test_numbers_that_are_too_small_are_refused(settings: dict[str, int]):
+    ((name, value),) = settings.items()
     with pytest.raises(ConfigError, match=f"--keep_{name}: expected a number of at least 1, got {value}"):
-        RotationRule(**given)
+        RotationRule(**settings)
 
 
 def test_an_interval_at_which_no_checkpoint_is_written_is_refused():
@@ -231,11 +231,11 @@ def dies(action: Callable[[], Any], when: Callable[[str, str], bool]) -> bool:
 
 def killed(action: Callable[[], Any], run: Path, moment: int) -> bool:
     """Do `action` in a process that is killed just before its change number `moment` of the disk; False where it made fewer."""
-    made = itertools.count()
+    counter = itertools.count()
 
     def now(event: str, where: str) -> bool:
         # What is deleted below a folder that is open is named without it.
-        return event in CHANGES and (str(run) in where or not os.path.isabs(where)) and next(made) >= moment
+        return event in CHANGES and (str(run) in where or not os.path.isabs(where)) and next(counter) >= moment
 
     return dies(action, now)
 
@@ -247,24 +247,24 @@ def test_a_kill_at_any_write_leaves_complete_checkpoints(tmp_path: Path):
     def rotate(run: Path, step: int = 10) -> None:
         Rotation(run, keep, "val_loss", "min").rotate(step, 4)
 
-    def begun(run: Path) -> Path:
+    def started(run: Path) -> Path:
         for step in VALLEY:
             save(run, step)
         write_rows(run, VALLEY, 10)
         return run
 
     must = {4, 6, 8, 9, 10}
-    seen = set()
-    while killed(lambda: rotate(run), run := begun(tmp_path / f"{moment}"), moment):
-        left = steps(run)
-        assert must <= set(left)
-        assert all(defect(checkpoints.folder(run, step)) is None for step in left)
-        seen.add(len(left))
+    names = set()
+    while killed(lambda: rotate(run), run := started(tmp_path / f"{moment}"), moment):
+        remaining = steps(run)
+        assert must <= set(remaining)
+        assert all(defect(checkpoints.folder(run, step)) is None for step in remaining)
+        names.add(len(remaining))
         rotate(run)
         assert steps(run) == sorted(must)
         assert sorted(os.listdir(run / "checkpoints")) == [f"step-{step:08d}" for step in sorted(must)]
         moment += 1
-    assert seen == {5, 6, 7, 8, 9, 10}, "it was killed before, between and after each of the five"
+    assert names == {5, 6, 7, 8, 9, 10}, "it was killed before, between and after each of the five"
     assert steps(run) == sorted(must)
 
 

@@ -63,11 +63,11 @@ def test_opening_again_resumes_with_the_history(tmp_path: Path):
 def test_a_finished_run_is_left_as_it_is_but_for_its_groups(tmp_path: Path):
     with RunDir.open(tmp_path, EXP, RESOLVED, facts={"groups": ["g"]}) as run:
         run.set_status("done", step=7)
-    kept = {p: p.read_bytes() for p in run.path.rglob("*.json") if p.name != "groups.json"}
+    contents = {p: p.read_bytes() for p in run.path.rglob("*.json") if p.name != "groups.json"}
     with RunDir.open(tmp_path, EXP, RESOLVED, facts={"groups": ["h"]}) as run:
         assert (run.status()["state"], run.attempt) == ("done", 1)
         assert read_groups(run.path) == ["g", "h"]
-    assert {p: p.read_bytes() for p in run.path.rglob("*.json") if p.name != "groups.json"} == kept
+    assert {p: p.read_bytes() for p in run.path.rglob("*.json") if p.name != "groups.json"} == contents
 
 
 def test_the_holder_is_named(tmp_path: Path):
@@ -87,13 +87,22 @@ def test_a_failed_open_lets_go(tmp_path: Path):
 
 def test_another_dict_with_the_same_id_is_refused(tmp_path: Path):
     RunDir.open(tmp_path, {"a": 1, "b": {"c": True}}, {}).close()
-    told = r'exp_dict\.json: another experiment has the id \w{32}: a was 1, is now "1"; b\.c was true, is now "True"\.'
-    with pytest.raises(RunError, match=told):
+    pattern = r'exp_dict\.json: another experiment has the id \w{32}: a was 1, is now "1"; b\.c was true, is now "True"\.'
+    with pytest.raises(RunError, match=pattern):
         RunDir.open(tmp_path, {"a": "1", "b": {"c": "True"}}, {})
 
 
+def test_a_message_names_some_of_many_changed_defaults(tmp_path: Path):
+    RunDir.open(tmp_path, EXP, {}).close()
+    with pytest.raises(RunError) as error:
+        RunDir.open(tmp_path, EXP, {f"setting{n}": "v" * 1000 for n in range(500)})
+    assert "setting0" in str(error.value)
+    assert "490 more" in str(error.value)
+    assert len(str(error.value)) < 2000
+
+
 @pytest.mark.parametrize(
-    ("resolved", "told"),
+    ("resolved", "pattern"),
     [
         ({**EXP, "model": {"depth": 2, "rate": 0.1}}, r"model\.rate was 0\.5, is now 0\.1\. To continue it, restore the old defaults"),
         ({**EXP, "model": {"depth": 2, "rate": 0.5, "bias": True}}, r"model\.bias was absent, is now true"),
@@ -102,9 +111,9 @@ def test_another_dict_with_the_same_id_is_refused(tmp_path: Path):
         ({**RESOLVED, "seed": 0.0}, r"seed was 0, is now 0\.0"),
     ],
 )
-def test_changed_defaults_are_named(tmp_path: Path, resolved: dict, told: str):
+def test_changed_defaults_are_named(tmp_path: Path, resolved: dict, pattern: str):
     RunDir.open(tmp_path, EXP, RESOLVED).close()
-    with pytest.raises(RunError, match=rf"config\.json: this run was started with other defaults: {told}"):
+    with pytest.raises(RunError, match=rf"config\.json: this run was started with other defaults: {pattern}"):
         RunDir.open(tmp_path, EXP, resolved)
     with RunDir.open(tmp_path, EXP, resolved, reset=1) as run:
         assert loaded(run.path / "config.json") == resolved
@@ -135,14 +144,14 @@ def test_what_killed_writers_left_is_swept_up_and_nothing_else(tmp_path: Path):
     RunDir.open(tmp_path, EXP, RESOLVED).close()
     torn = [".status.json.0a1b2c3d", ".lease.00000000", ".exp_dict.json.ffffffff", "checkpoints/.best.json.12345678"]
     torn += ["attempts/001/.env.json.12345678"]
-    kept = [".notes", ".status.json.0a1b2c3", "status.json.0a1b2c3d", "logs/.train.log.12345678"]
-    for name in [*torn, *kept]:
+    contents = [".notes", ".status.json.0a1b2c3", "status.json.0a1b2c3d", "logs/.train.log.12345678"]
+    for name in [*torn, *contents]:
         (tmp_path / ID / name).parent.mkdir(exist_ok=True)
         (tmp_path / ID / name).write_text("{")
     (tmp_path / ID / ".folder.12345678").mkdir()
     RunDir.open(tmp_path, EXP, RESOLVED).close()
     assert [name for name in torn if (tmp_path / ID / name).exists()] == []
-    assert [name for name in kept if not (tmp_path / ID / name).exists()] == []
+    assert [name for name in contents if not (tmp_path / ID / name).exists()] == []
     assert (tmp_path / ID / ".folder.12345678").is_dir()
 
 

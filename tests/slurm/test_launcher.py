@@ -33,7 +33,7 @@ def submit(jobs: list[Job], folder: Path, config: slurm.Config = SETTINGS) -> li
 
 
 def ends(config: slurm.Config, ids: list[str], seconds: float = 300.0) -> dict[str, SchedulerState]:
-    wait_until(lambda: not {seen.state for seen in config.states(ids).values()} & {"queued", "running"}, f"the end of {ids}", seconds)
+    wait_until(lambda: not {steps.state for steps in config.states(ids).values()} & {"queued", "running"}, f"the end of {ids}", seconds)
     return config.states(ids)
 
 
@@ -55,10 +55,10 @@ def test_the_throttle_of_a_queued_array_is_changed(cluster: Cluster, folder: Pat
     ids = submit([job(folder, str(n), "import time; time.sleep(600)") for n in range(4)], folder, config)
 
     def running() -> int:
-        return sum(seen.state == "running" for seen in config.states(ids).values())
+        return sum(steps.state == "running" for steps in config.states(ids).values())
 
     wait_until(lambda: running() == 1, "the first task")
-    config.throttle([job_id for job_id, seen in config.states(ids).items() if seen.state == "queued"], 2)
+    config.throttle([job_id for job_id, steps in config.states(ids).items() if steps.state == "queued"], 2)
     wait_until(lambda: running() == 2, "the second task")
     config.kill(ids)
 
@@ -74,10 +74,10 @@ def test_jobs_run_in_arrays_after_their_parents(cluster: Cluster, folder: Path):
     ids = submit(jobs, folder)
     assert {i.partition("_")[0] for i in ids[:2]} == {ids[0].partition("_")[0]}
     assert SETTINGS.find(folder, ["a", "after_b"]) == {"a": ids[0], "after_b": ids[3]}
-    found = ends(SETTINGS, ids)
-    assert [found[i].state for i in ids] == ["completed", "failed", "completed", "cancelled"]
-    assert (found[ids[1]].reason, found[ids[3]].reason) == ("exit code 3", "DependencyNeverSatisfied")
-    assert found[ids[0]].node.startswith("n")
+    states = ends(SETTINGS, ids)
+    assert [states[i].state for i in ids] == ["completed", "failed", "completed", "cancelled"]
+    assert (states[ids[1]].reason, states[ids[3]].reason) == ("exit code 3", "DependencyNeverSatisfied")
+    assert states[ids[0]].node.startswith("n")
     assert log(folder, "a") == hostile + "\n"
     assert log(folder, "after_b") == ""
     SETTINGS.kill(ids)  # what has ended is no error
@@ -87,18 +87,18 @@ def test_accounting_says_the_same(cluster: Cluster, folder: Path, tmp_path: Path
     """A squeue that has forgotten everything stands before the real one."""
     jobs = [job(folder, "a", "pass"), job(folder, "b", "raise SystemExit(3)"), job(folder, "c", "print(1)", after=("b",))]
     ids = submit(jobs, folder)
-    told = ends(SETTINGS, ids)
+    outcome = ends(SETTINGS, ids)
     folder.joinpath("squeue").write_text("#!/bin/sh\n")
     folder.joinpath("squeue").chmod(0o755)
     monkeypatch.setenv("PATH", str(folder), prepend=":")
 
     def recorded() -> bool:
-        found = SETTINGS.states(ids)
-        return {i: seen.state for i, seen in found.items()} == {i: seen.state for i, seen in told.items()}
+        states = SETTINGS.states(ids)
+        return {i: steps.state for i, steps in states.items()} == {i: steps.state for i, steps in outcome.items()}
 
     wait_until(recorded, "accounting to say what the controller said", 300)
-    found = SETTINGS.states(ids)
-    assert (found[ids[1]].reason, found[ids[1]].word) == ("exit code 3", "FAILED")
+    states = SETTINGS.states(ids)
+    assert (states[ids[1]].reason, states[ids[1]].word) == ("exit code 3", "FAILED")
     assert SETTINGS.states(["999999_0"]) == {}
     assert SETTINGS.find(folder, ["a"]) == {"a": ids[0]}
 
@@ -133,12 +133,12 @@ def test_a_thousand_jobs_are_queried_in_one_call(cluster: Cluster, folder: Path)
     ids = submit([job(folder, f"{i:032x}", "pass") for i in range(1200)], folder, held)
     assert time.process_time() - begin < 3, "seconds of our own"
     assert len({i.partition("_")[0] for i in ids}) == 2
-    found = SETTINGS.states(ids)
-    assert len(found) == 1200
-    assert {seen.reason for seen in found.values()} == {"JobHeldUser"}
+    states = SETTINGS.states(ids)
+    assert len(states) == 1200
+    assert {steps.reason for steps in states.values()} == {"JobHeldUser"}
     assert len(array_ids_by_name(["batch-1.array-000", "batch-1.array-001"], 20.0)) == 2
     SETTINGS.kill(ids)
-    wait_until(lambda: {seen.state for seen in SETTINGS.states(ids).values()} == {"cancelled"}, "all to be cancelled")
+    wait_until(lambda: {steps.state for steps in SETTINGS.states(ids).values()} == {"cancelled"}, "all to be cancelled")
 
 
 RANK = 'echo "$NODE_RANK of $NNODES at $MASTER_ADDR:$MASTER_PORT, start ${SLURM_RESTART_COUNT:-0}";'
@@ -155,10 +155,10 @@ def test_each_node_runs_the_command(cluster: Cluster, folder: Path):
 
 def test_one_failing_node_ends_the_job(cluster: Cluster, folder: Path):
     (one,) = submit([bash(folder, "e", "[ $NODE_RANK = 0 ] || exit 5; exec sleep 300")], folder, TWO_NODES)
-    seen = ends(TWO_NODES, [one])[one]
-    assert (seen.state, seen.reason) == ("failed", "exit code 1"), "the stop of the others is no stop in order"
-    assert seen.seconds is not None
-    assert seen.seconds < 60
+    steps = ends(TWO_NODES, [one])[one]
+    assert (steps.state, steps.reason) == ("failed", "exit code 1"), "the stop of the others is no stop in order"
+    assert steps.seconds is not None
+    assert steps.seconds < 60
 
 
 STOPPABLE = """
@@ -214,8 +214,8 @@ def test_the_time_limit_queues_a_job_of_two_nodes_again(cluster: Cluster, folder
     wait_until(lambda: both_stopped(folder), "both nodes to stop", 300)
     wait_until(lambda: config.states([one])[one].state == "queued", "the job to be queued again")
     wait_until(lambda: cluster.hurry() or log(folder, "e").count("up") == 4, "the second start")
-    seen = config.states([one])[one]
-    assert (seen.state, seen.restarts) == ("running", 1)
+    steps = config.states([one])[one]
+    assert (steps.state, steps.restarts) == ("running", 1)
     assert "could not" not in log(folder, "e", "err")
 
 
@@ -226,22 +226,22 @@ def test_experiments_that_share_a_task_end_each_by_itself(cluster: Cluster, fold
     ids = submit([job(folder, name, code) for name, code in codes.items()], folder, config)
     assert len(cluster.alive()) == 1
 
-    def seen() -> list[str]:
+    def steps() -> list[str]:
         cluster.hurry()
-        found = config.states(ids)
-        return [found[job_id].state for job_id in ids]
+        states = config.states(ids)
+        return [states[job_id].state for job_id in ids]
 
-    wait_until(lambda: seen() == ["completed", "failed", "running", "running"], "the first two to end")
+    wait_until(lambda: steps() == ["completed", "failed", "running", "running"], "the first two to end")
     assert config.states(ids)[ids[1]].reason == "exit code 3"
     wait_until(lambda: "up" in log(folder, "killed") and "up" in log(folder, "goes_on"), "the others to run")
     config.kill(ids[2:3])
-    wait_until(lambda: seen() == ["completed", "failed", "cancelled", "running"], "one to be killed")
+    wait_until(lambda: steps() == ["completed", "failed", "cancelled", "running"], "one to be killed")
     command("scancel", "--signal=USR1", "--batch", ids[3].partition("+")[0])  # as near the time limit
-    wait_until(lambda: seen() and log(folder, "goes_on").count("up") == 2, "the second start")
-    assert seen() == ["completed", "failed", "cancelled", "running"]
+    wait_until(lambda: steps() and log(folder, "goes_on").count("up") == 2, "the second start")
+    assert steps() == ["completed", "failed", "cancelled", "running"]
     assert (log(folder, "good"), log(folder, "killed").count("up")) == ("ran\n", 1)
     config.kill(ids)
-    wait_until(lambda: seen() == ["completed", "failed", "cancelled", "cancelled"], "the end")
+    wait_until(lambda: steps() == ["completed", "failed", "cancelled", "cancelled"], "the end")
     wait_until(lambda: not cluster.alive(), "the end of the task")
 
 

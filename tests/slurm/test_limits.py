@@ -21,8 +21,8 @@ def test_the_limit_holds_for_several_arrays(cluster: Cluster, folder: Path, monk
     jobs = [job(folder, f"a{i}", code) for i in range(4)] + [job(folder, f"b{i}", code, resources=small) for i in range(3)]
     ids = submit([*jobs, job(folder, "child", code, after=("b0",))], folder, config)
     assert len({each.partition("_")[0] for each in ids}) == 5
-    found = ends(config, ids)
-    assert {seen.state for seen in found.values()} == {"completed"}
+    result = ends(config, ids)
+    assert {outcome.state for outcome in result.values()} == {"completed"}
     spans = [tuple(map(float, log(folder, exp_id).split())) for exp_id in (*(each.exp_id for each in jobs), "child")]
     overlaps = [sum(start <= begin < end for start, end in spans) for begin, _ in spans]
     assert max(overlaps) == 2
@@ -32,8 +32,8 @@ def test_a_failed_array_does_not_block_the_next(cluster: Cluster, folder: Path, 
     monkeypatch.setattr(slurm, "_largest_array", lambda _: 1)
     config = slurm.Config(patience_seconds=300.0, max_running=1, cpus_per_task=1)
     ids = submit([job(folder, "fails", "raise SystemExit(3)"), job(folder, "works", "pass")], folder, config)
-    found = ends(config, ids)
-    assert [found[each].state for each in ids] == ["failed", "completed"]
+    result = ends(config, ids)
+    assert [result[each].state for each in ids] == ["failed", "completed"]
 
 
 @pytest.mark.parametrize("name", ["100%A", "a%%b", "%j %x", "b\\%A", "two\\\\x", "quo\"t'e"])

@@ -28,11 +28,11 @@ def test_a_run_resumes_with_another_micro_batch(tmp_path: Path, group: str):
     (tmp_path / "whole").mkdir()
     (tmp_path / "whole" / "data").symlink_to(tmp_path / "data")
     assert toy.main(words, GROUPS, tmp_path / "whole") == 0
-    found, wanted = toy.rows(tmp_path, run), toy.rows(tmp_path / "whole", run)
-    assert [row["tokens"] for row in found] == [row["tokens"] for row in wanted]
+    result, expected = toy.rows(tmp_path, run), toy.rows(tmp_path / "whole", run)
+    assert [row["tokens"] for row in result] == [row["tokens"] for row in expected]
     for name in ("train_loss", "val_loss"):
-        assert [row[name] for row in found if name in row] == pytest.approx([row[name] for row in wanted if name in row], rel=1e-6)
-    assert found != wanted, "another micro-batch rounds otherwise"
+        assert [row[name] for row in result if name in row] == pytest.approx([row[name] for row in expected if name in row], rel=1e-6)
+    assert result != expected, "another micro-batch rounds otherwise"
     starts = [event["micro_batch"] for event in ledger.read(tmp_path / "runs" / run) if event["event"] == "start"]
     assert starts == [4, 1]
     for name in ("config.json", "exp_dict.json", "checkpoints/step-00000040/config.json"):
@@ -63,6 +63,6 @@ def test_a_run_with_dropout_needs_its_micro_batch(tmp_path: Path, capsys: pytest
     ],
 )
 def test_what_cannot_be_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], group: str, number: str, message: str):
-    asked = {**copy.deepcopy(toy.CROSSATTN), "loop": None, "evaluation": {"micro_batch": 4}}
-    assert toy.main(["-e", group, "--micro_batch", number], {**GROUPS, "asked": [asked]}, tmp_path) == 1
+    experiment = {**copy.deepcopy(toy.CROSSATTN), "loop": None, "evaluation": {"micro_batch": 4}}
+    assert toy.main(["-e", group, "--micro_batch", number], {**GROUPS, "asked": [experiment]}, tmp_path) == 1
     assert message in capsys.readouterr().err

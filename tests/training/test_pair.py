@@ -90,8 +90,8 @@ def test_a_divergence_of_one_stops_both_before_the_optimizer_moves(pair: Pair):
     end, name = pair.ends("divergence stop", 0), "divergence stop"
     assert (end["end"], end["everywhere"]) == ("failed", True)
     assert "step 25: the loss is nan" in end["why"]
-    said = [event["message"] for event in ledger.read(pair.run(name)) if event["event"] == "divergence"]
-    assert said == ["step 25: the loss is nan.", "step 25: the gradient norm is nan."], "once"
+    messages = [event["message"] for event in ledger.read(pair.run(name)) if event["event"] == "divergence"]
+    assert messages == ["step 25: the loss is nan.", "step 25: the gradient norm is nan."], "once"
     files = sorted(path.name for path in (pair.run(name) / "offending").iterdir())
     assert files == ["step-00000025-rank-0.json", "step-00000025-rank-1.json"]
     assert pair.events(name, "start") == [("start", 0), ("start", 20)]
@@ -109,9 +109,9 @@ def test_a_divergence_of_one_takes_both_back_and_past_it(pair: Pair):
     assert pair.events(name, "rewind") == [("rewind", 20)], "done once"
     assert pair.events(name, "start") == [("start", 0), ("start", 20)]
     after = IndexedOrder(0, 32, 4).keys(25 * 4)
-    wanted = [next(after)[1] for _ in range(4)]
+    expected = [next(after)[1] for _ in range(4)]
     for rank, ends in enumerate(pair.ranks):
-        assert ends[name][1]["seen"] == wanted[rank::2], "micro-batches go to the processes in turn"
+        assert ends[name][1]["seen"] == expected[rank::2], "micro-batches go to the processes in turn"
     assert pair.ends(name, 1)["step"] == STEPS
     assert checkpoints.step_of(checkpoints.list_all(pair.run(name))[-1]) == STEPS
 
@@ -124,12 +124,12 @@ def test_experience_is_loaded_when_both_can_resume(pair: Pair):
 def test_two_share_questions_of_unequal_counts_as_one_reads_them(pair: Pair, tmp_path: Path):
     with small.opened(small.write_data(tmp_path)) as run:
         _, weights = test_counts.train(run, test_counts.config())
-        wanted = test_counts.rows(run)
-    found = [json.loads(line) for line in (pair.run("replies") / "scores.jsonl").read_text().splitlines()]
+        expected = test_counts.rows(run)
+    rows = [json.loads(line) for line in (pair.run("replies") / "scores.jsonl").read_text().splitlines()]
     assert pair.ends("replies", 0)["weights"] == pytest.approx(weights.tolist(), rel=1e-6)
-    assert [row["accuracy"] for row in found] == [row["accuracy"] for row in wanted]
+    assert [row["accuracy"] for row in rows] == [row["accuracy"] for row in expected]
     for name in ("train_loss", "grad_norm"):
-        assert [row[name] for row in found] == pytest.approx([row[name] for row in wanted], rel=1e-6)
+        assert [row[name] for row in rows] == pytest.approx([row[name] for row in expected], rel=1e-6)
 
 
 def test_one_that_works_for_longer_than_a_collective_waits_is_waited_for(pair: Pair):

@@ -16,12 +16,12 @@ RANKS = torch.tensor([0, 1, 2, 0, 1])
 
 
 @pytest.mark.parametrize(
-    ("by", "l2", "wanted"), [("conversations", 0.001, 0.402738), ("conversations", 0.0, 0.401830), ("pairs", 0.0, 0.365707)]
+    ("by", "l2", "expected"), [("conversations", 0.001, 0.402738), ("conversations", 0.0, 0.401830), ("pairs", 0.0, 0.365707)]
 )
-def test_open_assistants_losses(by, l2: float, wanted: float):
+def test_open_assistants_losses(by, l2: float, expected: float):
     """Three and two replies, best first."""
-    found = ranking_loss(REWARDS, OF, RANKS, by=by, l2=l2) / count_ranked(OF, RANKS, by)
-    assert float(found) == pytest.approx(wanted, abs=5e-7)
+    result = ranking_loss(REWARDS, OF, RANKS, by=by, l2=l2) / count_ranked(OF, RANKS, by)
+    assert float(result) == pytest.approx(expected, abs=5e-7)
 
 
 def test_of_two_replies_it_is_the_loss_of_a_pair():
@@ -29,10 +29,10 @@ def test_of_two_replies_it_is_the_loss_of_a_pair():
     chosen, rejected = torch.randn(7, generator=torch.Generator().manual_seed(0)), torch.zeros(7)
     rewards, of = torch.stack([chosen, rejected], dim=1).flatten(), torch.arange(7).repeat_interleave(2)
     ranks = torch.tensor([0, 1]).repeat(7)
-    wanted = -torch.nn.functional.logsigmoid(chosen - rejected - 0.3) + 0.01 * (chosen + rejected) ** 2
+    expected = -torch.nn.functional.logsigmoid(chosen - rejected - 0.3) + 0.01 * (chosen + rejected) ** 2
     for by in ("conversations", "pairs"):
-        found = ranking_loss(rewards, of, ranks, by=by, margin=0.3, centring=0.01)
-        assert torch.allclose(found, wanted.sum())
+        result = ranking_loss(rewards, of, ranks, by=by, margin=0.3, centring=0.01)
+        assert torch.allclose(result, expected.sum())
 
 
 def test_one_reply_and_ties_count_nothing():
@@ -55,7 +55,7 @@ def test_a_sum_over_a_batch_is_that_over_its_parts(conversations: list[list[tupl
     """However the batch is cut, and in whatever order its replies are."""
 
     def sums(chosen: list[list[tuple[int, int]]], order: list[int] | None = None) -> tuple[float, int]:
-        flat = [(reward / 10, number, rank) for number, own in enumerate(chosen) for reward, rank in own]
+        flat = [(reward / 10, number, rank) for number, pairs_of_one in enumerate(chosen) for reward, rank in pairs_of_one]
         flat = [flat[i] for i in order] if order else flat
         rewards, of, ranks = (torch.tensor(values) for values in zip(*flat, strict=True))
         return float(ranking_loss(rewards, of, ranks, l2=0.1)), count_ranked(of, ranks, "conversations")
@@ -85,30 +85,30 @@ def by_hand(kind: str, h: float, beta: float, flipped: float) -> float:
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2), st.floats(-4, 4, width=32)), max_size=12))
 def test_a_training_reports_the_agreement_that_an_evaluation_finds(replies: list[tuple[int, int, float]]):
     conversations, ranks, rewards = ([reply[column] for reply in replies] for column in range(3))
-    wanted = correlations(rewards, conversations, ranks)
-    found = agreement(torch.tensor(rewards), torch.tensor(conversations).long(), torch.tensor(ranks).long())
-    assert float(found.conversations) == len(wanted)
+    expected = correlations(rewards, conversations, ranks)
+    result = agreement(torch.tensor(rewards), torch.tensor(conversations).long(), torch.tensor(ranks).long())
+    assert float(result.conversations) == len(expected)
     for name in ("accuracy", "best_reward", "worst_reward"):
-        assert float(getattr(found, name)) == pytest.approx(sum(getattr(each, name) for each in wanted), abs=1e-12), name
+        assert float(getattr(result, name)) == pytest.approx(sum(getattr(each, name) for each in expected), abs=1e-12), name
 
 
 @pytest.mark.parametrize("kind", ["sigmoid", "ipo", "robust"])
 @pytest.mark.parametrize("flipped", [0.0, 0.2])
 def test_losses_of_pairs_are_those_of_the_papers(kind, flipped: float):
     chosen, rejected = [0.5, -2.0, 3.0], [-0.5, 1.0, 3.0]
-    found = pair_loss(torch.tensor(chosen), torch.tensor(rejected), kind=kind, beta=0.3, flipped=flipped)
-    wanted = sum(by_hand(kind, c - r, 0.3, flipped) for c, r in zip(chosen, rejected, strict=True))
-    assert float(found) == pytest.approx(wanted, rel=1e-6)
+    result = pair_loss(torch.tensor(chosen), torch.tensor(rejected), kind=kind, beta=0.3, flipped=flipped)
+    expected = sum(by_hand(kind, c - r, 0.3, flipped) for c, r in zip(chosen, rejected, strict=True))
+    assert float(result) == pytest.approx(expected, rel=1e-6)
 
 
-def test_logps_are_of_the_learned_tokens_alone():
+def test_logps_only_of_learned_tokens():
     logits = torch.randn(2, 4, 5, generator=torch.Generator().manual_seed(0))
     ids = torch.tensor([[1, 2, 3, 4], [4, 3, 2, 1]])
     mask = torch.tensor([[False, False, True, True], [False, True, False, False]])
-    found = answer_logps(logits, ids, mask)
+    result = answer_logps(logits, ids, mask)
     logps = logits.log_softmax(-1)
-    assert found.logps.tolist() == pytest.approx([float(logps[0, 1, 3] + logps[0, 2, 4]), float(logps[1, 0, 3])])
-    assert found.tokens.tolist() == [2, 1]
+    assert result.logps.tolist() == pytest.approx([float(logps[0, 1, 3] + logps[0, 2, 4]), float(logps[1, 0, 3])])
+    assert result.tokens.tolist() == [2, 1]
     with pytest.raises(ValueError, match="the first token"):
         answer_logps(logits, ids, ~mask)
 
@@ -123,6 +123,6 @@ def test_the_hinge_loss_of_pairs():
 def test_the_margin_of_a_pair_is_the_difference_of_its_scores(by):
     rewards, scores = torch.tensor([1.0, 0.5, 2.0, 2.5]), torch.tensor([9.0, 4.0, 0.25, 0.0])
     of, ranks = torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 0, 1])
-    wanted = -torch.nn.functional.logsigmoid(torch.tensor([0.5 - 5.0, -0.5 - 0.25])).sum()
-    torch.testing.assert_close(ranking_loss(rewards, of, ranks, by=by, margin=scores), wanted)
-    assert ranking_loss(rewards, of, ranks, by=by, margin=0.0) != wanted
+    expected = -torch.nn.functional.logsigmoid(torch.tensor([0.5 - 5.0, -0.5 - 0.25])).sum()
+    torch.testing.assert_close(ranking_loss(rewards, of, ranks, by=by, margin=scores), expected)
+    assert ranking_loss(rewards, of, ranks, by=by, margin=0.0) != expected

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from exp_configs import EXP_GROUPS
 from src.config import Places
 from src.errors import ConfigError
 from src.interfaces import load_experiment
+from src.registry import MODELS, bind
 from src.runs import plan
 from src.training.config import check_trained_type
 from tests import toy
@@ -40,10 +42,26 @@ def test_only_trained_weights_must_be_float32(tmp_path: Path, dtype: str):
     check({**ADAPTERS, "base": {**BLOCKS, "base": base}}, tmp_path, toy.CROSSATTN)
 
 
+def test_a_trained_critic_must_be_float32(tmp_path: Path):
+    adapted = {**ADAPTERS, "base": {"name": "hf", "path": "m", "dtype": "bfloat16"}}
+    for dtype, expected in (("bfloat16", "bfloat16"), ("float32", "float32")):
+        model = bind(MODELS, {"name": "with_values", "base": adapted, "critic": {"name": "hf", "path": "m", "dtype": dtype}})
+        assert model.trained_type(Places(tmp_path, tmp_path)) == expected
+
+
+def test_the_head_of_a_16_bit_reward_model_is_float32(tmp_path: Path):
+    toy.write_data(tmp_path)
+    save(tmp_path / "m", "llama", vocab_size=50)
+    base = {"name": "hf", "path": "m", "dtype": "bfloat16"}
+    model = bind(MODELS, {**ADAPTERS, "base": {"name": "reward", "base": base}}).build(Places(tmp_path, tmp_path))
+    assert {each.dtype for each in model.parameters() if each.requires_grad} == {torch.float32}
+    assert model(torch.ones(1, 3, dtype=torch.int64), torch.ones(1, 3, dtype=torch.bool)).dtype == torch.float32
+
+
 def test_no_experiment_of_the_project_is_refused(tmp_path: Path):
-    known = plan.load_all(EXP_GROUPS)
-    places = Places(tmp_path, tmp_path / "runs", experiments={item.exp_id: item.exp for item in known.values()})
-    trained = [item for item in known.values() if getattr(item.recipe, "loop", None)]
+    items = plan.load_all(EXP_GROUPS)
+    places = Places(tmp_path, tmp_path / "runs", experiments={item.exp_id: item.exp for item in items.values()})
+    trained = [item for item in items.values() if getattr(item.recipe, "loop", None)]
     assert len(trained) > 50
     for item in trained:
         check_trained_type(item.recipe.model, places)  # type: ignore[attr-defined]  every recipe with a loop has a model
@@ -51,8 +69,6 @@ def test_no_experiment_of_the_project_is_refused(tmp_path: Path):
 
 def test_dry_run_and_training_refuse_bfloat16_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     toy.write_data(tmp_path / "data")
-    from transformers import AutoTokenizer
-
     save(tmp_path / "data" / "m", "llama", vocab_size=len(AutoTokenizer.from_pretrained(tmp_path / "data" / "toy_tokenizer")))
     AutoTokenizer.from_pretrained(tmp_path / "data" / "toy_tokenizer").save_pretrained(tmp_path / "data" / "m")
     model = {"name": "hf", "path": "m", "dtype": "bfloat16"}

@@ -14,16 +14,17 @@ Roles: system (first, at most once), user, assistant, and tool after an assistan
 """
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from src.data.jsonl import check_text
 from src.errors import DataError
-from src.files import parse_json
+from src.parsing import parse_json
 
 ROLES = ("system", "user", "assistant", "tool")
+_LARGEST_SCORE = 1e30
+"""Scores are float32 in the loss."""
 SHARES = ("quality", "humor", "creativity")
 TAGS = ("lang", *SHARES, "context")
 LINKS = ("name", "tool_call_id")
@@ -239,8 +240,8 @@ def _reply(raw: Any, where: str) -> Reply:
     if type(rank) is not int:
         raise DataError(f"{where}: rank: expected an integer, smaller for better replies, got {rank!r}.")
     score = raw.get("score")
-    if score is not None and (isinstance(score, bool) or not isinstance(score, int | float) or not math.isfinite(score)):
-        raise DataError(f"{where}: score: expected a finite number, got {score!r:.60}.")
+    if score is not None and (isinstance(score, bool) or not isinstance(score, int | float) or not abs(score) < _LARGEST_SCORE):
+        raise DataError(f"{where}: score: expected a number below {_LARGEST_SCORE:g}, got {score!r:.60}.")
     return Reply(_text(raw.get("content"), f"{where}: content"), rank, _tags(raw, where), _reasoning(raw, where), score)
 
 

@@ -13,7 +13,7 @@ from src.data.conversations.choices import draws
 from src.data.conversations.dataset import CHECKED, ConversationConfig, with_system
 from src.data.conversations.entries import Message, Reply, read_entry
 from src.data.conversations.rendering import LEARNED, Rendered, Renderer, Role
-from src.data.conversations.rows import RANKED, ConversationRows
+from src.data.conversations.rows import RANKED, SCORED, ConversationRows
 from src.errors import DataError
 from src.kinds import REWARD
 
@@ -36,6 +36,14 @@ class Config(ConversationConfig):
     @property
     def reader(self) -> str:
         return REWARD
+
+    def check_scores(self, places: Places) -> None:
+        for split in ("train", "val"):
+            rows = self.read(places, split)
+            if without := rows.numbers_of(RANKED):
+                raise DataError(
+                    f'{rows.location(without[0])}: replies: no "score" ({len(without)} of {len(rows)} rows). Add one to each reply.'
+                )
 
     def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "RankedReplies":
         """The conversations of one split, tokenised on access.
@@ -68,7 +76,7 @@ class RankedReplies:
         """seed: draws the replies that an epoch reads; None: always the same. name: of the data, in messages."""
         self.config, self.renderer, self.fingerprint, self.shuffle = config, renderer, digest, config.shuffle
         self._rows, self._seed, self._name = rows, seed, name
-        self._chosen = rows.numbers_of(RANKED)
+        self._chosen = rows.numbers_of(RANKED, SCORED)
         if not self._chosen:
             raise DataError(f"{name}: no conversation has replies of different ranks. Add some: ties teach nothing.")
         if len(self._chosen) < len(rows):
@@ -102,17 +110,17 @@ class RankedReplies:
         row = self._chosen[index]
         entry = read_entry(self._rows[row], self._rows.location(row))
         key = None if self._seed is None else (self._seed, epoch, index)
-        replies, ranks = self._choose(entry.replies, epoch, index)
+        replies, labels = self._choose(entry.replies, epoch, index)
         try:
             rendered = [render_reply(self.config, self.renderer, entry.messages, reply, key, place) for place, reply in enumerate(replies)]
         except DataError as error:
             raise DataError(f"{self._rows.location(row)}: {error}") from None
         first = dict[tuple[int, ...], int]()
-        ranks = [first.setdefault(tuple(each.ids), rank) for each, rank in zip(rendered, ranks, strict=True)]
-        return rendered, ranks, [reply.score for reply in replies]
+        ranks = [first.setdefault(tuple(each.ids), rank) for each, (rank, _) in zip(rendered, labels, strict=True)]
+        return rendered, ranks, [score for _, score in labels]
 
-    def _choose(self, replies: Sequence[Reply], epoch: int, index: int) -> tuple[list[Reply], list[int]]:
-        """The replies that are read, best first, and their ranks."""
+    def _choose(self, replies: Sequence[Reply], epoch: int, index: int) -> tuple[list[Reply], list[tuple[int, float | None]]]:
+        """The replies that are read, best first, and the rank and score of each."""
         ordered = sorted(replies, key=lambda reply: reply.rank)  # stable: tied ones stay as in the row
         most = self.config.max_replies
         if len(ordered) > most:
@@ -120,10 +128,10 @@ class RankedReplies:
             key = (0,) if self._seed is None else (self._seed, epoch)
             between = sorted(draws("replies", *key, index).sample(places, most - 2))
             ordered = [ordered[place] for place in (0, *between, len(ordered) - 1)]
-        ranks = [reply.rank for reply in ordered]
+        labels = [(reply.rank, reply.score) for reply in ordered]
         if self.config.shuffled_ranks and self._seed is not None:
-            draws("ranks", self._seed, index).shuffle(ranks)
-        return ordered, ranks
+            draws("ranks", self._seed, index).shuffle(labels)
+        return ordered, labels
 
     def collate(self, samples: Sequence[Sample]) -> RankedBatch:
         """All replies of all conversations, padded on the right; padding is masked, so its id does not matter."""

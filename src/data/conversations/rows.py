@@ -8,19 +8,20 @@ from typing import Any
 from src.data import jsonl
 from src.data.conversations.entries import check_row
 
-ANSWERED, RANKED, PROMPT, OTHER, EMPTY = "answered", "ranked", "prompt", "other", "empty"
-"""Kinds of rows: the last message is the assistant's; replies of different ranks; a prompt without an answer; none of these; the
-assistant never says anything."""
-_RULES = "conversations 4"
+ANSWERED, RANKED, SCORED, PROMPT, OTHER, EMPTY = "answered", "ranked", "scored", "prompt", "other", "empty"
+"""Kinds of rows: the last message is the assistant's; replies of different ranks; these with a score for each reply; a prompt without an
+answer; none of these; the assistant never says anything."""
+_RULES = "conversations 5"
 
 
 def kind_of(row: dict[str, Any]) -> str:
     """The kind of a row that is an entry."""
     if "prompt" in row:
         return PROMPT
-    if len({reply["rank"] for reply in row.get("replies") or ()}) > 1:
-        return RANKED
-    messages = [*row.get("messages", ()), *({"role": "assistant", **reply} for reply in row.get("replies") or ())]
+    replies = row.get("replies") or ()
+    if len({reply["rank"] for reply in replies}) > 1:
+        return RANKED if any(reply.get("score") is None for reply in replies) else SCORED
+    messages = [*row.get("messages", ()), *({"role": "assistant", **reply} for reply in replies)]
     if messages and not any(
         (each.get("content") or "").strip() or each.get("tool_calls") for each in messages if each["role"] == "assistant"
     ):
@@ -54,15 +55,16 @@ class ConversationRows(Sequence[dict[str, Any]]):
         """FILE:LINE of a row."""
         return f"{self._rows.path}:{self._chosen[index] + 1}"
 
-    def numbers_of(self, kind: str, others: bool = False) -> Sequence[int]:
-        """Places of the rows of a kind, or of all other kinds: four bytes each, or a range if all match."""
+    def numbers_of(self, *kinds: str, others: bool = False) -> Sequence[int]:
+        """Places of the rows of these kinds, or of all other kinds: four bytes each, or a range if all match."""
         import numpy as np
 
         index = self._rows.row_index
-        if kind not in index.names:
+        codes = [index.names.index(kind) for kind in kinds if kind in index.names]
+        if not codes:
             return range(len(self)) if others else ()
         groups = np.asarray(index.groups, dtype=np.uint32)
         if len(self) != len(groups) or not isinstance(self._chosen, range):
             groups = groups[np.fromiter(self._chosen, dtype=np.int64, count=len(self))]
-        matches = (groups == index.names.index(kind)) != others
+        matches = np.isin(groups, codes) != others
         return range(len(self)) if matches.all() else array("I", np.flatnonzero(matches).astype(np.uint32).tobytes())

@@ -11,7 +11,7 @@ from src.data import jsonl
 from src.data.conversations.dataset import Writing, render_prompt
 from src.data.conversations.entries import Message, check_row, read_entry
 from src.data.conversations.rendering import Renderer
-from src.data.conversations.rows import ANSWERED, PROMPT, RANKED, ConversationRows, kind_of
+from src.data.conversations.rows import ANSWERED, PROMPT, RANKED, SCORED, ConversationRows, kind_of
 from src.errors import DataError
 from src.rewards.interface import row_entry
 
@@ -27,7 +27,7 @@ class Prompt(NamedTuple):
     """Its row of the prepared data."""
 
 
-_KINDS = (ANSWERED, RANKED, PROMPT)
+_KINDS = (ANSWERED, RANKED, SCORED, PROMPT)
 """Of rows that ask something."""
 _LOOKED_AT = 1000
 """Rows at the start of a file that a check parses."""
@@ -50,7 +50,7 @@ class Prompts:
     def __init__(self, rows: ConversationRows, renderer: Renderer, writing: Writing, name: str) -> None:
         """name: of the data, in messages."""
         self._rows, self.renderer, self._writing, self._name = rows, renderer, writing, name
-        self._chosen: Sequence[int] = sorted(number for kind in _KINDS for number in rows.numbers_of(kind))
+        self._chosen: Sequence[int] = rows.numbers_of(*_KINDS)
 
     def limit(self, tokens: int, long: Literal["refuse", "leave_out"]) -> None:
         """Leave out prompts of more tokens, or refuse them.

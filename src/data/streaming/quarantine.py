@@ -15,7 +15,8 @@ from pydantic import Field
 from src.config import Config as StrictConfig
 from src.data.streaming.shard_files import ShardChanged, ShardError
 from src.errors import DataError
-from src.files import parse_json, reading, writing
+from src.files import reading, writing
+from src.parsing import parse_json
 
 FILE = "quarantine.jsonl"
 

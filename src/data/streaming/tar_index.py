@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 from src.data.streaming.tars.fields import Fields
 from src.data.streaming.tars.image_files import MOST_PIXELS, SUFFIXES, TOO_LARGE, UNDECODABLE
 from src.errors import DataError
-from src.files import parse_json, reading, write_atomic
+from src.files import reading, write_atomic
+from src.parsing import parse_json
 
 if TYPE_CHECKING:
     import numpy as np

@@ -5,7 +5,7 @@ import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, ClassVar, NamedTuple
+from typing import Annotated, ClassVar
 
 from pydantic import AfterValidator, Field, StrictBool, model_validator
 
@@ -17,6 +17,7 @@ from src.launch.slurm import shared_tasks
 from src.launch.slurm.commands import NoAnswer, Refused, ask, ask_once, check_programs, collapse, explain_refusal
 from src.launch.slurm.script import read_exp_ids, task_line, write_script, write_tasks
 from src.launch.slurm.states import array_ids_by_name, scheduler_states
+from src.launch.slurm.waves import Array, Waves
 
 _TIME = re.compile(r"(?:(\d+)-)?(\d+):([0-5]?\d):([0-5]?\d)")
 _TASKS = re.compile(r"array-\d+(?:x(\d+))?")  # with the number of experiments in each task, where these share one
@@ -142,7 +143,7 @@ class Config(LauncherConfig):
         _refuse_shared_parents(jobs)
         queued: dict[str, str] = {}
         try:
-            waves = _Waves(self.max_running)
+            waves = Waves(self.max_running)
             for array in self._group_into_arrays(jobs, largest):
                 limit, before = waves.place(array)
                 tasks = _write_task_file(array, folder)
@@ -230,14 +231,14 @@ class Config(LauncherConfig):
             if name and name not in partitions:
                 raise LaunchError(f"partition: {unknown_text('partition', name, partitions)}")
 
-    def _group_into_arrays(self, jobs: Sequence[Job], largest: int) -> "list[_Array]":
+    def _group_into_arrays(self, jobs: Sequence[Job], largest: int) -> "list[Array]":
         """Arrays of jobs with equal resources and parents. Parents' arrays come first, as a group's first job comes after its parents.
 
         A parent does not share a task: its children would wait for every experiment in it, and not start if another one fails.
         """
         place = {job.exp_id: i for i, job in enumerate(jobs)}
         awaited = {exp_id for i, job in enumerate(jobs) for exp_id in job.after if place.get(exp_id, i) < i}
-        groups: dict[object, _Array] = {}
+        groups: dict[object, Array] = {}
         same_limit = self.model_dump_json()
         for i, job in enumerate(jobs):
             parents = frozenset(exp_id for exp_id in job.after if place.get(exp_id, i) < i)
@@ -245,55 +246,12 @@ class Config(LauncherConfig):
             each = 1 if job.exp_id in awaited else resources.jobs_per_task
             # A config that holds a dict has no hash; its JSON does as well.
             key = (same_limit if resources is self else resources.model_dump_json(), each, parents, frozenset(job.after_jobs))
-            groups.setdefault(key, _Array(resources, [], each)).jobs.append(job)
+            groups.setdefault(key, Array(resources, [], each)).jobs.append(job)
         return [
             group._replace(jobs=group.jobs[i : i + largest * group.jobs_per_task])
             for group in groups.values()
             for i in range(0, len(group.jobs), largest * group.jobs_per_task)
         ]
-
-
-class _Array(NamedTuple):
-    config: Config
-    jobs: list[Job]
-    jobs_per_task: int
-
-    @property
-    def tasks(self) -> int:
-        return -(-len(self.jobs) // self.jobs_per_task)
-
-
-class _Waves:
-    """Enforces `max_running` across the arrays of a submission, each of which has only a limit of its own in Slurm.
-
-    Arrays that together stay within the limit form a wave. Each array of the next wave waits until every array of this wave has ended.
-    """
-
-    def __init__(self, max_running: int | None) -> None:
-        """max_running: of the job config; an override can set a lower limit for its own arrays."""
-        self._max_running = max_running
-        self._waves: dict[int | None, list[list[tuple[_Array, str]]]] = {}
-
-    def place(self, array: _Array) -> tuple[int | None, list[str]]:
-        """The limit of its tasks, and the ids of the arrays that it waits for. Starts a new wave if it does not fit."""
-        limits = [limit for limit in (self._max_running, array.config.max_running) if limit]
-        if not limits:
-            return None, []
-        waves = self._waves.setdefault(self._max_running or array.config.max_running, [[], []])
-        if self._running(waves[-1], array, same_limit=False) > limits[0] or self._running(waves[-1], array, same_limit=True) > limits[-1]:
-            waves.append([])
-        return min(limits), [array_id for _, array_id in waves[-2]]
-
-    def add(self, array: _Array, array_id: str) -> None:
-        """Note the id of the array that was placed last."""
-        if key := self._max_running or array.config.max_running:
-            self._waves[key][-1].append((array, array_id))
-
-    def _running(self, wave: Sequence[tuple[_Array, str]], array: _Array, same_limit: bool) -> int:
-        """Upper limit of running tasks of `wave` and `array`; same_limit: only of arrays with the limit of `array`. 0 for a new wave."""
-        arrays = [each for each, _ in wave if not same_limit or each.config.max_running == array.config.max_running]
-        limits = [[each.tasks, each.config.max_running, self._max_running] for each in (*arrays, array)]
-        return sum(min(filter(None, each)) for each in limits) if wave else 0
 
 
 def _whole_tasks(job_ids: Sequence[str]) -> list[str]:
@@ -335,7 +293,7 @@ def _job_name(tasks: Path) -> str:
     return f"{tasks.parent.name}.{tasks.stem}"
 
 
-def _write_task_file(array: _Array, folder: Path) -> Path:
+def _write_task_file(array: Array, folder: Path) -> Path:
     shared = f"x{array.jobs_per_task}" if array.jobs_per_task > 1 else ""
     tasks = folder.absolute() / f"array-{len(_task_files(folder)):03d}{shared}.tasks"
     config = array.config
@@ -344,7 +302,7 @@ def _write_task_file(array: _Array, folder: Path) -> Path:
     return tasks
 
 
-def _sbatch_command(array: _Array, tasks: Path, queued: dict[str, str], limit: int | None, before: Sequence[str]) -> list[str]:
+def _sbatch_command(array: Array, tasks: Path, queued: dict[str, str], limit: int | None, before: Sequence[str]) -> list[str]:
     """The command that queues `array`, without the program. Every value is an argument of its own; no shell parses it.
 
     limit: of its running tasks. before: arrays that must end first.

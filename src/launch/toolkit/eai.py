@@ -12,7 +12,6 @@ from datetime import datetime
 from typing import Any, TypeVar
 
 from src.errors import LaunchError
-from src.files import parse_json
 from src.launch.toolkit.service import (
     EXPERIMENT,
     SUBMISSION,
@@ -25,6 +24,7 @@ from src.launch.toolkit.service import (
     OutcomeUnknown,
     Spec,
 )
+from src.parsing import parse_json
 
 PROGRAM = "eai"
 _HOST = "https://console.elementai.com"

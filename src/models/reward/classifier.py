@@ -23,20 +23,20 @@ def sequence_classifier(model: RewardModel, pad_id: int) -> Any:
     from transformers import AutoModelForSequenceClassification
 
     if model.pooling != "last":
-        raise ConfigError(f"pooling {model.pooling!r}: transformers reads rewards from the last token alone. Load it with this project.")
+        raise ConfigError(f"pooling {model.pooling!r}: transformers reads rewards only from the last token. Load it with this project.")
     config = type(model.config).from_dict({**model.config.to_dict(), "num_labels": 1, "pad_token_id": pad_id})
     try:
         with torch.device("meta"):
-            made: Any = AutoModelForSequenceClassification.from_config(config, dtype=model.head.weight.dtype)
+            classifier: Any = AutoModelForSequenceClassification.from_config(config, dtype=model.base.dtype)
     except ValueError:
         raise ConfigError(f"transformers has no {config.model_type!r} for sequence classification. Load it with this project.") from None
-    setattr(made, made.base_model_prefix, model.base)
-    made.score = model.head
-    return made
+    setattr(classifier, classifier.base_model_prefix, model.base)
+    classifier.score = model.head.to(model.base.dtype)
+    return classifier
 
 
 def save(model: RewardModel, folder: Path) -> None:
-    """Write the model into `folder`, where its tokenizer is; the two get a padding token where they have none of its own.
+    """Write the model into `folder`, where its tokenizer is; add a padding token to both if there is no separate one.
 
     Raises:
         ConfigError: as `sequence_classifier`.

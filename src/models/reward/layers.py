@@ -1,4 +1,4 @@
-"""A reward model: one number for a sequence, from the hidden states behind the last layer of a decoder.
+"""A reward model: one number for a sequence, from the hidden states after the last layer of a decoder.
 
 Shapes: B sequences, T tokens of the longest, D hidden size.
 """
@@ -24,7 +24,7 @@ class RewardModel(Wrapper):
         super().__init__()
         self.base, self.pooling = decoder.base_model, pooling
         self.base.name_or_path = decoder.name_or_path
-        self.head = nn.Linear(decoder.config.hidden_size, 1, bias=False, dtype=decoder.dtype)
+        self.head = nn.Linear(decoder.config.hidden_size, 1, bias=False)  # float32 also on a 16-bit base: it is trained
         nn.init.normal_(self.head.weight, std=_HEAD_STD)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:

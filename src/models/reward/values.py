@@ -1,4 +1,4 @@
-"""A policy with values: a decoder that also says of each token what a rollout will be worth behind it, as PPO needs.
+"""A policy with values: a decoder that also predicts the return after each token, for PPO.
 
 Shapes: B sequences, T tokens of the longest, D hidden size, V tokens of the vocabulary.
 """
@@ -22,7 +22,7 @@ class Config(ModelConfig):
     base: ModelField
     """The policy, such as ref(...) to a fine-tuned decoder, with 'lora' around it or not."""
     critic: ModelField | None = None
-    """A decoder of its own that the values are read from; None: the policy, whose hidden states then serve both."""
+    """A separate decoder for the values; None: values are read from the hidden states of the policy."""
 
     @model_validator(mode="after")
     def _both_are_decoders(self) -> "Config":
@@ -62,6 +62,10 @@ class Config(ModelConfig):
     def fingerprint(self, places: Places) -> str | None:
         """The policy's: of pretrained weights, None where it loads none."""
         return self.base.fingerprint(places)
+
+    def trained_type(self, places: Places) -> str | None:
+        types = [part.trained_type(places) for part in (self.base, self.critic) if part]
+        return next((each for each in types if each != "float32"), "float32")
 
     def is_frozen(self) -> bool:
         return self.base.is_frozen()

@@ -11,8 +11,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from src import config as configs
-from src.config import Problems, unknown_text
-from src.files import read_yaml
+from src.config import Problems, read_yaml, unknown_text
 
 Stage = Literal["convert", "evaluate", "upload", "clean_up"]
 Folder = Literal["checkpoint", "converted"]

@@ -94,7 +94,7 @@ class PolicyTraining(Finetuning):
         return True
 
     @abstractmethod
-    def estimate(self, found: "Rollouts", cursor: "Cursor") -> "Estimates":
+    def estimate(self, rollouts: "Rollouts", cursor: "Cursor") -> "Estimates":
         """What rollouts are worth: see `rl.experience.Estimate`."""
 
     @abstractmethod

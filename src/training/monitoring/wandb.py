@@ -14,7 +14,8 @@ import wandb
 from torch import nn
 
 from src.errors import RunError
-from src.files import parse_json, read_json, write_json
+from src.files import read_json, write_json
+from src.parsing import parse_json
 from src.runs import context as runs
 from src.runs.run_dir import DELETED
 

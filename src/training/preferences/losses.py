@@ -1,6 +1,6 @@
-"""Losses of what people prefer: of ranked replies by their rewards, and of pairs of answers by their log-probabilities.
+"""Preference losses: of ranked replies by their rewards, and of pairs of answers by their log-probabilities.
 
-All are sums, so that they can be divided by what the whole global batch has. Shapes: R replies, K of one conversation, P pairs.
+All are sums, to be divided by the count of the global batch. Shapes: R replies, K of one conversation, P pairs.
 """
 
 from typing import Literal, NamedTuple
@@ -57,7 +57,7 @@ def ranking_loss(  # noqa: PLR0913  each is named where it is not plain
     pair, and one reply makes none.
 
     l2: weight of (r_better^2 + r_worse^2) / 2. margin: see Touvron et al. 2023 (arXiv 2307.09288, equation 2); one for all pairs, or (R,)
-    scores of the replies, whose difference is the margin of a pair. centring: weight of (r_better + r_worse)^2, which keeps rewards near 0
+    scores of the replies: the margin of a pair is their difference. centring: weight of (r_better + r_worse)^2, which pulls rewards to 0
     (Eisenstein et al. 2023, arXiv 2312.09244).
     """
     numbers_R = host_copy(conversations_R)
@@ -78,12 +78,12 @@ def ranking_loss(  # noqa: PLR0913  each is named where it is not plain
 
 
 class AgreementSums(NamedTuple):
-    """Of rewards with ranks, () float64 each: sums over the conversations that have replies of different ranks."""
+    """Agreement of rewards with ranks, () float64 each: sums over the conversations that have replies of different ranks."""
 
     accuracy: Tensor
-    """Of 1 where a best reply has more than a worst one, else 0."""
+    """1 where a best reply has more than a worst one, else 0."""
     best_reward: Tensor
-    """Of the mean reward of the replies of the best rank."""
+    """Mean reward of the replies of the best rank."""
     worst_reward: Tensor
     conversations: Tensor
     """Such conversations."""
@@ -92,8 +92,8 @@ class AgreementSums(NamedTuple):
 def agreement(rewards_R: Tensor, conversations_R: Tensor, ranks_R: Tensor) -> AgreementSums:
     """As `metrics.ranking.correlations` finds for each conversation, on the device of the rewards, which is not waited for."""
     numbers_R, ranks = host_copy(conversations_R), host_copy(ranks_R)
-    own = [numbers_R == number for number in dict.fromkeys(numbers_R.tolist())]
-    ends = [[each & (ranks == end) for end in ranks[each].aminmax()] for each in own if ranks[each].min() < ranks[each].max()]
+    masks = [numbers_R == number for number in dict.fromkeys(numbers_R.tolist())]
+    ends = [[each & (ranks == end) for end in ranks[each].aminmax()] for each in masks if ranks[each].min() < ranks[each].max()]
 
     def mean_rewards(end: int) -> Tensor:
         rows = [pair[end].double() for pair in ends]
@@ -105,7 +105,7 @@ def agreement(rewards_R: Tensor, conversations_R: Tensor, ranks_R: Tensor) -> Ag
 
 
 class AnswerSums(NamedTuple):
-    """Of answers of a model, (R,) each."""
+    """Sums over the tokens of answers, (R,) each."""
 
     logps: Tensor
     """Summed log-probabilities of the learned tokens, in nats, float32."""
@@ -117,7 +117,7 @@ def answer_logps(logits_RTV: Tensor, input_ids: Tensor, loss_mask: Tensor) -> An
     """Log-probabilities of each row's tokens where `loss_mask` is True, from logits at the positions before them.
 
     Raises:
-        ValueError: the mask has a first token, which nothing comes before.
+        ValueError: the mask includes the first token of a sequence.
     """
     if bool(host_copy(loss_mask)[:, 0].any()):
         raise ValueError("loss_mask: the first token of a sequence is predicted from nothing")
@@ -142,7 +142,7 @@ def pair_loss(chosen_P: Tensor, rejected_P: Tensor, *, kind: PairLoss = "sigmoid
         return (margin_P - 1 / (2 * beta)).square().sum()
     if kind == "hinge":
         return F.relu(1 - beta * margin_P).sum()
-    kept, turned = -F.logsigmoid(beta * margin_P), -F.logsigmoid(-beta * margin_P)
+    right, wrong = -F.logsigmoid(beta * margin_P), -F.logsigmoid(-beta * margin_P)
     if kind == "robust":
-        return (((1 - flipped) * kept - flipped * turned) / (1 - 2 * flipped)).sum()
-    return ((1 - flipped) * kept + flipped * turned).sum()
+        return (((1 - flipped) * right - flipped * wrong) / (1 - 2 * flipped)).sum()
+    return ((1 - flipped) * right + flipped * wrong).sum()

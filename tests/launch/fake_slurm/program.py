@@ -122,20 +122,20 @@ def run(state: dict[str, Any], array_id: str, i: str, args: argparse.Namespace) 
 
 def chosen(state: dict[str, Any], arguments: list[str]) -> list[tuple[str, str, dict[str, Any]]]:
     """(array id, task, facts) of all that --jobs or --name asks for."""
-    asked = dict(word.removeprefix("--").partition("=")[::2] for word in arguments if word.startswith("--"))
-    found = []
+    options = dict(word.removeprefix("--").partition("=")[::2] for word in arguments if word.startswith("--"))
+    rows = []
     for array_id, array in state["arrays"].items():
-        jobs = asked.get("jobs", array_id).split(",")
-        if "name" in asked and array["name"] not in asked["name"].split(","):
+        jobs = options.get("jobs", array_id).split(",")
+        if "name" in options and array["name"] not in options["name"].split(","):
             continue
-        found += [(array_id, i, task) for i, task in array["tasks"].items() if {array_id, f"{array_id}_{i}"} & set(jobs)]
-    return found
+        rows += [(array_id, i, task) for i, task in array["tasks"].items() if {array_id, f"{array_id}_{i}"} & set(jobs)]
+    return rows
 
 
 def squeue(state: dict[str, Any], arguments: list[str]) -> str:
     rows = [row for row in chosen(state, arguments) if not row[2]["forgotten"] and not row[2].get("vanished")]
-    wanted = next((word.partition("=")[2].split(",") for word in arguments if word.startswith("--jobs=")), [])
-    if len(wanted) == 1 and wanted[0] not in {row[0] for row in rows}:
+    requested_jobs = next((word.partition("=")[2].split(",") for word in arguments if word.startswith("--jobs=")), [])
+    if len(requested_jobs) == 1 and requested_jobs[0] not in {row[0] for row in rows}:
         fail("slurm_load_jobs error: Invalid job id specified")
     if "--format=%F|%j" in arguments:
         return "".join(f"{array}|{state['arrays'][array]['name']}\n" for array, _, _ in rows)
@@ -169,7 +169,7 @@ def sacct(state: dict[str, Any], arguments: list[str]) -> str:
         return "".join(f"{job}|{state['arrays'][job.partition('_')[0]]['name']}\n" for job in listed)
     if any(word.endswith("MaxRSS,ReqMem") for word in arguments):
         steps = [(f"{array}_{i}", *task["memory"]) for array, i, task in rows if task.get("memory")]
-        return "".join(f"{job}||{asked}\n{job}.batch|{used}|\n{job}.extern|4K|\n" for job, used, asked in steps)
+        return "".join(f"{job}||{options}\n{job}.batch|{used}|\n{job}.extern|4K|\n" for job, used, options in steps)
     lines = []
     for array, i, task in rows:
         node = task["node"] or "None assigned"

@@ -42,10 +42,10 @@ def test_inverse_sqrt_with_a_full_start_is_the_schedule_of_t5():
 
 
 def test_cosine_with_both_ends_is_the_schedule_of_nanot5():
-    given = loop(schedule="cosine", learning_rate=2e-2, warmup_rate=0.2, warmup_start=0.5, final_rate=1e-5 / 2e-2)
+    config = loop(schedule="cosine", learning_rate=2e-2, warmup_rate=0.2, warmup_start=0.5, final_rate=1e-5 / 2e-2)
     warm_up = [0.01 + 0.01 * step / 20 for step in range(20)]
     fall = [1e-5 + (2e-2 - 1e-5) * (1 + math.cos(math.pi * step / 80)) / 2 for step in range(81)]
-    assert list(map(learning_rate(given), range(101))) == pytest.approx(warm_up + fall)
+    assert list(map(learning_rate(config), range(101))) == pytest.approx(warm_up + fall)
 
 
 def test_linear_can_end_above_zero():
@@ -68,8 +68,8 @@ def test_schedules_are_those_of_transformers_to_the_last_bit(name: str, steps: i
 def test_a_training_imports_no_optimizer_of_transformers():
     """It takes seconds, and only Adafactor needs it."""
     program = "import sys, src.training.loop; print('transformers.optimization' in sys.modules)"
-    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=600, cwd=ROOT)
-    assert said.stdout.strip() == "False"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=600, cwd=ROOT)
+    assert result.stdout.strip() == "False"
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_scale", "adafactor"])
@@ -107,10 +107,10 @@ def test_a_token_counts_where_the_mask_says_so_and_is_read_from_those_before(lab
     log_VV = model.table_VV.log_softmax(-1)
     smooth = label_smoothing / 5
     by_token = [-(1 - label_smoothing) * log_VV[a, b] - smooth * log_VV[a].sum() for a, b in [(1, 2), (3, 4), (4, 0)]]
-    wanted = torch.stack(by_token).sum()
+    expected = torch.stack(by_token).sum()
     loss = causal_lm_loss(model, batch, label_smoothing)
-    assert loss.item() == pytest.approx(wanted.item())
-    (gradient,), (by_hand,) = (torch.autograd.grad(value, list(model.parameters()), retain_graph=True) for value in (loss, wanted))
+    assert loss.item() == pytest.approx(expected.item())
+    (gradient,), (by_hand,) = (torch.autograd.grad(value, list(model.parameters()), retain_graph=True) for value in (loss, expected))
     torch.testing.assert_close(gradient, by_hand)
 
 
@@ -120,7 +120,7 @@ def test_a_step_is_a_multiple_of_the_micro_batch():
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("config", "message"),
     [
         ({"schedule": "constant", "warmup_rate": 0.1}, "schedule 'constant' has no warm-up"),
         ({"warmup_start": 0.5}, "warmup_start: there is no warm-up. Set warmup_rate"),
@@ -131,9 +131,9 @@ def test_a_step_is_a_multiple_of_the_micro_batch():
         ),
     ],
 )
-def test_a_setting_that_would_be_ignored_is_refused(given: dict[str, float | str], message: str):
+def test_a_setting_that_would_be_ignored_is_refused(config: dict[str, float | str], message: str):
     with pytest.raises(ConfigError, match=message):
-        loop(**given)
+        loop(**config)
 
 
 def test_every_process_needs_a_micro_batch(monkeypatch: pytest.MonkeyPatch):

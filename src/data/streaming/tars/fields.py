@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from src.config import Config as StrictConfig
 from src.errors import DataError
-from src.files import parse_json
+from src.parsing import parse_json
 
 KINDS = ("image", "prompt", "text")
 """Also the order of a document's parts, unless lists in its JSON say another."""

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from src.runs import events, jsonl_records, log_rules
+from src import log_rules
+from src.runs import events, jsonl_records
 
 ID = "0" * 32
 NODE = "srun: error: Node failure on node-7"

@@ -6,9 +6,9 @@ from functools import cache
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from src.files import read_yaml
+from src.config import read_yaml
 
-FILE = Path(__file__).resolve().parents[2] / "resources" / "log_rules.yaml"
+FILE = Path(__file__).resolve().parents[1] / "resources" / "log_rules.yaml"
 
 
 class Rule(NamedTuple):
