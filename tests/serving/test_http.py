@@ -227,7 +227,7 @@ def test_invalid_http_gets_400_as_json(root: str, data: bytes):
 
 @pytest.mark.parametrize(("host", "size", "expected"), [("localhost", MAX_BYTES + 1, b"413"), ("evil.example", 1, b"403")])
 def test_refusal_comes_before_a_body_that_waits_for_it(root: str, host: str, size: int, expected: bytes):
-    head = f"POST /total HTTP/1.1\r\nHost: {host}\r\nExpect: 100-continue\r\nContent-Length: {size}\r\n\r\n"
+    head = f"POST /total HTTP/1.1\r\nHost: {host}\r\nExpect: 100-continue\r\nConnection: close\r\nContent-Length: {size}\r\n\r\n"
     assert exchange(root, head.encode())[0].split()[1] == expected
 
 
