@@ -11,7 +11,6 @@ from __future__ import annotations  # types are not loaded: start-up time counts
 
 import builtins
 import contextlib
-import io
 import json
 import os
 import sys
@@ -19,7 +18,7 @@ from types import ModuleType
 
 from src.rewards.isolated_peer import Peer, ProgramEnd, describe, read_exactly
 from src.rewards.isolated_peer import write_message as write_message  # noqa: PLC0414  for those that write an order
-from src.rewards.isolated_remote import VERBS, RemoteType
+from src.rewards.isolated_remote import VERBS, RemoteType, forward
 from src.rewards.isolated_values import read_value, write_plain
 
 TYPE_CHECKING = False
@@ -31,13 +30,15 @@ READY = b"ready\n"
 _VALUE = "<value>"
 """The variable of the last line's value. No program can have one of this name."""
 
+_FORWARDED = {"dataclasses": ("asdict", "astuple", "fields", "replace"), "inspect": ("signature",), "asyncio": ("run",)}
+"""Functions that look into an object."""
+
 
 class _Program:
     """The side of the program."""
 
-    def __init__(self) -> None:
-        self.module = ModuleType("__main__")
-        self.printed = io.StringIO()
+    def __init__(self, peer: Peer) -> None:
+        self.module, self._peer = ModuleType("__main__"), peer
 
     def run(self, source: str) -> None:
         """Run the program."""
@@ -57,7 +58,7 @@ class _Program:
             value = read_value(write_plain(value), lambda *_: None)
         except TypeError:
             value = str(value)
-        return [value, self.printed.getvalue()[-10_000:]]
+        return [value, self._peer.take_printed()[-10_000:]]
 
     def find(self, name: str) -> Any:
         """A global variable. Raises KeyError."""
@@ -73,9 +74,10 @@ def serve() -> None:
     inbound, outbound = os.dup(0), os.dup(1)
     _close_standard_streams()
     os.write(outbound, READY)
-    program, peer = _Program(), Peer(inbound, outbound, is_judge=False)
+    peer = Peer(inbound, outbound, is_judge=False)
+    program = _Program(peer)
     builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]  as `site` does
-    sys.argv, sys.stdout, sys.modules["__main__"] = ["program"], program.printed, program.module
+    sys.argv, sys.stdout, sys.modules["__main__"] = ["program"], peer.printed, program.module
     peer.serve_forever(program.serve)
 
 
@@ -106,9 +108,14 @@ def judge(inbound: int, outbound: int) -> None:
     peer = Peer(inbound, outbound, is_judge=True)
     tests = [compile(test, "tests", "exec") for test in order["tests"]]
     names = _Names(peer)
+    sys.modules["tests"] = ModuleType("tests")  # for @dataclass
     for module in order["modules"]:
         with contextlib.suppress(ImportError):
             names[module] = __import__(module)
+    for module, functions in _FORWARDED.items():
+        if any(module in test for test in order["tests"]):
+            for name in functions:
+                forward(__import__(module), name)
     with contextlib.suppress(Exception, ProgramEnd):
         peer.ask("run", order["program"])
         for number, test in enumerate(tests):

@@ -6,11 +6,13 @@ a test passed to it.
 
 from __future__ import annotations  # types are not loaded: start-up time counts
 
+import contextlib
+import io
 import json
 import os
 import sys
 
-from src.rewards.isolated_remote import STATES, VERBS, Remote, make_class, make_instance
+from src.rewards.isolated_remote import STATES, VERBS, Remote, is_container, load_module, make_class, make_instance, update
 from src.rewards.isolated_values import plain_base, read_standard, read_value, write_standard, write_value
 
 TYPE_CHECKING = False
@@ -20,6 +22,10 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 1 << 24
 """Maximum size of one message."""
+_SHARED, _SHARED_BYTES = 32, 1 << 14
+"""Maximum number of shared containers, and the size of each as JSON."""
+_PRINTED = 1 << 20
+"""Maximum length of the printed text that one message has."""
 
 
 def write_message(message: Any) -> bytes:
@@ -51,6 +57,9 @@ class Peer:
         self._objects: list[Any] = []
         self._numbers: dict[int, int] = {}
         self._proxies: dict[int, Any] = {}
+        self._shared: dict[int, tuple[Any, Any]] = {}
+        """Lists, dicts and sets of the program that both ends change, by number: each with its JSON at the last exchange."""
+        self.printed = io.StringIO()
         self.trusted: set[int] = set()
         """`id` of objects that a test constructed, and of their classes."""
 
@@ -58,11 +67,18 @@ class Peer:
         """The other end's answer. Raises the exception that it answers with."""
         request = [verb, *map(self.write, arguments)]
         try:
+            if self._is_judge and (changes := self._changes()):
+                self._send(["renew", changes])
+                self._receive()
             self._send(request)
             while isinstance(message := self._receive(), list):
                 self._send(self.reply(message, self.serve))
+            if self._is_judge:
+                self._renew(message["changes"])
+                sys.stdout.write(message["printed"])
             if "error" not in message:
-                return self.read(message["value"])
+                value = self.read(message["value"])
+                return self._share(message["shared"], value) if "shared" in message else value
             error = self.read(message["error"])
             if not isinstance(error, Exception):
                 error = RuntimeError(str(error))
@@ -76,11 +92,57 @@ class Peer:
         """The answer to a request of the other end."""
         try:
             verb, *arguments = request
-            return {"value": self.write(serve(verb, *map(self.read, arguments)))}
+            if verb == "renew" and not self._is_judge:
+                return {"value": self._renew(*arguments)}
+            value = serve(verb, *map(self.read, arguments))
+            message = {"value": self.write(value)}
+            if verb in ("attribute", "find", "item") and is_container(value) and len(self._shared) < _SHARED:
+                number = self._number(value)
+                if len(json.dumps(message)) <= _SHARED_BYTES:
+                    self._share(number, value)
+                    message["shared"] = number
         except BaseException as error:
-            if isinstance(error, Exception) or not self._is_judge:
-                return {"error": self._write_error(error)}
-            raise
+            if self._is_judge and not isinstance(error, Exception):
+                raise
+            message = {"error": self._write_error(error)}
+        if not self._is_judge:
+            message |= {"changes": self._changes(), "printed": self.take_printed()[-_PRINTED:]}
+        return message
+
+    def take_printed(self) -> str:
+        """The text that the program printed since the last call."""
+        text = self.printed.getvalue()
+        self.printed.seek(0)
+        self.printed.truncate()
+        return text
+
+    def _share(self, number: int, value: Any) -> Any:
+        """The container of this end with this number: `value` if it is new."""
+        value, _ = self._shared.setdefault(number, (value, self.write(value)))
+        return value
+
+    def _changes(self) -> list[Any]:
+        """[number, JSON] of each shared container that changed at this end."""
+        changes = []
+        for number, (value, old) in self._shared.items():
+            with contextlib.suppress(TypeError):  # the other end cannot have it
+                if (wire := self.write(value)) != old:
+                    changes.append([number, wire])
+        self._shared |= {number: (self._shared[number][0], wire) for number, wire in changes}
+        return changes
+
+    def _renew(self, changes: Any) -> None:
+        """Apply changes of the other end."""
+        for number, wire in changes:
+            value, _ = self._shared[number]
+            update(value, self.read(wire))
+            self._shared[number] = (value, self.write(value))
+
+    def _number(self, value: Any) -> int:
+        if id(value) not in self._numbers:
+            self._numbers[id(value)] = len(self._objects)
+            self._objects.append(value)
+        return self._numbers[id(value)]
 
     def _write_error(self, error: BaseException) -> Any:
         try:
@@ -103,8 +165,8 @@ class Peer:
         if verb == "attribute" and arguments[0] in ("__name__", "__qualname__", "__doc__", "__module__"):
             return str(getattr(target, arguments[0]))
         operands = arguments[1:] if verb == "operate" else ()
-        is_open = any(type(each).__module__ == "tests" for each in (target, *operands))
-        if verb in ("attribute", "assign", "delete") and (not is_open or type(arguments[0]) is not str or arguments[0].startswith("_")):
+        is_open = any(type(each).__module__ == "tests" or type(each).__name__ == "KeyWrapper" for each in (target, *operands))
+        if verb in ("attribute", "assign", "delete") and (not is_open or type(arguments[0]) is not str or _is_private(arguments[0])):
             raise AttributeError(str(arguments[0]))
         if verb not in ("call", "iterate", "next") and not is_open:
             raise TypeError(f"{type(target).__name__}: a program can only call it")
@@ -129,10 +191,7 @@ class Peer:
                 return {"global": place}
             if not callable(value) and type(value).__module__ != "tests" and not hasattr(value, "__next__"):
                 raise TypeError(f"a program gets plain data, functions and objects of the tests, no {type(value).__name__}")
-        if id(value) not in self._numbers:
-            self._numbers[id(value)] = len(self._objects)
-            self._objects.append(value)
-        return {"mine": self._numbers[id(value)]}
+        return {"mine": self._number(value)}
 
     def _find(self, kind: str, inner: Any) -> Any:
         place: Any = inner
@@ -140,7 +199,7 @@ class Peer:
             return self._objects[inner]
         if kind == "global" and not self._is_judge:
             module, names = place
-            value = __import__(module, fromlist=["."])
+            value = load_module(module)
             for name in names.split("."):
                 value = getattr(value, name)
             return value
@@ -171,6 +230,10 @@ class Peer:
         if size > MAX_BYTES:
             raise ValueError(f"a message of {size} bytes")
         return json.loads(read_exactly(self._inbound, size))
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and name not in ("_asdict", "_fields", "_replace")  # of a namedtuple
 
 
 def describe(value: Any) -> tuple[bool, str, Any, Any]:

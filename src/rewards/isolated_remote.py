@@ -11,8 +11,10 @@ comparison with plain data:
 from __future__ import annotations  # types are not loaded: start-up time counts
 
 import builtins
+import collections
 import contextlib
 import operator
+import sys
 
 from src.rewards.isolated_values import PLAIN_BASES, plain_base
 
@@ -32,6 +34,17 @@ _ERROR_ATTRIBUTES = ("args", "with_traceback", "__traceback__", "__context__", "
 
 STATES: dict[int, tuple[Peer, int]] = {}
 """Peer and number of each remote object and class, by its `id`. `Peer._proxies` holds a reference to each."""
+
+
+def load_module(name: str) -> Any:
+    """A module of the standard library by its full name."""
+    __import__(name)
+    return sys.modules[name]
+
+
+def is_container(value: Any) -> bool:
+    """Whether both ends change a value: it is sent by value, and can change."""
+    return type(value) in (*_MUTABLE, collections.deque, collections.defaultdict, collections.OrderedDict, collections.Counter)
 
 
 def make_class(name: Any, bases: Any) -> Any:
@@ -71,22 +84,24 @@ def _is_remote(value: Any) -> bool:
 
 
 def _call(value: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    result, after = _ask(value, "call", list(arguments), options)
+    result, after, same = _ask(value, "call", list(arguments), options)
     for argument, changed in zip(arguments, after, strict=False):
-        _update(argument, changed)
+        update(argument, changed)
+    if type(same) is int and 0 <= same < len(arguments):  # `f(x) is x`
+        result = arguments[same]
     if _is_trusted(value) and _is_remote(result):
         STATES[id(result)][0].trusted.add(id(result))
     return result
 
 
-def _update(value: Any, changed: Any) -> None:
-    """Apply to an argument the changes that the function made to its copy."""
+def update(value: Any, changed: Any) -> None:
+    """Change a container to the contents of `changed`, a copy that the other end changed."""
     if type(value) is not type(changed) or value is changed:
         return
     if isinstance(value, list) and len(value) == len(changed):
         for place, item in enumerate(changed):
             if type(value[place]) is type(item) and isinstance(item, list | dict | set):
-                _update(value[place], item)
+                update(value[place], item)
             else:
                 value[place] = item
     elif isinstance(value, list | bytearray):
@@ -140,7 +155,7 @@ class Remote(metaclass=RemoteType):
         return _call(self, args, kwargs)
 
     def __getattribute__(self, name: str) -> Any:  # not __getattr__: a class can override a method of its plain base
-        if name == "__class__" or (name in _ERROR_ATTRIBUTES and isinstance(self, BaseException)):
+        if name in ("__class__", "__deepcopy__") or (name in _ERROR_ATTRIBUTES and isinstance(self, BaseException)):
             return object.__getattribute__(self, name)
         return _ask(self, "attribute", name)
 
@@ -167,6 +182,9 @@ class Remote(metaclass=RemoteType):
 
     def __next__(self) -> Any:
         return _ask(self, "next")
+
+    def __reversed__(self) -> Any:
+        return _ask(self, "reversed")
 
     def __contains__(self, item: Any) -> bool:
         return _contains(self, item)
@@ -208,8 +226,19 @@ class Remote(metaclass=RemoteType):
 
 
 def _copy(value: Any, name: str) -> Any:
-    result = STATES[id(value)][0].ask("call", getattr(__import__("copy"), name), [value], {})[0]
-    return _mark(value, result)
+    return _mark(value, _ask(value, "library", "copy", name))
+
+
+def forward(module: Any, name: str) -> None:
+    """Let a function of the library run in the program if its first argument is an object of it."""
+    function = getattr(module, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if args and _is_remote(args[0]):
+            return _mark(args[0], _ask(args[0], "library", module.__name__, name, args[1:], kwargs))
+        return function(*args, **kwargs)
+
+    setattr(module, name, call)
 
 
 def _contains(value: Any, item: Any) -> bool:
@@ -287,8 +316,20 @@ def _exit(value: Any, kind: Any, error: Any) -> Any:
     return type(value).__exit__(value, kind, error, None)
 
 
+def _call_here(function: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """[result, arguments afterwards, the place of the argument that is the result or None]."""
+    result = function(*args, **kwargs)
+    same = [place for place, each in enumerate(args) if each is result and isinstance(each, _MUTABLE)]
+    return [result, args, same[0] if same else None]
+
+
+def _call_library(value: Any, module: str, name: str, args: Any = (), kwargs: Any = None) -> Any:
+    return getattr(load_module(module), name)(value, *args, **(kwargs or {}))
+
+
 VERBS: dict[str, Callable[..., Any]] = {
-    "call": lambda function, args, kwargs: [function(*args, **kwargs), args],
+    "call": _call_here,
+    "library": _call_library,
     "attribute": getattr,
     "assign": setattr,
     "delete": delattr,
@@ -297,6 +338,7 @@ VERBS: dict[str, Callable[..., Any]] = {
     "delete item": operator.delitem,
     "iterate": iter,
     "next": next,
+    "reversed": reversed,
     "contains": operator.contains,
     "enter": _enter,
     "exit": _exit,

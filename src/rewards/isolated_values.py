@@ -37,6 +37,9 @@ STANDARD: dict[str, tuple[str, Callable[[Any], tuple[Any, ...]]]] = {
     "Counter": ("collections", lambda value: (dict(value),)),
     "OrderedDict": ("collections", lambda value: (list(value.items()),)),
     "defaultdict": ("collections", lambda value: (value.default_factory, dict(value))),
+    "PosixPath": ("pathlib", lambda value: (str(value),)),
+    "PurePosixPath": ("pathlib", lambda value: (str(value),)),
+    "array": ("array", lambda value: (value.typecode, list(value))),
     "UUID": ("uuid", lambda value: (str(value),)),
 }  # fmt: skip
 """Types of the standard library that are sent by value: their module, and the arguments that make an equal value."""

@@ -33,6 +33,11 @@ _MEMORY = 2 << 30
 _QUICK_SECONDS = 0.1
 """Processor time of the first try. Answers of a few tokens take about 0.02 s."""
 _SLOW_AT_ONCE = 16
+_BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
+_CONCLUSION = re.compile(r"(?i:\banswer(?: is:?|:))\s*(.+)")
+_WRAPPED = re.compile(
+    r"^(?:\\(?:boxed|text|textbf|mathbf|mathrm)\{([^{}]*)\}|\$+([^$]*)\$+|\*+([^*]+)\*+|\(([A-Za-z])\)|([A-Za-z])\)|(.+?)\.|([^\W\d_]{2,})!)$"
+)
 _WORDS = re.compile(r"[^\W\d_]+(?:[ '-][^\W\d_]+)*")
 
 
@@ -140,23 +145,26 @@ def compare(answer: str, expected: str) -> str:
 
     if _as_text(answer) == (text := _as_text(expected)) != "":
         return _RIGHT
+    conclusion = (_BOXED.findall(answer) or _CONCLUSION.findall(answer) or [""])[-1]
+    if conclusion and _as_text(conclusion) == text:
+        return _RIGHT
     if _WORDS.fullmatch(text) and len(text) > 1:  # as mathematics it would be a product of letters, equal to any anagram
-        boxes = re.findall(r"\\boxed\{([^{}]*)\}", answer) or re.findall(r"(?i:answer is|answer:)\s*(.+)", answer)
-        return _RIGHT if boxes and _as_text(boxes[-1]) == text else _WRONG
+        return _WRONG
     reference: Any = parse(f"${expected}$", parsing_timeout=0) or parse(expected, parsing_timeout=0)
     if not reference:
         return _NOTHING
     readings = [answer, f"${answer}$"] if "$" not in answer and "\n" not in answer.strip() else [answer]
-    parsed: Any = (parse(reading, parsing_timeout=0) for reading in readings)
+    parsed: Any = [parse(reading, parsing_timeout=0) for reading in readings]
+    if conclusion and not any(parsed):
+        parsed = [parse(f"${conclusion.strip(' .')}$", parsing_timeout=0)]
     return _RIGHT if any(verify(reference, each, timeout_seconds=0) for each in parsed) else _WRONG
 
 
 def _as_text(answer: str) -> str:
-    r"""The answer without \boxed, \text, dollar signs, parentheses around a letter, and a full stop; words in lower case."""
+    r"""The answer without \boxed, \text, dollar signs, asterisks, parentheses around a letter, and a full stop; words in lower case."""
     text = " ".join(answer.split())
     while True:
-        shorter = re.sub(r"^(?:\\(?:boxed|text|mathrm)\{([^{}]*)\}|\$+([^$]*)\$+|\(([A-Za-z])\)|([A-Za-z])\)|(.+?)\.)$", _first_group, text)
-        shorter = shorter.strip()
+        shorter = _WRAPPED.sub(_first_group, text).strip()
         if shorter == text:
             break
         text = shorter

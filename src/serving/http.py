@@ -1,7 +1,7 @@
 """The HTTP server of our serving commands: JSON in, JSON out, on FastAPI and uvicorn.
 
-Errors are JSON too, {"error": "..."}: 403 (token, Host or Origin), 404, 405, 413 (body too large), 422 (malformed, or refused by the model)
-and 500. Requests wait in one queue. One thread answers them, in batches where a command allows it.
+Errors are JSON too, {"error": "..."}: 400 (not HTTP), 403 (token, Host or Origin), 404, 405, 408 (body too slow), 413 (body too large),
+422 (malformed, or refused by the model) and 500. Requests wait in one queue. One thread answers them, in batches where a command allows it.
 """
 
 import argparse
@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import hmac
 import ipaddress
+import json
 import queue
 import secrets
 import socket
@@ -19,12 +20,14 @@ from concurrent.futures import Future
 from typing import Any, Generic, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
+import h11
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from src.errors import ConfigError, UserError
 
@@ -110,7 +113,7 @@ class Access(NamedTuple):
         host, origin = request.headers.get("host", ""), request.headers.get("origin")
         if not self._accepts(host):  # DNS rebinding: a web page that resolves its own name to this machine
             return f"Host: {host!r} is not an address of this server. Start it with --origin HOST:PORT to accept this one."
-        if origin is not None and urlsplit(origin).netloc.lower() not in (host.lower(), *self.hosts):
+        if origin is not None and origin.lower().partition("://")[2] not in (host.lower(), *self.hosts):
             return f"Origin: {origin!r} is another site. Start the server with --origin HOST:PORT to accept its pages."
         scheme, _, credentials = request.headers.get("authorization", "").partition(" ")
         tokens = [request.query_params.get("token", ""), credentials if scheme.lower() == "bearer" else ""]
@@ -144,6 +147,9 @@ class _Guard:
             body = await _read_body(request, 0 if problem else self._max_bytes)
         except ClientDisconnect:
             return
+        except TimeoutError:
+            await _error(408, f"body: no data for {IDLE_SECONDS} s. Send the request again.", {"Connection": "close"})(scope, receive, send)
+            return
         if problem:
             await _error(403, problem)(scope, receive, send)
         elif body is None:
@@ -162,19 +168,22 @@ class _Guard:
 
 async def _read_body(request: Request, max_bytes: int) -> bytes | None:
     """The body, or None if it is larger than `max_bytes`."""
-    length = request.headers.get("content-length", "")
-    if length.isdecimal() and int(length) > DRAINED_BYTES:
+    length = int(request.headers.get("content-length", 0))
+    waits = request.headers.get("expect", "").lower() == "100-continue"  # with the body, until we read
+    if length > (max_bytes if waits else DRAINED_BYTES):
         return None
     size, chunks = 0, list[bytes]()
     stream: AsyncIterator[bytes] = request.stream()
-    async for chunk in stream:
-        size += len(chunk)
-        if size <= max_bytes:
-            chunks.append(chunk)
-        else:
-            chunks.clear()
-        if size > DRAINED_BYTES:
-            break
+    async with asyncio.timeout(IDLE_SECONDS) as idle:
+        async for chunk in stream:
+            idle.reschedule(asyncio.get_running_loop().time() + IDLE_SECONDS)
+            size += len(chunk)
+            if size <= max_bytes:
+                chunks.append(chunk)
+            else:
+                chunks.clear()
+            if size > DRAINED_BYTES:
+                break
     return b"".join(chunks) if size <= max_bytes else None
 
 
@@ -225,6 +234,24 @@ def _parse(kind: type[BaseModel], body: bytes) -> BaseModel:
     raise HTTPException(422, f"{place}: {first['msg']}.{value}")
 
 
+class _Protocol(H11Protocol):
+    """HTTP/1.1 with JSON as the answer to bytes that are no HTTP."""
+
+    def send_400_response(self, msg: str) -> None:
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # in the middle of a response
+            self.transport.close()
+            return
+        body = json.dumps({"error": f"{msg.rstrip('.')}. Send HTTP/1.1 with one Host header."}).encode()
+        headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
+        for event in (
+            h11.Response(status_code=400, reason=b"Bad Request", headers=[*headers.items()]),
+            h11.Data(data=body),
+            h11.EndOfMessage(),
+        ):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+
 class Server:
     """An application at an address, which accepts connections as soon as this object exists."""
 
@@ -254,6 +281,7 @@ class Server:
         self._server = uvicorn.Server(
             uvicorn.Config(
                 app,
+                http=_Protocol,
                 backlog=BACKLOG,
                 lifespan="off",
                 ws="none",

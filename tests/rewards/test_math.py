@@ -57,14 +57,18 @@ SELF += [r"\text{yes}", r"\begin{pmatrix}1\\2\end{pmatrix}", r"50\%", "x=1", "42
 def test_answers_equal_themselves():
     score = Config().scorer(setting())
     assert score([rollout(text, answer=text) for text in SELF]) == [1.0] * len(SELF)
-    assert score([rollout(f"So it is\n#### {text}", answer=text) for text in SELF]) == [1.0] * len(SELF)
+    for form in ("So it is\n#### {}", r"So \boxed{{{}}}", "The answer is {}."):
+        assert score([rollout(form.format(text), answer=text) for text in SELF]) == [1.0] * len(SELF), form
 
 
 def test_words_are_compared_as_text():
     score = Config().scorer(setting())
     pairs = [("Yes.", "yes"), (r"\boxed{yes}", "yes"), ("The answer is yes.", "Yes"), ("(A)", "A"), ("A)", "A"), ("$A$", "A"), ("A.", "A")]
+    pairs += [("**A**", "A"), ("The answer is A.", "A"), ("Answer: (B)", "B"), ("So the answer is **Yes**.", "yes"), ("yes!", "yes")]
+    pairs += [(r"\boxed{\text{no solution}}", r"\text{no solution}"), (r"\boxed{\textbf{(C)}}", "C")]
     assert score([rollout(text, answer=answer) for text, answer in pairs]) == [1.0] * len(pairs)
     pairs = [("pairs", "Paris"), ("$sey$", "yes"), ("no", "yes"), ("B", "A"), ("yes or no", "yes"), ("", "yes"), ("The answer is no", "on")]
+    pairs += [("The answer is B.", "A"), (r"\boxed{A} or \boxed{B}", "A"), ("I am A student", "A"), ("**B**", "A")]
     assert score([rollout(text, answer=answer) for text, answer in pairs]) == [0.0] * len(pairs)
 
 
