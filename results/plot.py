@@ -75,8 +75,10 @@ def save(figure: "Figure", output: Path) -> list[str]:
     picture = io.BytesIO()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        lossless = {"pil_kwargs": {"lossless": True}} if output.suffix.lower() == ".webp" else {}
-        figure.savefig(picture, format=output.suffix[1:].lower(), **lossless)
+        if output.suffix.lower() == ".webp":
+            figure.savefig(picture, format="webp", pil_kwargs={"lossless": True})
+        else:
+            figure.savefig(picture, format=output.suffix[1:].lower())
     with writing(output):
         output.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(output, picture.getvalue())

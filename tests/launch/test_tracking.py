@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from src.runs.read_cache import ReadCache
 
 from src.errors import LaunchError
 from src.experiments.identity import exp_id
@@ -19,7 +20,6 @@ from src.launch.slurm import launcher as slurm
 from src.launch.tracking import LOOK, REFRESH, Question
 from src.runs import lease, read_cache
 from src.runs.plan import Planned
-from src.runs.read_cache import ReadCache
 from tests.launch.fake_slurm.cluster import Cluster
 from tests.launch.test_status import World, planned
 
