@@ -298,7 +298,11 @@ def vague_functions(module: str, parsed: ast.Module) -> list[str]:
     """The functions whose whole name is a participle, a preposition or a pronoun. A property may be one: `writer.failed`."""
     functions = [node for node in ast.walk(parsed) if isinstance(node, ast.FunctionDef)]
     functions = [f for f in functions if not any(ast.unparse(decorator).endswith("property") for decorator in f.decorator_list)]
-    return [f"{module}:{f.lineno}: {f.name}" for f in functions if NO_FUNCTION_NAMES.fullmatch(f.name.strip("_")) and not f.name.startswith("__")]
+    return [
+        f"{module}:{f.lineno}: {f.name}"
+        for f in functions
+        if NO_FUNCTION_NAMES.fullmatch(f.name.strip("_")) and not f.name.startswith("__")
+    ]
 
 
 def test_functions_are_verbs_or_nouns():
