@@ -10,7 +10,7 @@ class Config(RewardConfig):
     """The form, and scores of answers with and without it."""
 
     pattern: str
-    """Regular expression (RE2) that all of an answer must match, blanks at both ends apart; `.` is any character, a new line too."""
+    """Regular expression (RE2) that the answer must match from start to end, without outer whitespace; `.` also matches a newline."""
     right: float = 1.0
     wrong: float = 0.0
 

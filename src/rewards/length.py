@@ -1,4 +1,4 @@
-"""A reward that falls behind a number of tokens."""
+"""A reward that falls after a number of tokens."""
 
 from pydantic import Field, model_validator
 
@@ -11,7 +11,7 @@ class Config(RewardConfig):
     free_tokens: int = Field(ge=0)
     """Sampled tokens that cost nothing."""
     worst_tokens: int = Field(gt=0)
-    """From so many on the score is -1; between the two it falls evenly (DAPO, Yu et al. 2025, arXiv 2503.14476, equation 13)."""
+    """Tokens from which the score is -1; between the two it falls linearly (DAPO, Yu et al. 2025, arXiv 2503.14476, equation 13)."""
 
     @model_validator(mode="after")
     def _falls(self) -> "Config":

@@ -18,9 +18,9 @@ from src.rewards.kserve import Address, Away, Connection, NotLoaded, Tensor, con
 log = logging.getLogger(__name__)
 
 REQUEST_SECONDS = 120.0
-"""How long one request may take."""
+"""Time limit of one request."""
 FAILURES = 3
-"""So many in a row, and an instance is left alone for a while."""
+"""Failures in a row after which an instance is skipped for a while."""
 SHORT_PAUSE, FIRST_REST, LONGEST_REST = 0.1, 1.0, 10.0
 """Seconds: before the second try of an instance, twice that before the third; after FAILURES; and at most, as it doubles each time."""
 BEAT_SECONDS = 1.0
@@ -33,19 +33,19 @@ class RemoteModel:
     def __init__(
         self, addresses: str, fingerprint: str, wait: Callable[[str, float], None], request_seconds: float = REQUEST_SECONDS
     ) -> None:
-        """addresses: as `parse_addresses` reads them. fingerprint: the identity of the model that is to answer.
+        """addresses: as `parse_addresses` reads them. fingerprint: the identity of the expected model.
 
-        wait: see `RewardSetting.wait`. The wait of a batch begins when it is first asked for.
+        wait: see `RewardSetting.wait`. The wait of a batch starts with its first request.
 
         Raises:
             ConfigError: an address cannot be read, or a package is missing.
         """
         self._instances = [_Instance(address, fingerprint, request_seconds) for address in parse_addresses(addresses)]
         self._wait = wait
-        self._next = os.getpid()  # processes begin with different instances
+        self._next = os.getpid()  # processes start with different instances
 
     def rewards(self, ids: Sequence[Sequence[int]]) -> list[float]:
-        """Of each sequence, all in one batch.
+        """One reward per sequence, all in one batch.
 
         Raises:
             UserError: another model is served, or the answer cannot be right.
@@ -59,7 +59,7 @@ class RemoteModel:
         return [float(value) for value in answer.values]
 
     def logps(self, ids: Sequence[Sequence[int]], sampled: Sequence[int]) -> list[list[float]]:
-        """Log-probabilities of the last `sampled[i]` tokens of each sequence, all in one batch. The first token of a sequence has none.
+        """Log-probabilities of the last `sampled[i]` tokens of each sequence, all in one batch. The first one of a sequence has none.
 
         Raises:
             UserError: another model is served, or the answer cannot be right.
@@ -70,13 +70,13 @@ class RemoteModel:
         longest = max(map(len, ids), default=0)
         if answer.shape != (len(ids), longest) or len(answer.values) != len(ids) * longest:
             raise RunError(f"{address}: gave {_describe(answer)} for {len(ids)} sequences of up to {longest} tokens.")
-        found = []
+        logps = []
         for i, (row, count) in enumerate(zip(ids, sampled, strict=True)):
             end = i * longest + len(row)
-            found.append([float(value) for value in answer.values[end - count : end]])
-            if not all(map(math.isfinite, found[-1])):
+            logps.append([float(value) for value in answer.values[end - count : end]])
+            if not all(map(math.isfinite, logps[-1])):
                 raise RunError(f"{address}: a log-probability of sequence {i + 1} of {len(ids)} is no finite number.")
-        return found
+        return logps
 
     def close(self) -> None:
         """Close all connections."""
@@ -108,7 +108,7 @@ class RemoteModel:
             return answer, instance.address
 
     def _choose_instance(self) -> "_Instance | None":
-        """The next that is not left alone just now, in turn."""
+        """The next instance that is not paused, in turn."""
         now = time.monotonic()
         for step in range(len(self._instances)):
             instance = self._instances[(self._next + step) % len(self._instances)]
@@ -128,7 +128,7 @@ class RemoteModel:
                 done.set_exception(error)
 
         began = time.monotonic()
-        threading.Thread(target=run, name=f"asks {instance.address}", daemon=True).start()
+        threading.Thread(target=run, name=f"request to {instance.address}", daemon=True).start()
         while True:
             try:
                 return done.result(timeout=BEAT_SECONDS)
@@ -148,11 +148,11 @@ class _Instance:
         self._failures, self._is_known = 0, False
 
     def infer(self, rows: Sequence[Sequence[int]], masks: Sequence[Sequence[int]], output: str) -> Tensor:
-        """One request. The model is compared after it, too: it may have been exchanged at any moment, without a word to its clients.
+        """Send one request. The model is compared after it, too: a server can exchange it at any moment.
 
         Raises:
             Away: nothing answers.
-            UserError: what answers is not what was asked for.
+            UserError: the response does not match the request.
         """
         try:
             if not self._is_known:
@@ -160,23 +160,21 @@ class _Instance:
             answer = self._connection.infer(rows, masks, output, self._request_seconds)
             self._compare()
         except NotLoaded as error:
-            known = self._connection.models()
-            if self.address.model not in known:
-                raise ConfigError(f"{self.address}: no such model there. It has {', '.join(known) or 'none'}.") from None
+            served = self._connection.models()
+            if self.address.model not in served:
+                raise ConfigError(f"{self.address}: no such model there. It has {', '.join(served) or 'none'}.") from None
             raise Away(f"not loaded: {error}") from None
         self._is_known = True
         return answer
 
     def _compare(self) -> None:
         """Raises a ConfigError where the server has another model than the experiment names."""
-        found = self._connection.fingerprint()
-        if found is None:
+        fingerprint = self._connection.fingerprint()
+        if fingerprint is None:
+            raise ConfigError(f"{self.address}: reports no fingerprint of its model. Serve it with a command of src.serving.")
+        if fingerprint != self._fingerprint:
             raise ConfigError(
-                f"{self.address}: does not tell which model it serves, by a fingerprint. Serve it with a command of src.serving."
-            )
-        if found != self._fingerprint:
-            raise ConfigError(
-                f"{self.address}: serves another model (fingerprint {found[:12]}) than the experiment names ({self._fingerprint[:12]}). "
+                f"{self.address}: serves another model (fingerprint {fingerprint[:12]}) than the experiment ({self._fingerprint[:12]}). "
                 "Serve that one, or give the address where it is."
             )
 
@@ -187,7 +185,7 @@ class _Instance:
         self._failures = 0
 
     def note_failure(self, trouble: str) -> None:
-        """It is left alone: shortly at first, for longer when it has failed often in a row."""
+        """Pause the instance: briefly at first, longer after FAILURES in a row."""
         self.trouble, self._is_known = trouble, False
         self._failures += 1
         over = self._failures - FAILURES

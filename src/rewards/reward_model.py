@@ -1,6 +1,6 @@
 """A reward model that another experiment trained: in this process, or on the servers that TRITON_HOST_RM names.
 
-Where it runs is no part of an experiment: a server tells which model it has, and another than the experiment's is refused.
+The place where it runs is not part of an experiment. A server reports the fingerprint of its model; any other model is refused.
 """
 
 import math
@@ -28,7 +28,7 @@ class Config(RewardConfig):
     model: ModelField
     """Such as ref(...) to an experiment of recipe 'reward'."""
     squash: float | None = Field(default=None, gt=0)
-    """The score is the tanh of the reward divided by this, between -1 and 1, so that what is far from all that the model has seen wins
+    """The score is the tanh of the reward divided by this, between -1 and 1, so that outliers gain
     little; None: the reward."""
     template: str | None = None
     """How conversations are written for a model with another vocabulary than the policy's: "oasst", "chatml" or "tokenizer". None: it reads
@@ -73,13 +73,11 @@ def find_served(variable: str, field: str, model: ModelConfig, setting: RewardSe
     """A model on the servers that an environment variable names, and the folder of its tokenizer.
 
     Raises:
-        ConfigError: it is none that another experiment has trained, or an address cannot be read.
+        ConfigError: no experiment trained it, or an address cannot be read.
     """
     identity, folder = model.identity(setting.places), model.tokenizer_folder(setting.places)
     if identity is None or folder is None:
-        raise ConfigError(
-            f"{variable}: servers have models that experiments have trained, and {field} is none. Write ref(...), or unset it."
-        )
+        raise ConfigError(f"{variable}: servers only have models of experiments; {field} names another one. Write ref(...), or unset it.")
     return RemoteModel(os.environ[variable], identity, setting.wait), str(folder)
 
 
@@ -92,7 +90,7 @@ def _ask_here(model: Any, most: int | None, setting: RewardSetting) -> Any:
     from torch.nn.utils.rnn import pad_sequence
 
     def rewards(ids: Sequence[Sequence[int]]) -> list[float]:
-        found: list[float] = []
+        rewards: list[float] = []
         longest = max(map(len, ids), default=0)
         if most and longest > most:
             raise RunError(f"rewards: a rollout of {longest} tokens is longer than the {most} positions of the reward model.")
@@ -102,7 +100,7 @@ def _ask_here(model: Any, most: int | None, setting: RewardSetting) -> Any:
             batch = pad_sequence(rows, batch_first=True)
             mask = torch.arange(batch.shape[1]) < lengths
             with torch.no_grad():
-                found += model(input_ids=batch.to(setting.device), attention_mask=mask.to(setting.device)).tolist()
-        return found
+                rewards += model(input_ids=batch.to(setting.device), attention_mask=mask.to(setting.device)).tolist()
+        return rewards
 
     return rewards

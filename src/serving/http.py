@@ -147,6 +147,9 @@ class _Guard:
             body = await _read_body(request, 0 if problem else self._max_bytes)
         except ClientDisconnect:
             return
+        except asyncio.CancelledError:
+            await _error(503, "the server stops.")(scope, receive, send)
+            return
         except TimeoutError:
             await _error(408, f"body: no data for {IDLE_SECONDS} s. Send the request again.", {"Connection": "close"})(scope, receive, send)
             return

@@ -1,11 +1,11 @@
 """Keeps the best of the answers in a sampling report: `python -m src.serving.rejection_sampling REPORT REWARD_RUN --output FOLDER`.
 
-REPORT is a file of src.serving.sampling_report; REWARD_RUN a save directory of recipe `reward`, the beginning of its id, or a checkpoint.
-Of each prompt the --best answers of the highest reward are selected, the best first; equal answers count once. FOLDER gets:
+REPORT is a file of src.serving.sampling_report; REWARD_RUN a save directory of recipe `reward`, a prefix of its id, or a checkpoint.
+Select the --best answers of the highest reward per prompt, the best first. Equal answers count once. FOLDER gets:
 selected_samples.json and rejected_samples.json, lists of {"prompt", "output", "sampling_config", "reward"};
 comparison.json, the mean, least and highest reward of both; sampling_score.json, the mean reward of each sampling configuration and of all.
 
-What is selected can be learned: `python -m data_prep.prepare_conversations --form completion --columns completion=output`.
+Train on the selected answers with `python -m data_prep.prepare_conversations --form completion --columns completion=output`.
 """
 
 import argparse
@@ -29,7 +29,7 @@ class Answer(NamedTuple):
     """An answer of a report."""
 
     number: int
-    """Of its prompt in the report."""
+    """Number of its prompt in the report."""
     prompt: str
     output: str
     sampling_config: str
@@ -50,17 +50,17 @@ def read_report(path: Path) -> list[Answer]:
         return value
 
     try:
-        found = [
-            Answer(number, text(asked["prompt"]), text(output), text(result["sampling_config"]))
-            for number, asked in enumerate(read_json(path, DataError)["prompts"])
-            for result in asked["results"]
+        answers = [
+            Answer(number, text(entry["prompt"]), text(output), text(result["sampling_config"]))
+            for number, entry in enumerate(read_json(path, DataError)["prompts"])
+            for result in entry["results"]
             for output in result["outputs"]
         ]
     except (TypeError, KeyError) as error:
         raise DataError(f"{path}: no report of src.serving.sampling_report ({type(error).__name__}: {error}).") from None
-    if not found:
+    if not answers:
         raise DataError(f"{path}: the report has no answer.")
-    return found
+    return answers
 
 
 def select_best(answers: Sequence[Answer], best: int) -> tuple[list[Answer], list[Answer]]:
@@ -68,8 +68,8 @@ def select_best(answers: Sequence[Answer], best: int) -> tuple[list[Answer], lis
     prompts: dict[int, dict[str, Answer]] = {}
     for answer in answers:
         prompts.setdefault(answer.number, {}).setdefault(answer.output, answer)
-    ordered = [sorted(own.values(), key=lambda answer: -answer.reward) for own in prompts.values()]
-    return [answer for own in ordered for answer in own[:best]], [answer for own in ordered for answer in own[best:]]
+    ordered = [sorted(group.values(), key=lambda answer: -answer.reward) for group in prompts.values()]
+    return [answer for group in ordered for answer in group[:best]], [answer for group in ordered for answer in group[best:]]
 
 
 def summarize(answers: Sequence[Answer]) -> Mapping[str, float | None]:
@@ -79,11 +79,11 @@ def summarize(answers: Sequence[Answer]) -> Mapping[str, float | None]:
 
 
 def mean_rewards(answers: Sequence[Answer]) -> Mapping[str, float]:
-    """Of the answers of each sampling configuration, and "mean_reward" of all."""
-    own: dict[str, list[float]] = {}
+    """Mean reward by sampling configuration, and "mean_reward" of all."""
+    by_config: dict[str, list[float]] = {}
     for answer in answers:
-        own.setdefault(answer.sampling_config, []).append(answer.reward)
-    return {**{name: fmean(rewards) for name, rewards in own.items()}, "mean_reward": fmean(answer.reward for answer in answers)}
+        by_config.setdefault(answer.sampling_config, []).append(answer.reward)
+    return {**{name: fmean(rewards) for name, rewards in by_config.items()}, "mean_reward": fmean(answer.reward for answer in answers)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -91,8 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser("src.serving.rejection_sampling", __doc__)
     add = parser.add_argument
     add("sampled", type=Path, metavar="REPORT", help="of src.serving.sampling_report")
-    add("run", type=Path, metavar="REWARD_RUN", help="a run of recipe `reward`, the beginning of its id, or a checkpoint")
-    add("--output", type=Path, required=True, metavar="FOLDER", help="new, or written anew")
+    add("run", type=Path, metavar="REWARD_RUN", help="a run of recipe `reward`, a prefix of its id, or a checkpoint")
+    add("--output", type=Path, required=True, metavar="FOLDER", help="output file; overwritten")
     add("--best", type=int, default=3, metavar="N", help="answers to a prompt that are selected (default: %(default)s)")
     add("--micro_batch", type=int, default=32, help="answers in one forward pass (default: %(default)s)")
     add_options(parser)

@@ -1,8 +1,8 @@
 """Measures how well a reward model agrees with ranked replies: `python -m src.serving.reward_evaluation RUN FOLDER --report FILE`.
 
-RUN is a save directory of recipe `reward`, the beginning of its id, or a checkpoint. FOLDER is a prepared folder of ranked replies, below
---data_path or anywhere else. The report is JSON with the scores that an evaluation of the training has: accuracy is the share of
-conversations whose best reply gets more than the worst; kendalltau and spearmanr are correlations of rewards and ranks.
+RUN is a save directory of recipe `reward`, a prefix of its id, or a checkpoint. FOLDER is a prepared folder of ranked replies, below
+--data_path or anywhere else. The report is JSON with the scores of an evaluation in training: accuracy is the share of
+conversations in which the best reply gets a higher reward than the worst; kendalltau and spearmanr are correlations of rewards and ranks.
 """
 
 import argparse
@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = make_parser("src.serving.reward_evaluation", __doc__)
     add = parser.add_argument
-    add("run", type=Path, help="a run of recipe `reward`, the beginning of its id, or a checkpoint")
+    add("run", type=Path, help="a run of recipe `reward`, a prefix of its id, or a checkpoint")
     add("folder", help="ranked replies")
     add("--split", choices=SPLITS, default="val", help="(default: %(default)s)")
     add("--report", type=Path, metavar="FILE", help="JSON to write (default: none)")

@@ -1,4 +1,4 @@
-"""A trained reward model in one call: what it gives replies, and how well it agrees with ranked ones."""
+"""A trained reward model: rewards of replies, and its agreement with ranked replies."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,15 +27,15 @@ class Judge:
         self._model, self._recipe, self._data, self._micro_batch = model, recipe, data, micro_batch
         self._renderer = Renderer(tokenizer, templates.find(data.writing.template, tokenizer))
 
-    def rewards(self, asked: Sequence[Asked]) -> list[float]:
-        """Of each reply, in order. Long ones are cut as in training."""
+    def rewards(self, requests: Sequence[Asked]) -> list[float]:
+        """One reward per reply, in order. Long ones are truncated as in training."""
         import torch
 
         from src.data.collate import pad_tokens
 
-        rows = [ranked.render_reply(self._data, self._renderer, messages, Reply(reply, 0)).ids for messages, reply in asked]
+        rows = [ranked.render_reply(self._data, self._renderer, messages, Reply(reply, 0)).ids for messages, reply in requests]
         order = sorted(range(len(rows)), key=lambda i: len(rows[i]))  # little padding
-        found, device = [0.0] * len(rows), self._model.base.device
+        rewards, device = [0.0] * len(rows), self._model.base.device
         for first in range(0, len(rows), self._micro_batch):
             places = order[first : first + self._micro_batch]
             ids = [rows[i] for i in places]
@@ -43,8 +43,8 @@ class Judge:
             with torch.no_grad():
                 values = self._model(input_ids=batch["input_ids"].to(device), attention_mask=batch["attention_mask"].to(device))
             for i, value in zip(places, values.tolist(), strict=True):
-                found[i] = value
-        return found
+                rewards[i] = value
+        return rewards
 
     def agreement(self, places: Places, corpus: str, split: str) -> tuple[int, Mapping[str, float]]:
         """Conversations with ranked replies of a prepared folder, and the scores of the recipe's evaluations on them by name.
@@ -63,7 +63,7 @@ class Judge:
 
 
 def load_judge(source: Path, places: Places, device: str | None, micro_batch: int) -> Judge:
-    """Of a run or a checkpoint.
+    """The reward model of a run or a checkpoint.
 
     Raises:
         ConfigError: it is no reward model, or the device or `micro_batch` cannot be used.

@@ -80,7 +80,7 @@ def test_every_reward_has_a_case():
 
 
 @EVERY
-def test_scores_are_right_and_depend_on_the_rollout_alone(name: str):
+def test_scores_are_right_and_depend_only_on_the_rollout(name: str):
     score = bound(name).scorer(setting(SimpleNamespace(backend_tokenizer=SimpleNamespace(to_str=str))))
     rollouts: Sequence[Rollout] = [case[0] for case in CASES[name][1]]
     scores = list(score(rollouts))

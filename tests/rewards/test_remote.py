@@ -79,9 +79,9 @@ def test_batch_is_sent_unchanged(protocol: str, opened: ExitStack):
     [
         (
             {"fingerprint": "e" * 64},
-            r"/judge: serves another model \(fingerprint eeeeeeeeeeee\) than the experiment names \(ffffffffffff\)\.",
+            r"/judge: serves another model \(fingerprint eeeeeeeeeeee\) than the experiment \(ffffffffffff\)\.",
         ),
-        ({"fingerprint": None}, r"/judge: does not tell which model it serves"),
+        ({"fingerprint": None}, r"/judge: reports no fingerprint"),
         ({"scores": lambda *_: ([2], [1.0, 2.0])}, r"/judge: gave 2 numbers of the shape \[2\] for 3 sequences"),
         ({"scores": lambda *_: ([3], [1.0, 2.0])}, r"/judge: gave 2 numbers of the shape \[3\] for 3 sequences"),
         ({"scores": lambda *_: ([3], [1.0, float("nan"), 2.0])}, r"/judge: the reward of sequence 2 of 3 is nan"),

@@ -112,7 +112,7 @@ ENDLESS = {
 
 @needs_bubblewrap
 @pytest.mark.parametrize("name", ENDLESS)
-def test_what_does_not_end_is_ended(name: str, limits: Limits):
+def test_endless_programs_are_killed(name: str, limits: Limits):
     limits = limits.model_copy(update={"seconds": 1.0})
     (result,) = sandbox.run_programs([order(ENDLESS[name])], limits)
     assert (result.output, result.ended) == (b"", "time")
@@ -211,7 +211,7 @@ CHEATS = {
 }
 
 
-def test_the_search_of_the_cheats_finds_what_is_there():
+def test_the_search_of_the_cheats_finds_planted_values():
     calls = [
         (
             "def inner():\n    return look(sys._getframe())\ndef outer():\n    kept = ['assert f(1)=={}'.format(8642 * 10**9 + 5)]\n"
@@ -219,8 +219,8 @@ def test_the_search_of_the_cheats_finds_what_is_there():
         ),
         "print(look([[{1: (8642 * 10**9 + 5,)}]]), look([2**32 - 1, 'assert']))",
     ]
-    found = [subprocess.check_output([sys.executable, "-I", "-S", "-c", f"import sys\n{LOOK}{call}"], text=True) for call in calls]
-    assert found == ["8642000000005\n", "8642000000005 0\n"]
+    outputs = [subprocess.check_output([sys.executable, "-I", "-S", "-c", f"import sys\n{LOOK}{call}"], text=True) for call in calls]
+    assert outputs == ["8642000000005\n", "8642000000005 0\n"]
 
 
 @needs_bubblewrap

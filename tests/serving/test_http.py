@@ -293,3 +293,14 @@ def test_client_that_leaves_does_not_stop_the_server(root: str):
         with socket.create_connection(("127.0.0.1", port)) as connection:
             connection.sendall(data)
     assert request(f"{root}/named/x", "GET") == (200, {"name": "x"})
+
+
+def test_stop_answers_a_request_whose_body_never_comes(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    monkeypatch.setattr("src.serving.http.STOP_SECONDS", 1)
+    server = Server(ENDPOINTS, MAX_BYTES, options())
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        with running(server) as root:
+            connection.sendall(b"POST /total HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
+            assert request(f"{root}/named/x", "GET")[0] == 200
+        assert connection.recv(4096).startswith(b"HTTP/1.1 503 ")
+    assert not [record for record in caplog.records if record.exc_info]

@@ -46,7 +46,7 @@ def say(page: Page, text: str, enter: bool = False) -> None:
         page.get_by_role("button", name="Send").click()
 
 
-def test_what_is_preferred_in_a_browser_is_in_the_file(browser: Browser, folder: Path):
+def test_preferences_of_a_browser_are_in_the_file(browser: Browser, folder: Path):
     better, output = "role=button[name='Better']", folder / "data" / "preferences.jsonl"
     with served(command(folder, 2)) as address:
         with opened(browser, address) as page:
