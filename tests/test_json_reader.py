@@ -16,7 +16,8 @@ from tests.conftest import ROOT
 HERE = {
     "src/parsing.py",  # the reader
     "src/experiments/grid.py",  # --set: text that is not JSON is a string
-    "src/rewards/isolated_peer.py",  # inside the sandbox, which has no other module
+    "src/rewards/isolated.py",  # inside the sandbox, which has no other module
+    "src/rewards/isolated_peer.py",
     "src/data/streaming/remote/downloads.py",  # pipes between our own processes
     "src/data/streaming/remote/objects.py",
     "src/rewards/math.py",
