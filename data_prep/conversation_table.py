@@ -11,9 +11,10 @@ from pydantic import Field, ValidationError, model_validator
 
 from data_prep.conversation_forms import columns, comparisons, dialogue, layouts, rows, translation, trees
 from data_prep.conversation_forms.rows import Form
-from src.config import Config, join, problems, read_yaml, unknown_text
+from src.config import Config, join, problems, unknown_text
 from src.config import load as load_config
 from src.errors import ConfigError, DataError
+from src.files import read_yaml
 
 FOLDER = Path(__file__).resolve().parents[1] / "resources" / "conversations"
 FORMS: Mapping[str, type[Form]] = {

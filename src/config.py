@@ -3,7 +3,7 @@
 import inspect
 import re
 import traceback
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from importlib import import_module
@@ -14,7 +14,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
 from src.errors import ConfigError
-from src.files import reading
 
 
 def added_field(absence: Any, **constraints: Any) -> Any:
@@ -260,43 +259,3 @@ def top_level(module: str, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{module}.py: expected a dict called {name}, got {type(value).__name__}.")
     return value
-
-
-def read_yaml(path: Path, expected: str) -> dict[str, Any]:
-    """The dict in the YAML file `path`. expected: the expected content, for the message.
-
-    Raises:
-        ConfigError: it cannot be read, is no YAML, has a key twice, or is no dict; names the file, and the line where known.
-    """
-    import yaml  # 30 ms, which most commands need not spend
-
-    class Loader(yaml.SafeLoader):
-        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-            keys = set()
-            for key, _ in node.value:
-                if key.value in keys and isinstance(key, yaml.ScalarNode):  # YAML would take the last and say nothing
-                    raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key.value!r}", key.start_mark)
-                keys.add(str(key.value))
-            return super().construct_mapping(node, deep)
-
-    try:
-        with reading(path, ConfigError):
-            raw = yaml.load(path.read_text(encoding="utf-8"), Loader=Loader)
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file.") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}.") from None
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise ConfigError(f"{path}:{line}: not valid YAML: {error.problem}.") from None
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise ConfigError(f"{path}: not valid YAML: {str(error).splitlines()[0]}.") from None
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path}: expected {expected}, got {type(raw).__name__}.")
-    return raw
-
-
-def require_fit(field: str, tokens: int, max_positions: int | None) -> None:
-    """Raises ConfigError where `field` allows more tokens than a model has positions (None: unknown, or no limit)."""
-    if max_positions is not None and tokens > max_positions:
-        raise ConfigError(f"{field}: {tokens} tokens are more than the {max_positions} positions of the model.")

@@ -11,20 +11,18 @@ import shutil
 import stat
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from src.errors import RunError, UserError
+from src.errors import ConfigError, RunError, UserError
 from src.parsing import parse_json
+from src.renaming import NOT_OFFERED, rename_over
 
 MANIFEST = "manifest.json"
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}")
 """Names of unfinished files of `write_atomic`."""
-# Errors of flock and renameat2 where the file system or the kernel does not support them.
-_NOT_OFFERED = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EBADF, errno.ENOLCK}
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FORBIDDEN = {errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
 _WRONG_PATH = {errno.ENXIO, errno.ENODEV, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG}
@@ -191,6 +189,40 @@ def read_json(path: Path, error: type[UserError], missing: Any = _REQUIRED) -> A
     return parse_json(content, path, error)
 
 
+def read_yaml(path: Path, expected: str) -> dict[str, Any]:
+    """The dict in the YAML file `path`. expected: the expected content, for the message.
+
+    Raises:
+        ConfigError: it cannot be read, is no YAML, has a key twice, or is no dict; names the file, and the line where known.
+    """
+    import yaml  # 30 ms, which most commands need not spend
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+            keys = set()
+            for key, _ in node.value:
+                if key.value in keys and isinstance(key, yaml.ScalarNode):  # YAML would take the last and say nothing
+                    raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key.value!r}", key.start_mark)
+                keys.add(str(key.value))
+            return super().construct_mapping(node, deep)
+
+    try:
+        with reading(path, ConfigError):
+            raw = yaml.load(path.read_text(encoding="utf-8"), Loader=Loader)
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file.") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}.") from None
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise ConfigError(f"{path}:{line}: not valid YAML: {error.problem}.") from None
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise ConfigError(f"{path}: not valid YAML: {str(error).splitlines()[0]}.") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: expected {expected}, got {type(raw).__name__}.")
+    return raw
+
+
 def read_manifest(directory: Path, error: type[UserError]) -> dict[str, Any]:
     """The manifest of a folder made by `new_directory`: its facts and "files", {name: {"bytes": int, "sha256": str}}.
 
@@ -243,7 +275,7 @@ def new_directory(
                 sync_directory(inner)
             write_json(beside / MANIFEST, {**(facts or {}), "files": listed})
             with around():
-                replaced = _rename_over(beside, final)
+                replaced = rename_over(beside, final)
             sync_directory(final.parent)
             if replaced:
                 shutil.rmtree(replaced, ignore_errors=True)  # the next writer sweeps the rest
@@ -265,7 +297,7 @@ def _claim(final: Path) -> tuple[Path, int | None]:
         except (BlockingIOError, FileNotFoundError):
             continue  # swept in the moment before it was locked
         except OSError as error:
-            if error.errno not in _NOT_OFFERED:
+            if error.errno not in NOT_OFFERED:
                 raise
             return beside, None
 
@@ -299,43 +331,6 @@ def _sweep(final: Path) -> None:
             lock = _lock(path)
             shutil.rmtree(path, ignore_errors=True)
             os.close(lock)
-
-
-def _rename_over(beside: Path, final: Path) -> Path | None:
-    """Rename a folder to `final`; returns the new path of an older `final`, if there was one."""
-    try:
-        os.rename(beside, final)
-    except OSError as error:
-        if error.errno not in {errno.ENOTEMPTY, errno.EEXIST}:
-            raise
-    else:
-        return None
-    if _exchange(beside, final):
-        return beside
-    old = beside.with_name(f"{beside.name}.old")
-    try:
-        os.rename(final, old)
-        os.rename(beside, final)
-    except BaseException:
-        if not final.exists():
-            os.rename(old, final)
-        raise
-    return old
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two names in one step, with renameat2(2); False where that is not supported."""
-    import ctypes
-
-    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if call is None:
-        return False
-    if call(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), ctypes.c_uint(_RENAME_EXCHANGE)) == 0:
-        return True
-    number = ctypes.get_errno()
-    if number in _NOT_OFFERED:
-        return False
-    raise OSError(number, os.strerror(number), str(other))
 
 
 def defect(directory: Path, hashes: bool = True) -> str | None:

@@ -1,6 +1,7 @@
 """The interface of each kind of component: methods that recipes call, with their defaults. A new component overrides only some of them.
 
-A component is a `Config` that an experiment names: `registry.bind` makes it from a dict. Only `build`, `run` and `score` import torch.
+A component is a `Config` that an experiment names: `registry.bind` makes it from a dict. Nothing here imports torch; `build`, `run`,
+`score` and `submit` do, where they need it.
 """
 
 from abc import abstractmethod
@@ -15,7 +16,7 @@ from pydantic import PlainSerializer, PlainValidator
 from src.call_once import call_once
 from src.config import Config, Places, Problems
 from src.errors import ConfigError, check_all
-from src.kinds import DECODER, KINDS
+from src.kinds import DECODER, KINDS, Architecture
 from src.registry import DATASETS, METRICS, MODELS, RECIPES, bind, name_of, resolved_dict
 
 if TYPE_CHECKING:
@@ -33,24 +34,6 @@ class Component(Config):
     def name(self) -> str:
         """Its name in an experiment."""
         return name_of(self)
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """Sizes of a transformer, known before any weight is loaded."""
-
-    model_type: str
-    """The family, by transformers' name."""
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    num_key_value_heads: int
-    max_positions: int | None = None
-    """Maximum tokens of a sequence, if known."""
-    head_size: int | None = None
-    """Width of a head, if given; else hidden size / heads."""
-    attention: str | None = None
-    """Implementation of attention that an experiment sets; None: transformers' choice."""
 
 
 class ModelConfig(Component):
@@ -269,6 +252,12 @@ class TaskDataset(QuestionDataset, Protocol):
     def collate_answers(self, samples: Sequence[Any], answer: Sequence[int]) -> Batch:
         """The prompts `samples`, each with the target `answer`."""
         ...
+
+
+def require_fit(field: str, tokens: int, max_positions: int | None) -> None:
+    """Raises ConfigError where `field` allows more tokens than a model has positions (None: unknown, or no limit)."""
+    if max_positions is not None and tokens > max_positions:
+        raise ConfigError(f"{field}: {tokens} tokens are more than the {max_positions} positions of the model.")
 
 
 class DatasetConfig(Component):

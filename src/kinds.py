@@ -1,4 +1,6 @@
-"""Kinds of models by what they read, and the model names that an experiment can use for each."""
+"""Kinds of models by their inputs, sizes of a transformer, and the model names that an experiment can use for each."""
+
+from dataclasses import dataclass
 
 DECODER, CROSS_ATTENTION, ENCODER_DECODER, FUSION_IN_DECODER = "decoder", "cross_attention", "encoder_decoder", "fusion_in_decoder"
 VISION_LANGUAGE, REWARD = "vision_language", "reward"
@@ -10,3 +12,21 @@ KINDS = {
     REWARD: "'reward' around a decoder",
     VISION_LANGUAGE: "a decoder that reads images, such as 'vision_language'",
 }
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Sizes of a transformer, known before any weight is loaded."""
+
+    model_type: str
+    """The family, by transformers' name."""
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_key_value_heads: int
+    max_positions: int | None = None
+    """Maximum tokens of a sequence, if known."""
+    head_size: int | None = None
+    """Width of a head, if given; else hidden size / heads."""
+    attention: str | None = None
+    """Implementation of attention that an experiment sets; None: transformers' choice."""

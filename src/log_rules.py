@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from src.config import read_yaml
+from src.files import read_yaml
 
 FILE = Path(__file__).resolve().parents[1] / "resources" / "log_rules.yaml"
 

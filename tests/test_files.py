@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from src import files
+from src import files, renaming
 from src.errors import CheckpointError, DataError, RunError
 from tests.conftest import ROOT
 
@@ -142,7 +142,7 @@ def test_the_older_folder_comes_back_when_the_second_rename_fails(tmp_path, monk
 
 def test_a_refused_exchange_differs_from_an_unsupported_one(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"No such file or directory: .*/b"):
-        files._exchange(tmp_path, tmp_path / "b")
+        renaming._exchange(tmp_path, tmp_path / "b")
 
 
 # ---- what killed writers leave

@@ -18,7 +18,7 @@ from tests.conftest import ROOT
 LEVELS: list[set[str]] = [
     {"src.missing_package"},
     {"src.errors", "src.batches", "src.read_cache", "src.__init__"},
-    {"src.parsing"},
+    {"src.parsing", "src.renaming"},
     {"src.files", "src.command_line", "src.host_copies", "src.served_page", "src.torch_settings"},
     {"src.config", "src.distributed", "src.flops", "src.kinds", "src.patterns", "src.weights"},
     {"src.call_once", "src.log_rules", "src.registry"},
@@ -54,7 +54,7 @@ SHORT = {
     "src.__init__": "the first import of every command",
     "src.missing_package": "the hook of that import",
     "src.patterns": "one idea, which expressions and rewards share",
-    "src.kinds": "names alone, which interfaces and models both need",
+    "src.kinds": "kinds and sizes, which interfaces and models both need",
     "src.training.seeds": "found by its name",
     "src.models.wrapper": "what two rooms of models share",
     "src.models.kv_cache_size": "one formula, with its source",
@@ -149,7 +149,7 @@ def test_arrows_point_down():
 
 
 @pytest.mark.parametrize(
-    ("module", "code", "found"),
+    ("module", "code", "expected"),
     [
         ("src.models.x", "from src.training import loop", "src.models.x:1: may not import src.training.loop"),
         ("src.models.x", "def f():\n    import src.training.loop", "src.models.x:2: may not import src.training.loop"),
@@ -170,8 +170,8 @@ def test_arrows_point_down():
         ("src.novelty.x", "import os", "src.novelty.x: is in no layer"),
     ],
 )
-def test_an_arrow_that_points_up_is_found(module: str, code: str, found: str):
-    assert [message for message in upward(module, ast.parse(code)) if message.startswith(found)]
+def test_an_import_from_a_higher_layer_is_reported(module: str, code: str, expected: str):
+    assert [message for message in upward(module, ast.parse(code)) if message.startswith(expected)]
 
 
 @pytest.mark.parametrize(
@@ -287,7 +287,7 @@ def is_broad(handler: ast.ExceptHandler) -> bool:
     return every and not again
 
 
-def test_file_names_say_what_is_inside():
+def test_file_names_are_specific():
     vague = [
         str(path.relative_to(ROOT)) for path in sources().values() if FORBIDDEN_NAMES & set(path.relative_to(ROOT).with_suffix("").parts)
     ]

@@ -116,14 +116,14 @@ step 10/20  train_loss 2.5000  1,234 tokens/s  0:00:10 left
 """
 
 
-def found(text: str) -> list[str]:
+def matches(text: str) -> list[str]:
     return [rule.name for _, _, rule in log_rules.matches(text.encode())]
 
 
 @pytest.mark.parametrize(("name", "line"), [(name, line) for name, lines in LINES.items() for line in lines])
 def test_a_line_is_known_by_its_rule(name: str, line: str):
-    assert found(f"before\n{line}\nafter\n") == [name]
-    assert found(f"n1: [rank0] {line}\r\n")[:1] == [name] or line.startswith(("Memory", "Module", "[rank1]: Import"))
+    assert matches(f"before\n{line}\nafter\n") == [name]
+    assert matches(f"n1: [rank0] {line}\r\n")[:1] == [name] or line.startswith(("Memory", "Module", "[rank1]: Import"))
 
 
 def test_every_rule_has_a_line_here_and_advice():
@@ -131,14 +131,14 @@ def test_every_rule_has_a_line_here_and_advice():
     assert all(rule.advice.endswith(".") for rule in log_rules.rules())
 
 
-def test_harmless_lines_are_left_alone():
-    assert found(HARMLESS) == []
+def test_harmless_lines_match_no_rule():
+    assert matches(HARMLESS) == []
 
 
 def test_real_logs_of_a_cluster(shared_data: Path):
     """Two trainings of BigScience: one healthy to the end of its log, one that was cancelled by hand at the end of it."""
     folder = shared_data / "logs" / "bigscience_slurm_out"
-    assert found((folder / "meg_ds_3d_gpt2_perf_n16-ds-on.out").read_text()) == []
+    assert matches((folder / "meg_ds_3d_gpt2_perf_n16-ds-on.out").read_text()) == []
     text = (folder / "meg_gpt2_base_n4_dp1_tp4_pp4-1809579.out").read_bytes()
     matched = [(text[:start].count(b"\n") + 1, rule.name) for start, _, rule in log_rules.matches(text)]
     assert matched == [(1577, "cancelled"), (1591, "cancelled")]
@@ -312,7 +312,7 @@ def test_scanners_at_once_and_killed_at_any_moment_note_each_event_once(world: W
     assert [event["line"] for event in world.noted()] == [f"{NODE} {i}" for i in range(60)]
 
 
-def test_the_table_shows_the_cause_not_what_it_entails(world: World):
+def test_the_table_shows_the_cause_and_not_its_consequences(world: World):
     def shown() -> str | None:
         event = events.latest_problem(world.run, 0)
         return event["rule"] if event else None

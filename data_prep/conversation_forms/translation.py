@@ -8,8 +8,9 @@ from typing import Any
 from pydantic import field_validator
 
 from data_prep.conversation_forms.rows import Form, Row, column, pick, text_of
-from src.config import read_yaml, unknown_text
+from src.config import unknown_text
 from src.errors import DataError
+from src.files import read_yaml
 
 REQUESTS = Path(__file__).resolve().parents[2] / "resources" / "conversations" / "requests" / "translation.yaml"
 _THREE_LETTERS = {"ara": "ar", "ita": "it", "nld": "nl", "tur": "tr", "ukr": "uk", "vie": "vi"}

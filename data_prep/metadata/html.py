@@ -16,8 +16,9 @@ from typing import Any, Literal, NamedTuple
 from lxml import etree  # pyright: ignore[reportAttributeAccessIssue]  a compiled module
 from pydantic import Field, model_validator
 
-from src.config import Config, load, read_yaml
+from src.config import Config, load
 from src.errors import DataError
+from src.files import read_yaml
 
 Row = dict[str, Any]
 RULES_FILE = Path(__file__).resolve().parents[2] / "resources" / "html_removal.yaml"

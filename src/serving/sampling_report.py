@@ -22,11 +22,11 @@ from pydantic import Field, field_validator
 
 from src import config as configs
 from src.command_line import make_parser, parse_arguments, run_command
-from src.config import Places, read_yaml, unknown_text
+from src.config import Places, unknown_text
 from src.data.conversations.entries import Message
 from src.data.jsonl import check_text
 from src.errors import ConfigError, DataError
-from src.files import reading, write_json
+from src.files import read_yaml, reading, write_json
 from src.models.load import ROOT, add_options, move
 from src.parsing import parse_json
 from src.serving.conversation import Talk

@@ -9,8 +9,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from src import config as configs
-from src.config import Places, read_yaml
+from src.config import Places
 from src.errors import ConfigError
+from src.files import read_yaml
 from src.runs import plan
 from src.sweeps import command as sweep_command
 from src.sweeps import space as sweep_space

@@ -16,9 +16,9 @@ from data_prep.conversation_forms.rows import SPLIT_NAME, pick
 from data_prep.conversation_forms.translation import load_requests
 from data_prep.conversation_joining import Joiner
 from data_prep.conversation_table import load_form
-from src.config import read_yaml
 from src.data.conversations.entries import read_entry
 from src.errors import DataError
+from src.files import read_yaml
 
 FIXTURES = Path(__file__).parent / "release_rows.yaml"
 TWELVE = {"ar", "de", "fr", "en", "it", "nl", "tr", "ru", "ms", "ko", "ja", "zh"}

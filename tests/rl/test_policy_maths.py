@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import inputs, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, tensor
 
@@ -54,7 +54,7 @@ def masks(rollouts: list[tuple[int, int, int]]) -> Tensor:
     return tensor([[prompt <= t < prompt + answer for t in range(longest)] for prompt, answer, _ in rollouts])
 
 
-@inputs(rollouts=ROLLOUTS, seed=st.integers(0, 2**31))
+@given(rollouts=ROLLOUTS, seed=st.integers(0, 2**31))
 @settings(max_examples=100, deadline=None)
 def test_the_score_is_on_the_last_sampled_token_of_each_rollout(rollouts: list[tuple[int, int, int]], seed: int):
     """Whatever stands before and behind it. The reference wrote it up to two places too late, on padding (B30)."""
@@ -70,7 +70,7 @@ def test_the_score_is_on_the_last_sampled_token_of_each_rollout(rollouts: list[t
         assert torch.allclose(result[row], expected)
 
 
-@inputs(rollouts=ROLLOUTS, seed=st.integers(0, 2**31), gamma=st.sampled_from([0.9, 1.0]), lam=st.sampled_from([0.0, 0.95, 1.0]))
+@given(rollouts=ROLLOUTS, seed=st.integers(0, 2**31), gamma=st.sampled_from([0.9, 1.0]), lam=st.sampled_from([0.0, 0.95, 1.0]))
 @settings(max_examples=100, deadline=None)
 def test_padding_and_prompts_move_no_advantage(rollouts: list[tuple[int, int, int]], seed: int, gamma: float, lam: float):
     """Each rollout alone, its sampled tokens alone, gives the same."""
@@ -88,7 +88,7 @@ def test_padding_and_prompts_move_no_advantage(rollouts: list[tuple[int, int, in
             assert torch.allclose(result.returns[row, mask], alone.returns[0], atol=1e-6)
 
 
-@inputs(rollouts=ROLLOUTS, cut=st.integers(0, 5), seed=st.integers(0, 2**31))
+@given(rollouts=ROLLOUTS, cut=st.integers(0, 5), seed=st.integers(0, 2**31))
 @settings(max_examples=100, deadline=None)
 def test_advantages_are_whitened_over_the_sampled_tokens_of_all_processes(rollouts: list[tuple[int, int, int]], cut: int, seed: int):
     sampled = masks(rollouts)

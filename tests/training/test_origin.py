@@ -56,7 +56,7 @@ def test_a_checkpoint_says_which_experiment_and_which_branch_it_is_of(folder: Pa
             assert {CONFIG, branches.FILE} <= json.loads((path / "manifest.json").read_text())["files"].keys()
 
 
-def test_one_of_no_branch_names_none(folder: Path):
+def test_an_origin_without_a_branch(folder: Path):
     with small.opened(folder) as run:
         small.train(run)
         assert not (checkpoints.folder(run.path, 12) / branches.FILE).exists()
@@ -70,14 +70,14 @@ def test_it_does_so_however_the_model_is_shared(modes: Modes, mode: str):
         assert (path / CONFIG).read_bytes() == (run / CONFIG).read_bytes()
 
 
-def test_a_run_whose_config_was_deleted_says_what_to_do(folder: Path):
+def test_a_deleted_config_is_refused_with_advice(folder: Path):
     with small.opened(folder) as run:
         (run.path / CONFIG).unlink()
         with pytest.raises(RunError, match=r"config\.json: no such file"):
             small.train(run)
 
 
-def test_each_start_is_told_with_its_code_its_job_and_its_place_in_the_data(folder: Path):
+def test_each_start_is_recorded_with_its_code_job_and_data_position(folder: Path):
     facts = {"commit": "c0ffee", "dirty": True, "variables": {"SLURM_JOB_ID": "58", "SLURM_ARRAY_JOB_ID": "57", "SLURM_ARRAY_TASK_ID": "3"}}
     with small.opened(folder) as run, pytest.raises(distributed.TrainingStopped):
         small.train(run, learn=send_stop(9))
@@ -99,6 +99,6 @@ def test_each_start_is_told_with_its_code_its_job_and_its_place_in_the_data(fold
         ({"commit": "abc", "dirty": True, "variables": {"EAI_JOB_ID": "f3"}}, "abc+", "f3"),
     ],
 )
-def test_what_is_known_of_a_start(tmp_path: Path, env: dict[str, Any], commit: str | None, job: str | None):
+def test_recorded_facts_of_a_start(tmp_path: Path, env: dict[str, Any], commit: str | None, job: str | None):
     write_json(tmp_path / "env.json", env)
     assert ledger.last_start(tmp_path) == {"commit": commit, "job": job}

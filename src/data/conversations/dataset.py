@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from src.batches import TokenBatch
 from src.call_once import call_once
 from src.config import Config as StrictConfig
-from src.config import Places, added_field, drop_absences, require_fit
+from src.config import Places, added_field, drop_absences
 from src.data import jsonl
 from src.data.conversations import templates
 from src.data.conversations.choices import Tags, draws, window
@@ -23,6 +23,7 @@ from src.data.conversations.refusals import refuses
 from src.data.conversations.rendering import Rendered, Renderer
 from src.data.conversations.rows import ANSWERED, EMPTY, PROMPT, ConversationRows, read_rows
 from src.errors import DataError
+from src.interfaces import require_fit
 from src.orders import ShuffledConfig
 
 if TYPE_CHECKING:

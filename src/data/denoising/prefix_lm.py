@@ -5,10 +5,11 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field, model_validator
 
-from src.config import Places, require_fit
+from src.config import Places
 from src.data.denoising.dataset import DenoisingConfig, SingleObjectiveDataset, mask_rng
 from src.data.text import documents
 from src.data.text.tokenizers import SafeTokenizer
+from src.interfaces import require_fit
 
 if TYPE_CHECKING:
     import numpy as np

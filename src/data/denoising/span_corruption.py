@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field, model_validator
 
-from src.config import Places, require_fit
+from src.config import Places
 from src.data.denoising import ngrams, noise, sentinels
 from src.data.denoising.dataset import DenoisingConfig, SingleObjectiveDataset, mask_rng
 from src.data.text import documents
 from src.data.text.tokenizers import SafeTokenizer
 from src.errors import ConfigError
+from src.interfaces import require_fit
 
 if TYPE_CHECKING:
     import numpy as np

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 from pydantic import Field, model_validator
 
 from src.config import Config as StrictConfig
-from src.config import Places, added_field, require_fit
+from src.config import Places, added_field
 from src.data.denoising import noise, sentinels
 from src.data.denoising.dataset import DenoisingConfig, mask_rng
 from src.data.denoising.denoiser_mixture import DenoiserMixture, DenoiserSpec
@@ -21,6 +21,7 @@ from src.data.denoising.span_corruption import mask_spans
 from src.data.text import documents
 from src.data.text.tokenizers import SafeTokenizer
 from src.errors import ConfigError
+from src.interfaces import require_fit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, TypedDict
 from pydantic import Field, model_validator
 
 from src.batches import TokenBatch
-from src.config import Places, require_fit, unknown_text
+from src.config import Places, unknown_text
 from src.data import jsonl
 from src.data.metadata.annotations import COLUMNS, KEYS, Annotated, key_of, read_row
 from src.data.metadata.examples import ExampleMaker, Piece, Writing
@@ -18,7 +18,7 @@ from src.data.packing.dataset import require_tested_model
 from src.data.packing.lanes import LaneOrder, Packing, Permuted
 from src.data.text.tokenizers import SafeTokenizer
 from src.errors import DataError
-from src.interfaces import Architecture, DatasetConfig
+from src.interfaces import Architecture, DatasetConfig, require_fit
 from src.runs.history.branches import Branch
 
 if TYPE_CHECKING:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from src.batches import ContextBatch, EncodedBatch
-from src.config import Places, require_fit
+from src.config import Places
 from src.data import jsonl
 from src.data.qa import encoded_store, encoder_inputs, fim, questions
 from src.errors import DataError
-from src.interfaces import ModelConfig
+from src.interfaces import ModelConfig, require_fit
 from src.kinds import CROSS_ATTENTION
 
 if TYPE_CHECKING:

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from pydantic import Field, model_validator
 
 from src.batches import ContextBatch
-from src.config import Places, added_field, require_fit
+from src.config import Places, added_field
 from src.data.qa import questions
 from src.data.qa.subsets import RowsConfig
 from src.data.text.tokenizers import SafeTokenizer
+from src.interfaces import require_fit
 from src.kinds import FUSION_IN_DECODER
 from src.metrics import answers
 

@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, model_validator
 
-from src.config import Places, require_fit
+from src.config import Places
 from src.data.qa import questions
 from src.errors import DataError
+from src.interfaces import require_fit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

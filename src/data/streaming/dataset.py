@@ -12,7 +12,7 @@ from pydantic import Field, NonNegativeInt, model_validator
 
 from src.batches import InterleavedBatch
 from src.config import Config as StrictConfig
-from src.config import Places, added_field, operational_field, require_fit
+from src.config import Places, added_field, operational_field
 from src.data.packing.lanes import LaneOrder, Packing
 from src.data.streaming import manifest
 from src.data.streaming.arrangement import PERIOD, Joined, Source, Streams, arrange
@@ -25,7 +25,7 @@ from src.data.streaming.shard_files import open_files
 from src.data.streaming.tars.fields import Fields
 from src.data.streaming.texts import TextTokens
 from src.errors import ConfigError, DataError, check_all
-from src.interfaces import DatasetConfig
+from src.interfaces import DatasetConfig, require_fit
 from src.kinds import VISION_LANGUAGE
 from src.orders import Order, RankShare
 from src.runs.history.branches import Branch

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 from pydantic import Field
 
 from src.batches import Seq2SeqBatch
-from src.config import Places, added_field, require_fit
+from src.config import Places, added_field
 from src.data import jsonl
 from src.data.denoising import sentinels
 from src.data.tasks import task_table as tasks
 from src.data.text.tokenizers import SafeTokenizer
 from src.errors import ConfigError, DataError
 from src.files import reading
-from src.interfaces import DatasetConfig, Prediction
+from src.interfaces import DatasetConfig, Prediction, require_fit
 from src.kinds import ENCODER_DECODER
 
 if TYPE_CHECKING:

@@ -13,9 +13,10 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from src.config import Config, added_field, drop_absences, read_yaml, unknown_text
+from src.config import Config, added_field, drop_absences, unknown_text
 from src.config import load as load_config
 from src.errors import ConfigError
+from src.files import read_yaml
 from src.interfaces import MetricConfig
 from src.registry import METRICS, bind
 

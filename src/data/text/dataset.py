@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, NotRequired, TypedDict
 from pydantic import Field
 
 from src.batches import TokenBatch
-from src.config import Places, added_field, require_fit
+from src.config import Places, added_field
 from src.data.packing.dataset import require_tested_model
 from src.data.text import documents
-from src.interfaces import Architecture
+from src.interfaces import Architecture, require_fit
 from src.orders import Shuffle
 
 if TYPE_CHECKING:

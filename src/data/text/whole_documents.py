@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from src.batches import TokenBatch
-from src.config import Places, require_fit
+from src.config import Places
 from src.data import jsonl
 from src.data.text import documents
 from src.data.text.dataset import Sample
 from src.errors import ConfigError
+from src.interfaces import require_fit
 from src.orders import Shuffle
 
 if TYPE_CHECKING:

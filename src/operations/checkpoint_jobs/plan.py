@@ -11,7 +11,8 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from src import config as configs
-from src.config import Problems, read_yaml, unknown_text
+from src.config import Problems, unknown_text
+from src.files import read_yaml
 
 Stage = Literal["convert", "evaluate", "upload", "clean_up"]
 Folder = Literal["checkpoint", "converted"]

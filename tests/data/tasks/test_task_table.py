@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from src.config import added_field, load, read_yaml
+from src.config import added_field, load
 from src.data.tasks import task_table as tasks
 from src.data.tasks.task_table import NamedTask, Task, find
 from src.errors import ConfigError
+from src.files import read_yaml
 
 A = {name: name[0].upper() for name in ("choice1", "choice2", "premise", "hypothesis", "question", "passage", "sentence", "answer", "word")}
 VALUES = {

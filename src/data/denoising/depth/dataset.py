@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, ClassVar, Self
 from pydantic import Field, model_validator
 
 from src.batches import DepthBatch, Seq2SeqBatch
-from src.config import Places, require_fit
+from src.config import Places
 from src.data import jsonl
 from src.data.denoising import noise, sentinels
 from src.data.denoising.dataset import DenoisingConfig, Sample, mask_rng
 from src.data.denoising.depth.sentence_groups import Groups, Room
 from src.errors import ConfigError, DataError
-from src.interfaces import Architecture
+from src.interfaces import Architecture, require_fit
 
 if TYPE_CHECKING:
     import numpy as np

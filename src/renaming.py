@@ -1,0 +1,46 @@
+"""Rename a folder over another in one step where the system can, and in two where it cannot."""
+
+import errno
+import os
+from pathlib import Path
+
+# Errors of flock and renameat2 where the file system or the kernel does not support them.
+NOT_OFFERED = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EBADF, errno.ENOLCK}
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
+
+
+def rename_over(beside: Path, final: Path) -> Path | None:
+    """Rename a folder to `final`; returns the new path of an older `final`, if there was one."""
+    try:
+        os.rename(beside, final)
+    except OSError as error:
+        if error.errno not in {errno.ENOTEMPTY, errno.EEXIST}:
+            raise
+    else:
+        return None
+    if _exchange(beside, final):
+        return beside
+    old = beside.with_name(f"{beside.name}.old")
+    try:
+        os.rename(final, old)
+        os.rename(beside, final)
+    except BaseException:
+        if not final.exists():
+            os.rename(old, final)
+        raise
+    return old
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange two names in one step, with renameat2(2); False where that is not supported."""
+    import ctypes
+
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if call is None:
+        return False
+    if call(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), ctypes.c_uint(_RENAME_EXCHANGE)) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in NOT_OFFERED:
+        return False
+    raise OSError(number, os.strerror(number), str(other))
