@@ -54,6 +54,7 @@ class Peer:
 
     def __init__(self, inbound: int, outbound: int, is_judge: bool) -> None:
         self._inbound, self._outbound, self._is_judge = inbound, outbound, is_judge
+        self._answered = Exception if is_judge else BaseException  # an exit of the program is an error of its answer
         self._objects: list[Any] = []
         self._numbers: dict[int, int] = {}
         self._proxies: dict[int, Any] = {}
@@ -101,9 +102,7 @@ class Peer:
                 if len(json.dumps(message)) <= _SHARED_BYTES:
                     self._share(number, value)
                     message["shared"] = number
-        except BaseException as error:
-            if self._is_judge and not isinstance(error, Exception):
-                raise
+        except self._answered as error:
             message = {"error": self._write_error(error)}
         if not self._is_judge:
             message |= {"changes": self._changes(), "printed": self.take_printed()[-_PRINTED:]}
