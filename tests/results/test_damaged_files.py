@@ -160,7 +160,6 @@ def test_a_damaged_file_is_a_line_of_every_command(
     check(pristine, tmp_path, capsys, *case)
 
 
-@pytest.mark.xfail(reason="src/runs/lease.py reads its JSON without a limit of depth", raises=AssertionError, strict=True)
 @pytest.mark.parametrize("case", DEEP_LEASE, ids="-".join)
 def test_a_deeply_nested_lease_is_a_line_of_every_command(
     pristine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], case: tuple[str, str]
