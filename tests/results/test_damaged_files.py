@@ -168,16 +168,6 @@ def test_a_damaged_file_is_a_line_of_every_command(
     check(pristine, tmp_path, capsys, *case)
 
 
-<<<<<<< HEAD
-=======
-@pytest.mark.parametrize("case", DEEP_LEASE, ids="-".join)
-def test_a_deeply_nested_lease_is_a_line_of_every_command(
-    pristine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], case: tuple[str, str]
-):
-    check(pristine, tmp_path, capsys, *case)
-
-
->>>>>>> rev-b
 def check(pristine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, damage: str) -> None:
     runs = Path(shutil.copytree(pristine, tmp_path / "runs"))
     run, other = sorted(path for path in runs.iterdir() if len(path.name) == 32)
