@@ -111,7 +111,7 @@ class Config(ModelConfig):
 
 
 def from_checkpoint(folder: Path, who: str, places: Places) -> "nn.Module":
-    """The model of a checkpoint, with its weights; its `name_or_path` is the checkpoint's tokenizer. `who`: the first words of messages.
+    """The model of a checkpoint, with its weights; its `name_or_path` is the checkpoint's tokenizer. who: the subject of error messages.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or does not fit its own description.

@@ -520,7 +520,7 @@ def test_a_port_that_is_taken_is_one_line(runs: Path):
     )
 
 
-def test_sigterm_ends_a_server_whose_output_nobody_reads(runs: Path):
+def test_sigterm_ends_a_server_with_a_closed_output(runs: Path):
     """As in `python -m results.dashboard | head -1`."""
     command = [sys.executable, "-m", "results.dashboard", str(runs), "--port", "0"]
     env = os.environ | {"PYTHONUNBUFFERED": "1"}

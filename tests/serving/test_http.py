@@ -295,7 +295,7 @@ def test_client_that_leaves_does_not_stop_the_server(root: str):
     assert request(f"{root}/named/x", "GET") == (200, {"name": "x"})
 
 
-def test_stop_answers_a_request_whose_body_never_comes(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+def test_stop_answers_a_request_without_a_body(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     monkeypatch.setattr("src.serving.http.STOP_SECONDS", 1)
     server = Server(ENDPOINTS, MAX_BYTES, options())
     with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:

@@ -6,7 +6,7 @@ python -m src.serving.triton.server status FOLDER        health by a real reques
 python -m src.serving.triton.server reload FOLDER        unloads and loads every model: new weights, or a process that has died
 python -m src.serving.triton.server stop FOLDER
 
-FOLDER is what src.serving.triton.repository has written. FOLDER/server.json says where its server runs, FOLDER/server.log what it said.
+FOLDER is made by src.serving.triton.repository. FOLDER/server.json has the address of its server, FOLDER/server.log its output.
 """
 
 import argparse
@@ -44,7 +44,7 @@ _PORTS = ("http_port", "grpc_port", "metrics_port")
 
 
 def start(folder: Path, address: str = "127.0.0.1", ports: Sequence[int] = (0, 0, 0)) -> dict[str, Any]:
-    """Start a server that goes on when this process ends, and wait until every model has answered; what server.json says of it.
+    """Start a server that outlives this process, and wait until every model has answered; returns its entry in server.json.
 
     ports: for HTTP, gRPC and metrics; 0 takes a free one.
 
@@ -59,13 +59,13 @@ def start(folder: Path, address: str = "127.0.0.1", ports: Sequence[int] = (0, 0
     for name, facts in models.items():
         if not (ENVIRONMENT / "backends" / facts["backend"]).is_dir():
             raise ConfigError(
-                f"{folder / name}: is for the backend {facts['backend']!r}, which the server in {ENVIRONMENT} lacks. "
+                f"{folder / name}: is for the backend {facts['backend']!r}, which is missing from the server in {ENVIRONMENT}. "
                 "Run NVIDIA's own Triton on this folder, or write the model with --backend python."
             )
     with directory_lock(folder):
-        if (found := read_state(folder)) is not None:
+        if (state := read_state(folder)) is not None:
             raise RunError(
-                f"{folder}: its server runs already, as process {found['pid']} at {_describe(found)}. Stop it first, or reload it."
+                f"{folder}: its server runs already, as process {state['pid']} at {_describe(state)}. Stop it first, or reload it."
             )
         chosen = _choose_ports(address, ports)
         _free_shared_memory(folder)
@@ -112,10 +112,10 @@ def _find_program() -> Path:
     Raises:
         ConfigError: it is not installed.
     """
-    found = sorted(ENVIRONMENT.glob("venv/lib/python3*/site-packages/pytriton/tritonserver/bin/tritonserver"))
-    if not (ENVIRONMENT / "installed").is_file() or not found:
+    binaries = sorted(ENVIRONMENT.glob("venv/lib/python3*/site-packages/pytriton/tritonserver/bin/tritonserver"))
+    if not (ENVIRONMENT / "installed").is_file() or not binaries:
         raise ConfigError(f"{ENVIRONMENT}: the Triton server is not installed. Run: make triton")
-    return found[0]
+    return binaries[0]
 
 
 def _make_environment() -> dict[str, str]:
@@ -132,21 +132,21 @@ def _make_environment() -> dict[str, str]:
 
 def _choose_ports(address: str, ports: Sequence[int]) -> list[int]:
     """Three ports that are free now."""
-    taken: list[socket.socket] = []
+    sockets: list[socket.socket] = []
     try:
         for name, port in zip(_PORTS, ports, strict=True):
-            taken.append(socket.socket())
-            taken[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sockets.append(socket.socket())
+            sockets[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                taken[-1].bind((address, port))
+                sockets[-1].bind((address, port))
             except (OSError, OverflowError) as error:
                 reason = getattr(error, "strerror", None) or error
                 raise ConfigError(
                     f"--{name} {port}: cannot listen on {address}: {reason}. Choose another port, or 0 for a free one."
                 ) from None
-        return [each.getsockname()[1] for each in taken]
+        return [each.getsockname()[1] for each in sockets]
     finally:
-        for each in taken:
+        for each in sockets:
             each.close()
 
 
@@ -178,7 +178,7 @@ def require_state(folder: Path) -> dict[str, Any]:
 
 
 def _read_beginning(pid: int) -> str | None:
-    """When a process began, in the kernel's ticks: another that got its number began later. None where it has ended."""
+    """The start time of a process in the kernel's ticks, to recognize a reused number. None if it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -203,7 +203,7 @@ def stop(folder: Path) -> None:
 
 
 def _end(state: dict[str, Any], folder: Path) -> None:
-    """SIGTERM first, then SIGKILL to its whole group: what a backend started may be left. Shared memory of what was killed is freed."""
+    """SIGTERM first, then SIGKILL to its process group, as children of a backend can remain. Frees their shared memory."""
     with contextlib.suppress(ProcessLookupError, RunError):
         os.kill(state["pid"], signal.SIGTERM)
         _poll(lambda: not _is_alive(state), STOP_SECONDS, "its server does not end")
@@ -213,12 +213,12 @@ def _end(state: dict[str, Any], folder: Path) -> None:
 
 
 def _name_shared_memory(folder: Path) -> str:
-    """What the names of the shared memory of a repository's server begin with."""
+    """The prefix of the names of shared memory of a repository's server."""
     return f"trainval_triton_{hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]}_"
 
 
 def _free_shared_memory(folder: Path) -> None:
-    """Delete what processes that were killed have left."""
+    """Delete shared memory of killed processes."""
     for path in Path("/dev/shm").glob(f"{_name_shared_memory(folder)}*"):
         path.unlink(missing_ok=True)
 
@@ -240,27 +240,27 @@ def reload(folder: Path) -> None:
 
 
 def probe_all(folder: Path, state: dict[str, Any]) -> dict[str, str]:
-    """What is wrong with each model that does not answer a request. A server calls one ready whose process is dead."""
-    found = {}
+    """The error of each model that does not answer a request. Readiness is not enough: a server reports it for a dead process too."""
+    errors = {}
     for name, facts in list_models(folder).items():
         connection = HttpConnection(Address("http", state["address"], state["http_port"], name))
         try:
             connection.infer([[0, 0]], [[1, 1]], facts["output"], ANSWER_SECONDS)
             if connection.fingerprint() != facts["fingerprint"]:
-                found[name] = "serves older weights than the repository has. Reload it."
+                errors[name] = "serves older weights than the repository has. Reload it."
         except (Away, NotLoaded, UserError) as error:
-            found[name] = str(error)
+            errors[name] = str(error)
         finally:
             connection.close()
-    return found
+    return errors
 
 
 def show(folder: Path) -> int:
     """Print a line for each model; the exit code, 0 where all answer."""
     state = require_state(folder)
     ill, models = probe_all(folder, state), list_models(folder)
-    _, told = _post(state, "/v2/models/stats", method="GET")
-    statistics = {each["name"]: each for each in told.get("model_stats", [])} if isinstance(told, dict) else {}
+    _, answer = _post(state, "/v2/models/stats", method="GET")
+    statistics = {each["name"]: each for each in answer.get("model_stats", [])} if isinstance(answer, dict) else {}
     rows = [["model", "mode", "fingerprint", "requests", "sequences", "sequences/s", "ms/request", "failed", "state"]]
     for name, facts in models.items():
         counts = statistics.get(name, {})
@@ -311,8 +311,8 @@ def _poll(is_done: Callable[[], bool], seconds: float, what: str) -> None:
 def _read_reason(folder: Path) -> str:
     """The line of the log that says why the server ended."""
     lines = (folder / LOG).read_text(encoding="utf-8", errors="replace").splitlines()
-    told = next((line for words in ("failed to load", "rror") for line in lines if words in line), "it said nothing.")
-    return " ".join(told.partition('] "')[2].rstrip('"').split() or told.split())[:400]
+    line = next((entry for words in ("failed to load", "rror") for entry in lines if words in entry), "it said nothing.")
+    return " ".join(line.partition('] "')[2].rstrip('"').split() or line.split())[:400]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -320,7 +320,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser("src.serving.triton.server", __doc__)
     parser.add_argument("action", choices=("start", "status", "reload", "stop"))
     parser.add_argument("folder", type=Path, help="the model repository")
-    parser.add_argument("--address", default="127.0.0.1", help="where to listen; who can reach it can unload models (default: %(default)s)")
+    parser.add_argument(
+        "--address", default="127.0.0.1", help="address to listen on; anyone with access to it can unload models (default: %(default)s)"
+    )
     for name in _PORTS:
         parser.add_argument(f"--{name}", type=int, default=0, help="default: a free one")
     args = parse_arguments(parser, argv)
