@@ -240,8 +240,8 @@ def _type_expression(page: Page, turn: int) -> None:
 
 def _wait_for_count(page: Page, filtered: bool) -> None:
     """Until the page tells how many of the experiments it shows, and has painted what it was told."""
-    told = r"\d of \d+ experiments" if filtered else r"· \d+ experiments"
-    page.wait_for_function(f"[...Bokeh.documents[0].all_models].some(m => /{told}/.test(m.text)) && Bokeh.documents[0].is_idle")
+    text = r"\d of \d+ experiments" if filtered else r"· \d+ experiments"
+    page.wait_for_function(f"[...Bokeh.documents[0].all_models].some(m => /{text}/.test(m.text)) && Bokeh.documents[0].is_idle")
     page.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
 
