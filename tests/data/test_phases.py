@@ -259,7 +259,7 @@ QA = {"name": "qa", "corpus": "t", "sequence_tokens": 4, "context_tokens": 4, "l
         ),
         ([{"until": 0.5, "data": {**TEXT, "corpus": 1}}, {"data": TEXT}], "data.phases[0].data.corpus: "),
         ([{"data": {"name": "phases", "phases": [{"data": TEXT}]}}], "data: phases[0].data: it has phases of its own."),
-        ([{"until": 0.5, "data": TEXT}, {"data": QA}], "data: phases[1].data: 'qa' data have contexts, which are read by recipes for one"),
+        ([{"until": 0.5, "data": TEXT}, {"data": QA}], "data: phases[1].data: 'qa' data have contexts"),
         (
             [{"until": 0.5, "data": TEXT}, {"data": {"name": "span_corruption", "corpus": "t"}}],
             "data: phases: one model cannot read all of them: phases[0].data decoder, phases[1].data encoder_decoder.",

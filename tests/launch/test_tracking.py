@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from src.runs.read_cache import ReadCache
 
+from src import read_cache
 from src.errors import LaunchError
 from src.experiments.identity import exp_id
 from src.files import write_json
@@ -18,7 +18,8 @@ from src.launch import actions, resources, tracking
 from src.launch import status as jobs
 from src.launch.slurm import launcher as slurm
 from src.launch.tracking import LOOK, REFRESH, Question
-from src.runs import lease, read_cache
+from src.read_cache import ReadCache
+from src.runs import lease
 from src.runs.plan import Planned
 from tests.launch.fake_slurm.cluster import Cluster
 from tests.launch.test_status import World, planned

@@ -75,10 +75,10 @@ def test_a_lost_submission_and_jobs_that_wait(cluster: Cluster, every_world: Rea
     "promise",
     [
         own.test_a_child_starts_after_its_parent_and_never_after_one_that_failed,
-        own.test_what_stops_in_order_starts_again_and_what_fails_as_often_as_it_may,
+        own.test_stopped_jobs_restart_and_failed_jobs_restart_up_to_a_limit,
         own.test_a_killed_job_stops_in_order_and_does_not_start_again,
         own.test_a_job_that_is_stopped_in_rays_dashboard_does_not_start_again,
-        own.test_what_is_submitted_twice_runs_once,
+        own.test_a_job_submitted_twice_runs_once,
     ],
 )
 def test_promises_of_its_own(own_world: own.World, promise: "own.Callable[[own.World], None]"):

@@ -122,7 +122,7 @@ def test_skipped_steps_must_be_complete_iterations(folder: Path, tmp_path: Path,
 
 
 BAD = [
-    (GRPO, {"data.group_size": 1}, "data.group_size: 1 answer has no other"),
+    (GRPO, {"data.group_size": 1}, "data.group_size: GRPO compares"),
     (GRPO, {"data.rollouts": 10}, "rollouts: 10 are no whole number of groups of 8"),
     (GRPO, {"data": SFT["data"]}, "expected 'rollouts', got 'conversations'"),
     (GRPO, {"sampled": None}, "write at least one of them"),

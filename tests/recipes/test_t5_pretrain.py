@@ -99,7 +99,8 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tokenizer, tokens and a list of n-grams, each made of the same text by one command."""
     folder = tmp_path_factory.mktemp("own")
     pages = [path.read_text(encoding="utf-8") for path in sorted((toy.ROOT / "docs").glob("*.md"))]
-    (folder / "docs.jsonl").write_text("".join(json.dumps({"text": page}) + "\n" for page in pages))
+    sections = [section for page in pages for section in page.split("\n## ")]
+    (folder / "docs.jsonl").write_text("".join(json.dumps({"text": section}) + "\n" for section in sections))
     given = ["--data_path", str(folder / "data"), "--train", str(folder / "docs.jsonl")]
     assert t5_tokenizer.main([*given, "--name", "own_tokenizer", "--vocab_size", "700", "--sentinels", "20"]) == 0
     assert tokenize.main([*given, "--name", "own", "--tokenizer", "own_tokenizer", "--val_rate", "0.3", "--processes", "1"]) == 0
