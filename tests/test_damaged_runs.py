@@ -1,6 +1,10 @@
-"""Every command on runs with a damaged file: one line or a result, never a traceback and never a hang."""
+"""Every command on runs with a damaged file: one line or a result, never a traceback and never a hang.
+
+tests/results/test_damaged_files.py has more damages for the results commands.
+"""
 
 import copy
+import itertools
 import json
 import os
 import shutil
@@ -66,8 +70,9 @@ def _limit() -> Iterator[None]:
     signal.signal(signal.SIGALRM, before)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("damage", [*DAMAGE, *SPECIAL])
+@pytest.mark.parametrize(
+    ("damage", "command"), [*itertools.product(DAMAGE, ("status", "watchdog", "rewind", "resume")), *itertools.product(SPECIAL, COMMANDS)]
+)
 def test_a_damaged_file_is_one_line(world: Path, damage: str, command: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     (tmp_path / "data").symlink_to(world / "data")
     source = next(path for path in (world / "runs").iterdir() if len(path.name) == 32)
