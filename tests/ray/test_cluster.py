@@ -32,7 +32,7 @@ class Grid(World):
         self.cluster = cluster
         (self.root / "trainval.py").write_text(PROGRAM.replace('"go"', 'exp["waits"]'))
 
-    def given(self, **values: Any) -> resources.Resources:
+    def resources_with(self, **values: Any) -> resources.Resources:
         entry = {"launcher": "ray", "address": self.cluster.address, "num_cpus": 0, "resources": {"slot": 1}, "retries": 1}
         return resources.load("here", {**entry, "parent_poll_seconds": 0.2, **values}, self.runs)
 
