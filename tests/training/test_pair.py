@@ -139,7 +139,7 @@ def test_one_that_works_for_longer_than_a_collective_waits_is_waited_for(pair: P
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("experience differs", "gives other tensors on rank 1 than on rank 0"),
+        ("experience differs", "other tensors on rank 1 than on rank 0"),
         ("names differ", "the sums ['sum1'] here, and ['sum0'] in the first pass of rank 0"),
     ],
 )

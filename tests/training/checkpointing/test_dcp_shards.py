@@ -80,9 +80,7 @@ def test_any_number_of_processes_reads_the_bits_that_any_other_has_written(tmp_p
 @pytest.mark.slow
 def test_processes_that_see_different_disks_are_told_so(tmp_path: Path):
     said = warm.torchrun(Path(shared_store.__file__), [str(tmp_path), "0", "1", "1"], 2, tmp_path / "log")
-    assert (
-        "optimizer: process 0 does not see all that the others have written. Give -sb a folder on a disk that all machines share." in said
-    )
+    assert "optimizer: process 0 does not see" in said
     assert (tmp_path / "peak-1").exists(), "nobody waits for the process that refuses"
 
 
