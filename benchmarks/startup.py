@@ -60,10 +60,7 @@ def main() -> None:
             stdlib_qa.prepare(data)
             tokenize.main(["--data_path", str(data), "--name", "tokens", "--tokenizer", "stdlib_tokenizer", "--corpus", "stdlib_text"])
         programs = {"import torch, transformers; build the model": [PEER, str(data / "stdlib_tokenizer")]}
-        for name, corpus in (
-            ("trainval.py to its first step, token files", "tokens"),
-            ("trainval.py to its first step, text", "stdlib_text"),
-        ):
+        for name, corpus in (("token files", "tokens"), ("text", "stdlib_text")):
             command = [TRAINING, "-e", "base_tiny", "--data_path", str(data), "--set", f"data.corpus={corpus}"]
             programs[f"trainval.py to its first step, {name}"] = command
         times: dict[str, list[float]] = {name: [] for name in programs}
