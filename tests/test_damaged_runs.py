@@ -26,6 +26,7 @@ GROUPS = {"base": [EXP]}
 SECONDS = 120
 DAMAGE: dict[str, bytes] = {
     "empty": b"",
+    "truncated": b'{"step": 1, "sta',
     "binary": bytes(range(256)) * 40,
     "types": b'{"step": "x", "state": 3, "files": 1}\n',
     "deep": b"[" * 100_000 + b"\n",
