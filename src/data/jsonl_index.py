@@ -60,7 +60,7 @@ def key_of(file: BinaryIO, facts: object, rules: Mapping[str, Any]) -> dict[str,
 
 def read(path: Path, key: Mapping[str, Any]) -> RowIndex | None:
     """The index of the rows of `path`, mapped; None without an index for this key."""
-    return next((index for place in _places(path, key) if (index := _map(place, key)) is not None), None)
+    return next((index for place in places(path, key) if (index := _map(place, key)) is not None), None)
 
 
 @contextlib.contextmanager
@@ -85,20 +85,25 @@ def write(path: Path, key: Mapping[str, Any], ends: "array[int]", groups: "array
     header = json.dumps({"key": key, "rows": len(ends) - 1, "names": names}).encode()
     header += b" " * (-(len(header) + 1) % 8) + b"\n"
     data = b"".join((header, memoryview(ends), memoryview(groups)))
-    for place in _places(path, key):
+    place = save(path, key, data)
+    return place and _map(place, key) or RowIndex(ends, groups, names)
+
+
+def save(path: Path, key: Mapping[str, Any], data: bytes) -> Path | None:
+    """Write a file derived from `path` to the first of its `places` that is writable; None if none is."""
+    for place in places(path, key):
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
             files.write_atomic(place, data)
         except (OSError, RunError) as error:
             log.info("%s: not saved: %s", place, error)
             continue
-        if (index := _map(place, key)) is not None:
-            return index
-    return RowIndex(ends, groups, names)
+        return place
+    return None
 
 
-def _places(path: Path, key: Mapping[str, Any]) -> list[Path]:
-    """Possible paths of the index, with a hash of the rules in the name."""
+def places(path: Path, key: Mapping[str, Any]) -> list[Path]:
+    """Where a file derived from `path` can be saved: beside it, or in the user's cache. The name has a hash of the rules."""
     name = hashlib.sha256(json.dumps(key["rules"], sort_keys=True).encode()).hexdigest()[:8]
     whole = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "trainval"

@@ -1,8 +1,12 @@
 """Documents as token ids: memory-mapped from a folder made by data_prep.tokenize, or a plain text corpus tokenised in memory."""
 
 import hashlib
+import importlib.metadata
+import io
+import json
+import zipfile
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from src.config import Places
-from src.data import jsonl
+from src.data import jsonl, jsonl_index
 from src.data.qa.encoded_store import tokenizer_digest
 from src.data.text import token_files
 from src.data.text.tokenizers import SafeTokenizer
@@ -20,6 +24,9 @@ from src.orders import ShuffledConfig
 if TYPE_CHECKING:
     import numpy as np
     from transformers import PreTrainedTokenizerFast
+
+_LEAST_BYTES, _MOST_BYTES = 1 << 20, 1 << 30
+_SAVED_IDS = "token ids 1"
 
 
 class TextConfig(ShuffledConfig):
@@ -57,13 +64,50 @@ def read(places: Places, corpus: str, tokenizer: "PreTrainedTokenizerFast", spli
         _check_tokenizer(folder, manifest["tokenizer"], tokenizer_digest(tokenizer), encoder.eos_id)
         return StoredDocuments(folder, split, encoder.eos_id)
     path = jsonl.require_file(folder, f"{split}.jsonl")
-    texts = [row["text"] for row in jsonl.read_rows(path, {"text": str}, rules="text 1")]
-    # An empty document would leave an end token alone.
-    shard = join_documents((ids for ids in encoder.encode_all(texts) if ids), encoder.eos_id)
+    rows = jsonl.read_rows(path, {"text": str}, rules="text 1")
+    shard = _tokenize(rows, encoder, tokenizer_digest(tokenizer))
     fingerprint = jsonl.fingerprint(folder)
-    if len(shard.ends) - 1 < len(texts):  # a run that began with those end tokens must not go on without
+    if len(shard.ends) - 1 < len(rows):  # a run that began with those end tokens must not go on without
         fingerprint = hashlib.sha256(f"{fingerprint} without empty documents".encode()).hexdigest()
     return Documents([shard], encoder.eos_id, fingerprint, path)
+
+
+def _tokenize(rows: jsonl.Rows, encoder: SafeTokenizer, digest: str) -> token_files.Shard:
+    """The documents of a text file of 1 MiB to 1 GiB are tokenized once: one process saves their ids beside it, others load them."""
+
+    def tokenize() -> token_files.Shard:
+        # An empty document would leave an end token alone.
+        return join_documents((ids for ids in encoder.encode_all([row["text"] for row in rows]) if ids), encoder.eos_id)
+
+    if not _LEAST_BYTES <= rows.row_index.ends[-1] <= _MOST_BYTES:
+        return tokenize()
+    rules = {"name": _SAVED_IDS, "tokenizer": digest, "eos_id": encoder.eos_id, "tokenizers": importlib.metadata.version("tokenizers")}
+    with open(rows.file, "rb", closefd=False) as file, jsonl_index.one_builder(file):
+        key = jsonl_index.key_of(file, rows.facts, rules)
+        saved = next((shard for place in jsonl_index.places(rows.path, key) if (shard := _load(place, key)) is not None), None)
+        if saved is None:
+            saved = tokenize()
+            jsonl_index.save(rows.path, key, _dump(saved, key))
+    return saved
+
+
+def _dump(shard: token_files.Shard, key: Mapping[str, Any]) -> bytes:
+    import numpy as np
+
+    buffer = io.BytesIO()
+    np.savez(buffer, key=np.array(json.dumps(key, sort_keys=True)), ids=shard.ids, ends=shard.ends)
+    return buffer.getvalue()
+
+
+def _load(place: Path, key: Mapping[str, Any]) -> token_files.Shard | None:
+    """The saved ids; None if the file is missing, damaged (an npz has checksums), or of another key."""
+    import numpy as np
+
+    try:
+        with open(place, "rb") as file, np.load(file) as arrays:
+            return token_files.Shard(arrays["ids"], arrays["ends"]) if arrays["key"] == json.dumps(key, sort_keys=True) else None
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        return None
 
 
 def join_documents(documents: Iterable[Sequence[int]], eos_id: int) -> token_files.Shard:

@@ -2,12 +2,16 @@
 
 import re
 
+import numpy as np
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from src.config import load
 from src.data import jsonl
 from src.data.qa import cross_attention as qa
 from src.data.text import dataset as text
+from src.data.text import documents
+from src.data.text.tokenizers import SafeTokenizer
 from src.errors import ConfigError, DataError
 from src.registry import DATASETS, bind
 
@@ -39,6 +43,33 @@ def test_a_run_that_began_with_the_end_tokens_of_empty_documents_does_not_go_on_
     """Earlier versions kept them, under the fingerprint of the folder."""
     assert build(["abcd", "efg"]).fingerprint == jsonl.fingerprint(places.data / "t")
     assert build(["abcd", "", "efg"]).fingerprint != jsonl.fingerprint(places.data / "t")
+
+
+def test_token_ids_of_a_large_corpus_are_saved_and_loaded(build, places, tokenizer, monkeypatch):
+    """A damaged file, another tokenizer or other rows are tokenized anew."""
+    monkeypatch.setattr(documents, "_LEAST_BYTES", 1)
+    texts = ["abc", "", "defgh", "xy"]
+    before = build(texts)
+    (saved,) = (places.data / "t").glob(".train.jsonl.*")
+
+    def samples(data):
+        return [data.sample(0, i)["input_ids"] for i in range(len(data))]
+
+    with monkeypatch.context() as once:
+        once.setattr(SafeTokenizer, "encode_all", None)  # whoever tokenizes again fails
+        config = load(text.Config, {"corpus": "t", "sequence_tokens": 4}, "data")
+        again = config.build(places, tokenizer, "train", 0)
+        assert (samples(again), again.fingerprint) == (samples(before), before.fingerprint)
+        with pytest.raises(TypeError):
+            config.build(places, PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token="a"), "train", 0)
+    whole = saved.read_bytes()
+    place = whole.index(np.array(ids("defgh"), np.int32).tobytes())
+    flipped = whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :]
+    for damaged in (flipped, b"", whole[: len(whole) // 2], bytes(len(whole)), bytes(byte ^ 255 for byte in whole), b"[" * 100_000):
+        saved.write_bytes(damaged)
+        assert samples(config.build(places, tokenizer, "train", 0)) == samples(before)
+        assert saved.read_bytes() == whole
+    assert samples(build(["other", "rows"])) == samples(build(["other", "rows"])) != samples(before)
 
 
 def test_batch(build):
