@@ -1,6 +1,17 @@
-"""Every experiment: EXP_GROUPS maps the name of a group to a list of plain dicts. `python trainval.py -e NAME` runs a group."""
+"""Every experiment: EXP_GROUPS maps the name of a group to a list of plain dicts. `python trainval.py -e NAME` runs a
+group."""
 
-from src.exp_groups import assistant_presets, assistants, context_baselines, crossattn, demo, metadata, streaming, study, t5
+from src.exp_groups import (
+    assistant_presets,
+    assistants,
+    context_baselines,
+    crossattn,
+    demo,
+    metadata,
+    streaming,
+    study,
+    t5,
+)
 from src.exp_groups.crossattn import BASE_TINY, CROSSATTN_TINY
 from src.experiments.grid import grid
 

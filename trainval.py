@@ -4,8 +4,9 @@
 python trainval.py --list                                        what there is
 python trainval.py -e crossattn_tiny --dry-run                   every mistake that shows without a model
 torchrun --nproc-per-node 2 trainval.py -e crossattn_tiny        train a group, one experiment after another
-python trainval.py -e crossattn_tiny -j local                    one process per experiment, by a launcher of job_configs.py
-python trainval.py -e crossattn_tiny --job_option status         what became of them; also logs, kill, retry, reset
+python trainval.py -e crossattn_tiny -j local                    one process per experiment, by a launcher of
+job_configs.py python trainval.py -e crossattn_tiny --job_option status         what became of them; also logs, kill,
+retry, reset
 """
 
 import argparse
@@ -79,7 +80,8 @@ def act(args: argparse.Namespace) -> int:
             print(line)
         return 0
     selected = select(args, groups)
-    # Other groups are needed only where these start from experiments of theirs; their own group too, if --set has changed it.
+    # Other groups are needed only where these start from experiments of theirs; their own group too, if --set has
+    # changed it.
     others = {name: group for name, group in groups.items() if args.set or args.steps or name not in args.exp_group}
     all_items = plan.load_all(others) if any(parents.parent_ids(item.exp) for item in selected) else {}
     all_items |= {item.exp_id: item for item in selected}
@@ -95,7 +97,11 @@ def act(args: argparse.Namespace) -> int:
     chosen = {item.exp_id for item in selected}
     if args.job_option in ("status", "logs", "kill", "throttle"):
         return look(args, planned, places)
-    target = resources.load_named(args.job_scheduler, places.runs, [item.exp for item in planned]) if args.job_scheduler else None
+    target = (
+        resources.load_named(args.job_scheduler, places.runs, [item.exp for item in planned])
+        if args.job_scheduler
+        else None
+    )
     queued = actions.pending_parents(places.runs, planned) if target else ()
     reset = chosen if args.reset or args.job_option == "reset" else ()
     lacks = plan.find_problems(planned, places, reset, queued, args.micro_batch, here=target is None)
@@ -162,7 +168,10 @@ def show(planned: Sequence[Any], lacks: dict[str, list[str]], places: Any, all_i
     for message in merge_problems(lacks, all_items):
         complain(message)
     not_ready = f", {len(lacks)} that cannot run as they are" if lacks else ""
-    print(f"{len(planned)} experiment{'s' * (len(planned) != 1)}: {done} done, {len(planned) - len(lacks) - done} to run{not_ready}.")
+    print(
+        f"{len(planned)} experiment{'s' * (len(planned) != 1)}: {done} done, {len(planned) - len(lacks) - done} to "
+        f"run{not_ready}."
+    )
     return 1 if lacks else 0
 
 
@@ -171,9 +180,13 @@ def show_memory(args: argparse.Namespace, planned: Sequence[Any], places: Any) -
     from src.launch import memory_table
     from src.runs.plan import merge_mistakes, replace_micro_batch
 
-    machines = {name: getattr(args, name) for name in ("fsdp", "fsdp_sharded_gradients", "deepspeed", "gradient_checkpointing")}
+    machines = {
+        name: getattr(args, name) for name in ("fsdp", "fsdp_sharded_gradients", "deepspeed", "gradient_checkpointing")
+    }
     machines |= {"gpus": args.gpus or 1, "gpu": args.gpu or "H100"}
-    lines, mistakes = memory_table.plan_all([replace_micro_batch(item, args.micro_batch) for item in planned], places, machines)
+    lines, mistakes = memory_table.plan_all(
+        [replace_micro_batch(item, args.micro_batch) for item in planned], places, machines
+    )
     for line in lines:
         print(line)
     for message in merge_mistakes(mistakes):
@@ -190,7 +203,9 @@ def submit(target: Any, args: argparse.Namespace, planned: Sequence[Any], chosen
     def command(exp_id: str) -> list[str]:
         return ["trainval.py", *arguments.child_arguments(args, exp_id), *by_id[exp_id].set_arguments]
 
-    request = actions.Request(places.runs, planned, chosen, ROOT, command, args.python_binary, args.reset, (places.data,))
+    request = actions.Request(
+        places.runs, planned, chosen, ROOT, command, args.python_binary, args.reset, (places.data,)
+    )
     actions.run(request, target, args.job_option)
     return 0
 
@@ -242,12 +257,15 @@ def train(args: argparse.Namespace, planned: Sequence[Any], chosen: set[str], pl
     failed = 0
     with distributed.stoppable(), distributed.session(args.deterministic):
         for item in planned:
-            if any(distributed.all_gather_list([distributed.stop_requested()])):  # at the end of the one before, too late for its loop
+            if any(
+                distributed.all_gather_list([distributed.stop_requested()])
+            ):  # at the end of the one before, too late for its loop
                 raise distributed.agreed_stop(None)
             try:
                 run_one(item, args.reset if item.exp_id in chosen else 0, places, options, args.micro_batch)
             except UserError as error:
-                # The next experiment can start only if all processes are here; this one cannot know how far the rest is.
+                # The next experiment can start only if all processes are here; this one cannot know how far the rest
+                # is.
                 if distributed.world_size() > 1 and not error.everywhere:
                     if not distributed.is_main():
                         complain(f"rank {distributed.rank()}: {error}")
@@ -259,7 +277,8 @@ def train(args: argparse.Namespace, planned: Sequence[Any], chosen: set[str], pl
 
 
 def run_one(item: Any, reset: int, places: Any, options: Any, micro_batch: int | None = None) -> None:
-    """Train one experiment in its save directory; a finished one is left as it is. micro_batch: instead of the experiment's own."""
+    """Train one experiment in its save directory; a finished one is left as it is. micro_batch: instead of the
+    experiment's own."""
     from src import distributed, torch_settings
     from src.errors import ConfigError
     from src.registry import resolved_dict
@@ -274,7 +293,11 @@ def run_one(item: Any, reset: int, places: Any, options: Any, micro_batch: int |
         lacks = parents.missing_parents(item.exp, places)
         if lacks and (reset or metadata.state_of(places.runs / item.exp_id) != "done"):
             raise ConfigError("\n".join(lacks))
-        facts = {"groups": list(item.groups), **describe(sys.argv, (places.runs, places.data)), "torch": torch_settings.describe()}
+        facts = {
+            "groups": list(item.groups),
+            **describe(sys.argv, (places.runs, places.data)),
+            "torch": torch_settings.describe(),
+        }
         resolved = resolved_dict(item.recipe, key="recipe")
         opened.append(RunDir.open(places.runs, item.exp, resolved, recipe=item.recipe, reset=reset, facts=facts))
         return opened[0].status()["state"]
@@ -298,7 +321,9 @@ def carry_out(item: Any, run: Any) -> None:
 
     def mark(state: str, **facts: Any) -> None:
         if distributed.is_main():
-            with contextlib.suppress(UserError):  # a full disk or a lost lease: what ended the run is more worth telling
+            with contextlib.suppress(
+                UserError
+            ):  # a full disk or a lost lease: what ended the run is more worth telling
                 run.dir.set_status(state, **facts)
 
     try:
@@ -311,16 +336,31 @@ def carry_out(item: Any, run: Any) -> None:
         mark("stopped", reason="interrupted by the user", stopped_by="person")
         raise
     except distributed.TrainingStopped as stopped:
-        at, step = ("while it was starting", {}) if stopped.step is None else (f"at step {stopped.step}", {"step": stopped.step})
-        mark("stopped", reason=f"{stopped.reason.by}: stopped {at}; start it again to continue", stopped_by=stopped.reason.kind, **step)
+        at, step = (
+            ("while it was starting", {})
+            if stopped.step is None
+            else (f"at step {stopped.step}", {"step": stopped.step})
+        )
+        mark(
+            "stopped",
+            reason=f"{stopped.reason.by}: stopped {at}; start it again to continue",
+            stopped_by=stopped.reason.kind,
+            **step,
+        )
         raise
     except UserError as error:
         mark("failed", reason=str(error))
         raise
     except Exception as error:
         request = distributed.stop_requested()
-        if request and distributed.world_size() > 1:  # another process left at the same signal while this one waited for it
-            mark("stopped", reason=f"{request.by}: stopped while it was starting; start it again to continue", stopped_by=request.kind)
+        if (
+            request and distributed.world_size() > 1
+        ):  # another process left at the same signal while this one waited for it
+            mark(
+                "stopped",
+                reason=f"{request.by}: stopped while it was starting; start it again to continue",
+                stopped_by=request.kind,
+            )
             raise distributed.TrainingStopped(request) from error
         mark("failed", reason=f"{type(error).__name__}: {error}")
         raise

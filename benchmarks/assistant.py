@@ -1,16 +1,21 @@
-"""Conversations: fill of packed rows, rendering, a large mixture, and learned tokens a second, packed, padded and beside TRL.
+"""Conversations: fill of packed rows, rendering, a large mixture, and learned tokens a second, packed, padded and
+beside TRL.
 
-    python -m benchmarks.assistant --data_path DIR [--tokenizer FOLDER] [--trl FOLDER] [--rows 10000000] [--steps 40] [--rounds 2]
+    python -m benchmarks.assistant --data_path DIR [--tokenizer FOLDER] [--trl FOLDER] [--rows 10000000] [--steps 40]
+    [--rounds 2]
 
-DIR holds alpaca, gsm8k (data_prep.prepare_conversations) and stories260k (data_prep.llama2c). --tokenizer: of the lengths; that of
-stories260k has 512 tokens alone. --trl: an unpacked wheel of TRL; without it nothing is compared with TRL. One thread.
+DIR holds alpaca, gsm8k (data_prep.prepare_conversations) and stories260k (data_prep.llama2c). --tokenizer: of the
+lengths; that of stories260k has 512 tokens alone. --trl: an unpacked wheel of TRL; without it nothing is compared with
+TRL. One thread.
 
 fill: of rows of 1,024 and 2,048 tokens with 16 open rows, in which whole conversations of both data sets stand.
-rendering: ids and roles of 2,000 conversations by `Renderer` and by transformers' `apply_chat_template` with the same template.
-mixture: --rows conversations in two data sets, opened by a new process, first without and then with its index: seconds and memory until
-the first sample, beyond what imports take.
-training: a Llama of 4 layers of 256 trains --steps steps of 8 rows by recipe `sft`, packed, padded, and padded in rows of like lengths;
-and by TRL's SFTTrainer on the same padded rows. Alternately, each in a process of its own; the first fifth of the steps is not counted.
+rendering: ids and roles of 2,000 conversations by `Renderer` and by transformers' `apply_chat_template` with the same
+template.
+mixture: --rows conversations in two data sets, opened by a new process, first without and then with its index: seconds
+and memory until the first sample, beyond what imports take.
+training: a Llama of 4 layers of 256 trains --steps steps of 8 rows by recipe `sft`, packed, padded, and padded in rows
+of like lengths; and by TRL's SFTTrainer on the same padded rows. Alternately, each in a process of its own; the first
+fifth of the steps is not counted.
 """
 
 import argparse
@@ -41,14 +46,17 @@ ROOT = Path(__file__).resolve().parents[1]
 CONTROLS = ["<|prompter|>", "<|assistant|>", "<|system|>"]
 MOST, PER_STEP = 512, 8
 OASST = (
-    "{% for m in messages %}{% if m.role == 'user' %}{{ '<|prompter|>' + m.content + eos_token }}{% else %}{{ '<|assistant|>' }}"
+    "{% for m in messages %}{% if m.role == 'user' %}{{ '<|prompter|>' + m.content + eos_token }}{% else %}{{ "
+    "'<|assistant|>' }}"
     "{% generation %}{{ m.content + eos_token }}{% endgeneration %}{% endif %}{% endfor %}"
 )
 
 
 def conversations(corpora: Sequence[str]) -> dict[str, Any]:
     """The dict of a mixture of data sets."""
-    parts = {name: {"name": "conversations", "corpus": name, "sequence_tokens": MOST, "val_samples": 8} for name in corpora}
+    parts = {
+        name: {"name": "conversations", "corpus": name, "sequence_tokens": MOST, "val_samples": 8} for name in corpora
+    }
     return {"name": "mixture", "parts": parts}
 
 
@@ -69,7 +77,9 @@ def best_seconds(work: Callable[[], object], rounds: int) -> float:
 
 def measure_fill(places: Places, tokenizer: Any) -> None:
     """Print the share of the places of packed rows that have a token."""
-    for corpora, room in ((corpora, room) for corpora in (["alpaca"], ["gsm8k"], ["alpaca", "gsm8k"]) for room in (1024, 2048)):
+    for corpora, room in (
+        (corpora, room) for corpora in (["alpaca"], ["gsm8k"], ["alpaca", "gsm8k"]) for room in (1024, 2048)
+    ):
         data = bind(DATASETS, packed(corpora, room)).build(places, tokenizer, "train", 0)
         order, used, rows = data.order(0, PER_STEP, 1, ()), 0, 0
         for keys, _, _ in islice(order.micro_batches(0, RankShare(PER_STEP, PER_STEP, 0, 1), {}), 40):
@@ -98,7 +108,10 @@ def measure_rendering(places: Places, tokenizer: Any, rounds: int) -> None:
 
     same = sum(own == other for own, other in zip(ours(), theirs(), strict=True))
     seconds = {work: best_seconds(work, rounds) for work in (ours, theirs)}
-    print(f"rendering: {len(rows) / seconds[ours]:.0f} conversations/s, transformers {len(rows) / seconds[theirs]:.0f}: ", end="")
+    print(
+        f"rendering: {len(rows) / seconds[ours]:.0f} conversations/s, transformers {len(rows) / seconds[theirs]:.0f}: ",
+        end="",
+    )
     print(f"{seconds[theirs] / seconds[ours]:.1f} times; the same ids and masks of {same} of {len(rows)}")
 
 
@@ -110,12 +123,16 @@ def write_large(folder: Path, rows: int) -> None:
         for split, count in (("train", rows), ("val", 10)):
             with open(made / f"{split}.jsonl", "w") as file:
                 for number in range(count):
-                    said = [{"role": "user", "content": f"{number} + 1?"}, {"role": "assistant", "content": str(number + 1)}]
+                    said = [
+                        {"role": "user", "content": f"{number} + 1?"},
+                        {"role": "assistant", "content": str(number + 1)},
+                    ]
                     file.write(json.dumps({"messages": said}) + "\n")
 
 
 def open_large(places: Places) -> None:
-    """In a process of its own: print seconds and mebibytes of opening the large mixture and reading its first sample."""
+    """In a process of its own: print seconds and mebibytes of opening the large mixture and reading its first
+    sample."""
     tokenizer: Any = prepared_tokenizer.load(places.data / "stories260k", CONTROLS)
     config = bind(DATASETS, {**conversations(["large_0", "large_1"]), "shuffle": "feistel"})
     bind(DATASETS, conversations(["gsm8k"])).build(places, tokenizer, "train", 0).sample(0, 0)  # imports
@@ -139,16 +156,26 @@ def measure_large(places: Places, rows: int) -> None:
         write_large(places.data / f"large_{number}", rows // 2)
     for said in ("the first time", "later"):
         print(f"{said}: ", end="", flush=True)
-        subprocess.run([sys.executable, "-m", "benchmarks.assistant", "--data_path", str(places.data), "--open"], check=True)
+        subprocess.run(
+            [sys.executable, "-m", "benchmarks.assistant", "--data_path", str(places.data), "--open"], check=True
+        )
 
 
 def write_model(places: Places, tokenizer: Any) -> None:
     """Write a Llama of random weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes: Any = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4}
+    sizes: Any = {
+        "hidden_size": 256,
+        "intermediate_size": 688,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+    }
     with new_directory(places.data / "benchmark_llama") as folder:
-        LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=MOST, **sizes)).save_pretrained(folder)
+        LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=MOST, **sizes)).save_pretrained(
+            folder
+        )
         tokenizer.save_pretrained(folder)
 
 
@@ -160,24 +187,52 @@ def experiments(steps: int) -> Iterator[tuple[str, dict[str, Any]]]:
         ("padded", padded, {}),
         ("like lengths", padded, {"group_by_length": True}),
     ):
-        loop = {"steps": steps, "sequences_per_step": PER_STEP, "micro_batch": PER_STEP, "learning_rate": 1e-4, "eval_every": steps, **more}
-        yield name, {"recipe": "sft", "seed": 0, "model": {"name": "hf", "path": "benchmark_llama"}, "data": data, "loop": loop}
+        loop = {
+            "steps": steps,
+            "sequences_per_step": PER_STEP,
+            "micro_batch": PER_STEP,
+            "learning_rate": 1e-4,
+            "eval_every": steps,
+            **more,
+        }
+        yield (
+            name,
+            {
+                "recipe": "sft",
+                "seed": 0,
+                "model": {"name": "hf", "path": "benchmark_llama"},
+                "data": data,
+                "loop": loop,
+            },
+        )
 
 
 def train_ours(exp: dict[str, Any], places: Places, folder: Path) -> float:
     """Learned tokens a second of a training."""
     steps = exp["loop"]["steps"]
-    arguments = ["-e", "one", "--data_path", str(places.data), "--savedir_base", str(folder / "runs"), "--log_every", str(steps // 5)]
+    arguments = [
+        "-e",
+        "one",
+        "--data_path",
+        str(places.data),
+        "--savedir_base",
+        str(folder / "runs"),
+        "--log_every",
+        str(steps // 5),
+    ]
     code = f"import exp_configs, trainval; exp_configs.EXP_GROUPS = {{'one': [{exp!r}]}}; trainval.main({arguments!r})"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True)
     run = folder / "runs" / exp_id(exp)
-    scores, speeds = (parse_lines((run / name).read_bytes().split(b"\n")[:-1], run / name) for name in ("scores.jsonl", "perf.jsonl"))
+    scores, speeds = (
+        parse_lines((run / name).read_bytes().split(b"\n")[:-1], run / name) for name in ("scores.jsonl", "perf.jsonl")
+    )
     first = next(row["tokens"] for row in scores if row["step"] == steps // 5)
     return (scores[-1]["tokens"] - first) / sum(row["seconds"] for row in speeds if row["step"] > steps // 5)
 
 
 def train_theirs(places: Places, steps: int, site: Path) -> None:
-    """In a process of its own: print the learned tokens a second of TRL's trainer, on the rows of `experiments`' "padded", in its order."""
+    """In a process of its own: print the learned tokens a second of TRL's trainer, on the rows of `experiments`'
+    "padded", in its order."""
     sys.path.append(str(site))
     trl, datasets = importlib.import_module("trl"), importlib.import_module("datasets")
     from transformers import AutoModelForCausalLM, TrainerCallback
@@ -190,7 +245,10 @@ def train_theirs(places: Places, steps: int, site: Path) -> None:
     for batch, _, _ in islice(order_of(data, 0, PER_STEP, steps).micro_batches(0, share, {}), steps):
         keys += batch
     samples = [data.sample(*key).sample for key in keys]
-    rows = [{"input_ids": each["input_ids"], "completion_mask": [int(flag) for flag in each["loss_mask"]]} for each in samples]
+    rows = [
+        {"input_ids": each["input_ids"], "completion_mask": [int(flag) for flag in each["loss_mask"]]}
+        for each in samples
+    ]
     times = dict[int, float]()
 
     class Clock(TrainerCallback):
@@ -205,7 +263,11 @@ def train_theirs(places: Places, steps: int, site: Path) -> None:
         )  # fmt: skip
         model = AutoModelForCausalLM.from_pretrained(places.data / "benchmark_llama")
         trainer = trl.SFTTrainer(
-            model=model, args=config, train_dataset=datasets.Dataset.from_list(rows), processing_class=tokenizer, callbacks=[Clock()]
+            model=model,
+            args=config,
+            train_dataset=datasets.Dataset.from_list(rows),
+            processing_class=tokenizer,
+            callbacks=[Clock()],
         )
         trainer.train()
     begin = steps // 5
@@ -223,13 +285,26 @@ def measure_training(places: Places, tokenizer: Any, steps: int, rounds: int, si
             with tempfile.TemporaryDirectory() as folder:
                 found[name] = max(found.get(name, 0.0), train_ours(exp, places, Path(folder)))
         if site:
-            command = [sys.executable, "-m", "benchmarks.assistant", "--data_path", str(places.data), "--steps", str(steps), "--worker"]
+            command = [
+                sys.executable,
+                "-m",
+                "benchmarks.assistant",
+                "--data_path",
+                str(places.data),
+                "--steps",
+                str(steps),
+                "--worker",
+            ]
             done = subprocess.run([*command, "--trl", str(site)], check=True, capture_output=True, text=True)
             (told,) = (line for line in done.stdout.splitlines() if line.startswith("learned tokens/s"))
             found["TRL"] = max(found.get("TRL", 0.0), float(told.split(": ")[1]))
     told = ", ".join(f"{rate:.0f} {name}" for name, rate in found.items())
     print(f"training, learned tokens/s: {told}; packed {found['packed'] / found['padded']:.2f} times padded", end="")
-    print(f"; padded {found['padded'] / found['TRL']:.2f} and packed {found['packed'] / found['TRL']:.2f} times TRL's" if site else "")
+    print(
+        f"; padded {found['padded'] / found['TRL']:.2f} and packed {found['packed'] / found['TRL']:.2f} times TRL's"
+        if site
+        else ""
+    )
 
 
 def main() -> None:

@@ -1,12 +1,14 @@
-"""How long a checkpoint keeps a training waiting: written while it goes on, as `fit` does it, against written while it waits.
+"""How long a checkpoint keeps a training waiting: written while it goes on, as `fit` does it, against written while it
+waits.
 
     python -m benchmarks.checkpoint_stall [--rounds 3] [--steps 24] [--hidden_size 768] [--num_layers 8]
 
-The same training three times a round, in another order each: without checkpoints, with one after each quarter that is waited for at
-once, and with these written in the background. The second and the third are measured; the first also takes the memory that all copies
-use. Two stalls are told of a checkpoint: for how long the loop stands still in `save`, and how much longer the second half of the steps
-takes than without checkpoints: that holds, too, what the writing takes from the steps that follow where there is no core to spare. All
-end with the same weights, bit for bit.
+The same training three times a round, in another order each: without checkpoints, with one after each quarter that is
+waited for at once, and with these written in the background. The second and the third are measured; the first also
+takes the memory that all copies use. Two stalls are told of a checkpoint: for how long the loop stands still in `save`,
+and how much longer the second half of the steps
+takes than without checkpoints: that holds, too, what the writing takes from the steps that follow where there is no
+core to spare. All end with the same weights, bit for bit.
 """
 
 import argparse
@@ -89,7 +91,11 @@ def trained(exp: dict[str, Any], data: Path, mode: str) -> tuple[nn.Module, floa
         ended = time.perf_counter()
         return {"val_loss": 0.0}
 
-    with tempfile.TemporaryDirectory(dir=data) as folder, timed(standing), waiting() if mode == "waiting" else contextlib.nullcontext():
+    with (
+        tempfile.TemporaryDirectory(dir=data) as folder,
+        timed(standing),
+        waiting() if mode == "waiting" else contextlib.nullcontext(),
+    ):
         places = Places(data, Path(folder))
         torch.manual_seed(0)
         model = config.model.build(places)
@@ -103,7 +109,10 @@ def trained(exp: dict[str, Any], data: Path, mode: str) -> tuple[nn.Module, floa
                 config.loop,
                 config.seed,
             )
-            size = max(sum(file.stat().st_size for file in step.iterdir()) for step in (run_dir.path / "checkpoints").glob("step-*"))
+            size = max(
+                sum(file.stat().st_size for file in step.iterdir())
+                for step in (run_dir.path / "checkpoints").glob("step-*")
+            )
         return model, ended - began, statistics.mean(standing[1:3]) if mode != "none" else 0.0, size
 
 
@@ -114,12 +123,22 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--hidden_size", type=int, default=768)
     parser.add_argument("--num_layers", type=int, default=8)
-    parser.add_argument("--data_path", type=Path, default=ROOT / "results" / "data", help="also where checkpoints are written for a while")
+    parser.add_argument(
+        "--data_path",
+        type=Path,
+        default=ROOT / "results" / "data",
+        help="also where checkpoints are written for a while",
+    )
     args = parser.parse_args()
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     exp = exp_configs.BASE_TINY
-    changes = {"loop.steps": args.steps, "loop.eval_every": args.steps, "loop.sequences_per_step": 1, "loop.micro_batch": 1}
+    changes = {
+        "loop.steps": args.steps,
+        "loop.eval_every": args.steps,
+        "loop.sequences_per_step": 1,
+        "loop.micro_batch": 1,
+    }
     for path, value in {**changes, "model.hidden_size": args.hidden_size, "model.num_layers": args.num_layers}.items():
         exp = set_path(exp, path, value, True)
     stalls: dict[str, list[float]] = {"waiting": [], "background": []}
@@ -127,7 +146,11 @@ def main() -> None:
     for i in range(args.rounds):
         found = {mode: trained(exp, args.data_path, mode) for mode in MODES[i % 3 :] + MODES[: i % 3]}
         first = found["none"][0]
-        assert all(torch.equal(a, b) for model, *_ in found.values() for a, b in zip(first.parameters(), model.parameters(), strict=True))
+        assert all(
+            torch.equal(a, b)
+            for model, *_ in found.values()
+            for a, b in zip(first.parameters(), model.parameters(), strict=True)
+        )
         for mode, of in stalls.items():
             of.append((found[mode][1] - found["none"][1]) / 2)
             blocked[mode].append(found[mode][2])
@@ -135,7 +158,10 @@ def main() -> None:
             parameters = sum(p.numel() for p in first.parameters())
             print(f"{parameters / 1e6:.0f} M parameters, {found['background'][3] / 1e6:.0f} MB a checkpoint")
         seconds = "   ".join(f"{mode} {found[mode][1]:.2f} s" for mode in MODES)
-        print(f"round {i}: {seconds}   in save {blocked['waiting'][-1]:.2f} s and {blocked['background'][-1]:.2f} s", flush=True)
+        print(
+            f"round {i}: {seconds}   in save {blocked['waiting'][-1]:.2f} s and {blocked['background'][-1]:.2f} s",
+            flush=True,
+        )
     for name, each in (("standing still in save", blocked), ("in all", stalls)):
         medians = {mode: statistics.median(of) for mode, of in each.items()}
         ratio = medians["background"] / medians["waiting"]

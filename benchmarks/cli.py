@@ -72,7 +72,10 @@ def main() -> None:
             "trainval.py -e thousand --dry-run": ["-e", "thousand", "--with-parents", "--dry-run"],
         }
         peer_times = {name: seconds(command, folder) for name, command in peers.items()}
-        print(f"{'whole process, median of ' + str(RUNS):<40}{'seconds':>9}" + "".join(f"{'/ ' + name:>32}" for name in peers))
+        print(
+            f"{'whole process, median of ' + str(RUNS):<40}{'seconds':>9}"
+            + "".join(f"{'/ ' + name:>32}" for name in peers)
+        )
         for name, time_ in peer_times.items():
             print(f"{name:<40}{time_:>9.2f}")
         for name, arguments in ours.items():

@@ -2,10 +2,11 @@
 
     python -m benchmarks.context_cache results/runs/EXP_ID [--questions 512] [--data_path DIR] [--savedir_base DIR]
 
-The validation questions of a run of recipe crossattn are answered with contexts that are encoded at each question, and with cached
-ones: as float32, bfloat16 and int8 (a scale for each token). Printed are the scores of the run's own metrics, how many answers differ
-from those without a cache, bytes on disk per context token (of files, headers included), and milliseconds for a batch of contexts:
-encoded, put into the cache, and read from it.
+The validation questions of a run of recipe crossattn are answered with contexts that are encoded at each question, and
+with cached
+ones: as float32, bfloat16 and int8 (a scale for each token). Printed are the scores of the run's own metrics, how many
+answers differ from those without a cache, bytes on disk per context token (of files, headers included), and
+milliseconds for a batch of contexts: encoded, put into the cache, and read from it.
 """
 
 import argparse
@@ -47,7 +48,9 @@ class Cached:
         return self._model.generate(context_hidden=context.hidden, context_mask=context.mask, **kwargs)
 
 
-def answers(who: AnswerGenerator, questions: Sequence[int], new_tokens: int, metrics: Sequence[Any]) -> tuple[list[str], dict[str, float]]:
+def answers(
+    who: AnswerGenerator, questions: Sequence[int], new_tokens: int, metrics: Sequence[Any]
+) -> tuple[list[str], dict[str, float]]:
     """Predictions and their scores over all."""
     texts = [text for batch in who.batches(questions, new_tokens) for text, _ in batch]
     found = answered.scores(metrics, who.predictions(questions, texts))
@@ -83,8 +86,16 @@ def main() -> None:
                 differ = sum(one != other for one, other in zip(predictions, exact, strict=True))
                 shown = "  ".join(f"{name} {value:.4f}" for name, value in scores.items())
                 took = sorted(cached.seconds)[len(cached.seconds) // 2] * 1000
-                line = f"{dtype or 'no cache':9} {turn:8} {took:8.2f} ms/batch  {differ:4} of {len(exact)} answers differ  {shown}"
-                print(line if cache is None else f"{line}  {cache.num_bytes() / _tokens(data, questions):.0f} bytes/token", flush=True)
+                line = (
+                    f"{dtype or 'no cache':9} {turn:8} {took:8.2f} ms/batch  {differ:4} of {len(exact)} answers "
+                    f"differ  {shown}"
+                )
+                print(
+                    line
+                    if cache is None
+                    else f"{line}  {cache.num_bytes() / _tokens(data, questions):.0f} bytes/token",
+                    flush=True,
+                )
 
 
 def _tokens(data: Any, questions: Sequence[int]) -> int:

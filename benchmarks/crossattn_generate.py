@@ -1,15 +1,19 @@
-"""Answers on a cached context: cross-attention with its caches, without any as XC-Cache's code generates, and the context in the prompt.
+"""Answers on a cached context: cross-attention with its caches, without any as XC-Cache's code generates, and the
+context in the prompt.
 
-    python -m benchmarks.crossattn_generate [--family gpt_bigcode llama] [--context 1024] [--new_tokens 256] [--rounds 3]
+    python -m benchmarks.crossattn_generate [--family gpt_bigcode llama] [--context 1024] [--new_tokens 256] [--rounds
+    3]
 
-One model of random weights per family on one CPU core, in one process: greedy answers of one length to one question on one context.
+One model of random weights per family on one CPU core, in one process: greedy answers of one length to one question on
+one context.
 - "cached": the context is encoded and projected once, the decoder keeps keys and values of past tokens.
 - "uncached": the context is encoded once; each token computes all tokens before it anew, and projects the context anew.
 - "prompted": the context stands in the prompt; the decoder keeps keys and values of all its tokens.
 
-All cached answers must equal the uncached ones, token for token. Time to the first token is that of a second question, when the context
-is in the cache; prompting begins anew, as a decoder does that was not told to keep the prompt. Bytes are counted in live tensors and
-compared with the formula; operations by torch's counter. Rounds alternate; medians count.
+All cached answers must equal the uncached ones, token for token. Time to the first token is that of a second question,
+when the context is in the cache; prompting begins anew, as a decoder does that was not told to keep the prompt. Bytes
+are counted in live tensors and compared with the formula; operations by torch's counter. Rounds alternate; medians
+count.
 """
 
 import argparse
@@ -54,7 +58,12 @@ def tokens(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 def greedy(base: Any, ids: torch.Tensor, mask: torch.Tensor, count: int) -> torch.Tensor:
     """`count` tokens by transformers' generate."""
     made = base.generate(
-        input_ids=ids, attention_mask=mask.long(), do_sample=False, min_new_tokens=count, max_new_tokens=count, pad_token_id=0
+        input_ids=ids,
+        attention_mask=mask.long(),
+        do_sample=False,
+        min_new_tokens=count,
+        max_new_tokens=count,
+        pad_token_id=0,
     )
     return made[:, ids.shape[1] :]
 
@@ -121,14 +130,18 @@ def measure(family: str, args: argparse.Namespace) -> None:
             - operations(lambda: greedy(model.base, question, question_mask, 1)),
             "uncached": operations(lambda: uncached(model, context, question, 9))
             - operations(lambda: uncached(model, context, question, 1)),
-            "prompted": operations(lambda: alone(model, prompt, prompt_mask, 9)) - operations(lambda: alone(model, prompt, prompt_mask, 1)),
+            "prompted": operations(lambda: alone(model, prompt, prompt_mask, 9))
+            - operations(lambda: alone(model, prompt, prompt_mask, 1)),
         }
     median = {name: statistics.median(values) for name, values in seconds.items()}
     lengths = f"context {args.context}, question {args.question}, {args.new_tokens} new tokens"
     print(f"{family}: {args.layers} layers of {args.hidden_size}, {lengths}")
     for way in ("cached", "uncached", "prompted"):
         rate, first = args.new_tokens / median[f"{way} tokens"], 1e3 * median[f"{way} first"]
-        print(f"  {way:9} {rate:8.1f} tokens/s   first token {first:8.1f} ms   {flops[way] / 8e6:8.1f} Mflop per further token")
+        print(
+            f"  {way:9} {rate:8.1f} tokens/s   first token {first:8.1f} ms   {flops[way] / 8e6:8.1f} Mflop per "
+            f"further token"
+        )
     ratios = {
         "tokens/s, cached / uncached": median["uncached tokens"] / median["cached tokens"],
         "time to first token, prompted / cached": median["prompted first"] / median["cached first"],
@@ -153,7 +166,8 @@ def compare_bytes(model: CrossAttentionLM, context: Context, prompt: torch.Tenso
     counted = {
         "cache_bytes_per_context_token": size(context.hidden) / positions,
         "projected_bytes_per_context_token": size(projected) / positions,
-        "decoder_cache_bytes_per_context_token": size([[layer.keys, layer.values] for layer in past.layers]) / prompt.shape[1],
+        "decoder_cache_bytes_per_context_token": size([[layer.keys, layer.values] for layer in past.layers])
+        / prompt.shape[1],
     }
     sizes = architecture.from_dict(model.config.to_dict())
     assert sizes is not None

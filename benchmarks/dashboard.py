@@ -1,7 +1,7 @@
 """The dashboard of many runs in a browser: `python -m benchmarks.dashboard [--experiments 500] [--minutes 10]`.
 
-Prints the time of the first paint and of each kind of click, the server's processor time for a refresh while ten runs write scores, and
-then, with three open tabs, the memory of the server and the browser.
+Prints the time of the first paint and of each kind of click, the server's processor time for a refresh while ten runs
+write scores, and then, with three open tabs, the memory of the server and the browser.
 """
 
 import argparse
@@ -76,7 +76,11 @@ def generate(runs: Path, count: int, steps: int) -> list[RunDir]:
         stride, rate = divmod(configuration, len(RATES))
         last, state, reason = steps, "done", ""
         if number % 23 == 5:
-            last, state, reason = steps // 3, "failed", "CUDA out of memory. Tried to allocate 2.50 GiB. Use a smaller micro_batch."
+            last, state, reason = (
+                steps // 3,
+                "failed",
+                "CUDA out of memory. Tried to allocate 2.50 GiB. Use a smaller micro_batch.",
+            )
         elif number % 37 == 9:
             last, state, reason = steps // 2, "stopped", "SIGTERM: start it again to continue"
         exp = _experiment(stride, rate, seed, steps)
@@ -93,7 +97,9 @@ def generate(runs: Path, count: int, steps: int) -> list[RunDir]:
         status = json.loads((folder / "status.json").read_text())
         status.pop("scores", None)
         (folder / "status.json").write_text(json.dumps(status, indent=4))
-        (folder / "scores.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in _scores(range(1, last + 1), stride, rate, rng)))
+        (folder / "scores.jsonl").write_text(
+            "".join(f"{json.dumps(row)}\n" for row in _scores(range(1, last + 1), stride, rate, rng))
+        )
     running = []
     for seed in range(RUNNING):
         exp = _experiment(1000, 0, seed, steps)
@@ -127,7 +133,10 @@ def _measure(browser: Browser, address: str, running: list[RunDir], server: int,
     for step in range(10**5, 10**5 + REFRESHES):
         _write_scores(running, step)
         page.wait_for_timeout(1000 * REFRESH_SECONDS)
-    print(f"a refresh        {(_processor_seconds(server) - before) / REFRESHES:6.2f} s of the server's processor time, {RUNNING} running")
+    print(
+        f"a refresh        {(_processor_seconds(server) - before) / REFRESHES:6.2f} s of the server's processor "
+        f"time, {RUNNING} running"
+    )
     clicks: dict[str, Callable[[int], None]] = {
         "a job": lambda turn: _click_job(page, turn),
         "a row of results": lambda turn: _click_result(page, turn),
@@ -160,7 +169,10 @@ def _measure(browser: Browser, address: str, running: list[RunDir], server: int,
     third = max(1, len(rows) // 3)
     for name, values in zip(("server", "tabs"), zip(*rows, strict=True), strict=True):
         begin, end = (sum(part) / len(part) for part in (values[third : 2 * third] or values, values[-third:]))
-        print(f"memory of {name:7}{begin:6.0f} MB in the second third, {end:6.0f} MB in the last, most {max(values):6.0f} MB")
+        print(
+            f"memory of {name:7}{begin:6.0f} MB in the second third, {end:6.0f} MB in the last, most "
+            f"{max(values):6.0f} MB"
+        )
 
 
 def _write_scores(running: list[RunDir], step: int) -> None:
@@ -201,7 +213,9 @@ def _click_result(page: Page, turn: int) -> None:
     bright = f"{lines}.filter(m => m.line_alpha.value === 1).map(m => m.id).join(' ')"
     before = page.evaluate(bright)
     page.locator(".results .tabulator-row").nth(1 + turn).locator(".tabulator-cell").nth(1).click()
-    page.wait_for_function(f"before => {{ const found = {bright}; return found !== before && !found.includes(' ') }}", arg=before)
+    page.wait_for_function(
+        f"before => {{ const found = {bright}; return found !== before && !found.includes(' ') }}", arg=before
+    )
 
 
 def _click_tab(page: Page, turn: int) -> None:
@@ -241,7 +255,9 @@ def _type_expression(page: Page, turn: int) -> None:
 def _wait_for_count(page: Page, filtered: bool) -> None:
     """Until the page tells how many of the experiments it shows, and has painted what it was told."""
     text = r"\d of \d+ experiments" if filtered else r"· \d+ experiments"
-    page.wait_for_function(f"[...Bokeh.documents[0].all_models].some(m => /{text}/.test(m.text)) && Bokeh.documents[0].is_idle")
+    page.wait_for_function(
+        f"[...Bokeh.documents[0].all_models].some(m => /{text}/.test(m.text)) && Bokeh.documents[0].is_idle"
+    )
     page.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
 

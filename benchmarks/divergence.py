@@ -1,10 +1,11 @@
-"""The divergence detector at its defaults: what it says of real training curves, how often it is wrong on noise, and what a step costs.
+"""The divergence detector at its defaults: what it says of real training curves, how often it is wrong on noise, and
+what a step costs.
 
     TRAINVAL_DATA=FOLDER python -m benchmarks.divergence [--plots FOLDER] [--seeds 200]
 
-Reads every curve of FOLDER/logs, in the format in which its project wrote it. What a log calls "nan" at a step where every metric is
-"nan" was not recorded, and is left out. A line that stands for several steps is replayed as so many: first those that were skipped,
-then the others, each with the line's mean loss.
+Reads every curve of FOLDER/logs, in the format in which its project wrote it. What a log calls "nan" at a step where
+every metric is "nan" was not recorded, and is left out. A line that stands for several steps is replayed as so many:
+first those that were skipped, then the others, each with the line's mean loss.
 """
 
 import argparse
@@ -56,7 +57,10 @@ def nanogpt(path: Path) -> Iterator[Step]:
 def bigscience_csv(path: Path) -> Iterator[Step]:
     """Iteration lines of Megatron-DeepSpeed as csv."""
     with open(path, newline="") as file:
-        rows = [(int(r["iteration"]), _number(r["lm_loss"]), _number(r["grad_norm"]), int(r["skipped"])) for r in csv.DictReader(file)]
+        rows = [
+            (int(r["iteration"]), _number(r["lm_loss"]), _number(r["grad_norm"]), int(r["skipped"]))
+            for r in csv.DictReader(file)
+        ]
     return _steps(rows)
 
 
@@ -103,17 +107,24 @@ def judged(steps: Sequence[Step], config: Config | None = None) -> list[Finding]
 
 
 def noisy(seed: int, steps: int, noise: float, persistence: float, tails: float) -> list[Step]:
-    """A healthy curve: a power law from 10 down to about 3, times noise that is correlated from step to step and now and then large.
+    """A healthy curve: a power law from 10 down to about 3, times noise that is correlated from step to step and now
+    and then large.
 
-    noise: standard deviation relative to the loss. persistence: share of the noise that the next step keeps. tails: share of steps
-    whose noise is four times as large, upwards.
+    noise: standard deviation relative to the loss. persistence: share of the noise that the next step keeps. tails:
+    share of steps whose noise is four times as large, upwards.
     """
     draw = random.Random(seed)
     made, wave = [], 0.0
     for step in range(1, steps + 1):
         wave = persistence * wave + math.sqrt(1 - persistence**2) * draw.gauss(0, 1)
         jump = abs(draw.gauss(0, 4)) if draw.random() < tails else 0.0
-        made.append(Step(step, (2.5 + 7.5 * (1 + step / 20) ** -0.5) * math.exp(noise * (wave + jump)), math.exp(0.3 * draw.gauss(0, 1))))
+        made.append(
+            Step(
+                step,
+                (2.5 + 7.5 * (1 + step / 20) ** -0.5) * math.exp(noise * (wave + jump)),
+                math.exp(0.3 * draw.gauss(0, 1)),
+            )
+        )
     return made
 
 
@@ -155,7 +166,8 @@ def print_curves(by_name: dict[str, list[Step]], plots: Path | None) -> None:
 
 
 def least_spike(steps: Sequence[Step], at: int) -> float:
-    """The least factor, to 1 %, by which a spike of three steps from the `at`-th on must multiply the losses to be found within ten."""
+    """The least factor, to 1 %, by which a spike of three steps from the `at`-th on must multiply the losses to be
+    found within ten."""
     for percent in range(1, 301):
         part = list(steps[at - 400 : at + 10])
         for i in range(400, 403):
@@ -177,7 +189,14 @@ def print_sensitivity(by_name: dict[str, list[Step]]) -> None:
 def print_false_alarms(seeds: int, steps: int = 2000) -> None:
     """The table of healthy synthetic curves."""
     print(f"\n{seeds} healthy curves of {steps} steps each    curves with a finding   findings per 1000 steps")
-    for noise, persistence, tails in ((0.01, 0, 0), (0.05, 0, 0), (0.2, 0, 0), (0.05, 0, 0.02), (0.05, 0.3, 0), (0.05, 0.6, 0)):
+    for noise, persistence, tails in (
+        (0.01, 0, 0),
+        (0.05, 0, 0),
+        (0.2, 0, 0),
+        (0.05, 0, 0.02),
+        (0.05, 0.3, 0),
+        (0.05, 0.6, 0),
+    ):
         found = [len(judged(noisy(seed, steps, noise, persistence, tails))) for seed in range(seeds)]
         wrong, name = sum(map(bool, found)), f"noise {noise:.2f}, persistence {persistence:.1f}, large {tails:.2f}"
         print(f"{name:<46} {wrong:>12} ({wrong / seeds:.1%}) {sum(found) / seeds / steps * 1000:>20.3f}")

@@ -2,11 +2,13 @@
 
     python -m benchmarks.encoded_reading [--contexts 48] [--tokens 512] [--hidden_size 512] [--rounds 3]
 
-The same hidden states are written three ways: to a store in bfloat16, to a Hugging Face dataset as lists of floats (as xc-cache's
-preprocessing does: `tolist`, then `save_to_disk`), and to JSON lines. Then batches of 4 contexts are read in one random order and made
-into a padded (B, P, D) tensor with a mask, by one process, until nothing but the tensor is left to do. "first" reads each context for
-the first time, when its checksum is compared too. Also beside them: the dataset in its "numpy" format, which makes no Python floats,
-but is not how the reference reads. Rounds alternate; the fastest counts. Files are in the page cache throughout.
+The same hidden states are written three ways: to a store in bfloat16, to a Hugging Face dataset as lists of floats (as
+xc-cache's
+preprocessing does: `tolist`, then `save_to_disk`), and to JSON lines. Then batches of 4 contexts are read in one random
+order and made into a padded (B, P, D) tensor with a mask, by one process, until nothing but the tensor is left to do.
+"first" reads each context for the first time, when its checksum is compared too. Also beside them: the dataset in its
+"numpy" format, which makes no Python floats, but is not how the reference reads. Rounds alternate; the fastest counts.
+Files are in the page cache throughout.
 """
 
 import argparse
@@ -79,7 +81,9 @@ def padded(rows: Sequence[Any]) -> Batch:
     return hidden, torch.arange(hidden.shape[1]) < lengths[:, None]
 
 
-def readers(folder: Path, args: argparse.Namespace, all_ids: list[list[int]]) -> dict[str, Callable[[list[int]], Batch]]:
+def readers(
+    folder: Path, args: argparse.Namespace, all_ids: list[list[int]]
+) -> dict[str, Callable[[list[int]], Batch]]:
     """How each makes a batch of the contexts with the given numbers."""
     import datasets
 
@@ -109,7 +113,9 @@ def readers(folder: Path, args: argparse.Namespace, all_ids: list[list[int]]) ->
         "store, first": first_time,
         "float lists, datasets": lambda numbers: padded([lists[n]["encoder_hidden_states"] for n in numbers]),
         "float lists, JSON": from_json,
-        "datasets, numpy format": lambda numbers: padded([_stacked(arrays[n]["encoder_hidden_states"]) for n in numbers]),
+        "datasets, numpy format": lambda numbers: padded(
+            [_stacked(arrays[n]["encoder_hidden_states"]) for n in numbers]
+        ),
     }
 
 
@@ -136,12 +142,17 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
             for numbers in batches:
                 read(numbers)
             best[name] = min(best.get(name, 1e9), time.perf_counter() - began)
-    places = {"store": folder / "store", "float lists, datasets": folder / "lists", "float lists, JSON": folder / "lists.jsonl"}
+    places = {
+        "store": folder / "store",
+        "float lists, datasets": folder / "lists",
+        "float lists, JSON": folder / "lists.jsonl",
+    }
     sizes = {name: _size(place) for name, place in places.items()}
     sizes |= {"store, first": sizes["store"], "datasets, numpy format": sizes["float lists, datasets"]}
     tokens = sum(map(len, all_ids))
     print(
-        f"{args.contexts} contexts, {tokens} tokens of {args.hidden_size}; torch {torch.__version__}, {torch.get_num_threads()} thread(s)"
+        f"{args.contexts} contexts, {tokens} tokens of {args.hidden_size}; torch {torch.__version__}, "
+        f"{torch.get_num_threads()} thread(s)"
     )
     print(f"{'':24}{'tokens/s':>12}{'bytes/token':>13}{'slower':>9}{'larger':>9}")
     for name, took in best.items():
@@ -154,7 +165,11 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
 
 
 def _size(place: Path) -> int:
-    return sum(path.stat().st_size for path in place.rglob("*") if path.is_file()) if place.is_dir() else place.stat().st_size
+    return (
+        sum(path.stat().st_size for path in place.rglob("*") if path.is_file())
+        if place.is_dir()
+        else place.stat().st_size
+    )
 
 
 def main() -> None:

@@ -1,23 +1,26 @@
-"""Everything that only a GPU can prove, in one command of about ten minutes: `python -m benchmarks.gpu [--only ITEM ..] [-o FOLDER]`.
+"""Everything that only a GPU can prove, in one command of about ten minutes: `python -m benchmarks.gpu [--only ITEM ..]
+[-o FOLDER]`.
 
-Each item runs in a process of its own with a time limit, so that a fault of one does not end the rest, and leaves ITEM.json in the
-folder; the last lines say which passed. On a machine without a GPU tiny models take the place of large ones, and what needs a GPU is
-named as not tried. It needs torch, transformers, accelerate, pydantic and orjson alone (deepspeed for its item), and no network:
-`make gpu-wheels` packs what a machine with torch, transformers and accelerate lacks.
+Each item runs in a process of its own with a time limit, so that a fault of one does not end the rest, and leaves
+ITEM.json in the folder; the last lines say which passed. On a machine without a GPU tiny models take the place of large
+ones, and what needs a GPU is named as not tried. It needs torch, transformers, accelerate, pydantic and orjson alone
+(deepspeed for its item), and no network: `make gpu-wheels` packs what a machine with torch, transformers and accelerate
+lacks.
 
 device           what there is, and the rate of large products of matrices beside the table of peaks
 precisions       the losses of the same steps on the GPU and the CPU, in float32, bfloat16 and float16
 overflow         float16 whose gradients overflow at first: these steps are skipped and counted, and the next ones learn
-resume           killed after a checkpoint and continued: the same bits, for lm, cross-attention and T5 in each precision
+resume           killed after a checkpoint and continued: the same bits, for lm, cross-attention and T5 in each
+precision
 stop             SIGTERM in each precision: a checkpoint of the last whole step, and exit code 75
 sharded          FSDP2 and ZeRO-3 with one process: losses as of a whole copy, and the peak of memory
-speed            1.1 billion parameters (GPTBigCode, Llama) and T5-base, compiled and not: tokens a second, also as a share of a bare loop's
-                 and of Hugging Face's Trainer, MFU, memory, waits
+speed            1.1 billion parameters (GPTBigCode, Llama) and T5-base, compiled and not: tokens a second, also as a
+                 share of a bare loop's and of Hugging Face's Trainer, MFU, memory, waits
 float8           Llama in float8 by torchao, compiled: losses near those of bfloat16, tokens a second and memory of both
 loading          how long 16 micro-batches of a step are waited for
 synchronisations times that a step waits for the device
-cross_attention  3 billion frozen parameters that read encoded contexts: tokens a second, memory, and the kernels of attention that ran
-checkpoint       how long a checkpoint keeps the training waiting
+cross_attention  3 billion frozen parameters that read encoded contexts: tokens a second, memory, and the kernels of
+attention that ran checkpoint       how long a checkpoint keeps the training waiting
 """
 
 import argparse
@@ -56,24 +59,52 @@ T5: dict[str, Any] = {
     "seed": 0,
     "model": {
         "name": "t5",
-        "random": {"tokenizer": T5_TOKENIZER, "hidden_size": 32, "feed_forward_size": 64, "num_layers": 2, "num_heads": 2},
+        "random": {
+            "tokenizer": T5_TOKENIZER,
+            "hidden_size": 32,
+            "feed_forward_size": 64,
+            "num_layers": 2,
+            "num_heads": 2,
+        },
     },
     "data": {"name": "span_corruption", "corpus": "toy_text", "input_tokens": 24},
     "loop": {**toy.BASE["loop"]},
 }
-TINY: dict[str, dict[str, Any]] = {"lm": toy.BASE, "crossattn": {k: v for k, v in toy.CROSSATTN.items() if k != "answers"}, "t5": T5}
+TINY: dict[str, dict[str, Any]] = {
+    "lm": toy.BASE,
+    "crossattn": {k: v for k, v in toy.CROSSATTN.items() if k != "answers"},
+    "t5": T5,
+}
 # About 1.1 billion parameters, and T5 v1.1-base.
 _LARGE_LM = {"hidden_size": 2048, "num_layers": 21, "num_heads": 16, "max_positions": 1024}
-_LARGE_T5 = {"hidden_size": 768, "feed_forward_size": 2048, "num_layers": 12, "num_heads": 12, "vocabulary_multiple": 32_128}
+_LARGE_T5 = {
+    "hidden_size": 768,
+    "feed_forward_size": 2048,
+    "num_layers": 12,
+    "num_heads": 12,
+    "vocabulary_multiple": 32_128,
+}
 SIZES: dict[str, dict[str, Any]] = {
     "lm": {"model": {**toy.BASE["model"], **_LARGE_LM}, "data.sequence_tokens": 1024} if GPU else {},
     "llama": {"model": {"name": "hf", "path": gpu_peers.LLAMA}, "data.sequence_tokens": 1024 if GPU else 16},
     "t5": {"model.random": {**T5["model"]["random"], **_LARGE_T5}, "data.input_tokens": 512} if GPU else {},
 }
 LLAMA = (
-    {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 32, "num_key_value_heads": 4}
+    {
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 22,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+    }
     if GPU
-    else {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    else {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
 )
 """The shape of TinyLlama, of 1.0 billion parameters without its vocabulary."""
 TARGETS = {"lm": 0.50, "llama": 0.50, "t5": 0.45}
@@ -86,7 +117,9 @@ class NotTried(Exception):
 
 def main() -> int:
     """Run the items, print a line for each. Returns 1 if one failed."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--only", nargs="+", choices=ITEMS, default=list(ITEMS), metavar="ITEM")
     parser.add_argument("-o", "--output", type=Path, default=ROOT / "results" / "gpu", help="a folder for ITEM.json")
     parser.add_argument("--item", choices=ITEMS, help=argparse.SUPPRESS)
@@ -104,16 +137,23 @@ def _start_item(name: str, output: Path) -> str:
     result.unlink(missing_ok=True)
     command = [sys.executable, "-m", "benchmarks.gpu", "--item", name, "-o", str(output.resolve())]
     began = time.monotonic()
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
     try:
         told, _ = process.communicate(timeout=SECONDS)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         told = f"{process.communicate()[0]}\ntook more than {SECONDS} s"
-    found: dict[str, Any] = json.loads(result.read_text()) if result.exists() else {"state": "failed", "reason": told[-4000:]}
+    found: dict[str, Any] = (
+        json.loads(result.read_text()) if result.exists() else {"state": "failed", "reason": told[-4000:]}
+    )
     found["seconds"] = round(time.monotonic() - began, 1)
     result.write_text(json.dumps(found, indent=2) + "\n")
-    print(f"{name:17}{found['state']:11}{found['seconds']:6.1f} s  {json.dumps(found.get('found', found.get('reason')))}", flush=True)
+    print(
+        f"{name:17}{found['state']:11}{found['seconds']:6.1f} s  {json.dumps(found.get('found', found.get('reason')))}",
+        flush=True,
+    )
     return found["state"]
 
 
@@ -219,7 +259,10 @@ def sharded(folder: Path) -> dict[str, Any]:
     exp, found = _large("lm", {"loop.precision": "bfloat16"}), {}
     for name, words in ways.items():
         _train(folder / name, [exp], *words)
-        found[name] = {"loss": _scores(folder / name, exp)[-1]["train_loss"], **_perf(folder / name, exp, "peak_memory_bytes")}
+        found[name] = {
+            "loss": _scores(folder / name, exp)[-1]["train_loss"],
+            **_perf(folder / name, exp, "peak_memory_bytes"),
+        }
     for values in found.values():
         assert abs(values["loss"] / found["replicated"]["loss"] - 1) < 1e-2, found
     return {**found, "deepspeed": "zero3" in ways or "not installed"}
@@ -238,7 +281,9 @@ def speed(folder: Path) -> dict[str, Any]:
             if name != "t5":
                 work = gpu_peers.Work(exp, folder / "data", compiled)
                 own["times bare"] = own["tokens_per_second"] / gpu_peers.bare_tokens_per_second(work)
-                own["times Trainer"] = own["tokens_per_second"] / gpu_peers.trainer_tokens_per_second(work, place / "trainer")
+                own["times Trainer"] = own["tokens_per_second"] / gpu_peers.trainer_tokens_per_second(
+                    work, place / "trainer"
+                )
             found[f"{name}{', compiled' if compiled else ''}"] = own
     for name, target in TARGETS.items() if GPU else ():
         found[f"{name}: mfu of at least {target}"] = found[f"{name}, compiled"].get("mfu", 0) >= target
@@ -268,7 +313,8 @@ def loading(folder: Path) -> dict[str, Any]:
 
 
 def synchronisations(folder: Path) -> dict[str, Any]:
-    """Counted by what torch warns of: in the optimizer steps, of which each waits once, and in all else, such as the evaluation."""
+    """Counted by what torch warns of: in the optimizer steps, of which each waits once, and in all else, such as the
+    evaluation."""
     if not GPU:
         raise NotTried("torch counts waits for a GPU alone")
     counted = {}
@@ -307,18 +353,29 @@ def checkpoint(folder: Path) -> dict[str, Any]:
     exp = _large("lm", changes)
     _train(folder / "with", [exp], "--save_every", "10")
     _train(folder / "without", [exp])
-    seconds = [sum(row["seconds"] for row in _rows(_run(folder / name, exp) / "perf.jsonl")) for name in ("with", "without")]
+    seconds = [
+        sum(row["seconds"] for row in _rows(_run(folder / name, exp) / "perf.jsonl")) for name in ("with", "without")
+    ]
     size = max(file.stat().st_size for file in (_run(folder / "with", exp) / "checkpoints").glob("*/*"))
-    return {"megabytes of the largest file": size / 1e6, "seconds with three checkpoints": seconds[0], "without": seconds[1]}
+    return {
+        "megabytes of the largest file": size / 1e6,
+        "seconds with three checkpoints": seconds[0],
+        "without": seconds[1],
+    }
 
 
 def _large(name: str, changes: Mapping[str, Any]) -> dict[str, Any]:
     """The largest of its kind that is tried here, for a few steps."""
     loop = {"loop.steps": 40, "loop.eval_every": 40, "loop.sequences_per_step": 32, "loop.micro_batch": 8}
-    return override(TINY.get(name, toy.BASE), {**SIZES[name], **(loop if GPU else {"loop.steps": 12, "loop.eval_every": 12}), **changes})
+    return override(
+        TINY.get(name, toy.BASE),
+        {**SIZES[name], **(loop if GPU else {"loop.steps": 12, "loop.eval_every": 12}), **changes},
+    )
 
 
-def _begin(folder: Path, exps: Sequence[Mapping[str, Any]], *words: str, without_gpu: bool = False) -> subprocess.Popen[str]:
+def _begin(
+    folder: Path, exps: Sequence[Mapping[str, Any]], *words: str, without_gpu: bool = False
+) -> subprocess.Popen[str]:
     if not (folder / "data").exists():
         folder.mkdir(exist_ok=True)
         (folder / "data").symlink_to(folder.parent / "data")
@@ -327,11 +384,18 @@ def _begin(folder: Path, exps: Sequence[Mapping[str, Any]], *words: str, without
     code = f"import sys; from pathlib import Path; from tests import toy; sys.exit({call})"
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""} if without_gpu else None
     return subprocess.Popen(
-        [sys.executable, "-c", code], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
 
 
-def _train(folder: Path, exps: Sequence[Mapping[str, Any]], *words: str, kill_after: int = 0, without_gpu: bool = False) -> None:
+def _train(
+    folder: Path, exps: Sequence[Mapping[str, Any]], *words: str, kill_after: int = 0, without_gpu: bool = False
+) -> None:
     """To the end, or until the first of them has a checkpoint of step `kill_after`."""
     process = _begin(folder, exps, *words, without_gpu=without_gpu)
     if kill_after:
@@ -379,7 +443,20 @@ def _write_t5_tokenizer(data: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
     sentinels = [f"<extra_id_{n}>" for n in range(100)]
-    words = ["<pad>", "</s>", "<unk>", *toy.COLOURS, *toy.THINGS, "the", "is", ".", "what", "it", "?", *reversed(sentinels)]
+    words = [
+        "<pad>",
+        "</s>",
+        "<unk>",
+        *toy.COLOURS,
+        *toy.THINGS,
+        "the",
+        "is",
+        ".",
+        "what",
+        "it",
+        "?",
+        *reversed(sentinels),
+    ]
     tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>", "extra_special_tokens": sentinels}
@@ -390,7 +467,20 @@ def _write_t5_tokenizer(data: Path) -> None:
 
 ITEMS: dict[str, Callable[[Path], dict[str, Any]]] = {
     work.__name__: work
-    for work in (device, precisions, overflow, resume, stop, sharded, speed, float8, loading, synchronisations, cross_attention, checkpoint)
+    for work in (
+        device,
+        precisions,
+        overflow,
+        resume,
+        stop,
+        sharded,
+        speed,
+        float8,
+        loading,
+        synchronisations,
+        cross_attention,
+        checkpoint,
+    )
 }
 
 if __name__ == "__main__":

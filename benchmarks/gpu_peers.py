@@ -1,4 +1,5 @@
-"""What `benchmarks.gpu` measures a training beside: a bare loop, Hugging Face's Trainer; and a large model that reads encoded contexts."""
+"""What `benchmarks.gpu` measures a training beside: a bare loop, Hugging Face's Trainer; and a large model that reads
+encoded contexts."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -48,7 +49,9 @@ def write_llama(folder: Path, tokenizer: Path, sizes: Mapping[str, Any]) -> None
     import transformers
 
     own: Any = transformers.AutoTokenizer.from_pretrained(tokenizer)
-    config = transformers.LlamaConfig(vocab_size=64, max_position_embeddings=2048, bos_token_id=0, eos_token_id=0, **sizes)
+    config = transformers.LlamaConfig(
+        vocab_size=64, max_position_embeddings=2048, bos_token_id=0, eos_token_id=0, **sizes
+    )
     with new_directory(folder) as new:
         transformers.LlamaForCausalLM(config).save_pretrained(new)
         own.save_pretrained(new)
@@ -108,8 +111,8 @@ def trainer_tokens_per_second(work: Work, folder: Path) -> float:
 
 
 def read_encoded(sizes: Mapping[str, Any], rows: int, tokens: int, positions: int) -> dict[str, Any]:
-    """Training steps of five cross-attention layers over a frozen GPTBigCode of `sizes`, on `rows` of `tokens` that read contexts of
-    `positions`, and of a third and more of these."""
+    """Training steps of five cross-attention layers over a frozen GPTBigCode of `sizes`, on `rows` of `tokens` that
+    read contexts of `positions`, and of a third and more of these."""
     from torch.profiler import ProfilerActivity, profile
     from transformers import GPTBigCodeConfig, GPTBigCodeForCausalLM
 
@@ -132,7 +135,9 @@ def read_encoded(sizes: Mapping[str, Any], rows: int, tokens: int, positions: in
         rate = rows * tokens / seconds(step, STEPS)
         with profile(activities=[ProfilerActivity.CUDA if DEVICE == "cuda" else ProfilerActivity.CPU]) as recorded:
             step()
-        kernels = {event.key[:60] for event in recorded.key_averages() if "attention" in event.key or "fmha" in event.key}
+        kernels = {
+            event.key[:60] for event in recorded.key_averages() if "attention" in event.key or "fmha" in event.key
+        }
         found[name] = {"tokens_per_second": round(rate), "kernels": sorted(kernels)}
     if DEVICE == "cuda":
         found["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
@@ -149,7 +154,13 @@ def _encoded_batches(rows: int, tokens: int, positions: int, width: int) -> Iter
         ("contexts of one length", torch.ones(rows, positions, dtype=torch.bool, device=DEVICE)),
         ("contexts of several", torch.arange(positions, device=DEVICE) < lengths[:, None]),
     ):
-        batch = {"input_ids": ids, "attention_mask": seen, "loss_mask": learned, "context_hidden": states, "context_mask": mask}
+        batch = {
+            "input_ids": ids,
+            "attention_mask": seen,
+            "loss_mask": learned,
+            "context_hidden": states,
+            "context_mask": mask,
+        }
         yield name, batch
 
 

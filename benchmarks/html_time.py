@@ -1,8 +1,8 @@
 """Processor time of extraction per page size: `python -m benchmarks.html_time [--elements 4000]`.
 
-Each kind of page is extracted in four sizes, each twice as large as the one before. For every doubling the table has the ratio of the
-times, which is 2 for linear time. Each page is measured several times and the fastest run counts, because other processes share the caches.
-The exit code is 1 if a ratio is 2.6 or more.
+Each kind of page is extracted in four sizes, each twice as large as the one before. For every doubling the table has
+the ratio of the times, which is 2 for linear time. Each page is measured several times and the fastest run counts,
+because other processes share the caches. The exit code is 1 if a ratio is 2.6 or more.
 """
 
 import argparse
@@ -77,7 +77,9 @@ def doublings(times: Sequence[float]) -> list[float]:
 def main() -> int:
     """Print a table. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--elements", type=int, default=4000, help="elements of the smallest page (default: %(default)s)")
+    parser.add_argument(
+        "--elements", type=int, default=4000, help="elements of the smallest page (default: %(default)s)"
+    )
     options = parser.parse_args()
     slow = []
     for name, make in KINDS.items():

@@ -1,6 +1,8 @@
-"""How long steps wait for their data, beside torch's DataLoader as it comes: python -m benchmarks.loading [--seconds 0.4]
+"""How long steps wait for their data, beside torch's DataLoader as it comes: python -m benchmarks.loading [--seconds
+0.4]
 
-A step reads eight micro-batches, and a reader reads four times as fast as the step computes. Both are stood for by sleeping, so that it
+A step reads eight micro-batches, and a reader reads four times as fast as the step computes. Both are stood for by
+sleeping, so that it
 can be measured on a busy machine: what is left is who reads ahead how far.
 """
 
@@ -45,7 +47,13 @@ class Slow:
 
 def ours(dataset: Any, workers: int) -> Generator[Any]:
     """The steps of our loader."""
-    values = {"steps": STEPS, "sequences_per_step": MICRO_BATCHES, "micro_batch": 1, "learning_rate": 1e-3, "eval_every": STEPS}
+    values = {
+        "steps": STEPS,
+        "sequences_per_step": MICRO_BATCHES,
+        "micro_batch": 1,
+        "learning_rate": 1e-3,
+        "eval_every": STEPS,
+    }
     config = LoopConfig.model_validate({**values, "best_metric": "val_loss", "best_mode": "min"})
     order = order_of(dataset, 0, config.sequences_per_step, config.steps)
     return loader.StepLoader(dataset, order, config, torch.device("cpu"), num_workers=workers).steps(State(inputs={}))
@@ -80,7 +88,8 @@ def main() -> None:
         data = Slow(seconds / 4 / MICRO_BATCHES)
         mine, theirs = waits(ours(data, workers), seconds), waits(torchs(data, workers), seconds)
         print(
-            f"{workers} reader{'s' * (workers > 1)}: {100 * mine:.1f} % of the time is waited for data, torch's loader {100 * theirs:.1f} %"
+            f"{workers} reader{'s' * (workers > 1)}: {100 * mine:.1f} % of the time is waited for data, torch's "
+            f"loader {100 * theirs:.1f} %"
         )
 
 

@@ -1,17 +1,19 @@
 """Overhead of the training loop: tokens/s of `fit` against a bare PyTorch loop and against the Trainer of transformers.
 
-    python -m benchmarks.loop [--group base_tiny | t5_tiny] [--steps 30] [--rounds 3] [--against bare trainer] [--set PATH=VALUE]
-    torchrun --nproc-per-node 2 -m benchmarks.loop
+    python -m benchmarks.loop [--group base_tiny | t5_tiny] [--steps 30] [--rounds 3] [--against bare trainer] [--set
+    PATH=VALUE] torchrun --nproc-per-node 2 -m benchmarks.loop
 
-All train the model of the group in float32 on the same sequences in the same order, in one process (or in the same processes, with
-DistributedDataParallel); the bare loop has nothing but the model, AdamW, clipping and the learning rate. They take turns after every
-step, so that a slow moment of the machine falls on all, and each waits while another computes. A step is timed from the end of the one
-before, in its second half of the training; the median over the steps of the ratio of two ways at the same step counts: both read the same
-sequences in it. All must have the same weights, to rounding, after the first steps: PyTorch's clipping and the Trainer's mean over tokens
-round otherwise, and Adam makes more of that with each step.
+All train the model of the group in float32 on the same sequences in the same order, in one process (or in the same
+processes, with DistributedDataParallel); the bare loop has nothing but the model, AdamW, clipping and the learning
+rate. They take turns after every step, so that a slow moment of the machine falls on all, and each waits while another
+computes. A step is timed from the end of the one before, in its second half of the training; the median over the steps
+of the ratio of two ways at the same step counts: both read the same sequences in it. All must have the same weights, to
+rounding, after the first steps: PyTorch's clipping and the Trainer's mean over tokens round otherwise, and Adam makes
+more of that with each step.
 
-Freed memory stays with the process for all of them, as `fit` has it stay on a CPU: otherwise the C library gives it back and takes it again
-in each step, or not, by what else has left holes in it, and the ways differ by up to 15 % for no reason of their own.
+Freed memory stays with the process for all of them, as `fit` has it stay on a CPU: otherwise the C library gives it
+back and takes it again in each step, or not, by what else has left holes in it, and the ways differ by up to 15 % for
+no reason of their own.
 """
 
 import argparse
@@ -61,7 +63,8 @@ COMPARED = 8
 
 @dataclass
 class Clock:
-    """Times the steps after the first half, by the wall and by the processor. Before them it looks at the weights once."""
+    """Times the steps after the first half, by the wall and by the processor. Before them it looks at the weights
+    once."""
 
     steps: int
     model: Any
@@ -130,7 +133,9 @@ def ours(work: Work) -> None:
 
     count = throughput.ThroughputMeter.count
 
-    def counted(self: throughput.ThroughputMeter, step: loader.Step) -> None:  # the last thing that `fit` does in a step
+    def counted(
+        self: throughput.ThroughputMeter, step: loader.Step
+    ) -> None:  # the last thing that `fit` does in a step
         count(self, step)
         work.clock.step()
 
@@ -138,7 +143,9 @@ def ours(work: Work) -> None:
         opened: list[RunDir] = []
 
         def begin() -> Path:
-            opened.append(stack.enter_context(RunDir.open(work.places.runs, work.exp, resolved_dict(work.recipe, key="recipe"))))
+            opened.append(
+                stack.enter_context(RunDir.open(work.places.runs, work.exp, resolved_dict(work.recipe, key="recipe")))
+            )
             return opened[0].path
 
         path = distributed.broadcast_from_rank0(begin)
@@ -212,13 +219,17 @@ def trainer(work: Work) -> None:
         seed=work.config.seed,
     )
     callbacks: list[TrainerCallback] = [Steps()]
-    Trainer(work.model, arguments, data_collator=sequences.collate, train_dataset=sequences, callbacks=callbacks).train()
+    Trainer(
+        work.model, arguments, data_collator=sequences.collate, train_dataset=sequences, callbacks=callbacks
+    ).train()
 
 
 WAYS = {"bare": bare, "fit": ours, "trainer": trainer}
 
 
-def round_of(names: list[str], exp: dict[str, Any], loss: Callable[..., Tensor], data: Path) -> dict[str, list[tuple[float, float]]]:
+def round_of(
+    names: list[str], exp: dict[str, Any], loss: Callable[..., Tensor], data: Path
+) -> dict[str, list[tuple[float, float]]]:
     """Seconds of each measured step, by the wall and by the processor, by way; the ways begin in the order of `names`.
 
     Where there are several processes, those of rank 0: all wait for each other in each step.
@@ -246,7 +257,10 @@ def compare(weights: dict[str, dict[str, Tensor]]) -> None:
         assert theirs.keys() == weights["fit"].keys()
         for key, ours in weights["fit"].items():
             same = torch.allclose(ours, theirs[key], rtol=1e-3, atol=5e-5)
-            assert same, f"{name} must have the weights of fit, else it did other work: {key}, {(ours - theirs[key]).abs().max()}"
+            assert same, (
+                f"{name} must have the weights of fit, else it did other work: {key}, "
+                f"{(ours - theirs[key]).abs().max()}"
+            )
 
 
 @contextlib.contextmanager
@@ -263,19 +277,29 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--group", choices=list(LOSSES), default="base_tiny")
-    parser.add_argument("--set", nargs="+", default=[], metavar="PATH=VALUE", help="changes of the experiment, as trainval.py takes them")
+    parser.add_argument(
+        "--set",
+        nargs="+",
+        default=[],
+        metavar="PATH=VALUE",
+        help="changes of the experiment, as trainval.py takes them",
+    )
     parser.add_argument("--against", nargs="+", choices=list(TARGETS), default=list(TARGETS))
     parser.add_argument("--data_path", type=Path, default=ROOT / "results" / "data")
     args = parser.parse_args()
     one_arena()
     memory.reuse_freed_memory()
     (exp,) = exp_configs.EXP_GROUPS[args.group]
-    exp = override(exp, {"loop.steps": args.steps, "loop.eval_every": args.steps, **dict(map(parse_assignment, args.set))})
+    exp = override(
+        exp, {"loop.steps": args.steps, "loop.eval_every": args.steps, **dict(map(parse_assignment, args.set))}
+    )
     names = ["fit", *args.against]
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     with quiet(), distributed.session():
         for i in range(args.rounds):
-            seconds = round_of(names[i % len(names) :] + names[: i % len(names)], exp, LOSSES[args.group], args.data_path)
+            seconds = round_of(
+                names[i % len(names) :] + names[: i % len(names)], exp, LOSSES[args.group], args.data_path
+            )
             for name in names:
                 found[name] += seconds[name]
             if distributed.is_main():
@@ -283,9 +307,14 @@ def main() -> None:
                 print(f"round {i}, a step: " + "   ".join(medians), flush=True)
         if distributed.is_main():
             for name in args.against:
-                wall, work = (sorted(b[k] / a[k] for a, b in zip(found["fit"], found[name], strict=True)) for k in (0, 1))
+                wall, work = (
+                    sorted(b[k] / a[k] for a, b in zip(found["fit"], found[name], strict=True)) for k in (0, 1)
+                )
                 middle = f"half of {len(wall)} steps {wall[len(wall) // 4]:.3f} to {wall[3 * len(wall) // 4]:.3f}"
-                print(f"tokens/s of fit / {name}: median {statistics.median(wall):.3f}, {middle} (target: at least {TARGETS[name]})")
+                print(
+                    f"tokens/s of fit / {name}: median {statistics.median(wall):.3f}, {middle} (target: at least "
+                    f"{TARGETS[name]})"
+                )
                 print(f"   by processor seconds {statistics.median(work):.3f}")
 
 

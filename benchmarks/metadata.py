@@ -2,9 +2,10 @@
 
     python -m benchmarks.metadata --data_path results/data [--rounds 5] [--gigabytes 1]
 
-Run `data_prep.stdlib_qa` and `data_prep.stdlib_pages` first. Extraction and pieces are compared with plain implementations of the
-algorithms of BigScience's metadata project. These parse, serialise, minify and parse a page again; they build texts and masks by single
-characters, and tokenise each document with a call of transformers. Both sides alternate in this process, on the same documents.
+Run `data_prep.stdlib_qa` and `data_prep.stdlib_pages` first. Extraction and pieces are compared with plain
+implementations of the algorithms of BigScience's metadata project. These parse, serialise, minify and parse a page
+again; they build texts and masks by single characters, and tokenise each document with a call of transformers. Both
+sides alternate in this process, on the same documents.
 """
 
 import argparse
@@ -167,7 +168,9 @@ class PlainWriting:
         for begin in range(0, len(marked), size):
             ids, is_metadata = prefix_ids + encoded["input_ids"][begin : begin + size], marked[begin : begin + size]
             pad = self._room - len(ids)
-            blocks.append((ids + [0] * pad, [1] * len(ids) + [0] * pad, [1] * len(prefix_ids) + is_metadata + [0] * pad))
+            blocks.append(
+                (ids + [0] * pad, [1] * len(ids) + [0] * pad, [1] * len(prefix_ids) + is_metadata + [0] * pad)
+            )
         return blocks
 
 
@@ -184,7 +187,9 @@ def measure_evaluation(recipe: Any, places: Places, tokenizer: Any, documents: i
             scores[batch] = gains.measure(
                 config,
                 val,
-                lambda data: token_losses(model, data, causal_lm_loss, batch, torch.device("cpu"), tokenizers.control_ids(tokenizer)),
+                lambda data: token_losses(
+                    model, data, causal_lm_loss, batch, torch.device("cpu"), tokenizers.control_ids(tokenizer)
+                ),
             )
 
     alternate([("evaluation by 16:", lambda: run(16)), ("one by one:", lambda: run(1))], 4 * documents, "rows", rounds)
@@ -194,11 +199,16 @@ def measure_evaluation(recipe: Any, places: Places, tokenizer: Any, documents: i
 
 def measure_waiting(folder: Path) -> None:
     """Print the share of the training time of `metadata_tiny` spent waiting for data of unknown lengths."""
-    short = override(METADATA_TINY, {"loop.steps": 200, "loop.eval_every": 200, "gains": None, "data.val_documents": 10})
+    short = override(
+        METADATA_TINY, {"loop.steps": 200, "loop.eval_every": 200, "gains": None, "data.val_documents": 10}
+    )
     assert toy.main(["-e", "short"], {"short": [short]}, folder) == 0
     rows = [json.loads(line) for line in (folder / "runs" / exp_id(short) / "perf.jsonl").read_text().splitlines()]
     rates = [row["data_wait_rate"] for row in rows if "data_wait_rate" in row]
-    print(f"data_wait_rate of metadata_tiny: {sum(rates) / len(rates):.4f} on average over {len(rates)} rows, last {rates[-1]:.4f}")
+    print(
+        f"data_wait_rate of metadata_tiny: {sum(rates) / len(rates):.4f} on average over {len(rates)} rows, last "
+        f"{rates[-1]:.4f}"
+    )
 
 
 def measure_memory(source: str, gigabytes: float, folder: Path) -> None:
@@ -209,14 +219,18 @@ def measure_memory(source: str, gigabytes: float, folder: Path) -> None:
             while count < size * 1e9:
                 count += file.write(lines[0])
         (folder / "val.jsonl").write_text(
-            json.dumps({"url": "https://example.org/", "text": "held out", "doc_html": f"<p>{'words ' * 20}</p>"}) + "\n"
+            json.dumps({"url": "https://example.org/", "text": "held out", "doc_html": f"<p>{'words ' * 20}</p>"})
+            + "\n"
         )
         words = ["--data_path", str(folder / name), "--name", "made", "--train", str(folder / f"{name}.jsonl.gz")]
         words += ["--val", str(folder / "val.jsonl"), "--extract", "html", "url", "text", "--workers", "1"]
         begin = time.perf_counter()
         done = subprocess.run([sys.executable, "-c", PREPARE, *words], check=True, capture_output=True, text=True)
         peak = int(done.stdout.split()[-1]) / 1024
-        print(f"preparation of {count / 1e9:.2f} GB of JSON lines: {time.perf_counter() - begin:.0f} s, peak {peak:.0f} MiB")
+        print(
+            f"preparation of {count / 1e9:.2f} GB of JSON lines: {time.perf_counter() - begin:.0f} s, peak "
+            f"{peak:.0f} MiB"
+        )
 
 
 def main() -> None:
@@ -228,7 +242,11 @@ def main() -> None:
     torch.set_num_threads(1)
     places = Places(args.data_path, args.data_path)
     tokenizer = tokenizers.load(args.data_path / "stdlib_tokenizer")
-    sources = list(stdlib_pages.render(["argparse", "asyncio", "collections", "logging", "os", "pathlib", "typing", "unittest"]).values())
+    sources = list(
+        stdlib_pages.render(
+            ["argparse", "asyncio", "collections", "logging", "os", "pathlib", "typing", "unittest"]
+        ).values()
+    )
     kib = sum(map(len, sources)) / 1024
     for source in sources:
         assert abs(len(plain_extraction(source)) - len(pages.extract(source).text)) < 0.05 * len(source)
@@ -238,7 +256,9 @@ def main() -> None:
     ]
     alternate(sides, int(kib), "KiB", args.rounds)
 
-    recipe: Any = load_experiment(override(METADATA_TINY, {"data.writing.linearisation": "compatible"}), "metadata_tiny")
+    recipe: Any = load_experiment(
+        override(METADATA_TINY, {"data.writing.linearisation": "compatible"}), "metadata_tiny"
+    )
     data = recipe.data.build(places, tokenizer, "train", 0).documents
     documents = [data[number] for number in range(1500)]
     plain = PlainWriting(tokenizer, recipe.data)

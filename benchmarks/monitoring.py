@@ -2,9 +2,9 @@
 
     python -m benchmarks.monitoring [--rounds 5] [--every 50] [--hidden_size 192]
 
-Each training makes twice `every` steps; the second half, with one step whose statistics are due, is measured. Rounds alternate, so that
-a slow moment of the machine falls on both; the median ratio counts. Both must end with the same weights, bit for bit. Seconds of the
-processor are told besides, which other programs on the machine disturb less.
+Each training makes twice `every` steps; the second half, with one step whose statistics are due, is measured. Rounds
+alternate, so that a slow moment of the machine falls on both; the median ratio counts. Both must end with the same
+weights, bit for bit. Seconds of the processor are told besides, which other programs on the machine disturb less.
 """
 
 import argparse
@@ -47,12 +47,18 @@ def trained(exp: dict[str, Any], data: Path, every: int, rows: int) -> tuple[tor
         train = config.data.build(places, tokenizer, "train", config.seed)
         with RunDir.open(places.runs, exp, resolved_dict(recipe, key="recipe")) as run_dir:
             run = Run(run_dir, places, Options(log_every=rows, statistics_every=every))
-            task = TrainSpec(model, CheckpointMetadata({}, tokenizer), train, {}, causal_lm_loss, lambda _: {"val_loss": 0.0})
+            task = TrainSpec(
+                model, CheckpointMetadata({}, tokenizer), train, {}, causal_lm_loss, lambda _: {"val_loss": 0.0}
+            )
             began = time.process_time()
             fit(task, run, config.loop, config.seed)
             seconds = time.process_time() - began
             assert (run.path / "statistics.jsonl").exists() == bool(every)
-            return model, json.loads((run_dir.path / "perf.jsonl").read_text().splitlines()[-1])["tokens_per_second"], seconds
+            return (
+                model,
+                json.loads((run_dir.path / "perf.jsonl").read_text().splitlines()[-1])["tokens_per_second"],
+                seconds,
+            )
 
 
 def main() -> None:
@@ -75,12 +81,20 @@ def main() -> None:
         found: dict[int, Any] = {}
         for every in (0, args.every) if i % 2 else (args.every, 0):
             found[every] = trained(exp, args.data_path, every, args.every)
-        same = all(torch.equal(a, b) for a, b in zip(found[0][0].parameters(), found[args.every][0].parameters(), strict=True))
+        same = all(
+            torch.equal(a, b) for a, b in zip(found[0][0].parameters(), found[args.every][0].parameters(), strict=True)
+        )
         assert same, "monitoring must change no bit"
         ratios.append(found[args.every][1] / found[0][1])
         seconds.append(found[0][2] / found[args.every][2])
-        print(f"{i:>5}   {found[0][1]:>16,.0f}   {found[args.every][1]:>13,.0f}   {ratios[-1]:.3f}   {seconds[-1]:.3f}", flush=True)
-    print(f"median ratio {statistics.median(ratios):.3f}, of processor seconds {statistics.median(seconds):.3f} (target: at least 0.98)")
+        print(
+            f"{i:>5}   {found[0][1]:>16,.0f}   {found[args.every][1]:>13,.0f}   {ratios[-1]:.3f}   {seconds[-1]:.3f}",
+            flush=True,
+        )
+    print(
+        f"median ratio {statistics.median(ratios):.3f}, of processor seconds {statistics.median(seconds):.3f} "
+        f"(target: at least 0.98)"
+    )
 
 
 if __name__ == "__main__":

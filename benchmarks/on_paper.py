@@ -1,9 +1,12 @@
-"""The figures of docs/scaling.md: what a GPU would hold of trainings that this machine cannot run, and how long they would take.
+"""The figures of docs/scaling.md: what a GPU would hold of trainings that this machine cannot run, and how long they
+would take.
 
     python -m benchmarks.on_paper
 
-It is `trainval.py --dry-run --memory` of each, in a folder of its own with the published config.json of each base, and with tokenizers
-that have as many tokens as the real ones: the plans need nothing else. Prints markdown, and the seconds and memory that it has taken.
+It is `trainval.py --dry-run --memory` of each, in a folder of its own with the published config.json of each base, and
+with tokenizers
+that have as many tokens as the real ones: the plans need nothing else. Prints markdown, and the seconds and memory that
+it has taken.
 """
 
 import json
@@ -72,12 +75,24 @@ BASES: dict[str, dict[str, Any]] = {
     },
 }
 """As they are published."""
-TOKENIZERS = {"t5_tokenizer": 32_100, "llama3_tokenizer": 128_256, "llama-65b": 32_000, "openai-community/gpt2-xl": 50_257}
-# The decoder of IDEFICS-80B (Llama 65B) in the model that our recipe trains: image tokens stand in the row, and no layers are added.
+TOKENIZERS = {
+    "t5_tokenizer": 32_100,
+    "llama3_tokenizer": 128_256,
+    "llama-65b": 32_000,
+    "openai-community/gpt2-xl": 50_257,
+}
+# The decoder of IDEFICS-80B (Llama 65B) in the model that our recipe trains: image tokens stand in the row, and no
+# layers are added.
 ASSEMBLED_65B = override(
     INTERLEAVED_TINY,
     {
-        "model": {"name": "vision_language_parts", "vision": "siglip-so400m", "text": "llama-65b", "scale_factor": 3, "dtype": "bfloat16"},
+        "model": {
+            "name": "vision_language_parts",
+            "vision": "siglip-so400m",
+            "text": "llama-65b",
+            "scale_factor": 3,
+            "dtype": "bfloat16",
+        },
         "data.images": {"frame_size": 384, "image_tokens": 81, "max_size": 384},
         "data.sequence_tokens": 2048,
         "data.max_frames": 8,
@@ -97,13 +112,21 @@ PLANS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("metadata_meco", EXP_GROUPS["metadata_meco"][1], {"gpus": 8, "gradient_checkpointing": "full", "fsdp": True}),
     ("metadata_gpt2xl_v2", EXP_GROUPS["metadata_gpt2xl_v2"][0], {"gpus": 8}),
     ("crossattn_llama-13b", EXP_GROUPS["crossattn_llama-13b"][0], {"gpus": 8, "gradient_checkpointing": "full"}),
-    ("crossattn_llama-13b", EXP_GROUPS["crossattn_llama-13b"][0], {"gpus": 8, "gradient_checkpointing": "full", "fsdp": True}),
+    (
+        "crossattn_llama-13b",
+        EXP_GROUPS["crossattn_llama-13b"][0],
+        {"gpus": 8, "gradient_checkpointing": "full", "fsdp": True},
+    ),
     (
         "vision-language, 65B decoder, weights in float32",
         override(ASSEMBLED_65B, {"model.dtype": "float32"}),
         {"gpus": 1024, "gradient_checkpointing": "full", "fsdp": True},
     ),
-    ("vision-language, 65B decoder, weights in bfloat16", ASSEMBLED_65B, {"gpus": 1024, "gradient_checkpointing": "full", "fsdp": True}),
+    (
+        "vision-language, 65B decoder, weights in bfloat16",
+        ASSEMBLED_65B,
+        {"gpus": 1024, "gradient_checkpointing": "full", "fsdp": True},
+    ),
     (
         "vision-language, 65B decoder frozen",
         override(ASSEMBLED_65B, {"model.frozen": ["text"]}),
@@ -123,7 +146,9 @@ def prepare(data: Path) -> None:
         (data / name / "config.json").write_text(json.dumps(config))
     for name, size in TOKENIZERS.items():
         words = Tokenizer(WordLevel({f"t{i}": i for i in range(size)}, unk_token="t0"))
-        PreTrainedTokenizerFast(tokenizer_object=words, pad_token="t0", eos_token="t1", bos_token="t2").save_pretrained(data / name)
+        PreTrainedTokenizerFast(tokenizer_object=words, pad_token="t0", eos_token="t1", bos_token="t2").save_pretrained(
+            data / name
+        )
 
 
 def main() -> None:
@@ -136,7 +161,12 @@ def main() -> None:
             machines = {"gpu": "H100", "fsdp": False, "deepspeed": None, "gradient_checkpointing": None, **given}
             before = time.perf_counter()
             lines, mistakes = memory_table.plan_all([plan.load(exp, name, name)], Places(data, Path(folder)), machines)
-            print("\n".join([*lines, *(f"error: {text}" for text in mistakes), f"({time.perf_counter() - before:.1f} s)", ""]), flush=True)
+            print(
+                "\n".join(
+                    [*lines, *(f"error: {text}" for text in mistakes), f"({time.perf_counter() - before:.1f} s)", ""]
+                ),
+                flush=True,
+            )
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print(f"{len(PLANS)} plans: {time.perf_counter() - began:.1f} s, {host:.2f} GiB of this machine's memory.")
 

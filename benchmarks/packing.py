@@ -1,14 +1,17 @@
-"""Packing in lanes: microseconds of a row and bytes of state of a lane, for many documents; and packed against padded training.
+"""Packing in lanes: microseconds of a row and bytes of state of a lane, for many documents; and packed against padded
+training.
 
     python -m benchmarks.packing [--documents 10000000] [--lanes 64] [--steps 60] [--train 20] [--rows 4]
     python -m benchmarks.packing --texts FILE.jsonl --tokenizer FOLDER [...]
 
-Lengths are log-normal (median 300 tokens, sigma 0.8), or those of the texts of a file, repeated in random order. Rows have 1,024 tokens,
-and 16 rows of a lane are open. The data set is `packed`, of documents whose lengths are in an array, as those of token files are. A row is
-timed with the cursor that travels with it, and the JSON of a whole cursor as a checkpoint has it.
+Lengths are log-normal (median 300 tokens, sigma 0.8), or those of the texts of a file, repeated in random order. Rows
+have 1,024 tokens, and 16 rows of a lane are open. The data set is `packed`, of documents whose lengths are in an array,
+as those of token files are. A row is timed with the cursor that travels with it, and the JSON of a whole cursor as a
+checkpoint has it.
 
---train N: a GPTBigCode of 4 layers of 256 trains N steps on `--rows` packed rows each, and N on the same documents one a row, padded to
-the longest (at most 1,024 tokens), alternately, in this process: tokens that are learned a second, as a ratio.
+--train N: a GPTBigCode of 4 layers of 256 trains N steps on `--rows` packed rows each, and N on the same documents one
+a row, padded to the longest (at most 1,024 tokens), alternately, in this process: tokens that are learned a second, as
+a ratio.
 """
 
 import argparse
@@ -41,7 +44,10 @@ def document_lengths(args: argparse.Namespace) -> np.ndarray:
     tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
     with open(args.texts, encoding="utf-8") as file:
         found = [max(2, len(tokenizer(json.loads(line)["text"])["input_ids"])) for line in file]
-    print(f"{args.texts}: {len(found)} texts of {np.mean(found):.0f} tokens, median {np.median(found):.0f}, longest {max(found)}")
+    print(
+        f"{args.texts}: {len(found)} texts of {np.mean(found):.0f} tokens, median {np.median(found):.0f}, longest "
+        f"{max(found)}"
+    )
     return draw.choice(np.array(found, dtype=np.int64), args.documents)
 
 
@@ -95,7 +101,10 @@ def measure_order(packed: Packing, args: argparse.Namespace) -> list[Sequence[in
     pieces = sum(map(len, rows)) / 3 / len(rows)
     print(f"{args.documents:,} documents, {args.lanes} lanes, {len(rows):,} rows of {pieces:.2f} pieces")
     print(f"order: {1e6 * seconds / len(rows):.1f} us a row; fill {used / len(rows) / ROOM:.4f}")
-    print(f"cursor: {len(text) / args.lanes:.0f} bytes a lane; JSON {1e3 * written:.2f} ms; a restart {1e3 * restored:.1f} ms")
+    print(
+        f"cursor: {len(text) / args.lanes:.0f} bytes a lane; JSON {1e3 * written:.2f} ms; a restart "
+        f"{1e3 * restored:.1f} ms"
+    )
     return rows
 
 
@@ -105,7 +114,9 @@ def measure_training(packed: Packing, rows: Sequence[Sequence[int]], args: argpa
 
     torch.manual_seed(0)
     model = GPTBigCodeForCausalLM(
-        GPTBigCodeConfig(vocab_size=VOCABULARY, n_positions=ROOM, n_embd=256, n_layer=4, n_head=4, bos_token_id=0, eos_token_id=0)
+        GPTBigCodeConfig(
+            vocab_size=VOCABULARY, n_positions=ROOM, n_embd=256, n_layer=4, n_head=4, bos_token_id=0, eos_token_id=0
+        )
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     seconds, tokens = {"packed": 0.0, "padded": 0.0}, {"packed": 0, "padded": 0}
@@ -123,7 +134,10 @@ def measure_training(packed: Packing, rows: Sequence[Sequence[int]], args: argpa
                 seconds[name] += time.perf_counter() - begin
                 tokens[name] += int(batch["loss_mask"].sum())
     packed_rate, padded_rate = (tokens[name] / seconds[name] for name in ("packed", "padded"))
-    print(f"training, tokens a second: {packed_rate:.0f} packed, {padded_rate:.0f} padded: {packed_rate / padded_rate:.2f} times")
+    print(
+        f"training, tokens a second: {packed_rate:.0f} packed, {padded_rate:.0f} padded: "
+        f"{packed_rate / padded_rate:.2f} times"
+    )
 
 
 def _batch(lengths: Sequence[Sequence[int]], length: int, packed: bool) -> Any:

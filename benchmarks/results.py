@@ -1,4 +1,5 @@
-"""Tables and bands over thousands of runs, beside haven's on the same tree: `python -m benchmarks.results [--experiments 5000]`."""
+"""Tables and bands over thousands of runs, beside haven's on the same tree: `python -m benchmarks.results
+[--experiments 5000]`."""
 
 import argparse
 import json
@@ -20,8 +21,8 @@ from src.tables.cache import CACHE
 
 SCORES = ("train_loss", "val_loss", "val_accuracy", "grad_norm", "learning_rate")
 
-# Each in a process of its own, so that peak memory and imports are its own. Besides the wall clock the processor's time is taken: on a
-# machine that others use, too, only that can be compared.
+# Each in a process of its own, so that peak memory and imports are its own. Besides the wall clock the processor's time
+# is taken: on a machine that others use, too, only that can be compared.
 _MEASURED = """
 import resource, sys, time, warnings
 runs = sys.argv[1]
@@ -74,7 +75,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         began = time.perf_counter()
         generate(folder, options.experiments, options.steps)
         took = time.perf_counter() - began
-        print(f"{options.experiments} runs x {options.steps} rows x {len(SCORES)} scores, written in {took:.0f} s", flush=True)
+        print(
+            f"{options.experiments} runs x {options.steps} rows x {len(SCORES)} scores, written in {took:.0f} s",
+            flush=True,
+        )
         os.sync()  # finished runs are on the disk long since
         _compare(folder, options.bands)
     finally:
@@ -88,7 +92,12 @@ def generate(runs: Path, count: int, steps: int) -> None:
     rng = random.Random(0)
     histories = [_history(rng, steps) for _ in range(20)]
     for number in range(count):
-        exp = {"recipe": "toy", "seed": number % 10, "model": {"name": "m", "stride": number // 10, "depth": 2}, "loop": {"steps": steps}}
+        exp = {
+            "recipe": "toy",
+            "seed": number % 10,
+            "model": {"name": "m", "stride": number // 10, "depth": 2},
+            "loop": {"steps": steps},
+        }
         with RunDir.open(runs, exp, exp, facts={**facts, "groups": ["grid"]}) as run:
             # As `Scores.append` writes them, but synced once, not for each row.
             shift = rng.random()
@@ -116,7 +125,10 @@ def _compare(runs: Path, count: int) -> None:
         left = _cells(theirs) if theirs else f"{'-':>9}{'-':>8}{'-':>6}"
         times = f"{theirs[0] / ours[0]:8.0f}{theirs[1] / ours[1]:6.0f}" if theirs else f"{'-':>8}{'-':>6}"
         print(f"{name:32}{left}{_cells(ours)}{times}")
-    print(f"cache: {(runs / CACHE).stat().st_size / 1e6:.0f} MB; load {os.getloadavg()[0]:.1f}; this process {_peak():.0f} MB")
+    print(
+        f"cache: {(runs / CACHE).stat().st_size / 1e6:.0f} MB; load {os.getloadavg()[0]:.1f}; this process "
+        f"{_peak():.0f} MB"
+    )
 
 
 def _cells(measured: Sequence[float]) -> str:

@@ -1,12 +1,14 @@
-"""Policies: tokens a second of rollouts beside plain `generate`, seconds of a step by phase, updates a second beside TRL, and memory.
+"""Policies: tokens a second of rollouts beside plain `generate`, seconds of a step by phase, updates a second beside
+TRL, and memory.
 
     python -m benchmarks.rl --data_path DIR [--trl FOLDER] [--steps 20] [--rounds 2]
 
-DIR holds expression_tasks and expression_tokenizer (data_prep.stdlib_conversations). --trl: an unpacked wheel of TRL. One thread. A Llama
-of 4 layers of 128 with random weights answers in 24 tokens, 64 answers a step in groups of 8; the reward is the length. Each training is
-a process of its own, in turn; the first fifth of its steps is not counted.
+DIR holds expression_tasks and expression_tokenizer (data_prep.stdlib_conversations). --trl: an unpacked wheel of TRL.
+One thread. A Llama of 4 layers of 128 with random weights answers in 24 tokens, 64 answers a step in groups of 8; the
+reward is the length. Each training is a process of its own, in turn; the first fifth of its steps is not counted.
 
-reference: what a copy of the policy, and adapters that are switched off, add to the memory of a policy with adapters (peak, MiB).
+reference: what a copy of the policy, and adapters that are switched off, add to the memory of a policy with adapters
+(peak, MiB).
 """
 
 import argparse
@@ -74,14 +76,27 @@ def write_model(places: Places) -> None:
 def train_ours(exp: dict[str, Any], places: Places, folder: Path) -> tuple[dict[str, float], float]:
     """Seconds of a step by phase, and "step" for all of it; and the tokens of an answer."""
     steps = exp["loop"]["steps"]
-    arguments = ["-e", "one", "--data_path", str(places.data), "--savedir_base", str(folder / "runs"), "--log_every", str(steps // 5)]
+    arguments = [
+        "-e",
+        "one",
+        "--data_path",
+        str(places.data),
+        "--savedir_base",
+        str(folder / "runs"),
+        "--log_every",
+        str(steps // 5),
+    ]
     code = f"import exp_configs, trainval; exp_configs.EXP_GROUPS = {{'one': [{exp!r}]}}; trainval.main({arguments!r})"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True)
     run = folder / "runs" / exp_id(exp)
-    scores, speeds = (parse_lines((run / name).read_bytes().split(b"\n")[:-1], run / name) for name in ("scores.jsonl", "perf.jsonl"))
+    scores, speeds = (
+        parse_lines((run / name).read_bytes().split(b"\n")[:-1], run / name) for name in ("scores.jsonl", "perf.jsonl")
+    )
     counted = [row for row in speeds if row["step"] > steps // 5]
     number = steps - steps // 5
-    phases = {name: sum(row[f"{name}_seconds"] for row in counted) / number for name in ("generation", "rewards", "measuring")}
+    phases = {
+        name: sum(row[f"{name}_seconds"] for row in counted) / number for name in ("generation", "rewards", "measuring")
+    }
     whole = {"step": sum(1 / row["steps_per_second"] for row in counted) / len(counted)}
     return {**phases, **whole, "peak_mib": speeds[-1]["peak_host_memory_bytes"] / 2**20}, scores[-1]["answer_tokens"]
 
@@ -102,7 +117,11 @@ def time_generate(places: Places, rounds: int) -> float:
         before = time.perf_counter()
         with torch.no_grad():
             model.generate(
-                input_ids=batch["input_ids"], attention_mask=batch["attention_mask"].long(), do_sample=True, top_k=0, max_new_tokens=TOKENS
+                input_ids=batch["input_ids"],
+                attention_mask=batch["attention_mask"].long(),
+                do_sample=True,
+                top_k=0,
+                max_new_tokens=TOKENS,
             )
         found.append(time.perf_counter() - before)
     return sum(found[1:]) / len(found[1:])
@@ -116,7 +135,9 @@ def train_theirs(places: Places, steps: int, site: Path) -> None:
 
     tokenizer: Any = prepared_tokenizer.load(places.data / MODEL)
     prompts = bind(DATASETS, EXP["data"]).build(places, tokenizer, "train", 0).prompts
-    rows = [{"prompt": tokenizer.decode(prompts[number % len(prompts)].ids)} for number in range(steps * ROLLOUTS // GROUP)]
+    rows = [
+        {"prompt": tokenizer.decode(prompts[number % len(prompts)].ids)} for number in range(steps * ROLLOUTS // GROUP)
+    ]
     times = dict[int, float]()
 
     class Clock(TrainerCallback):
@@ -178,11 +199,27 @@ def main() -> None:
                 told, tokens = train_ours(variant, places, Path(folder))
             found[name] = min(found.get(name, told), told, key=lambda each: each["step"])
         if args.trl:
-            command = [sys.executable, "-m", "benchmarks.rl", "--data_path", str(places.data), "--steps", str(args.steps), "--worker"]
-            done = subprocess.run([*command, "--trl", str(args.trl)], check=True, capture_output=True, text=True, cwd=ROOT)
-            theirs += [float(line.split(": ")[1]) for line in done.stdout.splitlines() if line.startswith("seconds of a step")]
+            command = [
+                sys.executable,
+                "-m",
+                "benchmarks.rl",
+                "--data_path",
+                str(places.data),
+                "--steps",
+                str(args.steps),
+                "--worker",
+            ]
+            done = subprocess.run(
+                [*command, "--trl", str(args.trl)], check=True, capture_output=True, text=True, cwd=ROOT
+            )
+            theirs += [
+                float(line.split(": ")[1]) for line in done.stdout.splitlines() if line.startswith("seconds of a step")
+            ]
     own, plain = found["policy"], time_generate(places, args.rounds)
-    print(f"rollouts: {ROLLOUTS * tokens / own['generation']:.0f} tokens/s, {plain / own['generation']:.2f} times plain generate")
+    print(
+        f"rollouts: {ROLLOUTS * tokens / own['generation']:.0f} tokens/s, {plain / own['generation']:.2f} times "
+        f"plain generate"
+    )
     print(f"a step: {json.dumps({name: round(value, 4) for name, value in own.items()})}")
     if theirs:
         print(f"updates/s: {1 / own['step']:.2f}, {min(theirs) / own['step']:.2f} times TRL's")

@@ -2,9 +2,9 @@
 
     python -m benchmarks.sandbox [--programs 100] [--rounds 3] [--at_once N]
 
-By value: one sandbox, which evaluates `7 + 12`. By tests: two, a function of two lines and three assertions about it, which are three
-calls through a pipe. Beside them: Python that starts and ends, without any isolation. Rounds alternate; the fastest counts. Each score is
-checked.
+By value: one sandbox, which evaluates `7 + 12`. By tests: two, a function of two lines and three assertions about it,
+which are three calls through a pipe. Beside them: Python that starts and ends, without any isolation. Rounds alternate;
+the fastest counts. Each score is checked.
 """
 
 import argparse
@@ -58,7 +58,9 @@ def main() -> None:
     rounds = [{name: measure(run, args.programs) for name, run in ways.items()} for _ in range(args.rounds)]
     for name in ways:
         speeds, costs = zip(*(found[name] for found in rounds), strict=True)
-        print(f"{name:12} {max(speeds):6.1f} programs/s, {args.at_once} at once; {min(costs):5.1f} ms of a core for each")
+        print(
+            f"{name:12} {max(speeds):6.1f} programs/s, {args.at_once} at once; {min(costs):5.1f} ms of a core for each"
+        )
 
 
 if __name__ == "__main__":

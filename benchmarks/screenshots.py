@@ -26,15 +26,21 @@ MILLISECONDS = 120_000
 def main() -> int:
     """Write the pictures and print their sizes. Returns the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.screenshots", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.screenshots",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("runs", nargs="?", type=Path, default=Path("results/runs"), help="a folder results/runs with the demo's runs")
+    parser.add_argument(
+        "runs", nargs="?", type=Path, default=Path("results/runs"), help="a folder results/runs with the demo's runs"
+    )
     parser.add_argument("-o", "--output", type=Path, default=ROOT / "docs")
     options = parser.parse_args()
     output = options.output.resolve()
     os.chdir(options.runs.resolve().parents[1])  # pages show the path as it is given
     runs = Path(*options.runs.resolve().parts[-2:])
-    plot.main([str(runs), "-e", "demo", "--metric", "val_loss", "val_loss_shuffled_context", "-o", str(output / "demo.png")])
+    plot.main(
+        [str(runs), "-e", "demo", "--metric", "val_loss", "val_loss_shuffled_context", "-o", str(output / "demo.png")]
+    )
     save(Image.open(output / "demo.png"), output / "demo.png")
     best = results.sort_best_first(results.load_rows(runs, "demo")[0], "inference/em")[0]["exp_id"]
     command = [sys.executable, "-P", "-m", "results.dashboard", str(runs), "-e", "demo", "--port", "0"]
@@ -69,7 +75,9 @@ def main() -> int:
 
 def photograph(page: Page, output: Path) -> None:
     """Write a screenshot of the window."""
-    page.evaluate("async () => { for (let i = 0; i < 60; i++) await new Promise(requestAnimationFrame) }")  # animations end
+    page.evaluate(
+        "async () => { for (let i = 0; i < 60; i++) await new Promise(requestAnimationFrame) }"
+    )  # animations end
     save(Image.open(io.BytesIO(page.screenshot())), output)
 
 

@@ -2,8 +2,9 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.serving [--rows 32] [--tokens 128] [--hidden 256] [--layers 4] [--rounds 5]
 
-A reward model of that size is made (its training is a formality), and served by the real Triton (`make triton`) over gRPC and HTTP and by
-src.serving.reward_server. Each round measures all ways in turn; the median of the rounds' ratios is printed.
+A reward model of that size is made (its training is a formality), and served by the real Triton (`make triton`) over
+gRPC and HTTP and by src.serving.reward_server. Each round measures all ways in turn; the median of the rounds' ratios
+is printed.
 
 Aims: batched at least 3 times as fast as one by one, and at most 1.3 times the seconds in this process.
 """
@@ -39,8 +40,15 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 def make_run(folder: Path, args: argparse.Namespace) -> tuple[Path, Places]:
     """A reward model of the size that is asked for."""
-    sizes = {"hidden_size": args.hidden, "num_layers": args.layers, "num_heads": 4, "max_positions": max(args.tokens, 96)}
-    talker = override(SFT, {**{f"model.{name}": value for name, value in sizes.items()}, "loop.steps": 1, "loop.eval_every": 1})
+    sizes = {
+        "hidden_size": args.hidden,
+        "num_layers": args.layers,
+        "num_heads": 4,
+        "max_positions": max(args.tokens, 96),
+    }
+    talker = override(
+        SFT, {**{f"model.{name}": value for name, value in sizes.items()}, "loop.steps": 1, "loop.eval_every": 1}
+    )
     judge = override(REWARD, {"model.base": ref(talker), "loop.steps": 1, "loop.eval_every": 1})
     write_data(folder / "data")
     assert toy.main(["-e", "sft", "reward"], {"sft": [talker], "reward": [judge]}, folder) == 0
@@ -57,7 +65,10 @@ def main() -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         run, places = make_run(folder, args)
         model = load_served(run, places, "cpu")
-        ids = [[(7919 * (row * args.tokens + n)) % model.vocabulary for n in range(args.tokens)] for row in range(args.rows)]
+        ids = [
+            [(7919 * (row * args.tokens + n)) % model.vocabulary for n in range(args.tokens)]
+            for row in range(args.rows)
+        ]
         batch = torch.tensor(ids), torch.ones(args.rows, args.tokens)
         own = ["--data_path", str(places.data), "-sb", str(places.runs), "--device", "cpu", "--port", "0"]
         addresses = {"our server, HTTP": stack.enter_context(served(["src.serving.reward_server", str(run), *own]))}
@@ -89,7 +100,8 @@ def measure(args: argparse.Namespace, clients: dict[str, RemoteModel], ids: Any,
     for name, found in ratios.items():
         together, faster, slower = (statistics.median(column) for column in zip(*found, strict=True))
         print(
-            f"{name}: {together * 1e3:.1f} ms a batch, {faster:.1f} times as fast as one by one, {slower:.2f} times the seconds in process"
+            f"{name}: {together * 1e3:.1f} ms a batch, {faster:.1f} times as fast as one by one, {slower:.2f} times "
+            f"the seconds in process"
         )
 
 

@@ -1,12 +1,15 @@
-"""Span corruption of packed text: our samples and batches beside the algorithm of nanoT5 and Hugging Face's T5 collators.
+"""Span corruption of packed text: our samples and batches beside the algorithm of nanoT5 and Hugging Face's T5
+collators.
 
     python -m benchmarks.span_corruption [--sequences 2048] [--batch 128] [--rounds 5]
 
-Rows of 568 tokens become inputs of 512 and targets of 114, as tensors with decoder inputs and masks, by one process on one thread. Ours
-is everything that training asks for: the row by index from the packed documents, a generator of (seed, epoch, index), the mask,
-sentinels, end tokens, the batch. The peer, written here as it was published, stacks the same rows, draws each row's mask from one
-global generator, and corrupts the batch with whole-array operations; it has no index, no packing and no masks to return. First the
-two are compared on the same masks. Rounds alternate; the fastest counts. Tokens are those of the raw rows.
+Rows of 568 tokens become inputs of 512 and targets of 114, as tensors with decoder inputs and masks, by one process on
+one thread. Ours
+is everything that training asks for: the row by index from the packed documents, a generator of (seed, epoch, index),
+the mask, sentinels, end tokens, the batch. The peer, written here as it was published, stacks the same rows, draws each
+row's mask from one global generator, and corrupts the batch with whole-array operations; it has no index, no packing
+and no masks to return. First the two are compared on the same masks. Rounds alternate; the fastest counts. Tokens are
+those of the raw rows.
 """
 
 import argparse

@@ -1,9 +1,10 @@
-"""Processor time of a training from its start to its first step, against importing the libraries and building the same model.
+"""Processor time of a training from its start to its first step, against importing the libraries and building the same
+model.
 
 python -m benchmarks.startup
 
-The training is base_tiny. Its corpus is read as token files written by data_prep.tokenize, and as text, which every start tokenizes.
-The processes take turns; the medians are printed.
+The training is base_tiny. Its corpus is read as token files written by data_prep.tokenize, and as text, which every
+start tokenizes. The processes take turns; the medians are printed.
 """
 
 import contextlib
@@ -48,7 +49,9 @@ trainval.main()
 def processor_seconds(program: str, *arguments: str) -> float:
     """The last line that a Python program prints, as a number."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([sys.executable, "-c", program, *arguments], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], cwd=ROOT, env=env, capture_output=True, text=True, check=True
+    )
     return float(done.stdout.splitlines()[-1])
 
 
@@ -58,7 +61,18 @@ def main() -> None:
         data, number = Path(temporary, "data"), 0
         with contextlib.redirect_stdout(io.StringIO()):
             stdlib_qa.prepare(data)
-            tokenize.main(["--data_path", str(data), "--name", "tokens", "--tokenizer", "stdlib_tokenizer", "--corpus", "stdlib_text"])
+            tokenize.main(
+                [
+                    "--data_path",
+                    str(data),
+                    "--name",
+                    "tokens",
+                    "--tokenizer",
+                    "stdlib_tokenizer",
+                    "--corpus",
+                    "stdlib_text",
+                ]
+            )
         programs = {"import torch, transformers; build the model": [PEER, str(data / "stdlib_tokenizer")]}
         for name, corpus in (("token files", "tokens"), ("text", "stdlib_text")):
             command = [TRAINING, "-e", "base_tiny", "--data_path", str(data), "--set", f"data.corpus={corpus}"]

@@ -1,15 +1,18 @@
-"""Streaming: reading compared to other libraries, indexing, resuming, packing compared to first-fit, and waits for remote tars.
+"""Streaming: reading compared to other libraries, indexing, resuming, packing compared to first-fit, and waits for
+remote tars.
 
     python -m benchmarks.streaming [--only PART ...] [--documents 20000] [--large 2000] [--peers FOLDER ...] [--run RUN]
 
-reading: all parts of documents of 1 KB and 60 KB as bytes, in order, in one process without workers: with the index, with webdataset
-from the same tars, and with mosaicml-streaming and litdata from the same documents in their formats. In turns, best of three, for each
-library that can be imported, from the environment or a folder of --peers (`pip install --no-deps --target FOLDER webdataset braceexpand`).
-indexing: `data_prep.tar_shards.index`, best of three, with one process and with two. resuming: the first row of a lane at 1 % and at
-99 % of an epoch of 10 million documents with known sizes, and its memory. packing: the fill of rows of 1,024 tokens with 16 open rows per
-lane, compared to m4's first-fit into the open rows of a map over 256 documents; and the fill with 8 open rows of 16 frames, with and
-without one document in 1,000 that takes all frames of a row. waits: reads that wait for a download, in 160 steps of 50 ms over 8 tars that
-take a second each, with and without prefetching. --run: the share of time that a training on streamed pages waits for data.
+reading: all parts of documents of 1 KB and 60 KB as bytes, in order, in one process without workers: with the index,
+with webdataset from the same tars, and with mosaicml-streaming and litdata from the same documents in their formats. In
+turns, best of three, for each library that can be imported, from the environment or a folder of --peers (`pip install
+--no-deps --target FOLDER webdataset braceexpand`).
+indexing: `data_prep.tar_shards.index`, best of three, with one process and with two. resuming: the first row of a lane
+at 1 % and at 99 % of an epoch of 10 million documents with known sizes, and its memory. packing: the fill of rows of
+1,024 tokens with 16 open rows per lane, compared to m4's first-fit into the open rows of a map over 256 documents; and
+the fill with 8 open rows of 16 frames, with and without one document in 1,000 that takes all frames of a row. waits:
+reads that wait for a download, in 160 steps of 50 ms over 8 tars that take a second each, with and without prefetching.
+--run: the share of time that a training on streamed pages waits for data.
 """
 
 import argparse
@@ -98,7 +101,9 @@ def mosaicml_readers(library: Any, listed: manifest.Manifest, documents: Iterabl
     with library.MDSWriter(out=folder, columns={"text": "bytes", "image": "bytes"}) as out:
         for document in documents:
             out.write({part.kind: part.content for part in document.parts})
-    data = library.StreamingDataset(local=folder, shuffle=False, batch_size=1, predownload=100_000)  # few make it wait for a clock
+    data = library.StreamingDataset(
+        local=folder, shuffle=False, batch_size=1, predownload=100_000
+    )  # few make it wait for a clock
     yield "mosaicml-streaming", lambda: read_documents(data)
     yield "mosaicml-streaming by number", lambda: read_documents(data[i] for i in range(len(data)))
 
@@ -161,7 +166,8 @@ def time_indexing(folder: Path, count: int, processes: int) -> float:
 
 
 def lengths(kind: str) -> np.ndarray:
-    """(1,000,000,) tokens of documents: "uniform" from 1 to half a row, or "log-normal" (median 150 tokens, sigma 0.8)."""
+    """(1,000,000,) tokens of documents: "uniform" from 1 to half a row, or "log-normal" (median 150 tokens, sigma
+    0.8)."""
     draw = np.random.default_rng(0)
     if kind == "uniform":
         return draw.integers(1, ROOM // 2, 1_000_000)
@@ -170,7 +176,9 @@ def lengths(kind: str) -> np.ndarray:
 
 def fill_of_lanes(sizes: np.ndarray, rows: int) -> float:
     """Share of real tokens in the rows of a lane."""
-    packing = Packing(Joined([Source([len(sizes)], "none", 2, "s")]), lambda _, i: [(int(sizes[i]),)], (ROOM,), OPEN, "data")
+    packing = Packing(
+        Joined([Source([len(sizes)], "none", 2, "s")]), lambda _, i: [(int(sizes[i]),)], (ROOM,), OPEN, "data"
+    )
     lane = Lane(packing, 0, 1)
     for _ in range(rows):
         lane.next_row()
@@ -193,7 +201,8 @@ def fill_of_first_fit(sizes: np.ndarray, rows: int) -> float:
 
 
 def fill_with_images(heavy: bool, images: int, rows: int = 20_000) -> float:
-    """Share of real tokens in the rows of a lane: documents of 20 to 899 tokens with 1 to `images` images, 16 of which fill a row.
+    """Share of real tokens in the rows of a lane: documents of 20 to 899 tokens with 1 to `images` images, 16 of which
+    fill a row.
 
     heavy: with one document in 1,000 of 30 tokens and 16 images.
     """
@@ -201,7 +210,9 @@ def fill_with_images(heavy: bool, images: int, rows: int = 20_000) -> float:
     sizes = [(draw.randint(20, 899), draw.randint(1, images)) for _ in range(100_000)]
     if heavy:
         sizes[500::1000] = [(30, 16)] * len(sizes[500::1000])
-    lane = Lane(Packing(Joined([Source([len(sizes)], "none", 2, "s")]), lambda _, i: [sizes[i]], (ROOM, 16), 8, "data"), 0, 1)
+    lane = Lane(
+        Packing(Joined([Source([len(sizes)], "none", 2, "s")]), lambda _, i: [sizes[i]], (ROOM, 16), 8, "data"), 0, 1
+    )
     emitted = [lane.next_row() for _ in range(rows)]
     return sum(sizes[document][0] for row in emitted for document in row[1::3]) / (rows * ROOM)
 
@@ -215,18 +226,23 @@ def write_slow_tars(folder: Path, steps: int, tars: int, seconds: float) -> None
     documents = [Document(f"{i:06}", [Part("text", bytes([97 + i % 26]) * 79)]) for i in range(steps)]
     made = write(folder / "made", documents, {}, Writing(steps // tars, "x"))
     urls = [f"pipe:sleep {seconds}; cat {made.folder / shard.url}" for shard in made.shards]
-    index.index_into(folder / "slow" / "train", [Listed(url) for url in urls], how=index.Making(texts=TextTokens(pages.tokenizer())))
+    index.index_into(
+        folder / "slow" / "train", [Listed(url) for url in urls], how=index.Making(texts=TextTokens(pages.tokenizer()))
+    )
 
 
 def count_waits(folder: Path, prefetch: int, steps: int, step_seconds: float) -> tuple[int, float, str]:
-    """Reads that waited for a download, seconds in all, and a digest of the rows, of a training with a cold cache of four tars."""
+    """Reads that waited for a download, seconds in all, and a digest of the rows, of a training with a cold cache of
+    four tars."""
     from src.config import Places
     from src.registry import DATASETS, bind
     from src.training.loader import StepLoader
     from src.training.state import State
     from tests.data.streaming import pages
 
-    config = bind(DATASETS, pages.config({"x": {"path": "slow"}}, shuffle="none", open_rows=1, prefetch_shards=prefetch))
+    config = bind(
+        DATASETS, pages.config({"x": {"path": "slow"}}, shuffle="none", open_rows=1, prefetch_shards=prefetch)
+    )
     data = config.build(Places(folder, folder), pages.tokenizer(), "train", 0)
     files, rows = data.documents[0].files, hashlib.sha256()
     assert files.cache
@@ -243,7 +259,8 @@ def count_waits(folder: Path, prefetch: int, steps: int, step_seconds: float) ->
 
 
 def resume(share: float) -> tuple[float, int]:
-    """Seconds to the first row of each lane after `share` of an epoch of 10 million documents, and bytes of a lane's state."""
+    """Seconds to the first row of each lane after `share` of an epoch of 10 million documents, and bytes of a lane's
+    state."""
     begin = time.perf_counter()
     sizes = [DOCUMENTS // 2000] * 2000
     streams = Joined([Source(sizes, "window", 10_000, "s")])
@@ -269,7 +286,9 @@ def _resume_apart(share: float) -> tuple[float, int, float]:
         "import psutil; from benchmarks.streaming import resume; held = lambda: psutil.Process().memory_info().rss;"
         f"before = held(); seconds, state = resume({share}); print(seconds, state, (held() - before) / 1e6)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1]
+    )
     seconds, state, memory = done.stdout.split()
     return float(seconds), int(state), float(memory)
 
@@ -283,7 +302,9 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=20_000, help="documents of 1 KB (default: %(default)s)")
     parser.add_argument("--large", type=int, default=2_000, help="documents of 60 KB (default: %(default)s)")
     parser.add_argument("--rows", type=int, default=20_000, help="rows to pack (default: %(default)s)")
-    parser.add_argument("--peers", type=Path, nargs="+", default=[], metavar="FOLDER", help="where other libraries are installed")
+    parser.add_argument(
+        "--peers", type=Path, nargs="+", default=[], metavar="FOLDER", help="where other libraries are installed"
+    )
     parser.add_argument("--run", type=Path, help="a training on streamed pages")
     args = parser.parse_args()
     sys.path.extend(map(str, args.peers))
@@ -306,15 +327,23 @@ def print_indexing(args: argparse.Namespace, folder: Path) -> None:
 
 
 def print_resuming(args: argparse.Namespace, folder: Path) -> None:
-    early, late = (min(tries) for tries in zip(*((_resume_apart(0.01), _resume_apart(0.99)) for _ in range(7)), strict=True))
-    print(f"first rows of {LANES} lanes at 1 % {early[0]:.3f} s, at 99 % {late[0]:.3f} s: {late[0] / early[0]:.2f} times; {late[2]:.0f} MB")
+    early, late = (
+        min(tries) for tries in zip(*((_resume_apart(0.01), _resume_apart(0.99)) for _ in range(7)), strict=True)
+    )
+    print(
+        f"first rows of {LANES} lanes at 1 % {early[0]:.3f} s, at 99 % {late[0]:.3f} s: {late[0] / early[0]:.2f} "
+        f"times; {late[2]:.0f} MB"
+    )
     print(f"state of a lane: at most {max(early[1], late[1])} bytes")
 
 
 def print_packing(args: argparse.Namespace, folder: Path) -> None:
     for kind in ("uniform", "log-normal"):
         sizes = lengths(kind)
-        print(f"fill, {kind}: {fill_of_lanes(sizes, args.rows):.4f}, first-fit over 256 {fill_of_first_fit(sizes, args.rows):.4f}")
+        print(
+            f"fill, {kind}: {fill_of_lanes(sizes, args.rows):.4f}, first-fit over 256 "
+            f"{fill_of_first_fit(sizes, args.rows):.4f}"
+        )
     for images in (1, 3):
         plain, heavy = (fill_with_images(flag, images, args.rows) for flag in (False, True))
         print(f"fill, 1 to {images} images: {plain:.4f}, with one document in 1,000 of 16 images {heavy:.4f}")
@@ -325,7 +354,10 @@ def print_waits(args: argparse.Namespace, folder: Path) -> None:
     write_slow_tars(folder, steps, tars, seconds)
     measured = [count_waits(folder, prefetch, steps, step_seconds) for prefetch in (0, 2)]
     for prefetch, (count, total, _) in zip((0, 2), measured, strict=True):
-        print(f"waits, prefetch_shards {prefetch}: {count} of {tars} tars, {total:.1f} s for {steps} steps of {step_seconds} s")
+        print(
+            f"waits, prefetch_shards {prefetch}: {count} of {tars} tars, {total:.1f} s for {steps} steps of "
+            f"{step_seconds} s"
+        )
     print(f"  the same rows: {measured[0][2] == measured[1][2]}")
 
 

@@ -1,6 +1,8 @@
-"""How long it takes to submit a thousand experiments, and to ask after them. Whole processes, with a stand-in for Slurm.
+"""How long it takes to submit a thousand experiments, and to ask after them. Whole processes, with a stand-in for
+Slurm.
 
-Wall-clock, and the processor's time, which includes what the stand-in takes; the rest is waiting for the disk and for other processes.
+Wall-clock, and the processor's time, which includes what the stand-in takes; the rest is waiting for the disk and for
+other processes.
 
 python -m benchmarks.submit
 """
@@ -34,7 +36,9 @@ def timed(words: list[str], folder: Path, cluster: Cluster) -> tuple[float, floa
     """Seconds of one command line, those of the processor, and the commands of Slurm that it called."""
     cluster.forget_calls()
     start, before = time.perf_counter(), os.times()
-    done = subprocess.run([sys.executable, "trainval.py", *words], cwd=folder, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "trainval.py", *words], cwd=folder, capture_output=True, text=True, check=False
+    )
     seconds, after = time.perf_counter() - start, os.times()
     if done.returncode != 0:
         raise SystemExit(f"{' '.join(words)} failed:\n{done.stderr[-2000:]}")
@@ -61,12 +65,19 @@ def main() -> None:
         ):
             seconds, worked, calls = timed(words, project, cluster)
             print(
-                f"{name:<32}  {seconds:7.2f}  {worked:9.2f}  {', '.join(f'{calls.count(c)} {c}' for c in dict.fromkeys(calls)) or 'none'}"
+                f"{name:<32}  {seconds:7.2f}  {worked:9.2f}  "
+                f"{', '.join(f'{calls.count(c)} {c}' for c in dict.fromkeys(calls)) or 'none'}"
             )
         runs = project / "results" / "runs"
-        print(f"snapshots: {len(list((runs / 'snapshots').iterdir()))}; jobs: {len(cluster.alive())} alive, {COUNT} wanted")
+        print(
+            f"snapshots: {len(list((runs / 'snapshots').iterdir()))}; jobs: {len(cluster.alive())} alive, {COUNT} "
+            f"wanted"
+        )
         sizes = [path.stat().st_size for path in runs.rglob("submission.json")]
-        print(f"submission.json: {max(sizes):,} bytes; noted: {len(json.loads(max(runs.rglob('jobs.json')).read_text())['jobs'])}")
+        print(
+            f"submission.json: {max(sizes):,} bytes; noted: "
+            f"{len(json.loads(max(runs.rglob('jobs.json')).read_text())['jobs'])}"
+        )
 
 
 if __name__ == "__main__":

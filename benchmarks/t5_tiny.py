@@ -1,9 +1,11 @@
-"""What a small T5 learns in a few minutes: the losses of group `t5_tiny` beside a unigram model of the same targets, in nats per token.
+"""What a small T5 learns in a few minutes: the losses of group `t5_tiny` beside a unigram model of the same targets, in
+nats per token.
 
     python -m benchmarks.t5_tiny [--data_path results/data]
 
-The unigram model counts the target tokens of one epoch of the training split, sentinels and end tokens too, with one count more for each
-token of the vocabulary. A model that has not learned to read its input, or what follows what, does no better.
+The unigram model counts the target tokens of one epoch of the training split, sentinels and end tokens too, with one
+count more for each token of the vocabulary. A model that has not learned to read its input, or what follows what, does
+no better.
 """
 
 import argparse
@@ -56,7 +58,10 @@ def main() -> None:
     print(f"unigram model: {unigram:.3f}")
     for row in rows:
         print(f"step {row['step']}: val_loss {row['val_loss']:.3f}   val_accuracy {row['val_accuracy']:.3f}")
-    print(f"{seconds:.0f} s (target: at most 180)   {unigram - rows[-1]['val_loss']:.2f} nats below the unigram model (target: above 0)")
+    print(
+        f"{seconds:.0f} s (target: at most 180)   {unigram - rows[-1]['val_loss']:.2f} nats below the unigram model "
+        f"(target: above 0)"
+    )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
-"""Packed rows of token ids from disk: ours beside the `datasets` library, whose table of the same rows is memory-mapped, too.
+"""Packed rows of token ids from disk: ours beside the `datasets` library, whose table of the same rows is
+memory-mapped, too.
 
     python -m benchmarks.token_reading [--rows 20000] [--tokens 568] [--vocab 32100] [--rounds 5]
 
-Documents of random lengths are written as token files (src/data/text/token_files.py) and, joined and cut to rows of `tokens` ids, as a
-dataset with one column of lists, saved with `save_to_disk`: of int32, and of uint16 as ours are on disk. Then all rows are read once in
-one random order by one process, each as a numpy array, or 32 as a batch (32, tokens) int64 of torch, which is what a step needs. The
-dataset is read as users do: with the format "numpy" row by row, or 32 rows at once; and as its Python lists. Rounds alternate; the
-fastest counts. Files are in the page cache throughout.
+Documents of random lengths are written as token files (src/data/text/token_files.py) and, joined and cut to rows of
+`tokens` ids, as a dataset with one column of lists, saved with `save_to_disk`: of int32, and of uint16 as ours are on
+disk. Then all rows are read once in one random order by one process, each as a numpy array, or 32 as a batch (32,
+tokens) int64 of torch, which is what a step needs. The
+dataset is read as users do: with the format "numpy" row by row, or 32 rows at once; and as its Python lists. Rounds
+alternate; the fastest counts. Files are in the page cache throughout.
 """
 
 import argparse
@@ -43,7 +45,11 @@ def write(folder: Path, args: argparse.Namespace) -> PackedRows:
     import datasets
 
     dtype = token_files.id_dtype(args.vocab)
-    facts: dict[str, Any] = {"format": token_files.FORMAT, "dtype": dtype, "tokenizer": {"fingerprint": "", "eos_id": EOS}}
+    facts: dict[str, Any] = {
+        "format": token_files.FORMAT,
+        "dtype": dtype,
+        "tokenizer": {"fingerprint": "", "eos_id": EOS},
+    }
     with new_directory(folder / "ours", facts) as beside, token_files.Writer(beside, "train-00000", dtype) as writer:
         for ids in documents(args):
             writer.append(ids, np.array([len(ids)]))
@@ -71,7 +77,9 @@ def readers(folder: Path, packed: PackedRows, dtype: str) -> dict[str, dict[str,
     import datasets
 
     plain = datasets.load_from_disk(folder / "int32")
-    tables = {f"datasets, {kind}": datasets.load_from_disk(folder / kind).with_format("numpy") for kind in ("int32", dtype)}
+    tables = {
+        f"datasets, {kind}": datasets.load_from_disk(folder / kind).with_format("numpy") for kind in ("int32", dtype)
+    }
 
     def by_row(table: Any) -> Read:
         return lambda numbers: [table[n]["input_ids"] for n in numbers]
@@ -113,7 +121,10 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
                 took = time.perf_counter() - began
                 best[kind, name] = min(best.get((kind, name), took), took)
     tokens = len(packed) * args.tokens
-    print(f"{len(packed)} rows of {args.tokens} tokens; torch {torch.__version__}, 1 process, fastest of {args.rounds} rounds")
+    print(
+        f"{len(packed)} rows of {args.tokens} tokens; torch {torch.__version__}, 1 process, fastest of {args.rounds} "
+        f"rounds"
+    )
     print(f"{'':14}{'':20}{'million tokens/s':>18}{'ours is':>10}")
     for (kind, name), took in best.items():
         print(f"{kind:14}{name:20}{tokens / took / 1e6:18.1f}{took / best[kind, 'ours']:9.1f}x")

@@ -1,4 +1,5 @@
-"""Several trainings in one process that take turns step by step, so that a slow moment of the machine falls on all of them."""
+"""Several trainings in one process that take turns step by step, so that a slow moment of the machine falls on all of
+them."""
 
 import ctypes
 import threading
@@ -8,7 +9,8 @@ import torch
 
 
 class Turns:
-    """Threads of which one works at a time: each works until it passes on, in the order in which they were started, or ends."""
+    """Threads of which one works at a time: each works until it passes on, in the order in which they were started, or
+    ends."""
 
     def __init__(self) -> None:
         self.waiting: list[threading.Event] = []  # the first of them works
@@ -16,7 +18,9 @@ class Turns:
 
     def run(self, works: list[Callable[[], None]]) -> None:
         """Do all works, step by step in turns. The first error is raised when all have ended."""
-        threads = [threading.Thread(target=self._work, args=(work, event)) for work in works for event in [self._event()]]
+        threads = [
+            threading.Thread(target=self._work, args=(work, event)) for work in works for event in [self._event()]
+        ]
         for thread in threads:
             thread.start()
         self.waiting[0].set()
@@ -53,6 +57,7 @@ class Turns:
 
 
 def one_arena() -> None:
-    """Let all threads take memory from one place, so that none pays for pages that another has freed; to be called before they start."""
+    """Let all threads take memory from one place, so that none pays for pages that another has freed; to be called
+    before they start."""
     arena_max = -8  # malloc.h
     assert ctypes.CDLL(None).mallopt(arena_max, 1), "glibc takes this setting"

@@ -1,7 +1,9 @@
-"""Make a tokenizer for conversations: `python -m data_prep.chat_tokenizer --from gpt2 --template oasst --name gpt2_chat`.
+"""Make a tokenizer for conversations: `python -m data_prep.chat_tokenizer --from gpt2 --template oasst --name
+gpt2_chat`.
 
-A folder is made below --data_path: the tokenizer --from with the control tokens of a template behind all others, in an order that is always
-the same, and with the template itself. Tokens that it has already keep their ids. A template of its own is replaced.
+A folder is made below --data_path: the tokenizer --from with the control tokens of a template behind all others, in an
+order that is always the same, and with the template itself. Tokens that it has already keep their ids. A template of
+its own is replaced.
 """
 
 import argparse
@@ -27,10 +29,20 @@ CONTROLS = {"chatml": templates.CHATML_TOKENS, "oasst": templates.OASST_TOKENS}
 def _add_options(parser: argparse.ArgumentParser) -> None:
     command.add_data_path(parser)
     add = parser.add_argument
-    add("--from", dest="source", required=True, metavar="TOKENIZER", help="a folder below --data_path, any other folder, or a hub id")
+    add(
+        "--from",
+        dest="source",
+        required=True,
+        metavar="TOKENIZER",
+        help="a folder below --data_path, any other folder, or a hub id",
+    )
     add("--template", required=True, metavar="TEMPLATE", help=f"one of {', '.join(CONTROLS)}")
     add("--name", required=True, help="the new folder below --data_path")
-    add("--end_token", metavar="TOKEN", help="of the vocabulary, such as </s>, where the tokenizer names none (default: the one it names)")
+    add(
+        "--end_token",
+        metavar="TOKEN",
+        help="of the vocabulary, such as </s>, where the tokenizer names none (default: the one it names)",
+    )
 
 
 def prepare(data_path: Path, source: str, template: str, name: str, end_token: str | None = None) -> bool:

@@ -1,11 +1,14 @@
-"""How many samples prepared conversations have: `python -m data_prep.check_dataset_counts --datasets webgpt gsm8k --mode sft`.
+"""How many samples prepared conversations have: `python -m data_prep.check_dataset_counts --datasets webgpt gsm8k
+--mode sft`.
 
 python -m data_prep.check_dataset_counts --datasets all --mode rm --output_path dataset_counts.csv
 python -m data_prep.check_dataset_counts --datasets assistant_tiny_sft --languages language_counts.csv
 
-A name is a folder below --data_path, or a group of experiments, whose folders are meant; `all` are all conversations that are there. What
-is counted are rows that a training in the mode learns from: in sft conversations and texts, in rm replies of which one is better than
-another. With --prepare releases that are not there are prepared first, from the hub; of `all` of them this downloads more than 100 GB.
+A name is a folder below --data_path, or a group of experiments, whose folders are meant; `all` are all conversations
+that are there. What
+is counted are rows that a training in the mode learns from: in sft conversations and texts, in rm replies of which one
+is better than another. With --prepare releases that are not there are prepared first, from the hub; of `all` of them
+this downloads more than 100 GB.
 """
 
 import argparse
@@ -38,13 +41,20 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     command.add_data_path(parser)
     add = parser.add_argument
     add("--datasets", nargs="+", required=True, metavar="NAME", help="folders, groups of experiments, or all")
-    add("--mode", choices=("sft", "rm"), default="sft", help="what is learned: answers, or which reply is better (default: %(default)s)")
+    add(
+        "--mode",
+        choices=("sft", "rm"),
+        default="sft",
+        help="what is learned: answers, or which reply is better (default: %(default)s)",
+    )
     add("--output_path", type=Path, default=Path("dataset_counts.csv"), help="(default: %(default)s)")
     add("--languages", type=Path, metavar="CSV", help="also count messages by the language that they are told to be in")
     add("--prepare", action="store_true", help="first prepare releases that are not there")
 
 
-def check(data_path: Path, datasets: Sequence[str], mode: Mode, output_path: Path, languages: Path | None, prepare: bool) -> None:
+def check(
+    data_path: Path, datasets: Sequence[str], mode: Mode, output_path: Path, languages: Path | None, prepare: bool
+) -> None:
     """Write the counts, and print them.
 
     Raises:
@@ -125,7 +135,9 @@ def _names(data_path: Path, name: str, mode: Mode, prepare: bool) -> list[str]:
     if name != "all":
         return [name]
     made = (path.parent for path in sorted(data_path.glob(f"*/{MANIFEST}")))
-    found = [folder.name for folder in made if str(read_manifest(folder, DataError).get("command")).startswith(_MADE_BY)]
+    found = [
+        folder.name for folder in made if str(read_manifest(folder, DataError).get("command")).startswith(_MADE_BY)
+    ]
     return sorted({*found, *(each for each in conversation_table.names(mode) if prepare and "{" not in each)})
 
 

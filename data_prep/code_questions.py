@@ -65,7 +65,8 @@ def reveals(question: str, answer: str) -> bool:
 
 
 def _is_fair(question: Question) -> bool:
-    """Whether an answer is short, not in the question, and has a word that the metrics count (they drop punctuation and articles)."""
+    """Whether an answer is short, not in the question, and has a word that the metrics count (they drop punctuation and
+    articles)."""
     words = [w for w in re.findall(r"[^\W_]+", question.answer.lower()) if w not in _ARTICLES]
     return bool(words) and len(question.answer) <= _MAX_ANSWER_CHARS and not reveals(question.text, question.answer)
 
@@ -108,7 +109,8 @@ def _docstring(node: Definition) -> ast.Expr | None:
 
 
 def _without_docstrings(node: Definition, lines: Sequence[str]) -> str | None:
-    """Source of `node` from its first decorator, dedented, no docstring inside; None if a docstring shares its line with code."""
+    """Source of `node` from its first decorator, dedented, no docstring inside; None if a docstring shares its line
+    with code."""
     start = min([node.lineno, *(d.lineno for d in node.decorator_list)]) - 1
     kept: list[str | None] = list(lines[start : node.end_lineno])
     for inner in _definitions_in(node):
@@ -150,7 +152,9 @@ def _body_questions(node: ast.FunctionDef | ast.AsyncFunctionDef, word: str) -> 
         yield Question("calls", f"Which names does this {word} call?", ", ".join(called))
 
 
-def _signature_questions(node: ast.FunctionDef | ast.AsyncFunctionDef, word: str, lines: Sequence[str]) -> Iterator[Question]:
+def _signature_questions(
+    node: ast.FunctionDef | ast.AsyncFunctionDef, word: str, lines: Sequence[str]
+) -> Iterator[Question]:
     args = node.args
     positional = [*args.posonlyargs, *args.args]
     names = [a.arg for a in positional]
@@ -174,7 +178,9 @@ def _first_sentence(doc: str) -> str | None:
     paragraph = " ".join(doc.strip().split("\n\n")[0].split())
     match = re.match(r"(.+?(?<!e\.g)(?<!i\.e)[.!?])(?=\s+[^a-z\s]|$)", paragraph)
     sentence = match.group(1) if match else paragraph
-    is_prose = " " in sentence and "->" not in sentence and not re.match(r"[\w.]+\(", sentence) and not sentence.endswith(":")
+    is_prose = (
+        " " in sentence and "->" not in sentence and not re.match(r"[\w.]+\(", sentence) and not sentence.endswith(":")
+    )
     return sentence if is_prose else None
 
 
@@ -186,7 +192,8 @@ def _segment(node: ast.expr, lines: Sequence[str]) -> str | None:
 
 
 def _running(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.AST] | None:
-    """Nodes that run when the function is called; None where some run at another time, which makes "calls" and "raises" ambiguous."""
+    """Nodes that run when the function is called; None where some run at another time, which makes "calls" and "raises"
+    ambiguous."""
     found: list[ast.AST] = list(node.body)
     for inner in found:  # grows while it is read
         if isinstance(inner, (*_DEFINITIONS, ast.Lambda)):
@@ -196,7 +203,8 @@ def _running(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.AST] | No
 
 
 def _raised_classes(node: ast.FunctionDef | ast.AsyncFunctionDef, running: Sequence[ast.AST]) -> list[str]:
-    """Exception classes in the order of their raise statements; empty if one raises something else than a named class, or re-raises."""
+    """Exception classes in the order of their raise statements; empty if one raises something else than a named class,
+    or re-raises."""
     local = {inner.id for inner in running if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store)}
     local |= {inner.name for inner in running if isinstance(inner, ast.ExceptHandler) and inner.name}
     local |= {inner.arg for inner in ast.walk(node.args) if isinstance(inner, ast.arg)}

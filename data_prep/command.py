@@ -1,7 +1,9 @@
-"""The skeleton of a command: its command line, a folder that is made once, a lock on what is being written, and the progress.
+"""The skeleton of a command: its command line, a folder that is made once, a lock on what is being written, and the
+progress.
 
-A command is a module of data_prep with `main = main_of(COMMAND, __doc__, _add_options, _run)`; its work is a function that `make_folder`
-calls with an empty folder, which is the result once the function returns, and is deleted if it raises.
+A command is a module of data_prep with `main = main_of(COMMAND, __doc__, _add_options, _run)`; its work is a function
+that `make_folder` calls with an empty folder, which is the result once the function returns, and is deleted if it
+raises.
 """
 
 import argparse
@@ -27,7 +29,8 @@ def main_of(
     add_options: Callable[[argparse.ArgumentParser], object],
     run: Callable[..., object],
 ) -> Callable[..., int]:
-    """The `main` of a module, which calls `run` with the options by name. doc: of the module; its first line says what is run how."""
+    """The `main` of a module, which calls `run` with the options by name. doc: of the module; its first line says what
+    is run how."""
 
     @print_errors
     def main(argv: Sequence[str] | None = None) -> int:
@@ -45,7 +48,9 @@ def main_of(
 def add_data_path(parser: argparse.ArgumentParser) -> None:
     """Add --data_path, below which the new folder is."""
     default = Path("results/data")
-    parser.add_argument("--data_path", type=Path, default=default, help="folder of prepared data sets (default: %(default)s)")
+    parser.add_argument(
+        "--data_path", type=Path, default=default, help="folder of prepared data sets (default: %(default)s)"
+    )
 
 
 def digest_files(paths: Sequence[str | Path]) -> str:
@@ -55,7 +60,10 @@ def digest_files(paths: Sequence[str | Path]) -> str:
 
 def is_made(folders: Sequence[Path], made_from: Mapping[str, Any]) -> bool:
     """Whether all `folders` are whole and have the provenance `made_from`, so that nothing is to be done; says so."""
-    if any(files.defect(folder) or files.read_manifest(folder, DataError).get("made_from") != made_from for folder in folders):
+    if any(
+        files.defect(folder) or files.read_manifest(folder, DataError).get("made_from") != made_from
+        for folder in folders
+    ):
         return False
     print(f"{', '.join(map(str, folders))}: whole and made from these sources with these options: nothing to do.")
     return True
@@ -111,4 +119,11 @@ class Progress:
         now = time.monotonic()
         if now - self._logged >= _REPORT_SECONDS:
             self._logged, rate = now, self.tokens / (now - self._began)
-            log.info("%s: %d %s, %.1f million tokens, %.0f tokens/s", self._name, self.items, self._unit, self.tokens / 1e6, rate)
+            log.info(
+                "%s: %d %s, %.1f million tokens, %.0f tokens/s",
+                self._name,
+                self.items,
+                self._unit,
+                self.tokens / 1e6,
+                rate,
+            )

@@ -1,7 +1,9 @@
-"""Fill a cache of encoded contexts ahead of serving: `python -m data_prep.context_cache --cache FOLDER --max_bytes N ...`.
+"""Fill a cache of encoded contexts ahead of serving: `python -m data_prep.context_cache --cache FOLDER --max_bytes N
+...`.
 
-The contexts are those of a prepared corpus, <data_cache_path>/<corpus>. Whoever serves a model with the same base opens the folder
-with src.models.cross_attention.encoded_context_cache.ContextCache and finds them there. Started again it encodes only what is missing.
+The contexts are those of a prepared corpus, <data_cache_path>/<corpus>. Whoever serves a model with the same base opens
+the folder with src.models.cross_attention.encoded_context_cache.ContextCache and finds them there. Started again it
+encodes only what is missing.
 """
 
 import argparse
@@ -23,7 +25,8 @@ def _run(**given: Any) -> None:
     cache, counts = fill(options)
     size = cache.num_bytes()
     print(
-        f"{options.cache}: {len(counts.keys)} distinct contexts of {counts.rows} rows, {cache.misses} encoded now, {cache.hits} before; "
+        f"{options.cache}: {len(counts.keys)} distinct contexts of {counts.rows} rows, {cache.misses} encoded now, "
+        f"{cache.hits} before; "
         f"{counts.too_long} were too long ({options.too_long}). {size} bytes of at most {options.max_bytes}."
     )
     if cache.evicted:
@@ -44,9 +47,13 @@ def fill(options: argparse.Namespace) -> tuple[context_cache.ContextCache, disti
     base = encoding_options.model(options)
     encoding_options.architecture(base, places, rules)
     inputs, _ = encoding_options.inputs(base, places, rules)
-    cache = context_cache.ContextCache(options.cache, base.build(places).to(device).eval(), options.max_bytes, options.dtype)
+    cache = context_cache.ContextCache(
+        options.cache, base.build(places).to(device).eval(), options.max_bytes, options.dtype
+    )
     counts = distinct_inputs.Counts()
-    for batch in distinct_inputs.batches(distinct_inputs.missing(source, inputs, set(), counts), options.batch_size or 8):
+    for batch in distinct_inputs.batches(
+        distinct_inputs.missing(source, inputs, set(), counts), options.batch_size or 8
+    ):
         ids = torch.zeros(len(batch), 1, max(map(len, batch)), dtype=torch.int64)
         mask = torch.zeros(ids.shape, dtype=torch.bool)
         for n, sequence in enumerate(batch):
@@ -60,8 +67,18 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     encoding_options.add(parser)
     add = parser.add_argument
     add("--cache", type=Path, required=True, metavar="FOLDER", help="the cache, made where there is none")
-    add("--max_bytes", type=int, required=True, help="of all its files together; what was not read for the longest time goes first")
-    add("--dtype", choices=get_args(context_cache.Dtype), default="bfloat16", help="of the states on disk (default: %(default)s)")
+    add(
+        "--max_bytes",
+        type=int,
+        required=True,
+        help="of all its files together; what was not read for the longest time goes first",
+    )
+    add(
+        "--dtype",
+        choices=get_args(context_cache.Dtype),
+        default="bfloat16",
+        help="of the states on disk (default: %(default)s)",
+    )
     add("--device", help="such as cuda:0 (default: the first GPU, or cpu)")
 
 

@@ -1,12 +1,14 @@
-"""Duplicates in prepared conversations, and what they share with evaluation sets: `python -m data_prep.conversation_overlap gsm8k alpaca`.
+"""Duplicates in prepared conversations, and what they share with evaluation sets: `python -m
+data_prep.conversation_overlap gsm8k alpaca`.
 
 python -m data_prep.conversation_overlap gsm8k --questions --near 0.7
 python -m data_prep.conversation_overlap gsm8k alpaca --against webgpt test.jsonl --output_path overlap.csv
 
-Exact duplicates say the same words, whatever their case and punctuation. Near ones share most of their runs of five words (Jaccard's index,
-computed exactly for the candidates that MinHash finds). A question of an evaluation set is found where half of its runs of 13 words stand
-in rows to train on; of a shorter one all its words, five at least. Names are folders below --data_path, of which those after --against give
-their val.jsonl; or, there, files of JSON. Nothing is changed: what was found is listed in a file.
+Exact duplicates say the same words, whatever their case and punctuation. Near ones share most of their runs of five
+words (Jaccard's index, computed exactly for the candidates that MinHash finds). A question of an evaluation set is
+found where half of its runs of 13 words stand in rows to train on; of a shorter one all its words, five at least. Names
+are folders below --data_path, of which those after --against give their val.jsonl; or, there, files of JSON. Nothing is
+changed: what was found is listed in a file.
 """
 
 import argparse
@@ -32,7 +34,11 @@ QUESTIONS = ("question", "prompt", "instruction", "input", "text", "turns")
 """Columns of an evaluation set in which a question may be; the first that is there counts."""
 _WORD = re.compile(r"\w+")
 _RUN, _QUESTION_RUN, _LEAST_WORDS, _FOUND_RATE = 5, 13, 5, 0.5
-_PERMUTATIONS, _WEIGHTS, _MARGIN = 128, (0.1, 0.9), 0.75  # hardly one is missed; those that are no duplicates are left out again
+_PERMUTATIONS, _WEIGHTS, _MARGIN = (
+    128,
+    (0.1, 0.9),
+    0.75,
+)  # hardly one is missed; those that are no duplicates are left out again
 _BATCH = 1024
 
 
@@ -70,7 +76,11 @@ class Texts:
         Raises:
             DataError: a data set is missing or damaged, or its rows are no conversations.
         """
-        self._questions, self._rows, self.places = questions, dict[tuple[str, str], Sequence[dict[str, Any]]](), list[Place]()
+        self._questions, self._rows, self.places = (
+            questions,
+            dict[tuple[str, str], Sequence[dict[str, Any]]](),
+            list[Place](),
+        )
         for split in jsonl.SPLITS:
             for name in dict.fromkeys(names):
                 jsonl.require_splits(Places(data=data_path, runs=data_path), name)
@@ -124,7 +134,8 @@ def find_duplicates(texts: Texts, near: float) -> Iterator[Duplicate]:
 
 
 def find_questions(texts: Texts, questions: Sequence[str]) -> Iterator[tuple[int, int, float]]:
-    """Each question that stands in rows to train on: its number, that of the first such row, and the share of its runs of words there."""
+    """Each question that stands in rows to train on: its number, that of the first such row, and the share of its runs
+    of words there."""
     runs_of, lengths = list[set[str]](), set[int]()
     for text in questions:
         words = split_words(text)
@@ -158,7 +169,10 @@ def read_questions(data_path: Path, source: str) -> list[tuple[str, str]]:
             entry = read_entry(row, where)
             text = "\n".join(message.content for message in entry.messages if message.role == "user")
         if text is None:
-            raise DataError(f"{where}: no messages, and no column {', '.join(QUESTIONS)}; the row has {', '.join(row) or 'nothing'}.")
+            raise DataError(
+                f"{where}: no messages, and no column {', '.join(QUESTIONS)}; the row has "
+                f"{', '.join(row) or 'nothing'}."
+            )
         found.append((where, text))
     return found
 
@@ -169,11 +183,19 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("names", nargs="+", metavar="NAME", help="folders of prepared conversations")
     add("--against", nargs="+", default=[], metavar="SET", help="folders or files of evaluation sets")
     add("--questions", action="store_true", help="compare what is asked first, instead of whole conversations")
-    add("--near", type=float, default=0.8, metavar="INDEX", help="Jaccard's index of near duplicates, and more (default: %(default)s)")
+    add(
+        "--near",
+        type=float,
+        default=0.8,
+        metavar="INDEX",
+        help="Jaccard's index of near duplicates, and more (default: %(default)s)",
+    )
     add("--output_path", type=Path, default=Path("overlap.csv"), help="what was found (default: %(default)s)")
 
 
-def report(data_path: Path, names: Sequence[str], against: Sequence[str], questions: bool, near: float, output_path: Path) -> None:
+def report(
+    data_path: Path, names: Sequence[str], against: Sequence[str], questions: bool, near: float, output_path: Path
+) -> None:
     """Write what is found, and print how many rows of each split, and questions of each evaluation set, it is.
 
     Raises:
@@ -199,7 +221,9 @@ def report(data_path: Path, names: Sequence[str], against: Sequence[str], questi
     whole = Texts(data_path, names)
     for source, questions_there in asked.items():
         shared = list(find_questions(whole, [text for _, text in questions_there]))
-        found += [(source, questions_there[number][0], str(whole.places[row]), f"{rate:.3f}") for number, row, rate in shared]
+        found += [
+            (source, questions_there[number][0], str(whole.places[row]), f"{rate:.3f}") for number, row, rate in shared
+        ]
         print(f"{source}: {len(shared)} of {len(questions_there)} questions stand in rows to train on")
     write_table(output_path, ("kind", "place", "other", "rate"), found)
 

@@ -105,7 +105,9 @@ class Release(Config):
             raise ValueError("split_column: cannot be combined with group_by or val. Remove one.")
         for name in self.keep:
             if name in OUR_KEYS:
-                raise ValueError(f"keep: {name!r} is a key of prepared rows. Give the column another name with `columns`.")
+                raise ValueError(
+                    f"keep: {name!r} is a key of prepared rows. Give the column another name with `columns`."
+                )
         if self.keep and self.join_characters is not None:
             raise ValueError("keep: a joined conversation has several rows' columns. Remove join_characters.")
         if self.hub is not None and not self.train:
@@ -130,11 +132,14 @@ def load_form(raw: str | Mapping[str, Any], where: str) -> Form:
     try:
         return FORMS[name].model_validate(options)
     except ValidationError as error:
-        raise ValueError(" ".join(f"{join(where, path)}: {text}" for path, text in problems(FORMS[name], error))) from None
+        raise ValueError(
+            " ".join(f"{join(where, path)}: {text}" for path, text in problems(FORMS[name], error))
+        ) from None
 
 
 def find(name: str, extra: Path | None = None) -> tuple[Release, Path]:
-    """The release called `name`, and the file of its entry. extra: a file with entries that take precedence over resources/conversations.
+    """The release called `name`, and the file of its entry. extra: a file with entries that take precedence over
+    resources/conversations.
 
     Raises:
         ConfigError: no file has it, or its entry has a mistake: names the file, the entry and the field.
@@ -144,11 +149,16 @@ def find(name: str, extra: Path | None = None) -> tuple[Release, Path]:
         for key, raw in read_yaml(path, "releases by name").items():
             paths.setdefault(str(key), path)
             before, sign, after = str(key).partition("{pair}")
-            pair = name[len(before) : len(name) - len(after)] if sign and name.startswith(before) and name.endswith(after) else ""
+            pair = (
+                name[len(before) : len(name) - len(after)]
+                if sign and name.startswith(before) and name.endswith(after)
+                else ""
+            )
             if key == name or (pair and pair != sign):
                 return load_config(Release, _fill_pair(raw, pair), f"{path}: {key}"), path
     raise ConfigError(
-        f"--name: {unknown_text('release', name, paths)} Another is an entry of a file (--release_file), or --form says its form."
+        f"--name: {unknown_text('release', name, paths)} Another is an entry of a file (--release_file), or --form "
+        f"says its form."
     )
 
 
@@ -164,7 +174,9 @@ def sources_of(release: Release, split: Literal["train", "val"], path: Path) -> 
     if release.hub is not None:
         return [f"hub:{release.hub}#{name}" for name in names]
     if split == "train" and not names:
-        raise DataError(f"--train: expected a file of this release, which the hub does not have. It is {release.url or 'your own'}.")
+        raise DataError(
+            f"--train: expected a file of this release, which the hub does not have. It is {release.url or 'your own'}."
+        )
     return [str(path.parent / name) for name in names]
 
 

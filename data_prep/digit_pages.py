@@ -1,7 +1,9 @@
-"""Write tars of pages of text and images from the handwritten digits that scikit-learn brings: `python -m data_prep.digit_pages`.
+"""Write tars of pages of text and images from the handwritten digits that scikit-learn brings: `python -m
+data_prep.digit_pages`.
 
-A page has one to four images between words, each of one to three digits side by side, and says which digits they are and what their sum
-is. Below --data_path/digit_pages are train/ and val/, whose pages show different images, and tokenizer/. Two runs give the same bytes.
+A page has one to four images between words, each of one to three digits side by side, and says which digits they are
+and what their sum is. Below --data_path/digit_pages are train/ and val/, whose pages show different images, and
+tokenizer/. Two runs give the same bytes.
 """
 
 import argparse
@@ -30,7 +32,9 @@ VOCAB_SIZE = 320
 def _add_options(parser: argparse.ArgumentParser) -> None:
     command.add_data_path(parser)
     parser.add_argument("--pages", type=int, default=4000, help="pages of the training split (default: %(default)s)")
-    parser.add_argument("--val_pages", type=int, default=200, help="pages of the validation split (default: %(default)s)")
+    parser.add_argument(
+        "--val_pages", type=int, default=200, help="pages of the validation split (default: %(default)s)"
+    )
     parser.add_argument("--per_shard", type=int, default=500, help="pages of a tar (default: %(default)s)")
 
 
@@ -56,7 +60,10 @@ def prepare(data_path: Path, pages: int = 4000, val_pages: int = 200, per_shard:
     for split, count in (("train", pages), ("val", val_pages)):
         how = Writing(per_shard, "digits", texts=texts)
         written = write(
-            folder / split, make_pages(images, labels, parts[split], count, split), {**made_from, "pages": count, "split": split}, how
+            folder / split,
+            make_pages(images, labels, parts[split], count, split),
+            {**made_from, "pages": count, "split": split},
+            how,
         )
         print(f"{folder / split}: {count} pages in {len(written.shards)} tars")
 
@@ -91,7 +98,9 @@ def _tokenizer(folder: Path) -> Any:
         lines = [*WORDS, "The digits are 0 1 2 3 4 5 6 7 8 9. Their sum is 45."] * 2
         trained = train_byte_level_bpe(lines, VOCAB_SIZE, [END_OF_TEXT, PAD])
         with files.new_directory(folder) as made:
-            PreTrainedTokenizerFast(tokenizer_object=trained, eos_token=END_OF_TEXT, pad_token=PAD).save_pretrained(made)
+            PreTrainedTokenizerFast(tokenizer_object=trained, eos_token=END_OF_TEXT, pad_token=PAD).save_pretrained(
+                made
+            )
     return AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 

@@ -62,7 +62,9 @@ def missing(source: Path, inputs: EncoderInputs, known: set[bytes], counts: Coun
 
 
 def row_files(source: Path) -> list[str]:
-    return sorted(name for name in files.read_manifest(source, DataError)["files"] if re.fullmatch(r"[^/]+\.jsonl", name))
+    return sorted(
+        name for name in files.read_manifest(source, DataError)["files"] if re.fullmatch(r"[^/]+\.jsonl", name)
+    )
 
 
 def _read_rows(path: Path) -> Iterable[dict[str, Any]]:
@@ -70,8 +72,8 @@ def _read_rows(path: Path) -> Iterable[dict[str, Any]]:
 
 
 def batches(inputs: Iterator[list[int]], size: int | None, tokens: int | None = None) -> Iterator[list[list[int]]]:
-    """Batches of inputs of similar length, at most `size` of them and at most `tokens` with padding, but one at least. Each window of the
-    stream is sorted."""
+    """Batches of inputs of similar length, at most `size` of them and at most `tokens` with padding, but one at least.
+    Each window of the stream is sorted."""
     window: list[list[int]] = []
     for ids in inputs:
         window.append(ids)

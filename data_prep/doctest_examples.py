@@ -1,4 +1,5 @@
-"""Examples of the standard library's documentation with what this Python prints, each module run twice in a process of its own."""
+"""Examples of the standard library's documentation with what this Python prints, each module run twice in a process of
+its own."""
 
 import contextlib
 import doctest
@@ -23,7 +24,8 @@ MOST_CHARACTERS = 300
 
 
 def examples() -> list[tuple[str, str]]:
-    """(code, what it prints) of each example of which both runs, and the documentation, agree; in the order of the modules."""
+    """(code, what it prints) of each example of which both runs, and the documentation, agree; in the order of the
+    modules."""
     with ThreadPoolExecutor(2) as pool:
         found = pool.map(_run, filter(_has_examples, stdlib_pages.modules()))
         return list(dict.fromkeys((code, printed) for own in found for code, printed in own))
@@ -36,7 +38,8 @@ def _has_examples(name: str) -> bool:
         return found is not None
     path = Path(str(found.origin))
     return path.suffix != ".py" or any(
-        b">>>" in each.read_bytes() for each in (path.parent.glob("*.py") if found.submodule_search_locations else [path])
+        b">>>" in each.read_bytes()
+        for each in (path.parent.glob("*.py") if found.submodule_search_locations else [path])
     )
 
 
@@ -86,7 +89,9 @@ class _Runner(doctest.DocTestRunner):
     def report_failure(self, out: Any, test: doctest.DocTest, example: doctest.Example, got: str) -> None:
         pass
 
-    def report_unexpected_exception(self, out: Any, test: doctest.DocTest, example: doctest.Example, exc_info: Any) -> None:
+    def report_unexpected_exception(
+        self, out: Any, test: doctest.DocTest, example: doctest.Example, exc_info: Any
+    ) -> None:
         pass
 
 

@@ -19,17 +19,48 @@ from src.registry import MODELS, bind
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the options for the base and its inputs."""
     add = parser.add_argument
-    add("--embedding_model", required=True, help="the base: a folder of save_pretrained, a hub id in the cache, or an experiment's id")
-    add("--maximum_input_length", type=int, required=True, help="most tokens of an encoder input: data.context_tokens of the experiments")
+    add(
+        "--embedding_model",
+        required=True,
+        help="the base: a folder of save_pretrained, a hub id in the cache, or an experiment's id",
+    )
+    add(
+        "--maximum_input_length",
+        type=int,
+        required=True,
+        help="most tokens of an encoder input: data.context_tokens of the experiments",
+    )
     add("--batch_size", type=int, help="most inputs in one batch (default: 8, and no limit with --batch_tokens)")
     add("--data_cache_path", type=Path, required=True, help="folder of prepared corpora")
     add("--corpus", default="nq", help="folder of the prepared corpus (default: %(default)s)")
-    add("--template", choices=get_args(templates.Name), default="assistant", help="data.template (default: %(default)s)")
+    add(
+        "--template", choices=get_args(templates.Name), default="assistant", help="data.template (default: %(default)s)"
+    )
     add("--chunked_contexts", action="store_true", help="data.chunked_contexts: each context is encoded on its own")
-    add("--questions_on_contexts", action="store_true", help="data.questions_on_contexts: the question stands before each context")
-    add("--too_long", choices=get_args(TooLong), default="truncate", help="data.too_long, of longer contexts (default: %(default)s)")
-    add("--model_dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of the base (default: %(default)s)")
-    add("--savedir_base", "-sb", type=Path, default=Path("results/runs"), help="where an experiment that is the base was trained")
+    add(
+        "--questions_on_contexts",
+        action="store_true",
+        help="data.questions_on_contexts: the question stands before each context",
+    )
+    add(
+        "--too_long",
+        choices=get_args(TooLong),
+        default="truncate",
+        help="data.too_long, of longer contexts (default: %(default)s)",
+    )
+    add(
+        "--model_dtype",
+        choices=("float32", "bfloat16", "float16"),
+        default="float32",
+        help="of the base (default: %(default)s)",
+    )
+    add(
+        "--savedir_base",
+        "-sb",
+        type=Path,
+        default=Path("results/runs"),
+        help="where an experiment that is the base was trained",
+    )
 
 
 def require_positive(options: argparse.Namespace, *names: str) -> None:
@@ -58,7 +89,8 @@ def architecture(base: ModelConfig, places: Places, rules: EncodingOptions) -> t
     """Identity and hidden size of the base.
 
     Raises:
-        ConfigError: it is no decoder, has no weights yet, is of no known family, or reads fewer tokens than `rules` allow.
+        ConfigError: it is no decoder, has no weights yet, is of no known family, or reads fewer tokens than `rules`
+            allow.
     """
     base.check(places)
     try:
@@ -74,7 +106,8 @@ def architecture(base: ModelConfig, places: Places, rules: EncodingOptions) -> t
         raise ConfigError(f"{encoded_store.describe_base(who)}: no decoder that cross-attention can be attached to.")
     if sizes.max_positions is not None and rules.context_tokens > sizes.max_positions:
         raise ConfigError(
-            f"--maximum_input_length: {rules.context_tokens} tokens are more than the {sizes.max_positions} positions of the base."
+            f"--maximum_input_length: {rules.context_tokens} tokens are more than the {sizes.max_positions} "
+            f"positions of the base."
         )
     return who, sizes.hidden_size
 
@@ -92,7 +125,9 @@ def device(named: str | None) -> str:
         torch.zeros(1, device=chosen).cpu()
     except (RuntimeError, AssertionError, ImportError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"--device: {chosen!r} cannot be used ({reason}). Name one that is here, such as cpu or cuda:0.") from None
+        raise ConfigError(
+            f"--device: {chosen!r} cannot be used ({reason}). Name one that is here, such as cpu or cuda:0."
+        ) from None
     return chosen
 
 

@@ -20,9 +20,14 @@ def open_or_create(folder: Path, mine: dict[str, Any]) -> dict[str, Any]:
     store = encoded_store.read_store(folder)
     if not encoded_store.same_base(store["model"], mine["model"]):
         made, now = encoded_store.describe_base(store["model"]), encoded_store.describe_base(mine["model"])
-        raise ConfigError(f"{folder}: holds states of {made}, not of {now}. Choose another --data_cache_path, or remove the folder.")
+        raise ConfigError(
+            f"{folder}: holds states of {made}, not of {now}. Choose another --data_cache_path, or remove the folder."
+        )
     if store["dtype"] != mine["dtype"]:
-        raise ConfigError(f"{folder}: holds {store['dtype']}, not {mine['dtype']}. Say --dtype {store['dtype']}, or remove the folder.")
+        raise ConfigError(
+            f"{folder}: holds {store['dtype']}, not {mine['dtype']}. Say --dtype {store['dtype']}, or remove the "
+            f"folder."
+        )
     return store
 
 

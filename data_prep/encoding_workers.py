@@ -73,7 +73,8 @@ class Encoding:
         except torch.OutOfMemoryError as error:
             size = "x".join(map(str, ids.shape))
             raise RunError(
-                f"{self._device}: out of memory in a batch of {size} tokens. Make --batch_size or --batch_tokens smaller."
+                f"{self._device}: out of memory in a batch of {size} tokens. Make --batch_size or --batch_tokens "
+                f"smaller."
             ) from error
         assert self._writer is not None
         for n, sequence in enumerate(batch):
@@ -94,7 +95,8 @@ class Encoding:
 
 
 def encode_all(job: Job, batches: Iterable[Batch], devices: Sequence[str]) -> int:
-    """Encode all `batches`: in this process if there is one device, else in a process for each. Returns the number of sequences.
+    """Encode all `batches`: in this process if there is one device, else in a process for each. Returns the number of
+    sequences.
 
     What was committed before an error is kept.
 
@@ -161,7 +163,9 @@ def _in_processes(job: Job, batches: Iterator[Batch], devices: Sequence[str], pr
             process.join()
 
 
-def _serve(pipe: Any, workers: dict[Any, tuple[Any, str, list[Batch]]], batches: Iterator[Batch], progress: Progress) -> None:
+def _serve(
+    pipe: Any, workers: dict[Any, tuple[Any, str, list[Batch]]], batches: Iterator[Batch], progress: Progress
+) -> None:
     """Answer one message of a worker: None for a batch that is done, "closed", or an error."""
     process, device, given = workers[pipe]
     try:

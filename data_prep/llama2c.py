@@ -1,7 +1,9 @@
-"""Turn a model of llama2.c into a folder that transformers loads: `python -m data_prep.llama2c WEIGHTS.bin TOKENIZER.bin`.
+"""Turn a model of llama2.c into a folder that transformers loads: `python -m data_prep.llama2c WEIGHTS.bin
+TOKENIZER.bin`.
 
-The small models trained on TinyStories come in this form, such as stories260K with its vocabulary of 512. Layout: karpathy/llama2.c,
-run.c (checkpoint version 0: seven int32, then float32 matrices) and tokenizer.py (per token a float32 score, an int32 length, bytes).
+The small models trained on TinyStories come in this form, such as stories260K with its vocabulary of 512. Layout:
+karpathy/llama2.c, run.c (checkpoint version 0: seven int32, then float32 matrices) and tokenizer.py (per token a
+float32 score, an int32 length, bytes).
 """
 
 import argparse
@@ -49,19 +51,26 @@ def read_tokens(path: Path) -> list[tuple[bytes, float]]:
                 raise struct.error("text is cut off")
             found.append((content[place - length : place], score))
     except struct.error as error:
-        raise DataError(f"{path}: token {len(found)}: {error}. Expected the tokenizer file of a llama2.c model.") from None
+        raise DataError(
+            f"{path}: token {len(found)}: {error}. Expected the tokenizer file of a llama2.c model."
+        ) from None
     if not found:
         raise DataError(f"{path}: no token in it. Expected the tokenizer file of a llama2.c model.")
     return found
 
 
 def tokenizer_of(tokens: Sequence[tuple[bytes, float]]) -> Any:
-    """SentencePiece's byte-pair encoding as a tokenizer of transformers: the pair with the best score is merged first."""
+    """SentencePiece's byte-pair encoding as a tokenizer of transformers: the pair with the best score is merged
+    first."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, processors
     from transformers import PreTrainedTokenizerFast
 
     bytes_from, bytes_to = len(SPECIAL), len(SPECIAL) + 256
-    names = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), *(text.decode().replace(" ", SPACE) for text, _ in tokens[bytes_to:])]
+    names = [
+        *SPECIAL,
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        *(text.decode().replace(" ", SPACE) for text, _ in tokens[bytes_to:]),
+    ]
     ids = {name: i for i, name in enumerate(names)}
     ranked = sorted(range(bytes_to, len(names)), key=lambda i: (-tokens[i][1], i))
     merges = [
@@ -76,7 +85,9 @@ def tokenizer_of(tokens: Sequence[tuple[bytes, float]]) -> Any:
     inner.decoder = decoders.Sequence(steps)
     inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", ids["<s>"])])
     assert bytes_from == ids["<0x00>"]
-    return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", bos_token="<s>", eos_token="</s>", pad_token="</s>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, unk_token="<unk>", bos_token="<s>", eos_token="</s>", pad_token="</s>"
+    )
 
 
 def read_model(path: Path) -> Any:
@@ -90,13 +101,16 @@ def read_model(path: Path) -> Any:
 
     content = path.read_bytes()
     if len(content) < HEADER_BYTES:
-        raise DataError(f"{path}: {len(content)} bytes, too few for a header. Expected the weights of a llama2.c model, version 0.")
+        raise DataError(
+            f"{path}: {len(content)} bytes, too few for a header. Expected the weights of a llama2.c model, version 0."
+        )
     sizes = Sizes(*struct.unpack_from("<7i", content))
     shapes = _shapes(sizes, path)
     expected = HEADER_BYTES + 4 * sum(torch.Size(shape).numel() for shape in shapes.values())
     if len(content) != expected:
         raise DataError(
-            f"{path}: {len(content)} bytes, but its header {tuple(sizes)} says {expected}. Expected a llama2.c model, version 0."
+            f"{path}: {len(content)} bytes, but its header {tuple(sizes)} says {expected}. Expected a llama2.c "
+            f"model, version 0."
         )
     numbers, place, read = torch.frombuffer(bytearray(content[HEADER_BYTES:]), dtype=torch.float32), 0, {}
     for name, shape in shapes.items():
@@ -123,7 +137,10 @@ def read_model(path: Path) -> Any:
 def _shapes(sizes: Sizes, path: Path) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the tensors, in the order of the file."""
     if min(sizes[:5]) < 1 or not sizes.vocab_size or sizes.max_positions < 1 or sizes.hidden_size % sizes.num_heads:
-        raise DataError(f"{path}: its header says {tuple(sizes)}, which are no sizes of a model. Expected a llama2.c model, version 0.")
+        raise DataError(
+            f"{path}: its header says {tuple(sizes)}, which are no sizes of a model. Expected a llama2.c model, "
+            f"version 0."
+        )
     D, inner, L = sizes.hidden_size, sizes.intermediate_size, sizes.num_layers
     head = D // sizes.num_heads
     shared = sizes.num_key_value_heads * head
@@ -146,7 +163,8 @@ def _shapes(sizes: Sizes, path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _rename_weights(read: dict[str, Any], sizes: Sizes) -> dict[str, Any]:
-    """The weights by transformers' names. llama2.c rotates neighbouring dimensions by one angle, transformers the halves of a head."""
+    """The weights by transformers' names. llama2.c rotates neighbouring dimensions by one angle, transformers the
+    halves of a head."""
     top = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
     made = {top[name]: tensor for name, tensor in read.items() if name in top}
     head = sizes.hidden_size // sizes.num_heads
@@ -181,7 +199,8 @@ def convert(weights: Path, tokenizer: Path, data_path: Path, name: str | None) -
     model, tokens = read_model(weights), read_tokens(tokenizer)
     if len(tokens) != model.config.vocab_size:
         raise DataError(
-            f"{tokenizer}: {len(tokens)} tokens, but the model has {model.config.vocab_size}. Take the tokenizer of that model."
+            f"{tokenizer}: {len(tokens)} tokens, but the model has {model.config.vocab_size}. Take the tokenizer of "
+            f"that model."
         )
     with files.new_directory(target) as made:
         model.save_pretrained(made)

@@ -1,8 +1,10 @@
 """Prepare Super-Natural-Instructions as one task of text: `python -m data_prep.natural_instructions RELEASE`.
 
-RELEASE is a checkout of allenai/natural-instructions, with splits/default and tasks. One folder is made below --data_path: train.jsonl from
-the training tasks and val.jsonl from the test tasks, of which the first 100 instances are the benchmark. A row is read as Tk-Instruct reads
-it: a definition, examples as far as they fit, and the instance (Wang et al. 2022, arXiv 2204.07705). Two runs give the same bytes.
+RELEASE is a checkout of allenai/natural-instructions, with splits/default and tasks. One folder is made below
+--data_path: train.jsonl from the training tasks and val.jsonl from the test tasks, of which the first 100 instances are
+the benchmark. A row is read as Tk-Instruct reads
+it: a definition, examples as far as they fit, and the instance (Wang et al. 2022, arXiv 2204.07705). Two runs give the
+same bytes.
 """
 
 import argparse
@@ -33,9 +35,19 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("release", type=Path, help="folder with splits/ and tasks/")
     add("--name", default="sni", help="the folder that is made (default: %(default)s)")
     add("--split", default="default", help="folder below splits/ with the lists of tasks (default: %(default)s)")
-    add("--instances", type=int, default=100, help="most of a task, drawn; of a test task of its first 100 (default: %(default)s)")
+    add(
+        "--instances",
+        type=int,
+        default=100,
+        help="most of a task, drawn; of a test task of its first 100 (default: %(default)s)",
+    )
     add("--positive_examples", type=int, default=2, help="in an input, as far as they fit (default: %(default)s)")
-    add("--input_characters", type=int, default=4000, help="examples are left out where an input would be longer (default: %(default)s)")
+    add(
+        "--input_characters",
+        type=int,
+        default=4000,
+        help="examples are left out where an input would be longer (default: %(default)s)",
+    )
     add("--seed", type=int, default=0, help="of what is drawn (default: %(default)s)")
 
 
@@ -76,7 +88,9 @@ def prepare(data_path: Path, options: Options) -> bool:
         counts = {}
         for split, names in tasks.items():
             with open(folder / f"{split}.jsonl", "w", encoding="utf-8", newline="\n") as file:
-                found = (row for task in tqdm(names, desc=split, unit=" tasks") for row in rows(paths[task], split, options))
+                found = (
+                    row for task in tqdm(names, desc=split, unit=" tasks") for row in rows(paths[task], split, options)
+                )
                 counts[split] = 0
                 for row in found:
                     file.write(json.dumps({"index": counts[split], **row}) + "\n")
@@ -91,7 +105,9 @@ def read_task_names(path: Path) -> list[str]:
     try:
         return path.read_text(encoding="utf-8").split()
     except OSError as error:
-        raise DataError(f"{path}: no list of tasks ({error.strerror}). RELEASE is a checkout of allenai/natural-instructions.") from None
+        raise DataError(
+            f"{path}: no list of tasks ({error.strerror}). RELEASE is a checkout of allenai/natural-instructions."
+        ) from None
 
 
 def task_path(release: Path, task: str) -> Path:
@@ -108,9 +124,17 @@ def rows(path: Path, split: str, options: Options) -> Iterator[dict[str, Any]]:
     draws = Random(f"{options.seed}/{task}")
     raw = read_json(path, DataError)
     try:
-        definition = with_stop((raw["Definition"][0] if isinstance(raw["Definition"], list) else raw["Definition"]).strip())
-        examples = [example_text(i, example) for i, example in enumerate(raw["Positive Examples"][: options.positive_examples], 1)]
-        instances = [(instance["input"].strip(), [answer.strip() for answer in instance["output"]]) for instance in raw["Instances"]]
+        definition = with_stop(
+            (raw["Definition"][0] if isinstance(raw["Definition"], list) else raw["Definition"]).strip()
+        )
+        examples = [
+            example_text(i, example)
+            for i, example in enumerate(raw["Positive Examples"][: options.positive_examples], 1)
+        ]
+        instances = [
+            (instance["input"].strip(), [answer.strip() for answer in instance["output"]])
+            for instance in raw["Instances"]
+        ]
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise DataError(f"{path}: not a task of Natural Instructions ({type(error).__name__}: {error}).") from None
     if split == "val":
@@ -125,7 +149,8 @@ def rows(path: Path, split: str, options: Options) -> Iterator[dict[str, Any]]:
 
 
 def input_text(definition: str, examples: Sequence[str], instance: str, most: int) -> str:
-    """What stands behind "Definition: ": the definition, the examples that fit into `most` characters, and the instance."""
+    """What stands behind "Definition: ": the definition, the examples that fit into `most` characters, and the
+    instance."""
     begin = f"{definition}\n\n"
     end = with_stop(f"Now complete the following example -\nInput: {instance}") + "\nOutput:"
     fitting = ""

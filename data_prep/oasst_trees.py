@@ -8,9 +8,10 @@ python -m data_prep.oasst_trees tree_to_messages finished.jsonl messages.jsonl -
 python -m data_prep.oasst_trees filter_messages messages.jsonl prompts.jsonl --prompts_only --lang en
 python -m data_prep.oasst_trees split finished.jsonl train.jsonl val.jsonl --val_percent 20 --seed 0
 
-A file has a JSON object on each line: a tree, {"message_tree_id", "prompt": {..., "replies": [...]}}, or a message, {"message_id", "text",
-"role"}, which may have replies too; rank_reports makes trees that wait for ranking, from reports of src.serving.sampling_report. Files
-whose names end with .gz are compressed. Messages of one tree are never in both parts of a split.
+A file has a JSON object on each line: a tree, {"message_tree_id", "prompt": {..., "replies": [...]}}, or a message,
+{"message_id", "text", "role"}, which may have replies too; rank_reports makes trees that wait for ranking, from reports
+of src.serving.sampling_report. Files whose names end with .gz are compressed. Messages of one tree are never in both
+parts of a split.
 """
 
 import argparse
@@ -34,7 +35,15 @@ from src.config import unknown_text
 from src.errors import ConfigError, DataError, print_errors
 from src.files import read_json
 
-STATES = ("prompt_lottery_waiting", "growing", "ready_for_export", "aborted_low_grade", "halted_by_moderator", "backlog_ranking", "ranking")
+STATES = (
+    "prompt_lottery_waiting",
+    "growing",
+    "ready_for_export",
+    "aborted_low_grade",
+    "halted_by_moderator",
+    "backlog_ranking",
+    "ranking",
+)
 CHOICES = ("without", "with", "only")
 """What is done with messages of a kind."""
 Row = dict[str, Any]
@@ -54,7 +63,9 @@ def read(path: Path) -> Iterator[tuple[str, Row, bool]]:
         for message in walk(row.get("prompt", row)):
             for name in ("message_id", "text", "role"):
                 if not isinstance(message.get(name), str):
-                    raise DataError(f"{where}: field {name!r} of a message: expected text, got {message.get(name)!r:.60}.")
+                    raise DataError(
+                        f"{where}: field {name!r} of a message: expected text, got {message.get(name)!r:.60}."
+                    )
         yield where, row, is_tree
 
 
@@ -95,13 +106,16 @@ def filter_messages(options: argparse.Namespace) -> Iterator[Any]:
 
 
 def filter_trees(options: argparse.Namespace) -> Iterator[Row]:
-    """The trees that are asked for: --synthetic and --max_length are about all of their messages, --lang about the prompt."""
+    """The trees that are asked for: --synthetic and --max_length are about all of their messages, --lang about the
+    prompt."""
     found = _matching_trees(options)
     if options.count is None:
         return found
     if options.count < 1:
         raise ConfigError(f"--count: expected at least 1, got {options.count}.")
-    drawn = heapq.nsmallest(options.count, ((_draw(options.seed, row["message_tree_id"]), i, row) for i, row in enumerate(found)))
+    drawn = heapq.nsmallest(
+        options.count, ((_draw(options.seed, row["message_tree_id"]), i, row) for i, row in enumerate(found))
+    )
     return iter([row for _, _, row in sorted(drawn, key=lambda each: each[1])])
 
 
@@ -113,13 +127,17 @@ def _matching_trees(options: argparse.Namespace) -> Iterator[Row]:
             _is_wanted(kinds, options)
             and (options.lang is None or row["prompt"].get("lang") in options.lang)
             and (options.state is None or row.get("tree_state") in options.state)
-            and (options.max_length is None or all(len(message["text"]) <= options.max_length for message in walk(row["prompt"])))
+            and (
+                options.max_length is None
+                or all(len(message["text"]) <= options.max_length for message in walk(row["prompt"]))
+            )
         ):
             yield row
 
 
 def rank_reports(options: argparse.Namespace) -> Iterator[Row]:
-    """Trees that wait for people to rank answers: of each prompt of the reports, --replies different answers, drawn by --seed."""
+    """Trees that wait for people to rank answers: of each prompt of the reports, --replies different answers, drawn by
+    --seed."""
     if options.replies < 2:
         raise ConfigError(f"--replies: expected at least 2, got {options.replies}.")
     prompts: dict[str, dict[str, str]] = {}
@@ -131,9 +149,13 @@ def rank_reports(options: argparse.Namespace) -> Iterator[Row]:
                 for output in result["outputs"]:
                     prompts.setdefault(str(asked["prompt"]), {}).setdefault(str(output).strip(), by)
         except (TypeError, KeyError) as error:
-            raise DataError(f"{path}: no report of src.serving.sampling_report ({type(error).__name__}: {error}).") from None
+            raise DataError(
+                f"{path}: no report of src.serving.sampling_report ({type(error).__name__}: {error})."
+            ) from None
     for prompt, answers in prompts.items():
-        drawn = sorted(filter(None, answers), key=lambda text: _draw(options.seed, f"{prompt}/{text}"))[: options.replies]
+        drawn = sorted(filter(None, answers), key=lambda text: _draw(options.seed, f"{prompt}/{text}"))[
+            : options.replies
+        ]
         if len(drawn) < 2:
             continue
         name = _name(prompt)
@@ -160,11 +182,16 @@ def tree_to_messages(options: argparse.Namespace) -> Iterator[Row]:
     for where, row, is_tree in read(options.input):
         _require_tree(where, is_tree)
         for message in walk(row["prompt"]):
-            yield {**_drop_replies(message), "message_tree_id": row["message_tree_id"], "tree_state": row.get("tree_state")}
+            yield {
+                **_drop_replies(message),
+                "message_tree_id": row["message_tree_id"],
+                "tree_state": row.get("tree_state"),
+            }
 
 
 def split(options: argparse.Namespace) -> Callable[[Row], bool]:
-    """Whether a row is for validation. So are --val_percent of the trees, rounded, which depend on --seed and their ids alone.
+    """Whether a row is for validation. So are --val_percent of the trees, rounded, which depend on --seed and their ids
+    alone.
 
     Raises:
         ConfigError: none or all of them would be.
@@ -174,7 +201,9 @@ def split(options: argparse.Namespace) -> Callable[[Row], bool]:
     trees = {_tree_id(where, row) for where, row, _ in read(options.input)}
     count = round(len(trees) * options.val_percent / 100)
     if not 0 < count < len(trees):
-        raise ConfigError(f"--val_percent: {options.val_percent:g} % of {len(trees)} trees leave one of the two files empty.")
+        raise ConfigError(
+            f"--val_percent: {options.val_percent:g} % of {len(trees)} trees leave one of the two files empty."
+        )
     chosen = set(sorted(trees, key=lambda name: _draw(options.seed, name))[:count])
     return lambda row: _tree_id("", row) in chosen
 
@@ -182,7 +211,8 @@ def split(options: argparse.Namespace) -> Callable[[Row], bool]:
 def counts(rows: Iterable[tuple[str, Row, bool]], languages: Container[str] | None = None) -> Counter[str]:
     """What a file holds. languages: of the messages that count; None: all.
 
-    "prompts with replies" are messages of people with more than one reply, "with ranked replies" those of which more than one is ranked.
+    "prompts with replies" are messages of people with more than one reply, "with ranked replies" those of which more
+    than one is ranked.
     """
     found, replies, ranked = Counter[str](trees=0, messages=0), Counter[str](), Counter[str]()
     people = set[str]()
@@ -236,8 +266,14 @@ def writer(path: Path, drop_nulls: bool) -> Iterator[Callable[[Any], None]]:
     beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     with files.writing(path):
         try:
-            with gzip.open(beside, "wt", encoding="utf-8") if path.suffix == ".gz" else open(beside, "w", encoding="utf-8") as file:
-                yield lambda row: print(json.dumps(without_nulls(row) if drop_nulls else row, ensure_ascii=False), file=file)
+            with (
+                gzip.open(beside, "wt", encoding="utf-8")
+                if path.suffix == ".gz"
+                else open(beside, "w", encoding="utf-8") as file
+            ):
+                yield lambda row: print(
+                    json.dumps(without_nulls(row) if drop_nulls else row, ensure_ascii=False), file=file
+                )
             os.replace(beside, path)
         finally:
             beside.unlink(missing_ok=True)
@@ -252,7 +288,11 @@ def _write(options: argparse.Namespace) -> None:
             raise ConfigError("a file is named twice: the input would be lost, or one of the outputs.")
         is_val = split(options) if options.action == "split" else lambda _: False
         writes = {path: stack.enter_context(writer(path, options.without_nulls)) for path in outputs}
-        rows = (row for _, row, _ in read(options.input)) if options.action == "split" else ACTIONS[options.action](options)
+        rows = (
+            (row for _, row, _ in read(options.input))
+            if options.action == "split"
+            else ACTIONS[options.action](options)
+        )
         for row in rows:
             path = outputs[is_val(row)]
             writes[path](row)
@@ -310,7 +350,12 @@ def _parser() -> argparse.ArgumentParser:
         if name in ("counts", "filter_messages", "filter_trees"):
             add("--lang", type=lambda text: text.split(","), metavar="LANGUAGES", help="such as en,de (default: all)")
         if name.startswith("filter_"):
-            add("--state", type=lambda text: text.split(","), metavar="STATES", help="of trees, such as growing,ranking (default: all)")
+            add(
+                "--state",
+                type=lambda text: text.split(","),
+                metavar="STATES",
+                help="of trees, such as growing,ranking (default: all)",
+            )
             add("--synthetic", choices=CHOICES, default="with", help="what a model has written (default: %(default)s)")
         if name == "filter_messages":
             add("--deleted", choices=CHOICES, default="without", help="(default: %(default)s)")

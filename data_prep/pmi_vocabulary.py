@@ -1,10 +1,12 @@
-"""List the n-grams of words that PMI-masking masks whole: `python -m data_prep.pmi_vocabulary --name c4_pmi --train FILE..`.
+"""List the n-grams of words that PMI-masking masks whole: `python -m data_prep.pmi_vocabulary --name c4_pmi --train
+FILE..`.
 
-One folder is made below --data_path, with ngrams.txt, which data set span_corruption reads: `"ngrams": "c4_pmi/ngrams.txt"`. N-grams of
-2 to 5 words are ranked by PMI_n (Levine et al. 2021, arXiv 2010.01825, equation 3), each length by itself; half of the list are pairs, a
-quarter are triples, and an eighth each is of 4 and of 5 words, as in the authors' lists (github.com/AI21Labs/pmi-masking). Only those
-with a positive score are listed. A SOURCE is a file (.jsonl, .json, .txt, plain or with gzip; .parquet), a folder saved by `datasets`, or
-hub:ID[@CONFIG]. It is read once; memory is bounded by --max_counts.
+One folder is made below --data_path, with ngrams.txt, which data set span_corruption reads: `"ngrams":
+"c4_pmi/ngrams.txt"`. N-grams of 2 to 5 words are ranked by PMI_n (Levine et al. 2021, arXiv 2010.01825, equation 3),
+each length by itself; half of the list are pairs, a quarter are triples, and an eighth each is of 4 and of 5 words, as
+in the authors' lists (github.com/AI21Labs/pmi-masking). Only those with a positive score are listed. A SOURCE is a file
+(.jsonl, .json, .txt, plain or with gzip; .parquet), a folder saved by `datasets`, or hub:ID[@CONFIG]. It is read once;
+memory is bounded by --max_counts.
 """
 
 import argparse
@@ -31,9 +33,25 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     command.add_data_path(parser)
     add = parser.add_argument
     add("--name", required=True, help="the new folder below it")
-    add("--train", nargs="+", required=True, metavar="SOURCE", help="what is read; the text that will be trained on, or a part of it")
-    add("--text_field", default="text", help="of JSON objects and table rows: which one is the text (default: %(default)s)")
-    add("--size", type=int, default=800_000, metavar="N", help="n-grams of the list (default: %(default)s, as in the paper)")
+    add(
+        "--train",
+        nargs="+",
+        required=True,
+        metavar="SOURCE",
+        help="what is read; the text that will be trained on, or a part of it",
+    )
+    add(
+        "--text_field",
+        default="text",
+        help="of JSON objects and table rows: which one is the text (default: %(default)s)",
+    )
+    add(
+        "--size",
+        type=int,
+        default=800_000,
+        metavar="N",
+        help="n-grams of the list (default: %(default)s, as in the paper)",
+    )
     add(
         "--min_count",
         type=int,
@@ -53,7 +71,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(data_path: Path, name: str, train: Sequence[str], text_field: str, **options: Any) -> bool:
-    """Make the folder `data_path / name`; False if it is whole and has the same provenance. options: all of the command line.
+    """Make the folder `data_path / name`; False if it is whole and has the same provenance. options: all of the command
+    line.
 
     Raises:
         ConfigError: an option is out of range.
@@ -64,7 +83,11 @@ def prepare(data_path: Path, name: str, train: Sequence[str], text_field: str, *
         if options[option] < least:
             raise ConfigError(f"--{option}: expected at least {least}, got {options[option]}.")
     corpus = training_text.open_corpus(train, text_field)
-    made_from = {**corpus.facts, "options": options, "scripts_sha256": command.digest_files([__file__, training_text.__file__])}
+    made_from = {
+        **corpus.facts,
+        "options": options,
+        "scripts_sha256": command.digest_files([__file__, training_text.__file__]),
+    }
 
     def fill(beside: Path) -> dict[str, Any]:
         counts, totals, undercount = count_ngrams(corpus.batches(name), options["max_counts"], options["punctuation"])
@@ -75,19 +98,31 @@ def prepare(data_path: Path, name: str, train: Sequence[str], text_field: str, *
             raise DataError(f"--train: no n-gram {often}. Give more text, or lower --min_count.")
         with open(beside / FILE, "w", encoding="utf-8", newline="\n") as file:
             file.writelines(f"{ngram}\n" for ngrams in chosen.values() for ngram in ngrams)
-        print(f"{totals[1]:,} words; n-grams by words: {', '.join(f'{n}: {len(ngrams):,}' for n, ngrams in chosen.items())}")
+        print(
+            f"{totals[1]:,} words; n-grams by words: "
+            f"{', '.join(f'{n}: {len(ngrams):,}' for n, ngrams in chosen.items())}"
+        )
         if undercount:
-            print(f"Rare n-grams were forgotten, so counts may be too low by up to {undercount:,}; --max_counts keeps more.")
-        return {"words": totals[1], "ngrams": {str(n): len(ngrams) for n, ngrams in chosen.items()}, "undercount": undercount}
+            print(
+                f"Rare n-grams were forgotten, so counts may be too low by up to {undercount:,}; --max_counts keeps "
+                f"more."
+            )
+        return {
+            "words": totals[1],
+            "ngrams": {str(n): len(ngrams) for n, ngrams in chosen.items()},
+            "undercount": undercount,
+        }
 
     return command.make_folder(data_path / name, COMMAND, made_from, fill) is not None
 
 
-def count_ngrams(batches: Iterable[list[str]], max_counts: int, punctuation: bool = False) -> tuple[Mapping[str, int], dict[int, int], int]:
+def count_ngrams(
+    batches: Iterable[list[str]], max_counts: int, punctuation: bool = False
+) -> tuple[Mapping[str, int], dict[int, int], int]:
     """(counts, totals, undercount) of the n-grams of up to 5 words, in lower case.
 
-    counts: of more than `max_counts` the rarest are forgotten after a batch, until half as many are left (lossy counting, Manku and
-    Motwani 2002). A part of an n-gram that is left is left, too, as it is not rarer.
+    counts: of more than `max_counts` the rarest are forgotten after a batch, until half as many are left (lossy
+    counting, Manku and Motwani 2002). A part of an n-gram that is left is left, too, as it is not rarer.
     totals: n-grams of each length, forgotten ones included.
     undercount: no count is lower than the true one by more than this; what has no count is not more frequent.
     """
@@ -111,7 +146,9 @@ def count_ngrams(batches: Iterable[list[str]], max_counts: int, punctuation: boo
     return counts, totals, undercount
 
 
-def rank(counts: Mapping[str, int], totals: dict[int, int], min_count: int, frequent: bool = False) -> dict[int, list[str]]:
+def rank(
+    counts: Mapping[str, int], totals: dict[int, int], min_count: int, frequent: bool = False
+) -> dict[int, list[str]]:
     """By length, the n-grams with at least `min_count` and a positive PMI_n, the highest score first.
 
     totals: of the counts of each length. frequent: the score is PMI_n plus the logarithm of the n-gram's probability.
@@ -130,7 +167,8 @@ def rank(counts: Mapping[str, int], totals: dict[int, int], min_count: int, freq
 def pmi(words: Sequence[str], log_p: Callable[[str, int], float]) -> float:
     """PMI_n of two words or more: log p of all less that of their most probable segmentation into two parts or more.
 
-    This is equation 3 of Levine et al. 2021, min over segmentations of log (p(w_1..w_n) / product of p(s) over segments s).
+    This is equation 3 of Levine et al. 2021, min over segmentations of log (p(w_1..w_n) / product of p(s) over segments
+    s).
     words: with the spaces before them. log_p: of an n-gram and its number of words.
     """
     n = len(words)

@@ -4,13 +4,14 @@ python -m data_prep.prepare_conversations --name webgpt
 python -m data_prep.prepare_conversations --name webgpt --train comparisons.jsonl
 python -m data_prep.prepare_conversations --name oasst_replies --release oasst_export --mode rm --train trees.jsonl.gz
 python -m data_prep.prepare_conversations --name mine --release_file mine.yaml
-python -m data_prep.prepare_conversations --form completion --train q.jsonl --columns prompt=question completion=answer --keep answer \\
-    --name mine
+python -m data_prep.prepare_conversations --form completion --train q.jsonl --columns prompt=question completion=answer
+    --keep answer \\ --name mine
 
-A release is an entry of resources/conversations or of your own file. It names the source and the form of its rows; --form replaces it.
-Sources: JSON, JSON lines (also .gz), Parquet, folders of `datasets`, hub:ID. --keep copies columns into the prepared rows, where rewards
-read them. Without validation rows, a share of --train is for validation, chosen by a digest of the first message. Validation rows that
-equal a training row are removed; case and blanks do not count. A source that is given for both splits is in both.
+A release is an entry of resources/conversations or of your own file. It names the source and the form of its rows;
+--form replaces it. Sources: JSON, JSON lines (also .gz), Parquet, folders of `datasets`, hub:ID. --keep copies columns
+into the prepared rows, where rewards read them. Without validation rows, a share of --train is for validation, chosen
+by a digest of the first message. Validation rows that equal a training row are removed; case and blanks do not count. A
+source that is given for both splits is in both.
 """
 
 import argparse
@@ -27,7 +28,16 @@ from typing import Any
 
 from data_prep import command, conversation_joining, conversation_table, sources
 from data_prep.conversation_forms.columns import Columns, is_there, look_up
-from data_prep.conversation_forms.rows import CHANGES, SPLIT_NAME, Form, Row, contradicts_itself, missing_column, pop_change, rows_of
+from data_prep.conversation_forms.rows import (
+    CHANGES,
+    SPLIT_NAME,
+    Form,
+    Row,
+    contradicts_itself,
+    missing_column,
+    pop_change,
+    rows_of,
+)
 from data_prep.conversation_table import FORMS, Mode, Release
 from data_prep.qa_releases import json_stream
 from src.config import load as load_config
@@ -46,15 +56,39 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("--name", required=True, help="folder below --data_path")
     add("--release", metavar="NAME", help="entry of resources/conversations (default: --name)")
     add("--release_file", type=Path, metavar="YAML", help="file with entries of yours, which take precedence")
-    add("--mode", choices=("sft", "rm"), help="answers to learn, or ranked replies, if a release has both (default: its first)")
+    add(
+        "--mode",
+        choices=("sft", "rm"),
+        help="answers to learn, or ranked replies, if a release has both (default: its first)",
+    )
     add("--form", metavar="FORM", help=f"layout of the rows, instead of a release: {', '.join(FORMS)}")
     add("--train", nargs="+", default=[], metavar="SOURCE", help="training rows (default: the source of the release)")
-    add("--val", nargs="+", default=[], metavar="SOURCE", help="validation rows (default: those of the release, or a share of --train)")
+    add(
+        "--val",
+        nargs="+",
+        default=[],
+        metavar="SOURCE",
+        help="validation rows (default: those of the release, or a share of --train)",
+    )
     add("--val_rate", type=float, help="that share (default: that of the release; 0.1 with --form)")
-    add("--fold", metavar="K/N", help="use the K-th of N parts of --train for validation, such as 2/5; parts share no question")
+    add(
+        "--fold",
+        metavar="K/N",
+        help="use the K-th of N parts of --train for validation, such as 2/5; parts share no question",
+    )
     add("--columns", nargs="+", default=[], metavar="NAME=COLUMN", help="names of the form's columns in the source")
-    add("--keep", nargs="+", default=[], metavar="COLUMN", help="columns to copy into the prepared rows, such as answer or tests")
-    add("--negatives", choices=("refuse", "skip", "learn"), help="rows with label false, such as KTO's, in mode sft (default: refuse)")
+    add(
+        "--keep",
+        nargs="+",
+        default=[],
+        metavar="COLUMN",
+        help="columns to copy into the prepared rows, such as answer or tests",
+    )
+    add(
+        "--negatives",
+        choices=("refuse", "skip", "learn"),
+        help="rows with label false, such as KTO's, in mode sft (default: refuse)",
+    )
     add("--lang", metavar="LANGUAGES", help="languages of trees, such as en,de (default: en)")
     add("--top_k", type=int, metavar="K", help="for trees: follow only replies of rank 0 to K - 1 (default: all)")
     add("--synthetic", action="store_true", help="for trees: include messages written by a model")
@@ -100,7 +134,8 @@ def prepare(  # noqa: PLR0913  the options of the command
             raise ConfigError("--form: expected --train with the rows of this form.")
     if entry.split_column is not None and (part or val or val_rate is not None):
         raise ConfigError(
-            f"--fold, --val and --val_rate: column {entry.split_column!r} of {release or name} selects the validation rows. "
+            f"--fold, --val and --val_rate: column {entry.split_column!r} of {release or name} selects the "
+            f"validation rows. "
             "Remove the option."
         )
     if mode not in (None, *entry.modes):
@@ -115,7 +150,9 @@ def prepare(  # noqa: PLR0913  the options of the command
     entry = load_config(Release, {**entry.model_dump(), **options}, "--keep" if keep else name)
     train_sources = [*train] or conversation_table.sources_of(entry, "train", path)
     val_sources = [*val] or ([] if train or part else conversation_table.sources_of(entry, "val", path))
-    work = _Work(name, entry, reader, [("train", each) for each in train_sources] + [("val", each) for each in val_sources], part)
+    work = _Work(
+        name, entry, reader, [("train", each) for each in train_sources] + [("val", each) for each in val_sources], part
+    )
     return command.make_folder(data_path / name, COMMAND, work.made_from(), work.fill) is not None
 
 
@@ -163,18 +200,26 @@ class _Work:
     """Converts the rows of a release to the files of a folder."""
 
     def __init__(
-        self, name: str, release: Release, form: Form, named: Sequence[tuple[str, str]], part: tuple[float, float] | None = None
+        self,
+        name: str,
+        release: Release,
+        form: Form,
+        named: Sequence[tuple[str, str]],
+        part: tuple[float, float] | None = None,
     ) -> None:
-        """named: (split, source) of each source. part: of the questions, from 0 to 1: those for validation without a source for it."""
+        """named: (split, source) of each source. part: of the questions, from 0 to 1: those for validation without a
+        source for it."""
         self._part = part or (0.0, release.val_rate)
         self._name, self._release, self._form, self._named = name, release, form, named
         pinned = {"revision": release.revision, "data_files": release.files or None}
         self._opened = {
-            source: sources.open_rows(source, sources.HUB_SPLITS[split], **(pinned if release.hub else {})) for split, source in named
+            source: sources.open_rows(source, sources.HUB_SPLITS[split], **(pinned if release.hub else {}))
+            for split, source in named
         }
         self._counts = Counter[str]()
         self._shares = dict[bytes, float]()
-        """By `_digest` of the first message: `_share_of` the first such row, so that case and blanks do not part equal questions."""
+        """By `_digest` of the first message: `_share_of` the first such row, so that case and blanks do not part equal
+        questions."""
         self._has_val = any(split == "val" for split, _ in named)
         self._is_shared = len({source for _, source in named}) < len(named)
 
@@ -183,7 +228,11 @@ class _Work:
         scripts = (__file__, conversation_joining.__file__, *conversation_table.SCRIPTS, conversation_table.REQUESTS)
         return {
             "sources": {source: sources.identify(source, rows) for source, rows in self._opened.items()},
-            "options": [[*map(list, self._named)], self._release.model_dump(mode="json"), self._form.model_dump(mode="json")],
+            "options": [
+                [*map(list, self._named)],
+                self._release.model_dump(mode="json"),
+                self._form.model_dump(mode="json"),
+            ],
             "part": [*self._part],
             "scripts_sha256": command.digest_files(scripts),
         }
@@ -191,9 +240,13 @@ class _Work:
     def fill(self, folder: Path) -> Mapping[str, Any]:
         """Write train.jsonl and val.jsonl; returns the counts."""
         counts, digests = self._counts, set[bytes]()
-        joiners = {split: conversation_joining.Joiner(self._release.join_characters, self._release.shots) for split in SPLITS}
+        joiners = {
+            split: conversation_joining.Joiner(self._release.join_characters, self._release.shots) for split in SPLITS
+        }
         with ExitStack() as stack:
-            files = {split: stack.enter_context(open(folder / f"{split}.jsonl", "w", encoding="utf-8")) for split in SPLITS}
+            files = {
+                split: stack.enter_context(open(folder / f"{split}.jsonl", "w", encoding="utf-8")) for split in SPLITS
+            }
             waiting = stack.enter_context(TemporaryFile("w+", encoding="utf-8", dir=folder))
 
             def write(split: str, rows: Iterable[Row]) -> None:
@@ -217,20 +270,28 @@ class _Work:
                     write("val", joiners["val"].add(row))
             for split in SPLITS:
                 write(split, joiners[split].flush())
-        skipped = "; ".join(f"{counts[name]:,} {text}" for name, text in _SKIPPED.items() if counts[name] or name == "unusable")
+        skipped = "; ".join(
+            f"{counts[name]:,} {text}" for name, text in _SKIPPED.items() if counts[name] or name == "unusable"
+        )
         for split in SPLITS:
             if not counts[split]:
                 raise DataError(
-                    f"{self._name}: no row for the split {split!r} of {counts['read']:,} rows. Skipped: {skipped}. Add rows, or use other "
+                    f"{self._name}: no row for the split {split!r} of {counts['read']:,} rows. Skipped: {skipped}. "
+                    f"Add rows, or use other "
                     "--val_rate or --val."
                 )
         changed = "".join(f" {counts[name]:,} {text}." for name, text in _CHANGED.items() if counts[name])
-        print(f"{self._name}: {counts['train']:,} train, {counts['val']:,} val, of {counts['read']:,} rows. Skipped: {skipped}.{changed}")
+        print(
+            f"{self._name}: {counts['train']:,} train, {counts['val']:,} val, of {counts['read']:,} rows. Skipped: "
+            f"{skipped}.{changed}"
+        )
         return {"counts": dict(counts), "licence": self._release.licence}
 
     def _convert(self, source_split: str) -> Iterator[tuple[str, bytes, Row]]:
         """(split, digest, prepared row) of each row of the sources of a split, checked as a training checks it."""
-        for where, row in (each for split, source in self._named if split == source_split for each in self._groups(source)):
+        for where, row in (
+            each for split, source in self._named if split == source_split for each in self._groups(source)
+        ):
             converted = list(self._form.read(row, where))
             self._counts["unusable"] += 0 if converted else len(row["rows"]) if self._release.group_by else 1
             copied = self._columns_to_keep(row, where) if converted else {}
@@ -241,7 +302,9 @@ class _Work:
             for each in rows:
                 lists = [value for name in ("messages", "replies") if isinstance(value := each.get(name), list)]
                 messages = [message for value in lists for message in value if isinstance(message, dict)]
-                self._counts.update({change: sum(pop_change(message, change) for message in messages) for change in CHANGES})
+                self._counts.update(
+                    {change: sum(pop_change(message, change) for message in messages) for change in CHANGES}
+                )
             entries = [read_entry(each, where) for each in rows]
             for each, entry in zip(rows, entries, strict=True):
                 if reason := self._reason_to_skip(each, entry):
@@ -257,7 +320,9 @@ class _Work:
         Raises:
             DataError: a row has no such column, or a value that JSON cannot write; or the rows of a group differ.
         """
-        first, *others = [{name: self._value(each, name, where) for name in self._release.keep} for each in rows_of(row)]
+        first, *others = [
+            {name: self._value(each, name, where) for name in self._release.keep} for each in rows_of(row)
+        ]
         for name in (name for other in others for name in first if other[name] != first[name]):
             raise DataError(f"{where}: column {name!r} of `keep` differs within a group. Remove it from `keep`.")
         return first
@@ -269,7 +334,9 @@ class _Work:
         try:
             json.dumps(row[name], allow_nan=False)
         except (TypeError, ValueError):
-            raise DataError(f"{where}: column {name!r}: JSON cannot write {row[name]!r:.60}. Remove it from `keep`.") from None
+            raise DataError(
+                f"{where}: column {name!r}: JSON cannot write {row[name]!r:.60}. Remove it from `keep`."
+            ) from None
         check_strings(row[name], f"{where}: column {name!r}")
         return row[name]
 
@@ -279,13 +346,16 @@ class _Work:
         Raises:
             DataError: it was not said what to do with them.
         """
-        if self._release.negatives == "learn" or not any("messages" in each and "replies" not in each for each in converted):
+        if self._release.negatives == "learn" or not any(
+            "messages" in each and "replies" not in each for each in converted
+        ):
             return False
         labels = [(name, each[name]) for each in rows_of(row) for name in ("label", "kto_tag") if name in each]
         negative = next(((name, value) for name, value in labels if self._is_negative(value)), None)
         if negative and self._release.negatives == "refuse":
             raise DataError(
-                f"{where}: {negative[0]}: {negative[1]!r} marks a bad answer, which would be learned. --negatives skip removes such rows, "
+                f"{where}: {negative[0]}: {negative[1]!r} marks a bad answer, which would be learned. --negatives "
+                f"skip removes such rows, "
                 "--negatives learn includes them."
             )
         self._counts["negative"] += negative is not None
@@ -326,15 +396,24 @@ class _Work:
 
     def _rows(self, source: str) -> Iterator[tuple[str, Row]]:
         """(where, row) of a source, with the form's column names and `SPLIT_NAME`."""
-        split = {SPLIT_NAME: sources.hub_id(source)[2] if source.startswith(sources.HUB) else Path(source).name.partition(".")[0]}
+        split = {
+            SPLIT_NAME: sources.hub_id(source)[2]
+            if source.startswith(sources.HUB)
+            else Path(source).name.partition(".")[0]
+        }
         for where, row in _read(source, self._opened[source], self._counts):
             self._counts["read"] += 1
-            renamed = {name: look_up(row, column, where) for name, column in self._release.columns.items() if is_there(row, column)}
+            renamed = {
+                name: look_up(row, column, where)
+                for name, column in self._release.columns.items()
+                if is_there(row, column)
+            }
             yield where, {**split, **row, **renamed}
 
 
 def _read(source: str, rows: Any, counts: Counter[str]) -> Iterator[tuple[str, Row]]:
-    """(where, row) of a source. rows: those of `sources.open_rows`; None for a file. counts: gets the number of blank lines."""
+    """(where, row) of a source. rows: those of `sources.open_rows`; None for a file. counts: gets the number of blank
+    lines."""
     if rows is not None:
         yield from ((f"{source}: row {number}", dict(row)) for number, row in enumerate(rows, 1))
     elif source.endswith(".parquet"):
@@ -350,14 +429,24 @@ def parse_fold(text: str) -> tuple[float, float]:
         ConfigError: the text is not K/N.
     """
     number, sign, total = text.partition("/")
-    if not sign or not number.isdecimal() or not total.isdecimal() or not 1 <= int(number) <= int(total) or int(total) < 2:
+    if (
+        not sign
+        or not number.isdecimal()
+        or not total.isdecimal()
+        or not 1 <= int(number) <= int(total)
+        or int(total) < 2
+    ):
         raise ConfigError(f"--fold {text!r}: expected K/N, such as 2/5, with K from 1 to N.")
     return (int(number) - 1) / int(total), int(number) / int(total)
 
 
 def _texts_of(entry: Entry) -> list[str]:
     """All texts of a row, without system messages."""
-    messages = [message for message in (*entry.messages, *(reply.message for reply in entry.replies)) if message.role != "system"]
+    messages = [
+        message
+        for message in (*entry.messages, *(reply.message for reply in entry.replies))
+        if message.role != "system"
+    ]
     return [f"{message.role} {message.written} {message.reasoning}" for message in messages] or [entry.text or ""]
 
 

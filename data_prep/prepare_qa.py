@@ -1,10 +1,11 @@
-"""Prepare questions on contexts from their original releases: `python -m data_prep.prepare_qa --name nq --train FILE.. --val FILE..`.
+"""Prepare questions on contexts from their original releases: `python -m data_prep.prepare_qa --name nq --train FILE..
+--val FILE..`.
 
-One folder is made below --data_path: train.jsonl, val.jsonl and manifest.json, which says what they were made from and what was
-left out; or none. Two runs on the same files give the same bytes. A SOURCE is a file (JSON or JSON lines, plain or with gzip; or
-parquet), a folder saved by `datasets`, or hub:ID[@CONFIG]. Layouts: SQuAD 1.1 and 2.0, HotpotQA, Natural Questions (simplified,
-original, NQ-open), MS MARCO, TopiOCQA, TriviaQA, DPR, questions with retrieved passages, and
-rows that are prepared already (data_prep/qa_releases).
+One folder is made below --data_path: train.jsonl, val.jsonl and manifest.json, which says what they were made from and
+what was left out; or none. Two runs on the same files give the same bytes. A SOURCE is a file (JSON or JSON lines,
+plain or with gzip; or parquet), a folder saved by `datasets`, or hub:ID[@CONFIG]. Layouts: SQuAD 1.1 and 2.0, HotpotQA,
+Natural Questions (simplified, original, NQ-open), MS MARCO, TopiOCQA, TriviaQA, DPR, questions with retrieved passages,
+and rows that are prepared already (data_prep/qa_releases).
 """
 
 import argparse
@@ -28,7 +29,10 @@ from src.errors import DataError
 COMMAND = "python -m data_prep.prepare_qa"
 
 _HERE = Path(__file__).parent
-_SCRIPTS = (*(_HERE / f"{name}.py" for name in ("prepare_qa", "qa_splits", "sources")), *sorted((_HERE / "qa_releases").glob("*.py")))
+_SCRIPTS = (
+    *(_HERE / f"{name}.py" for name in ("prepare_qa", "qa_splits", "sources")),
+    *sorted((_HERE / "qa_releases").glob("*.py")),
+)
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
@@ -37,13 +41,30 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("--name", required=True, help="the new folder below it, which an experiment names as data.corpus")
     add("--train", nargs="+", required=True, metavar="SOURCE", help="sources of the training split")
     add("--val", nargs="+", default=[], metavar="SOURCE", help="sources of the validation split")
-    add("--val_percent", type=float, metavar="P", help="instead of --val: set apart about P %% of the contexts of --train")
+    add(
+        "--val_percent",
+        type=float,
+        metavar="P",
+        help="instead of --val: set apart about P %% of the contexts of --train",
+    )
     add("--layout", choices=sorted(LAYOUTS), help="of all sources (default: detected by the first record of each)")
     add("--dataset", metavar="NAME", help="what scores are grouped by (default: the layout says)")
-    add("--distractors", type=int, metavar="K", help="at most K passages that are not useful, the first ones (default: all)")
-    add("--distractors_from", choices=("release", "rows"), default="release", help="rows: draw what lacks to K from other questions")
+    add(
+        "--distractors",
+        type=int,
+        metavar="K",
+        help="at most K passages that are not useful, the first ones (default: all)",
+    )
+    add(
+        "--distractors_from",
+        choices=("release", "rows"),
+        default="release",
+        help="rows: draw what lacks to K from other questions",
+    )
     positions = ", ".join(placing.POSITIONS)
-    add("--position", metavar="WHERE", help=f"of the useful passages: {positions}, or how many others stand before them")
+    add(
+        "--position", metavar="WHERE", help=f"of the useful passages: {positions}, or how many others stand before them"
+    )
     add("--max_rows", type=int, metavar="N", help="the first N rows of each split")
     add("--seed", type=int, default=0, help="of random orders and drawn distractors (default: %(default)s)")
     add("--only_questions_of", metavar="SOURCE", help="leave out other questions than these, as those of NQ-open")
@@ -53,17 +74,23 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(data_path: Path, options: Options) -> bool:
-    """Make the folder `data_path / options.name`; False if it is whole and has the same provenance, so that nothing was done.
+    """Make the folder `data_path / options.name`; False if it is whole and has the same provenance, so that nothing was
+    done.
 
     Raises:
         DataError: a source is missing, damaged or of no known layout, or a split would be empty. Nothing was written.
         RunError: the disk refuses.
     """
     folder = data_path / options.name
-    releases = {split: [Release(source, split, options.layout, options.evidence) for source in getattr(options, split)] for split in SPLITS}
+    releases = {
+        split: [Release(source, split, options.layout, options.evidence) for source in getattr(options, split)]
+        for split in SPLITS
+    }
     only = Release(options.only_questions_of, "train") if options.only_questions_of else None
     made_from = _provenance(options, releases, only)
-    facts = command.make_folder(folder, COMMAND, made_from, lambda beside: _write(beside, options, Choice(options, releases, only)))
+    facts = command.make_folder(
+        folder, COMMAND, made_from, lambda beside: _write(beside, options, Choice(options, releases, only))
+    )
     if facts is not None:
         _print_summary(facts)
     return facts is not None
@@ -82,14 +109,20 @@ def _write(beside: Path, options: Options, choice: Choice) -> dict[str, Any]:
             written[split] = SplitFile(output, options, list(pools[split].values()))
         for split, layout, question in tqdm(choice.questions(), desc="rows", unit="", disable=None, leave=False):
             if options.distractors is None and getattr(LAYOUTS[layout], "MANY_DISTRACTORS", False):
-                raise DataError(f"{question.where}: {len(question.passages)} passages. Say with --distractors how many to keep.")
+                raise DataError(
+                    f"{question.where}: {len(question.passages)} passages. Say with --distractors how many to keep."
+                )
             written[split].add(question, shuffled=getattr(LAYOUTS[layout], "SHUFFLED", False))
     skipped = {split: dict(sorted(reasons.items())) for split, reasons in choice.skipped.items()}
     for split in SPLITS:
         if not written[split].rows:
             left_out = {reason: n for reasons in skipped.values() for reason, n in reasons.items()}
             why = "; ".join(f"{n} {reason}" for reason, n in left_out.items()) or "none"
-            together = " Questions that share useful passages stay together: perhaps all do." if options.val_percent is not None else ""
+            together = (
+                " Questions that share useful passages stay together: perhaps all do."
+                if options.val_percent is not None
+                else ""
+            )
             raise DataError(f"--{split}: no row is left for this split. Left out: {why}.{together}")
     return {
         "counts": {split: written[split].facts() for split in SPLITS},
@@ -132,7 +165,10 @@ def _print_summary(facts: dict[str, Any]) -> None:
     for split in SPLITS:
         counts = facts["counts"][split]
         rows = ", ".join(f"{number} {name}" for name, number in counts["rows"].items())
-        print(f"{split:6} rows: {rows}; {counts['unanswerable']} unanswerable, on {counts['useful_contexts']} useful contexts")
+        print(
+            f"{split:6} rows: {rows}; {counts['unanswerable']} unanswerable, on {counts['useful_contexts']} useful "
+            f"contexts"
+        )
         if counts["rows_with_fewer_distractors"]:
             print(f"{'':6} {counts['rows_with_fewer_distractors']} rows have fewer distractors than --distractors")
         for reason, number in facts["skipped"][split].items():

@@ -1,9 +1,11 @@
-"""Prepare a task that is written as text: `python -m data_prep.prepare_task --task rte --train FILE.. --val FILE.. --test FILE..`.
+"""Prepare a task that is written as text: `python -m data_prep.prepare_task --task rte --train FILE.. --val FILE..
+--test FILE..`.
 
-One folder is made below --data_path: train.jsonl, val.jsonl, test.jsonl, those of them that are given, and manifest.json, which says
-what they were made from; or none. Two runs on the same files give the same bytes. A SOURCE is a file (columns parted by tabs with or
-without a header line, as GLUE's; csv; JSON or JSON lines, as SuperGLUE's; parquet), a folder saved by `datasets`, or
-hub:ID[@CONFIG][#SPLIT]. Tasks are those of resources/tasks, or of a file of one's own (--task_file).
+One folder is made below --data_path: train.jsonl, val.jsonl, test.jsonl, those of them that are given, and
+manifest.json, which says what they were made from; or none. Two runs on the same files give the same bytes. A SOURCE is
+a file (columns parted by tabs with or without a header line, as GLUE's; csv; JSON or JSON lines, as SuperGLUE's;
+parquet), a folder saved by `datasets`, or hub:ID[@CONFIG][#SPLIT]. Tasks are those of resources/tasks, or of a file of
+one's own (--task_file).
 """
 
 import argparse
@@ -70,7 +72,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(data_path: Path, options: Options) -> bool:
-    """Make the folder `data_path / options.name`; False if it is whole and has the same provenance, so that nothing was done.
+    """Make the folder `data_path / options.name`; False if it is whole and has the same provenance, so that nothing was
+    done.
 
     Raises:
         ConfigError: the task is unknown, or its entry has a mistake.
@@ -82,7 +85,9 @@ def prepare(data_path: Path, options: Options) -> bool:
         raise DataError(f"--train: {task.name!r} has no rows to train on. Give --val or --test.")
     opened = {split: [Source(source, split, task) for source in getattr(options, split)] for split in SPLITS}
     made_from = _provenance(options, opened, task)
-    facts = command.make_folder(data_path / options.name, COMMAND, made_from, lambda beside: _write(beside, options, opened, task))
+    facts = command.make_folder(
+        data_path / options.name, COMMAND, made_from, lambda beside: _write(beside, options, opened, task)
+    )
     if facts is not None:
         _print_summary(facts)
     return facts is not None
@@ -98,7 +103,11 @@ def _write(beside: Path, options: Options, opened: dict[str, list[Source]], task
         rows[split] = list(tqdm(every, desc=split, unit="", disable=None, leave=False))
     if options.val_percent is not None:
         rows["train"], rows["val"] = _split_off_validation(rows["train"], options.val_percent, options.seed)
-    written = [split for split in SPLITS if rows[split] or getattr(options, split) or (split == "val" and options.val_percent is not None)]
+    written = [
+        split
+        for split in SPLITS
+        if rows[split] or getattr(options, split) or (split == "val" and options.val_percent is not None)
+    ]
     inputs: dict[str, set[str]] = {}
     for split in written:
         rows[split] = rows[split][: options.max_rows]
@@ -110,7 +119,9 @@ def _write(beside: Path, options: Options, opened: dict[str, list[Source]], task
         inputs[split] = {task.input(row) for row in rows[split]}
     if options.task_file is not None:
         entry = task.task.model_dump(mode="json", exclude_defaults=True)
-        (beside / tasks.OWN).write_text(yaml.safe_dump({task.name: entry}, sort_keys=False, allow_unicode=True), encoding="utf-8")
+        (beside / tasks.OWN).write_text(
+            yaml.safe_dump({task.name: entry}, sort_keys=False, allow_unicode=True), encoding="utf-8"
+        )
     both = inputs.get("train", set()) & (inputs.get("val", set()) | inputs.get("test", set()))
     return {
         "task": task.name,
@@ -120,7 +131,9 @@ def _write(beside: Path, options: Options, opened: dict[str, list[Source]], task
     }
 
 
-def _split_off_validation(rows: list[task_rows.Row], percent: float, seed: int) -> tuple[list[task_rows.Row], list[task_rows.Row]]:
+def _split_off_validation(
+    rows: list[task_rows.Row], percent: float, seed: int
+) -> tuple[list[task_rows.Row], list[task_rows.Row]]:
     """Rows for training and for validation; rows of one group (the answers of a question) stay together."""
     groups = {row.get("group") or str(number): None for number, row in enumerate(rows)}
     count = max(1, round(len(groups) * percent / 100))
@@ -154,7 +167,12 @@ def _provenance(options: Options, opened: dict[str, list[Source]], task: tasks.N
     local = [(split, source, found) for split, source, found in pairs if not source.source.startswith(sources.HUB)]
     sources.require_distinct((f"--{split} {source.source}", found) for split, source, found in local)
     stated = {name: value for name, value in asdict(options).items() if name not in (*SPLITS, "name", "task_file")}
-    return {"sources": facts, "options": stated, "task": task.fingerprint, "scripts_sha256": command.digest_files(_SCRIPTS)}
+    return {
+        "sources": facts,
+        "options": stated,
+        "task": task.fingerprint,
+        "scripts_sha256": command.digest_files(_SCRIPTS),
+    }
 
 
 def _print_summary(facts: dict[str, Any]) -> None:

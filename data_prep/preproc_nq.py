@@ -1,8 +1,9 @@
 """Encode the contexts of a prepared corpus with a base model, ahead of training: `python -m data_prep.preproc_nq`.
 
-Reads <data_cache_path>/<corpus>, writes <data_cache_path>/processed_data/<model>/<corpus>: the same rows and, in `encoded`, the
-hidden states of every distinct encoder input. Train on it with --data_path <data_cache_path>/processed_data/<model> and
-{"data": {"encoded_contexts": True, ...}}. Started again, after a crash or with more rows, it encodes only what is missing.
+Reads <data_cache_path>/<corpus>, writes <data_cache_path>/processed_data/<model>/<corpus>: the same rows and, in
+`encoded`, the hidden states of every distinct encoder input. Train on it with --data_path
+<data_cache_path>/processed_data/<model> and {"data": {"encoded_contexts": True, ...}}. Started again, after a crash or
+with more rows, it encodes only what is missing.
 """
 
 import sys
@@ -57,7 +58,8 @@ def _run(**given: Any) -> None:
     request = _request(argparse.Namespace(**given))
     counts = prepare(request)
     print(
-        f"{folder_of(request)}: {counts.rows} rows, {counts.inputs} distinct inputs, {counts.encoded} encoded now, {counts.kept} before; "
+        f"{folder_of(request)}: {counts.rows} rows, {counts.inputs} distinct inputs, {counts.encoded} encoded now, "
+        f"{counts.kept} before; "
         f"{counts.too_long} contexts were too long ({request.rules.too_long}). {time.monotonic() - start:.1f} s"
     )
     print(f"Train on them with: --data_path {folder_of(request).parent}")
@@ -76,12 +78,16 @@ def prepare(request: Request) -> distinct_inputs.Counts:
     base, hidden_size = encoding_options.architecture(request.model, request.places, request.rules)
     folder = folder_of(request) / encoded_store.FOLDER
     with command.exclusive_lock(folder, f"{folder}: another process is encoding into it."):
-        store = encoding_store.open_or_create(folder, {"model": base, "hidden_size": hidden_size, "dtype": request.dtype})
+        store = encoding_store.open_or_create(
+            folder, {"model": base, "hidden_size": hidden_size, "dtype": request.dtype}
+        )
         known = encoding_store.recover(folder, store, request.verify)
         inputs, tokenizer = encoding_options.inputs(request.model, request.places, request.rules)
         counts = distinct_inputs.Counts()
         missing = distinct_inputs.missing(source, inputs, known, counts)
-        job = encoding_workers.Job(request.model, request.places, folder, hidden_size, request.dtype, request.commit_seconds)
+        job = encoding_workers.Job(
+            request.model, request.places, folder, hidden_size, request.dtype, request.commit_seconds
+        )
         counts.encoded = encoding_workers.encode_all(
             job, distinct_inputs.batches(missing, request.batch_size, request.batch_tokens), request.devices
         )
@@ -110,14 +116,24 @@ def folder_of(request: Request) -> Path:
 def _finish(folder: Path, store: dict[str, Any], made: dict[str, Any], source: Path) -> None:
     """List the shards, and write the rows beside them. Replaces rows that were prepared before."""
     options = {name: made[name] for name in encoded_store.FLAGS}
-    others = [p for p in store["prepared"] if p["corpus"] == made["corpus"] and {n: p[n] for n in encoded_store.FLAGS} != options]
+    others = [
+        p
+        for p in store["prepared"]
+        if p["corpus"] == made["corpus"] and {n: p[n] for n in encoded_store.FLAGS} != options
+    ]
     store["prepared"] = [*others, made]
     files.write_json(folder / encoded_store.STORE, store)
     manifest, target = files.read_manifest(source, DataError), folder.parent
     facts = {k: made[k] for k in ("rows", "inputs", "contexts_too_long", *encoded_store.FLAGS)}
     new = {
         **manifest,
-        "encoded": {**facts, "command": COMMAND, "model": store["model"], "dtype": store["dtype"], "source": made["corpus"]},
+        "encoded": {
+            **facts,
+            "command": COMMAND,
+            "model": store["model"],
+            "dtype": store["dtype"],
+            "source": made["corpus"],
+        },
     }
     if not (target / files.MANIFEST).exists() or files.read_manifest(target, DataError) != new:
         for name in new["files"]:
@@ -174,18 +190,35 @@ def _devices(named: str | None, num_proc: int | None) -> list[str]:
         return listed
     gpus = torch.cuda.device_count()
     if gpus and (num_proc or 1) > gpus:
-        raise ConfigError(f"--num_proc: {num_proc}, but there are {gpus} GPUs, one for each process. Ask for no more, or name --devices.")
+        raise ConfigError(
+            f"--num_proc: {num_proc}, but there are {gpus} GPUs, one for each process. Ask for no more, or name "
+            f"--devices."
+        )
     return [f"cuda:{i}" for i in range(num_proc or gpus)] if gpus else ["cpu"] * (num_proc or 1)
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     encoding_options.add(parser)
     add = parser.add_argument
-    add("--batch_tokens", type=int, metavar="N", help="most tokens in one batch, with padding: short inputs are then many")
+    add(
+        "--batch_tokens",
+        type=int,
+        metavar="N",
+        help="most tokens in one batch, with padding: short inputs are then many",
+    )
     add("--num_proc", type=int, help="worker processes, each on a GPU of its own (default: all GPUs, or one process)")
-    add("--dtype", choices=sorted(encoded_shards.DTYPES), default="bfloat16", help="of the states on disk (default: %(default)s)")
+    add(
+        "--dtype",
+        choices=sorted(encoded_shards.DTYPES),
+        default="bfloat16",
+        help="of the states on disk (default: %(default)s)",
+    )
     add("--devices", help="such as cuda:0,cuda:1 or cpu,cpu (default: the GPUs, or cpu)")
-    add("--verify", action="store_true", help="compare the checksums of all that is there; what is damaged is encoded anew")
+    add(
+        "--verify",
+        action="store_true",
+        help="compare the checksums of all that is there; what is damaged is encoded anew",
+    )
 
 
 main = command.main_of(COMMAND, __doc__, _add_options, _run)

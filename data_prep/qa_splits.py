@@ -46,15 +46,22 @@ class Options:
     def __post_init__(self) -> None:
         """Raises DataError for options that contradict each other or have no effect."""
         if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", self.name):
-            raise DataError(f"--name: expected the name of a folder, of letters, digits, _, - and ., got {self.name!r}.")
+            raise DataError(
+                f"--name: expected the name of a folder, of letters, digits, _, - and ., got {self.name!r}."
+            )
         if bool(self.val) == (self.val_percent is not None):
-            raise DataError("--val, --val_percent: expected one of them: files, or the share of the contexts of --train to set apart.")
+            raise DataError(
+                "--val, --val_percent: expected one of them: files, or the share of the contexts of --train to set "
+                "apart."
+            )
         if self.val_percent is not None and not 0 < self.val_percent < 100:
             raise DataError(f"--val_percent: expected more than 0 and less than 100, got {self.val_percent}.")
         if self.max_rows is not None and self.max_rows < 1:
             raise DataError(f"--max_rows: expected a number from 1, got {self.max_rows}.")
         if self.distractors_from == "rows" and not self.distractors:
-            raise DataError("--distractors_from: rows are drawn from to fill up to --distractors, which says no number.")
+            raise DataError(
+                "--distractors_from: rows are drawn from to fill up to --distractors, which says no number."
+            )
         if self.without_contexts and (self.distractors is not None or self.position is not None):
             raise DataError("--without_contexts: leaves no passages for --distractors and --position.")
         Placing(self.seed, self.distractors, self.position or "given")
@@ -62,7 +69,9 @@ class Options:
     def options_for_manifest(self) -> dict[str, Any]:
         """The options except for the sources, which are identified by their content."""
         given = dataclasses.asdict(self)
-        return {key: given[key] for key in given if key not in {"name", "train", "val", "evidence", "only_questions_of"}}
+        return {
+            key: given[key] for key in given if key not in {"name", "train", "val", "evidence", "only_questions_of"}
+        }
 
 
 class Choice:
@@ -77,7 +86,11 @@ class Choice:
         self._options = options
         self._releases = releases
         asked = (question for _, question in only.questions()) if only is not None else ()
-        self._only = {_plain(question.text) for question in asked if isinstance(question, Question)} if only is not None else None
+        self._only = (
+            {_plain(question.text) for question in asked if isinstance(question, Question)}
+            if only is not None
+            else None
+        )
         self.skipped: dict[str, Counter[str]] = {}
         self._in_val: set[int] | None = None
 
@@ -102,7 +115,10 @@ class Choice:
                 _require_text(chosen)
                 if not _is_new(chosen, ids):
                     if not self._options.skip_duplicates:
-                        raise DataError(f"{chosen.where}: the id {chosen.id!r} is there a second time. --skip_duplicates keeps the first.")
+                        raise DataError(
+                            f"{chosen.where}: the id {chosen.id!r} is there a second time. --skip_duplicates keeps "
+                            f"the first."
+                        )
                     self.skipped[given]["ids that were there before"] += 1
                     continue
                 split = given if self._options.val_percent is None else "val" if self._is_for_val(chosen) else "train"
@@ -119,7 +135,8 @@ class Choice:
             question = replace(question, passages=())
         elif not question.passages:
             raise DataError(
-                f"{question.where}: a question without contexts. Name this file as --only_questions_of, to filter another source by "
+                f"{question.where}: a question without contexts. Name this file as --only_questions_of, to filter "
+                f"another source by "
                 "its questions; or say --without_contexts, to have them answered from memory."
             )
         return replace(question, dataset=self._options.dataset) if self._options.dataset else question
@@ -130,7 +147,8 @@ class Choice:
         return next(iter(_decisive(question))) in self._in_val
 
     def _choose_val(self) -> set[int]:
-        """Digests of the contexts that are set apart: whole groups of questions that share any, by the digest of a group.
+        """Digests of the contexts that are set apart: whole groups of questions that share any, by the digest of a
+        group.
 
         A group that is larger than what is wanted is for training, and the smaller ones make up for it.
         """

@@ -30,7 +30,8 @@ class Writer(Protocol):
     def __enter__(self) -> Any: ...
     def __exit__(self, *error: object) -> None: ...
     def close(self) -> dict[str, Any] | None:
-        """Sync the files; returns the shard's entry in the manifest, with its "name". An empty one leaves no file and returns None."""
+        """Sync the files; returns the shard's entry in the manifest, with its "name". An empty one leaves no file and
+        returns None."""
         ...
 
 
@@ -65,7 +66,9 @@ def partial(folder: Path, made_from: dict[str, Any], open_writer: OpenWriter) ->
     with exclusive_lock(beside, f"{folder}: another process is making it."):
         plan = json.loads(json.dumps(made_from))
         if (beside / _PLAN).exists() and files.read_json(beside / _PLAN, DataError) != plan:
-            log.warning("%s: the shards in it were made from something else, or in another way: they are made anew.", beside)
+            log.warning(
+                "%s: the shards in it were made from something else, or in another way: they are made anew.", beside
+            )
             _empty(beside)
         files.write_json(beside / _PLAN, plan)
         yield Shards(folder, beside, open_writer)
@@ -81,13 +84,16 @@ def _beside(folder: Path) -> Path:
 
 
 def _empty(beside: Path) -> None:
-    for path in sorted(beside.iterdir(), key=lambda path: path.name != _PLAN):  # the plan first: without it nothing is trusted
+    for path in sorted(
+        beside.iterdir(), key=lambda path: path.name != _PLAN
+    ):  # the plan first: without it nothing is trusted
         if path.name != ".lock":
             path.unlink()
 
 
 class Shards:
-    """Segments of the sources, each with a shard of training documents and one of validation documents; either may be missing."""
+    """Segments of the sources, each with a shard of training documents and one of validation documents; either may be
+    missing."""
 
     def __init__(self, folder: Path, beside: Path, open_writer: OpenWriter) -> None:
         self._folder, self._beside, self._open_writer = folder, beside, open_writer
@@ -124,10 +130,14 @@ class Shards:
         self._source += 1
 
     def _segment(self, split: str, begun: "_Place", results: Iterator[tuple[Part, Part]], shard_size: int) -> bool:
-        """Write the shards of a segment, and record which part of the source they hold; returns whether the source ends with them."""
+        """Write the shards of a segment, and record which part of the source they hold; returns whether the source ends
+        with them."""
         number, size, ended = len(self._segments), 0, False
         with contextlib.ExitStack() as opened:
-            writers = {name: opened.enter_context(self._open_writer(self._beside, f"{name}-{number:05d}")) for name in jsonl.SPLITS}
+            writers = {
+                name: opened.enter_context(self._open_writer(self._beside, f"{name}-{number:05d}"))
+                for name in jsonl.SPLITS
+            }
             while size < shard_size and not ended:
                 if (parts := next(results, None)) is None:
                     ended = True

@@ -1,9 +1,9 @@
 """Show what a training on conversations reads: `python -m data_prep.show_conversations assistant_tiny_sft`.
 
-An experiment of exp_configs.py, GROUP or GROUP[3], of recipe `sft`, `reward` or `dpo`. Printed are: samples of its first micro-batch, each
-token in the colour of who says it, and underlined where it is learned; how much an epoch reads of each data set, and how often the training
-reads it; and what the training takes of memory. Without colours, which files do not get, what is learned stands in [[ ]] behind its role.
-No weights are loaded, and nothing is written.
+An experiment of exp_configs.py, GROUP or GROUP[3], of recipe `sft`, `reward` or `dpo`. Printed are: samples of its
+first micro-batch, each token in the colour of who says it, and underlined where it is learned; how much an epoch reads
+of each data set, and how often the training reads it; and what the training takes of memory. Without colours, which
+files do not get, what is learned stands in [[ ]] behind its role. No weights are loaded, and nothing is written.
 """
 
 import argparse
@@ -54,9 +54,27 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     command.add_data_path(parser)
     add = parser.add_argument
     add("experiment", metavar="EXP", help="GROUP, whose first is shown, or GROUP[3]")
-    add("-sb", "--savedir_base", type=Path, default=Path("results/runs"), metavar="DIR", help="runs of parents (default: %(default)s)")
-    add("--samples", type=int, default=4, metavar="N", help="of the first micro-batch that are printed (default: %(default)s)")
-    add("--color", choices=("auto", "always", "never"), default="auto", help="auto: where a terminal shows them (default: %(default)s)")
+    add(
+        "-sb",
+        "--savedir_base",
+        type=Path,
+        default=Path("results/runs"),
+        metavar="DIR",
+        help="runs of parents (default: %(default)s)",
+    )
+    add(
+        "--samples",
+        type=int,
+        default=4,
+        metavar="N",
+        help="of the first micro-batch that are printed (default: %(default)s)",
+    )
+    add(
+        "--color",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="auto: where a terminal shows them (default: %(default)s)",
+    )
 
 
 def show(experiment: str, data_path: Path, savedir_base: Path, samples: int = 4, color: str = "auto") -> None:
@@ -72,7 +90,10 @@ def show(experiment: str, data_path: Path, savedir_base: Path, samples: int = 4,
     exp = find_experiment(groups, experiment)
     recipe: Any = load_experiment(exp, experiment)
     if exp.get("recipe") not in RECIPES or recipe.loop is None:
-        raise ConfigError(f"{experiment}: trains on no conversations. Name an experiment of recipe {', '.join(RECIPES)} that has a loop.")
+        raise ConfigError(
+            f"{experiment}: trains on no conversations. Name an experiment of recipe {', '.join(RECIPES)} that has a "
+            f"loop."
+        )
     places = Places(data_path, savedir_base, dict(_experiments_by_id(groups)))
     config = training_memory.without_weights(recipe.model, places)
     model = training_memory.build_empty(config, places)
@@ -82,8 +103,12 @@ def show(experiment: str, data_path: Path, savedir_base: Path, samples: int = 4,
     keys = first_step(train, recipe.seed, loop)
     is_colored = color == "always" or (color == "auto" and sys.stdout.isatty())
     if is_colored:
-        print("  ".join(paint(role.name.lower(), role, learned=False) for role in COLOURS) + "  \x1b[4mlearned\x1b[0m\n")
-    found = [(name, data, *own) for key in keys[: loop.micro_batch] for name, data, *own in locate(experiment, train, key)]
+        print(
+            "  ".join(paint(role.name.lower(), role, learned=False) for role in COLOURS) + "  \x1b[4mlearned\x1b[0m\n"
+        )
+    found = [
+        (name, data, *own) for key in keys[: loop.micro_batch] for name, data, *own in locate(experiment, train, key)
+    ]
     for name, data, epoch, index in found[:samples]:
         for shown in read_sample(name, data, epoch, index):
             print(f"{shown.source} {shown.number}: {len(shown.ids)} tokens, {sum(shown.learned)} learned")
@@ -140,7 +165,8 @@ def first_step(train: Dataset, seed: int, loop: Any) -> list[tuple[Any, ...]]:
 
 
 def locate(name: str, data: Any, key: Sequence[Any]) -> Iterator[tuple[str, Any, int, int]]:
-    """(name, data set, epoch, index) of the conversation of a key, which may be in a part of a mixture; of a packed row all of them."""
+    """(name, data set, epoch, index) of the conversation of a key, which may be in a part of a mixture; of a packed row
+    all of them."""
     if isinstance(data, PackedDataset):
         for i in range(0, len(key), 3):
             yield from locate(name, data.documents, key[i : i + 2])
@@ -191,7 +217,14 @@ def describe_mixture(name: str, train: Any, read: float) -> Iterator[list[str]]:
         measured = [shown for index in range(min(_MEASURED, len(data))) for shown in read_sample(part, data, 0, index)]
         tokens, learned = sum(len(shown.ids) for shown in measured), sum(sum(shown.learned) for shown in measured)
         epochs = f"{read * share / len(data):.3g} times"
-        yield [part, f"{len(data):,}", f"{share * len(train):,.0f}", epochs, f"{tokens / len(measured):.1f}", f"{learned / tokens:.0%}"]
+        yield [
+            part,
+            f"{len(data):,}",
+            f"{share * len(train):,.0f}",
+            epochs,
+            f"{tokens / len(measured):.1f}",
+            f"{learned / tokens:.0%}",
+        ]
 
 
 def _shares(name: str, data: Any, share: float) -> Iterator[tuple[str, Any, float]]:

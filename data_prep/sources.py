@@ -1,4 +1,5 @@
-"""Sources that commands are given: files, folders saved by `datasets`, and sets of the hub. What they hold is read by each command."""
+"""Sources that commands are given: files, folders saved by `datasets`, and sets of the hub. What they hold is read by
+each command."""
 
 import hashlib
 import itertools
@@ -19,9 +20,11 @@ _HUB_ID = re.compile(r"([\w.-]+/[\w.-]+|[\w-]+)(@[\w.-]+)?(#\w+)?")
 
 
 def open_rows(source: str, splits: Sequence[str], streaming: bool = False, **pinned: Any) -> Any:
-    """The rows of a set of the hub, "hub:ID", "hub:ID@CONFIG" or "hub:ID@CONFIG#SPLIT", or of a folder saved by `datasets`; None of a file.
+    """The rows of a set of the hub, "hub:ID", "hub:ID@CONFIG" or "hub:ID@CONFIG#SPLIT", or of a folder saved by
+    `datasets`; None of a file.
 
-    splits: names of the split to read, where a set has several; the first that is there counts, unless the source names one.
+    splits: names of the split to read, where a set has several; the first that is there counts, unless the source names
+    one.
     pinned: more arguments of `datasets.load_dataset` for a set of the hub, such as its revision.
 
     Raises:
@@ -30,10 +33,14 @@ def open_rows(source: str, splits: Sequence[str], streaming: bool = False, **pin
     path, wanted = Path(source), ""
     if source.startswith(HUB):
         identity, config, wanted = hub_id(source)
-        loaded = call_datasets(source, lambda datasets: datasets.load_dataset(identity, config, streaming=streaming, **pinned))
+        loaded = call_datasets(
+            source, lambda datasets: datasets.load_dataset(identity, config, streaming=streaming, **pinned)
+        )
     elif path.is_dir():
         if not any((path / name).is_file() for name in _SAVED):
-            raise DataError(f"{source}: a folder, but not one that `datasets` saved: it has neither {' nor '.join(_SAVED)}.")
+            raise DataError(
+                f"{source}: a folder, but not one that `datasets` saved: it has neither {' nor '.join(_SAVED)}."
+            )
         loaded = call_datasets(source, lambda datasets: datasets.load_from_disk(source))
     elif path.is_file():
         return None
@@ -68,7 +75,8 @@ def call_datasets(source: str, call: Callable[[Any], Any]) -> Any:
         arguments = ", ".join(repr(part) for part in hub_id(source)[:2] if part)
         raise DataError(
             f"{source}: cannot be had from the hub or its cache: {first_line(error)} Where there is a network, run "
-            f"`python -c \"import datasets; datasets.load_dataset({arguments}).save_to_disk('FOLDER')\"`, copy the folder, and name it "
+            f"`python -c \"import datasets; datasets.load_dataset({arguments}).save_to_disk('FOLDER')\"`, copy the "
+            f"folder, and name it "
             "here; or name the files of the original release."
         ) from None
 

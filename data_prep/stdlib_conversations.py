@@ -1,12 +1,15 @@
 """Write conversations that need no download: `python -m data_prep.stdlib_conversations`.
 
 Below --data_path are three data sets and a tokenizer of characters, expression_tokenizer:
-expression_tasks: "Write an expression of 7 and 12 that gives 19.", answered by a program of ours; half of the answers are in parentheses;
-expression_replies: replies to such tasks from best to worst: right and in parentheses, as people (we) prefer it; right; of the wrong
-value; of other numbers; no Python;
-expression_pairs: pairs of replies, of which the better one is right and in parentheses, and the other lacks one of the two;
-stdlib_doctests: examples of the standard library's documentation, with what this Python prints; run twice, and left out where that differs.
-No task of a validation split is in a training split. Two runs on the same Python give the same bytes.
+expression_tasks: "Write an expression of 7 and 12 that gives 19.", answered by a program of ours; half of the answers
+are in parentheses;
+expression_replies: replies to such tasks from best to worst: right and in parentheses, as people (we) prefer it; right;
+of the wrong value; of other numbers; no Python;
+expression_pairs: pairs of replies, of which the better one is right and in parentheses, and the other lacks one of the
+two;
+stdlib_doctests: examples of the standard library's documentation, with what this Python prints; run twice, and left out
+where that differs. No task of a validation split is in a training split. Two runs on the same Python give the same
+bytes.
 """
 
 import argparse
@@ -38,7 +41,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(data_path: Path) -> bool:
-    """Make the folders below `data_path`; False if they are whole and were made from the same, so that nothing was done.
+    """Make the folders below `data_path`; False if they are whole and were made from the same, so that nothing was
+    done.
 
     Raises:
         RunError: the disk refuses.
@@ -47,7 +51,9 @@ def prepare(data_path: Path) -> bool:
     made_from = {"python": platform.python_version(), "scripts_sha256": command.digest_files(scripts)}
     fills: dict[str, Callable[[Path], Mapping[str, Any]]] = {
         "expression_tokenizer": _write_tokenizer,
-        "expression_tasks": lambda folder: _write_rows(folder, {"train": _write_answers("train"), "val": _ask_once("val")}),
+        "expression_tasks": lambda folder: _write_rows(
+            folder, {"train": _write_answers("train"), "val": _ask_once("val")}
+        ),
         "expression_replies": lambda folder: _write_rows(folder, {split: _rank_all(split) for split in SPLITS}),
         "expression_pairs": lambda folder: _write_rows(folder, {split: _pairs(split) for split in SPLITS}),
         "stdlib_doctests": lambda folder: _write_rows(folder, _split_doctests()),

@@ -1,8 +1,8 @@
 """Build documents with metadata from the standard library's documentation: `python -m data_prep.stdlib_pages`.
 
-pydoc renders each module of this Python as an HTML page, in a separate process. The documents of stdlib_pages, below --data_path, are
-pieces of 200 to 400 characters with the page's address on docs.python.org, its title and its tags. Duplicate texts are dropped, and a hash
-of the text selects the split. Two runs on the same Python give the same bytes.
+pydoc renders each module of this Python as an HTML page, in a separate process. The documents of stdlib_pages, below
+--data_path, are pieces of 200 to 400 characters with the page's address on docs.python.org, its title and its tags.
+Duplicate texts are dropped, and a hash of the text selects the split. Two runs on the same Python give the same bytes.
 """
 
 import argparse
@@ -90,7 +90,12 @@ def _page(name: str) -> str:
         )  # fmt: skip
     except (subprocess.SubprocessError, OSError):
         return ""
-    page = done.stdout.decode("utf-8").replace(sysconfig.get_path("stdlib"), "Lib").replace(sys.prefix, "").replace(sys.base_prefix, "")
+    page = (
+        done.stdout.decode("utf-8")
+        .replace(sysconfig.get_path("stdlib"), "Lib")
+        .replace(sys.prefix, "")
+        .replace(sys.base_prefix, "")
+    )
     return _ADDRESS.sub("0x0", page)
 
 
@@ -122,7 +127,8 @@ def _global_item(key: str, value: str) -> dict[str, str]:
 
 
 def pieces(page: html.Page) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Cut the text after lines into pieces of CHARS characters, each with its tags, clipped to the piece. Drop shorter rests."""
+    """Cut the text after lines into pieces of CHARS characters, each with its tags, clipped to the piece. Drop shorter
+    rests."""
     least, most = CHARS
     begin, text = 0, page.text
     tags = sorted(page.tags, key=lambda tag: (tag["char_start_idx"], tag["relative_start_pos"]))
@@ -153,7 +159,9 @@ def _clip_tags(tags: Sequence[dict[str, Any]], begin: int, end: int) -> list[dic
         }
         for side in ("start", "end"):
             character = tag_copy[f"char_{side}_idx"]
-            at[character].append((tag[f"char_{side}_idx"], tag[f"relative_{side}_pos"], tag_copy, f"relative_{side}_pos"))
+            at[character].append(
+                (tag[f"char_{side}_idx"], tag[f"relative_{side}_pos"], tag_copy, f"relative_{side}_pos")
+            )
         clipped.append(tag_copy)
     for sides in at.values():
         for place, (*_, tag_copy, name) in enumerate(sorted(sides, key=lambda side: side[:2])):

@@ -1,8 +1,8 @@
 """Build a code-reading data set from the Python standard library of this machine: `python -m data_prep.stdlib_qa`.
 
 Three folders are made below --data_path: stdlib_qa (questions about functions, classes and methods), stdlib_text (whole
-modules, for a language model) and stdlib_tokenizer (byte-level BPE, trained on the train split). A module, and a context,
-is in one split only. Two runs on the same Python give the same bytes.
+modules, for a language model) and stdlib_tokenizer (byte-level BPE, trained on the train split). A module, and a
+context, is in one split only. Two runs on the same Python give the same bytes.
 """
 
 import argparse
@@ -42,7 +42,16 @@ MIN_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
 
 # Nearly every function has these; a context gets one question about them, or they would outnumber the other kinds.
 _FREQUENT_KINDS = ("name", "parameters", "calls")
-_SKIPPED_FOLDERS = {"__pycache__", "_bundled", "dist-packages", "idle_test", "pydoc_data", "site-packages", "test", "tests"}
+_SKIPPED_FOLDERS = {
+    "__pycache__",
+    "_bundled",
+    "dist-packages",
+    "idle_test",
+    "pydoc_data",
+    "site-packages",
+    "test",
+    "tests",
+}
 # Chosen so that tkinter, one question in twenty, is not a third of the validation split.
 _SALT = "stdlib_qa/"
 _SKIPPED_PREFIX = "_sysconfigdata"  # paths and flags of this machine
@@ -56,7 +65,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(data_path: Path, vocab_size: int = 4096, stdlib: Path | None = None) -> bool:
-    """Make the three folders below `data_path`; False if they are whole and have the same provenance, so that nothing was done.
+    """Make the three folders below `data_path`; False if they are whole and have the same provenance, so that nothing
+    was done.
 
     Raises:
         DataError: there are no sources to read, or too small a vocabulary is asked for.
@@ -78,8 +88,12 @@ def prepare(data_path: Path, vocab_size: int = 4096, stdlib: Path | None = None)
     facts = {"command": COMMAND, "made_from": made_from}
     counts = {split: dict(sorted(Counter(row["kind"] for row in rows).items())) for split, rows in questions.items()}
     _write_rows(data_path / "stdlib_qa", questions, {**facts, "counts": counts, "modules_that_do_not_parse": skipped})
-    _write_rows(data_path / "stdlib_text", texts, {**facts, "counts": {split: len(rows) for split, rows in texts.items()}})
-    lines = [row["text"] for row in texts["train"]] + [f"{row['question']}\n{row['answer']}" for row in questions["train"]]
+    _write_rows(
+        data_path / "stdlib_text", texts, {**facts, "counts": {split: len(rows) for split, rows in texts.items()}}
+    )
+    lines = [row["text"] for row in texts["train"]] + [
+        f"{row['question']}\n{row['answer']}" for row in questions["train"]
+    ]
     _write_tokenizer(data_path / "stdlib_tokenizer", lines, vocab_size, facts)
     _print_summary(data_path, counts, texts, time.monotonic() - start)
     return True
@@ -114,7 +128,8 @@ def split_of(module: str) -> str:
 
 
 def question_rows(sources: Mapping[str, str]) -> tuple[Rows, list[str]]:
-    """Rows of both splits, and the modules that do not parse. A repeated context counts where it first appears, train before val."""
+    """Rows of both splits, and the modules that do not parse. A repeated context counts where it first appears, train
+    before val."""
     rows: Rows = {split: [] for split in SPLITS}
     skipped: list[str] = []
     seen: set[str] = set()
@@ -195,7 +210,8 @@ def _write_rows(folder: Path, rows: Rows, facts: Mapping[str, Any]) -> None:
 
 
 def train_byte_level_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str]) -> "Tokenizer":
-    """Byte-level BPE, with `special_tokens` first. Digits are split, as in StarCoder's tokenizer. Equal texts give equal tokens."""
+    """Byte-level BPE, with `special_tokens` first. Digits are split, as in StarCoder's tokenizer. Equal texts give
+    equal tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

@@ -1,6 +1,7 @@
 """T5's preprocessing of the rows of MultiRC, ReCoRD, WSC and DPR (Google's t5.data.preprocessors).
 
-Each function takes a record of the original release, or a row of the hub's, and gives records that have the columns of the task.
+Each function takes a record of the original release, or a row of the hub's, and gives records that have the columns of
+the task.
 """
 
 import logging
@@ -72,7 +73,8 @@ def record(record: Record, split: str, where: str) -> Iterator[Record]:
 
 
 def wsc(record: Record, split: str, where: str) -> Iterator[Record]:
-    """Mark the noun with asterisks and the pronoun with number signs. What does not stand at its word stays unmarked, as in T5."""
+    """Mark the noun with asterisks and the pronoun with number signs. What does not stand at its word stays unmarked,
+    as in T5."""
     del split
     target = record.get("target") or record
     noun, noun_at = _get(target, "span1_text", str, where), _get(target, "span1_index", int, where)
@@ -86,7 +88,8 @@ def wsc(record: Record, split: str, where: str) -> Iterator[Record]:
 
 
 def wsc_simple(record: Record, split: str, where: str) -> Iterator[Record]:
-    """The pronoun between asterisks, and the noun that it stands for as the label. Rows of a noun that it does not stand for are no rows.
+    """The pronoun between asterisks, and the noun that it stands for as the label. Rows of a noun that it does not
+    stand for are no rows.
 
     In words that are parted by blanks, the pronoun is that at its index (Raffel et al. 2020, section 2.4).
     """
@@ -94,12 +97,18 @@ def wsc_simple(record: Record, split: str, where: str) -> Iterator[Record]:
     target = record.get("target") or record
     if str(record.get("label")) in ("False", "0"):
         return
-    text, noun, noun_at = _get(record, "text", str, where), _get(target, "span1_text", str, where), _get(target, "span1_index", int, where)
+    text, noun, noun_at = (
+        _get(record, "text", str, where),
+        _get(target, "span1_text", str, where),
+        _get(target, "span1_index", int, where),
+    )
     pronoun, pronoun_at = _get(target, "span2_text", str, where), _get(target, "span2_index", int, where)
     label = None if record.get("label") is None else _fitted_span(text, noun, noun_at)
     words = text.split(" ")
     # In one row of the release the number is that of the word before.
-    places = [place for place in (pronoun_at, pronoun_at + 1) if place < len(words) and words[place].startswith(pronoun)]
+    places = [
+        place for place in (pronoun_at, pronoun_at + 1) if place < len(words) and words[place].startswith(pronoun)
+    ]
     if places:
         words[places[0]] = f"*{pronoun}*{words[places[0]].removeprefix(pronoun)}"
     else:
@@ -108,7 +117,8 @@ def wsc_simple(record: Record, split: str, where: str) -> Iterator[Record]:
 
 
 def dpr(record: Record, split: str, where: str) -> Iterator[Record]:
-    """Definite pronoun resolution (Rahman & Ng 2012): as `wsc_simple`; of several equal pronouns the first one is meant."""
+    """Definite pronoun resolution (Rahman & Ng 2012): as `wsc_simple`; of several equal pronouns the first one is
+    meant."""
     del split
     sentence, pronoun = _get(record, "sentence", str, where), _get(record, "pronoun", str, where)
     candidates, label = _get(record, "candidates", list, where), record.get("label")
@@ -119,7 +129,8 @@ def dpr(record: Record, split: str, where: str) -> Iterator[Record]:
 
 
 def _fitted_span(text: str, span: str, word: int) -> str:
-    """`span` as it is written in `text`: the release has some in another case, with a full stop or with line ends (wsc.fixed of TFDS)."""
+    """`span` as it is written in `text`: the release has some in another case, with a full stop or with line ends
+    (wsc.fixed of TFDS)."""
     words = text.split()
     if span in text or not span or word >= len(words):
         return span
@@ -140,7 +151,9 @@ def _mark_span(text: str, span: str, word: int, mark: str, where: str) -> str:
 def _get(record: Mapping[str, Any], name: str, kind: type, where: str) -> Any:
     value = record.get(name) if isinstance(record, Mapping) else None
     if type(value) is not kind:
-        raise DataError(f"{where}: expected {kind.__name__} as {name!r}, got {str(value)[:60]!r} ({type(value).__name__}).")
+        raise DataError(
+            f"{where}: expected {kind.__name__} as {name!r}, got {str(value)[:60]!r} ({type(value).__name__})."
+        )
     return value
 
 

@@ -1,12 +1,14 @@
-"""Make a tokenizer with T5's sentinels: `python -m data_prep.t5_tokenizer --from stdlib_tokenizer --name stdlib_t5_tokenizer`.
+"""Make a tokenizer with T5's sentinels: `python -m data_prep.t5_tokenizer --from stdlib_tokenizer --name
+stdlib_t5_tokenizer`.
 
-Either --from, a tokenizer that is there already; or --spiece, the SentencePiece model of T5; or --train, text on which one is trained as
-T5's was: SentencePiece's unigrams (Kudo 2018, arXiv 1804.10959) after <pad> 0, </s> 1 and <unk> 2, or with --model bpe byte-level BPE,
-which keeps line ends and spaces, as code needs. A folder is made below --data_path: the tokenizer with <extra_id_99> to <extra_id_0>
-behind all other tokens, so that <extra_id_0> has the highest id (Raffel et al. 2020, arXiv 1910.10683; T5's own has 32,000 pieces and 100
-sentinels), with a padding token of its own and an end token. No text becomes a sentinel, an end or padding through SafeTokenizer of
-src.data.text. With --sentences N, <eosen> and <sent_0> to <sent_N-1>, which data set
-depth needs, stand behind the sentinels, so that no id changes that a trained model knows.
+Either --from, a tokenizer that is there already; or --spiece, the SentencePiece model of T5; or --train, text on which
+one is trained as T5's was: SentencePiece's unigrams (Kudo 2018, arXiv 1804.10959) after <pad> 0, </s> 1 and <unk> 2, or
+with --model bpe byte-level BPE, which keeps line ends and spaces, as code needs. A folder is made below --data_path:
+the tokenizer with <extra_id_99> to <extra_id_0> behind all other tokens, so that <extra_id_0> has the highest id
+(Raffel et al. 2020, arXiv 1910.10683; T5's own has 32,000 pieces and 100 sentinels), with a padding token of its own
+and an end token. No text becomes a sentinel, an end or padding through SafeTokenizer of src.data.text. With --sentences
+N, <eosen> and <sent_0> to <sent_N-1>, which data set depth needs, stand behind the sentinels, so that no id changes
+that a trained model knows.
 """
 
 import argparse
@@ -43,14 +45,37 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--name", required=True, help="the new folder below it")
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--from", dest="source", metavar="TOKENIZER", help="a folder below --data_path, any other folder, or a hub id")
-    source.add_argument("--spiece", type=Path, metavar="FILE", help="a SentencePiece model of unigrams, as T5's spiece.model")
-    source.add_argument("--train", nargs="+", metavar="SOURCE", help="text: files, saved folders or hub:ID, as for data_prep.tokenize")
+    source.add_argument(
+        "--from", dest="source", metavar="TOKENIZER", help="a folder below --data_path, any other folder, or a hub id"
+    )
+    source.add_argument(
+        "--spiece", type=Path, metavar="FILE", help="a SentencePiece model of unigrams, as T5's spiece.model"
+    )
+    source.add_argument(
+        "--train", nargs="+", metavar="SOURCE", help="text: files, saved folders or hub:ID, as for data_prep.tokenize"
+    )
     add("--model", choices=("unigram", "bpe"), help=f"what --train makes (default: {DEFAULTS['model']})")
-    add("--vocab_size", type=int, metavar="N", help=f"its tokens before the sentinels (default: {DEFAULTS['vocab_size']})")
+    add(
+        "--vocab_size",
+        type=int,
+        metavar="N",
+        help=f"its tokens before the sentinels (default: {DEFAULTS['vocab_size']})",
+    )
     add("--text_field", help="of --train's JSON objects and table rows: which one is the text (default: text)")
-    add("--sentinels", type=int, default=NUM_SENTINELS, metavar="N", help="UL2 on 512 tokens needs 128 (default: %(default)s)")
-    add("--sentences", type=int, default=0, metavar="N", help="also N names of sentences; --from may then have sentinels already")
+    add(
+        "--sentinels",
+        type=int,
+        default=NUM_SENTINELS,
+        metavar="N",
+        help="UL2 on 512 tokens needs 128 (default: %(default)s)",
+    )
+    add(
+        "--sentences",
+        type=int,
+        default=0,
+        metavar="N",
+        help="also N names of sentences; --from may then have sentinels already",
+    )
 
 
 def _run(train: Sequence[str] | None, source: str | None, spiece: Path | None, **given: Any) -> bool:
@@ -62,17 +87,25 @@ def _run(train: Sequence[str] | None, source: str | None, spiece: Path | None, *
     if train:
         return prepare_trained(train=train, options={**DEFAULTS, **about}, **given)
     if about:
-        raise DataError(f"--{next(iter(about))}: is for --train; --from and --spiece have their tokens already. Leave it out.")
+        raise DataError(
+            f"--{next(iter(about))}: is for --train; --from and --spiece have their tokens already. Leave it out."
+        )
     return prepare(source=source, spiece=spiece, **given)
 
 
 def prepare(
-    data_path: Path, name: str, source: str | None = None, spiece: Path | None = None, sentences: int = 0, sentinels: int = NUM_SENTINELS
+    data_path: Path,
+    name: str,
+    source: str | None = None,
+    spiece: Path | None = None,
+    sentences: int = 0,
+    sentinels: int = NUM_SENTINELS,
 ) -> bool:
     """Make the folder `data_path / name` from one of two sources; False if it is whole and has the same provenance.
 
     Raises:
-        DataError: the source is missing, damaged, or has already what is to be added. Sentinels it may have where `sentences` are.
+        DataError: the source is missing, damaged, or has already what is to be added. Sentinels it may have where
+            `sentences` are.
         RunError: the disk refuses.
     """
     folder = data_path / name
@@ -99,9 +132,15 @@ def prepare(
 
 
 def prepare_trained(
-    data_path: Path, name: str, train: Sequence[str], options: dict[str, Any], sentences: int = 0, sentinels: int = NUM_SENTINELS
+    data_path: Path,
+    name: str,
+    train: Sequence[str],
+    options: dict[str, Any],
+    sentences: int = 0,
+    sentinels: int = NUM_SENTINELS,
 ) -> bool:
-    """Make the folder `data_path / name` from text; False if it is whole and has the same provenance. options: see `DEFAULTS`.
+    """Make the folder `data_path / name` from text; False if it is whole and has the same provenance. options: see
+    `DEFAULTS`.
 
     Raises:
         DataError: a source is missing or damaged, or has too little text for as many tokens.
@@ -136,10 +175,13 @@ def _versions(*packages: str) -> dict[str, str]:
     return {package: importlib.metadata.version(package) for package in packages}
 
 
-def train_unigram(batches: Iterator[list[str]], vocab_size: int, sentinels: int = NUM_SENTINELS) -> "PreTrainedTokenizerFast":
+def train_unigram(
+    batches: Iterator[list[str]], vocab_size: int, sentinels: int = NUM_SENTINELS
+) -> "PreTrainedTokenizerFast":
     """A SentencePiece model of `vocab_size` pieces, trained on lines of text, with sentinels.
 
-    The trainer of `tokenizers` makes another vocabulary each time; SentencePiece's makes the same with the same number of threads.
+    The trainer of `tokenizers` makes another vocabulary each time; SentencePiece's makes the same with the same number
+    of threads.
 
     Raises:
         DataError: so many pieces cannot be had of this text, or it has more letters.
@@ -164,12 +206,16 @@ def train_unigram(batches: Iterator[list[str]], vocab_size: int, sentinels: int 
                 num_threads=16,
                 minloglevel=2,
             )
-        except RuntimeError as error:  # "INTERNAL: file(line) [condition] Vocabulary size too high (N). Please set it to a value <= M."
+        except (
+            RuntimeError
+        ) as error:  # "INTERNAL: file(line) [condition] Vocabulary size too high (N). Please set it to a value <= M."
             raise DataError(f"--vocab_size: {str(error).rpartition('] ')[2].partition(' Increase')[0]}") from None
         return from_sentencepiece(place.with_suffix(".model"), sentinels)
 
 
-def train_bpe(batches: Iterator[list[str]], vocab_size: int, sentinels: int = NUM_SENTINELS) -> "PreTrainedTokenizerFast":
+def train_bpe(
+    batches: Iterator[list[str]], vocab_size: int, sentinels: int = NUM_SENTINELS
+) -> "PreTrainedTokenizerFast":
     """Byte-level BPE of `vocab_size` tokens, with sentinels.
 
     Raises:
@@ -179,14 +225,22 @@ def train_bpe(batches: Iterator[list[str]], vocab_size: int, sentinels: int = NU
 
     backend = stdlib_qa.train_byte_level_bpe((text for texts in batches for text in texts), vocab_size, [PAD, EOS, UNK])
     if backend.get_vocab_size() < vocab_size:
-        raise DataError(f"--vocab_size: Vocabulary size too high ({vocab_size}). Please set it to a value <= {backend.get_vocab_size()}.")
+        raise DataError(
+            f"--vocab_size: Vocabulary size too high ({vocab_size}). Please set it to a value <= "
+            f"{backend.get_vocab_size()}."
+        )
     return add_sentinels(
-        PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=EOS, pad_token=PAD, unk_token=UNK), "--train", sentinels
+        PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=EOS, pad_token=PAD, unk_token=UNK),
+        "--train",
+        sentinels,
     )
 
 
-def add_sentinels(tokenizer: "PreTrainedTokenizerFast", where: str, sentinels: int = NUM_SENTINELS) -> "PreTrainedTokenizerFast":
-    """A copy with sentinels and, if it has none, a padding token. It ends texts with the end token, as the data sets of T5 do.
+def add_sentinels(
+    tokenizer: "PreTrainedTokenizerFast", where: str, sentinels: int = NUM_SENTINELS
+) -> "PreTrainedTokenizerFast":
+    """A copy with sentinels and, if it has none, a padding token. It ends texts with the end token, as the data sets of
+    T5 do.
 
     Raises:
         DataError: it has sentinels already.
@@ -201,11 +255,17 @@ def add_sentinels(tokenizer: "PreTrainedTokenizerFast", where: str, sentinels: i
         pad = PAD
         backend.add_special_tokens([PAD])
     backend.add_special_tokens(_sentinels(sentinels))
-    end = processors.TemplateProcessing(single=["$A", eos], pair=["$A", eos, "$B", eos], special_tokens=[(eos, backend.token_to_id(eos))])
+    end = processors.TemplateProcessing(
+        single=["$A", eos], pair=["$A", eos, "$B", eos], special_tokens=[(eos, backend.token_to_id(eos))]
+    )
     before = backend.post_processor
     if not tokenizer("")["input_ids"]:  # else it puts tokens around texts already
         backend.post_processor = end if before is None else processors.Sequence([before, end])
-    others = [token for token in tokenizer.all_special_tokens if token not in (eos, pad, tokenizer.bos_token, tokenizer.unk_token)]
+    others = [
+        token
+        for token in tokenizer.all_special_tokens
+        if token not in (eos, pad, tokenizer.bos_token, tokenizer.unk_token)
+    ]
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         eos_token=eos,
@@ -267,7 +327,10 @@ def from_sentencepiece(path: Path, sentinels: int = NUM_SENTINELS) -> "PreTraine
     proto = _read_proto(path)
     names = {kind: [piece.piece for piece in proto.pieces if piece.type == kind] for kind in (_UNKNOWN, _CONTROL)}
     if len(names[_UNKNOWN]) != 1 or "</s>" not in names[_CONTROL]:
-        raise DataError(f"{path}: expected one unknown piece and the control piece '</s>', got {names[_UNKNOWN]} and {names[_CONTROL]}.")
+        raise DataError(
+            f"{path}: expected one unknown piece and the control piece '</s>', got {names[_UNKNOWN]} and "
+            f"{names[_CONTROL]}."
+        )
     pieces = [(piece.piece, piece.score) for piece in proto.pieces]
     _refuse_sentinels([name for name, _ in pieces], str(path))
     unknown, controls = names[_UNKNOWN][0], [*names[_CONTROL], *names[_UNKNOWN]]
@@ -289,7 +352,9 @@ def from_sentencepiece(path: Path, sentinels: int = NUM_SENTINELS) -> "PreTraine
     backend.post_processor = processors.TemplateProcessing(
         single=["$A", "</s>"], pair=["$A", "</s>", "$B", "</s>"], special_tokens=[("</s>", end)]
     )
-    backend.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in [*controls, *_sentinels(sentinels)]])
+    backend.add_special_tokens(
+        [AddedToken(name, normalized=False, special=True) for name in [*controls, *_sentinels(sentinels)]]
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         eos_token="</s>",

@@ -1,4 +1,5 @@
-"""A record of a release as a row of a prepared task: {"index", its columns, "label"}, and "answers" and "group" if there are any."""
+"""A record of a release as a row of a prepared task: {"index", its columns, "label"}, and "answers" and "group" if
+there are any."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +13,8 @@ Row = dict[str, Any]
 
 
 def rows(source: Source, skipped: list[str] | None) -> Iterator[Row]:
-    """The rows of a source, in its order. skipped: collects messages about rows that do not fit; None: these raise an error.
+    """The rows of a source, in its order. skipped: collects messages about rows that do not fit; None: these raise an
+    error.
 
     Raises:
         DataError: a record does not fit the task, or has no label where one must be; names its place.
@@ -38,12 +40,19 @@ def _row(record: Record, source: Source, where: str) -> Row:
     for column in task.columns:
         value = _column_value(record, source, column)
         if not isinstance(value, str):
-            got = f"got {str(value)[:60]!r} ({type(value).__name__})" if value is not None else f"there is: {', '.join(record)}"
+            got = (
+                f"got {str(value)[:60]!r} ({type(value).__name__})"
+                if value is not None
+                else f"there is: {', '.join(record)}"
+            )
             raise DataError(f"{where}: expected text as {' or '.join(map(repr, source.names(column)))}, {got}.")
         found[column] = value
     found["label"] = _label(_column_value(record, source, "label"), source, where)
     if found["label"] is None and source.split != "test":
-        raise DataError(f"{where}: no label, under {' or '.join(map(repr, source.names('label')))}. Rows without one are for --test.")
+        raise DataError(
+            f"{where}: no label, under {' or '.join(map(repr, source.names('label')))}. Rows without one are for "
+            f"--test."
+        )
     if isinstance(record.get("answers"), list):
         found["answers"] = record["answers"]
     if isinstance(record.get("group"), str):
@@ -65,8 +74,8 @@ def _index(value: Any) -> int | None:
 def _label(value: Any, source: Source, where: str) -> str | None:
     """The text of a class, or the number of a regression as text.
 
-    A class may be written as its text, or as its number from 0; True and False are texts, or else 1 and 0. -1 is no label of classes,
-    and of regressions whose range does not have it. The text "-1" of a text is one.
+    A class may be written as its text, or as its number from 0; True and False are texts, or else 1 and 0. -1 is no
+    label of classes, and of regressions whose range does not have it. The text "-1" of a text is one.
     """
     task = source.task.task
     minus_one = value == "-1" or (value == -1 and not isinstance(value, str))
@@ -81,7 +90,9 @@ def _label(value: Any, source: Source, where: str) -> str | None:
         if number.isascii() and number.isdigit() and int(number) < len(task.labels):
             return task.labels[int(number)]
         choices = ", ".join(task.labels[:12])
-        raise DataError(f"{where}: label {text[:60]!r} is none of {source.task.name!r}: {choices}, or 0 to {len(task.labels) - 1}.")
+        raise DataError(
+            f"{where}: label {text[:60]!r} is none of {source.task.name!r}: {choices}, or 0 to {len(task.labels) - 1}."
+        )
     text = value.strip() if isinstance(value, str) else repr(value)
     if task.kind == "regression":
         require_number(text, task, where)

@@ -1,4 +1,5 @@
-"""Sources of the rows of a task: lines of columns with or without a header, csv, JSON, parquet, folders of `datasets`, the hub."""
+"""Sources of the rows of a task: lines of columns with or without a header, csv, JSON, parquet, folders of `datasets`,
+the hub."""
 
 import csv
 import io
@@ -12,7 +13,11 @@ from src.data.tasks import task_table as tasks
 from src.errors import DataError
 from src.files import reading
 
-SPLITS = {"train": ("train",), "val": ("validation", "val", "dev", "validation_matched"), "test": ("test", "test_matched")}
+SPLITS = {
+    "train": ("train",),
+    "val": ("validation", "val", "dev", "validation_matched"),
+    "test": ("test", "test_matched"),
+}
 """Splits of a prepared data set, and their names on the hub."""
 OTHER_NAMES = {"index": ["index", "idx", "id"]}
 Record = dict[str, Any]
@@ -84,7 +89,9 @@ class Source:
         missing = next(c for c in task.columns if not any(name in first for name in self.names(c)))
         wanted = " or ".join(map(repr, self.names(missing)))
         shown = ", ".join(repr(name[:30]) for name in first[:12])
-        raise DataError(f"{path}:1: no column {wanted} for {missing!r} of {self.task.name!r} among {len(first)}: {shown}.{without}")
+        raise DataError(
+            f"{path}:1: no column {wanted} for {missing!r} of {self.task.name!r} among {len(first)}: {shown}.{without}"
+        )
 
     def _of_csv(self, path: Path) -> Iterator[tuple[str, Record]]:
         reader = csv.DictReader(io.StringIO(_text(path), newline=""), restkey="", strict=True)
@@ -97,10 +104,16 @@ class Source:
 
     def _of_datasets(self, rows: Any) -> Iterator[tuple[str, Record]]:
         """Replaces numbers of classes by their names, if these are the task's."""
-        classes = {name: feature.names for name, feature in rows.features.items() if type(feature).__name__ == "ClassLabel"}
+        classes = {
+            name: feature.names for name, feature in rows.features.items() if type(feature).__name__ == "ClassLabel"
+        }
         classes = {name: texts for name, texts in classes.items() if set(texts) <= set(self.task.task.labels)}
         for number, row in enumerate(rows, 1):
-            named = {name: texts[row[name]] for name, texts in classes.items() if (row[name] or 0) >= 0 and row[name] is not None}
+            named = {
+                name: texts[row[name]]
+                for name, texts in classes.items()
+                if (row[name] or 0) >= 0 and row[name] is not None
+            }
             yield f"{self.source}: row {number}", {**row, **named}
 
 

@@ -1,6 +1,7 @@
 """Sources of documents to be tokenised: text and JSON files, parquet, folders saved by `datasets`, and sets of the hub.
 
-A source is read in batches that do not depend on who asks, so that a run can go on where another stopped. Lines of JSON are handed
+A source is read in batches that do not depend on who asks, so that a run can go on where another stopped. Lines of JSON
+are handed
 on as they are: whoever tokenises them parses them too.
 """
 
@@ -56,7 +57,9 @@ def text_of(row: dict[str, Any], field: str, where: str) -> str:
         DataError: it has none; names the place and the fields.
     """
     if field not in row:
-        raise DataError(f"{where}: field {field!r} is missing. Fields: {', '.join(row) or 'none'}. --text_field names another.")
+        raise DataError(
+            f"{where}: field {field!r} is missing. Fields: {', '.join(row) or 'none'}. --text_field names another."
+        )
     jsonl.check_type(row[field], str, f"{where}: field {field!r}")
     return row[field]
 
@@ -104,7 +107,9 @@ def open_source(name: str, split: str, how: Reading) -> Source:
         return Source(name, facts, lambda _state: _group_documents(name, _text_documents(path, how.documents_by)))
     if name.endswith(".parquet"):
         columns = partial(_require_column, where=name, field=how.field)
-        return Source(name, facts, lambda _state: _group_documents(name, _rows(sources.parquet_rows(path, columns), how.field)))
+        return Source(
+            name, facts, lambda _state: _group_documents(name, _rows(sources.parquet_rows(path, columns), how.field))
+        )
     if name.endswith((".json", ".json.gz")):
         return Source(name, facts, lambda _state: _group_documents(name, _rows(json_stream.records(path), how.field)))
     kinds = ", ".join((*_LINES, *_TEXT, ".json", ".json.gz", ".parquet"))
@@ -116,7 +121,9 @@ def _rows(records: Iterable[tuple[str, dict[str, Any]]], field: str) -> Iterator
         yield where, text_of(row, field, where)
 
 
-def _group_documents(source: str, documents: Iterable[tuple[str, str]], state: Callable[[], Any] = lambda: None) -> Iterator[Batch]:
+def _group_documents(
+    source: str, documents: Iterable[tuple[str, str]], state: Callable[[], Any] = lambda: None
+) -> Iterator[Batch]:
     """state: returns the state after the last document that was read."""
     batch, size = [], 0
     for where, text in documents:
@@ -147,7 +154,8 @@ def _line_batches(path: Path) -> Iterator[Batch]:
 
 
 def _text_documents(path: Path, by: DocumentsBy) -> Iterator[tuple[str, str]]:
-    """Lines without their line ends; paragraphs and whole files unchanged, except for line ends and surrounding blank lines."""
+    """Lines without their line ends; paragraphs and whole files unchanged, except for line ends and surrounding blank
+    lines."""
     parts: list[str] = []
     first = 0
     for number, raw in enumerate(_lines(path), 1):
@@ -180,7 +188,9 @@ def _table(name: str, rows: Any, how: Reading) -> Source:
 def _require_column(columns: list[str], where: str, field: str) -> list[str]:
     """[field]. Raises DataError where it is none of the `columns`."""
     if field not in columns:
-        raise DataError(f"{where}: column {field!r} is missing. Columns: {', '.join(columns)}. --text_field names another.")
+        raise DataError(
+            f"{where}: column {field!r} is missing. Columns: {', '.join(columns)}. --text_field names another."
+        )
     return [field]
 
 

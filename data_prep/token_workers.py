@@ -56,7 +56,8 @@ class Tokens:
 
 
 def is_validation(text: str, rate: float) -> bool:
-    """Whether a document is one of the share `rate`: a function of its text, so that equal documents are in one split."""
+    """Whether a document is one of the share `rate`: a function of its text, so that equal documents are in one
+    split."""
     digest = hashlib.sha256(text.encode()).digest()
     return int.from_bytes(digest[:8], "big") < rate * 2.0**64
 
@@ -69,7 +70,9 @@ def tokenise_batch(job: Job, batch: Batch) -> tuple[Tokens, Tokens]:
     """
     texts = batch.documents(job.field)
     chosen = [bool(job.val_rate) and is_validation(text, job.val_rate) for text in texts]
-    train, val = ([text for text, validates in zip(texts, chosen, strict=True) if validates is wanted] for wanted in (False, True))
+    train, val = (
+        [text for text, validates in zip(texts, chosen, strict=True) if validates is wanted] for wanted in (False, True)
+    )
     return _tokens(job, train), _tokens(job, val)
 
 
@@ -111,12 +114,16 @@ class Workers:
         given: deque[Future[tuple[Tokens, Tokens]]] = deque()
         try:
             while True:
-                given.extend(self._pool.submit(_tokenise, batch) for batch in islice(stream, self._count * _AHEAD - len(given)))
+                given.extend(
+                    self._pool.submit(_tokenise, batch) for batch in islice(stream, self._count * _AHEAD - len(given))
+                )
                 if not given:
                     return
                 yield given.popleft().result()
         except BrokenProcessPool:
-            raise RunError("a process that tokenises ended, perhaps for lack of memory. Start again: finished shards are kept.") from None
+            raise RunError(
+                "a process that tokenises ended, perhaps for lack of memory. Start again: finished shards are kept."
+            ) from None
 
 
 _jobs: list[Job] = []

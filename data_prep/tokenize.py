@@ -1,9 +1,11 @@
-"""Tokenise text once, for pre-training: `python -m data_prep.tokenize --name c4_t5 --tokenizer t5_tokenizer --train FILE..`.
+"""Tokenise text once, for pre-training: `python -m data_prep.tokenize --name c4_t5 --tokenizer t5_tokenizer --train
+FILE..`.
 
-One folder is made below --data_path: shards of ids that are read by memory map (src/data/text/token_files.py) and manifest.json, which says
-what they were made from. A SOURCE is a file (.jsonl, .json, .txt, plain or with gzip; .parquet), a folder saved by `datasets`, or
-hub:ID[@CONFIG], which with --streaming is never written to the disk as text. The bytes do not depend on the number of processes.
-Started again after it was killed, it goes on behind the last whole shard.
+One folder is made below --data_path: shards of ids that are read by memory map (src/data/text/token_files.py) and
+manifest.json, which says what they were made from. A SOURCE is a file (.jsonl, .json, .txt, plain or with gzip;
+.parquet), a folder saved by `datasets`, or hub:ID[@CONFIG], which with --streaming is never written to the disk as
+text. The bytes do not depend on the number of processes. Started again after it was killed, it goes on behind the last
+whole shard.
 """
 
 import argparse
@@ -50,21 +52,53 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     command.add_data_path(parser)
     add = parser.add_argument
     add("--name", required=True, help="the new folder below it, which an experiment names as data.corpus")
-    add("--tokenizer", required=True, help="a folder below --data_path, any other folder, or a hub id: that of the model to be trained")
+    add(
+        "--tokenizer",
+        required=True,
+        help="a folder below --data_path, any other folder, or a hub id: that of the model to be trained",
+    )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--corpus", help="a prepared folder below --data_path, with train.jsonl and val.jsonl")
     source.add_argument("--train", nargs="+", default=[], metavar="SOURCE", help="sources of the training split")
     add("--val", nargs="+", default=[], metavar="SOURCE", help="sources of the validation split")
-    add("--val_rate", type=float, default=0.0, metavar="R", help="instead of --val: the share of the documents of --train, by their text")
-    add("--text_field", default="text", help="of JSON objects and table rows: which one is the text (default: %(default)s)")
-    add("--documents_by", choices=get_args(text_sources.DocumentsBy), default="file", help="of a text file (default: %(default)s)")
+    add(
+        "--val_rate",
+        type=float,
+        default=0.0,
+        metavar="R",
+        help="instead of --val: the share of the documents of --train, by their text",
+    )
+    add(
+        "--text_field",
+        default="text",
+        help="of JSON objects and table rows: which one is the text (default: %(default)s)",
+    )
+    add(
+        "--documents_by",
+        choices=get_args(text_sources.DocumentsBy),
+        default="file",
+        help="of a text file (default: %(default)s)",
+    )
     add("--streaming", action="store_true", help="read sets of the hub over the network while they are tokenised")
-    add("--shard_tokens", type=int, default=1 << 27, metavar="N", help="a shard ends when it has so many (default: %(default)s)")
-    add("--processes", type=int, default=os.cpu_count() or 1, metavar="N", help="that tokenise (default: one for each core)")
+    add(
+        "--shard_tokens",
+        type=int,
+        default=1 << 27,
+        metavar="N",
+        help="a shard ends when it has so many (default: %(default)s)",
+    )
+    add(
+        "--processes",
+        type=int,
+        default=os.cpu_count() or 1,
+        metavar="N",
+        help="that tokenise (default: one for each core)",
+    )
 
 
 def tokenise(data_path: Path, options: Options) -> bool:
-    """Make the folder `data_path / options.name`; False if it is whole and has the same provenance, so that nothing was done.
+    """Make the folder `data_path / options.name`; False if it is whole and has the same provenance, so that nothing was
+    done.
 
     Raises:
         DataError: a source or the tokenizer is missing or damaged, or a split would be empty. Finished shards are kept.
@@ -90,15 +124,26 @@ def tokenise(data_path: Path, options: Options) -> bool:
         return False
     job = token_workers.Job(encoder, token_files.id_dtype(len(tokenizer)), options.text_field, options.val_rate)
     open_writer = functools.partial(token_files.Writer, dtype=job.dtype)
-    with shards.partial(folder, made_from, open_writer) as new, token_workers.Workers(job, options.processes) as workers:
+    with (
+        shards.partial(folder, made_from, open_writer) as new,
+        token_workers.Workers(job, options.processes) as workers,
+    ):
         kept = sum(shard["tokens"] for split in jsonl.SPLITS for shard in new.shards_of(split))
         for split, source in opened:
             new.add(split, source, workers.map_batches, options.shard_tokens)
         splits = {split: new.shards_of(split) for split in jsonl.SPLITS}
         for split in jsonl.SPLITS:
             if not splits[split]:
-                raise DataError(f"--{split}: no document is left for this split. Every folder has both; see --val and --val_rate.")
-        facts = {"command": COMMAND, "format": token_files.FORMAT, "dtype": job.dtype, "tokenizer": about, "splits": splits}
+                raise DataError(
+                    f"--{split}: no document is left for this split. Every folder has both; see --val and --val_rate."
+                )
+        facts = {
+            "command": COMMAND,
+            "format": token_files.FORMAT,
+            "dtype": job.dtype,
+            "tokenizer": about,
+            "splits": splits,
+        }
         new.publish({**facts, "made_from": made_from})
     _print_summary(folder, splits, kept, time.monotonic() - start)
     return True
@@ -114,9 +159,13 @@ def _check(options: Options) -> None:
     if options.corpus is not None and (options.val or options.val_rate):
         raise ConfigError("--corpus: has its own validation split. Leave --val and --val_rate out.")
     if options.corpus is None and bool(options.val) == bool(options.val_rate):
-        raise ConfigError("--val: say what to validate on: either sources with --val, or a share of --train with --val_rate.")
+        raise ConfigError(
+            "--val: say what to validate on: either sources with --val, or a share of --train with --val_rate."
+        )
     if options.corpus is None and options.streaming and not any(name.startswith(sources.HUB) for name in options.train):
-        raise ConfigError(f"--streaming: is for sets of the hub, {sources.HUB}ID; files are never read at once anyway. Leave it out.")
+        raise ConfigError(
+            f"--streaming: is for sets of the hub, {sources.HUB}ID; files are never read at once anyway. Leave it out."
+        )
 
 
 def _sources(data_path: Path, options: Options) -> list[tuple[str, text_sources.Source]]:
@@ -136,7 +185,9 @@ def _sources(data_path: Path, options: Options) -> list[tuple[str, text_sources.
     return found
 
 
-def _provenance(options: Options, about: dict[str, Any], opened: Sequence[tuple[str, text_sources.Source]]) -> dict[str, Any]:
+def _provenance(
+    options: Options, about: dict[str, Any], opened: Sequence[tuple[str, text_sources.Source]]
+) -> dict[str, Any]:
     """Everything that the content of the folder depends on."""
     ignored = ("name", "tokenizer", "train", "val", "corpus", "processes")
     return {
@@ -150,10 +201,16 @@ def _provenance(options: Options, about: dict[str, Any], opened: Sequence[tuple[
 
 def _print_summary(folder: Path, splits: dict[str, list[dict[str, Any]]], kept: int, seconds: float) -> None:
     tokens = sum(shard["tokens"] for made in splits.values() for shard in made)
-    print(f"{folder}: made in {seconds:.1f} s, {(tokens - kept) / seconds:,.0f} tokens/s" + (f"; {kept:,} were there" if kept else ""))
+    print(
+        f"{folder}: made in {seconds:.1f} s, {(tokens - kept) / seconds:,.0f} tokens/s"
+        + (f"; {kept:,} were there" if kept else "")
+    )
     for split, made in splits.items():
         documents, tokens = sum(shard["documents"] for shard in made), sum(shard["tokens"] for shard in made)
-        print(f"{split:6} {documents:,} documents, {tokens:,} tokens with their end tokens, {len(made)} shard{'s' * (len(made) > 1)}")
+        print(
+            f"{split:6} {documents:,} documents, {tokens:,} tokens with their end tokens, {len(made)} "
+            f"shard{'s' * (len(made) > 1)}"
+        )
 
 
 main = command.main_of(COMMAND, __doc__, _add_options, lambda data_path, **given: tokenise(data_path, Options(**given)))

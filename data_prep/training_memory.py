@@ -11,12 +11,13 @@ if TYPE_CHECKING:
     from torch import nn
 
 _VALUES = 17
-"""Numbers that a layer keeps of a token for the backward pass, in hidden sizes (Korthikanti et al. 2022, arXiv 2205.05198, section 4.1:
-34 bytes in 16 bits), where attention keeps no scores."""
+"""Numbers that a layer keeps of a token for the backward pass, in hidden sizes (Korthikanti et al. 2022, arXiv
+2205.05198, section 4.1: 34 bytes in 16 bits), where attention keeps no scores."""
 _LOGITS_BYTES = 12
 """Of each logit: as the model gives it, in float32, and its gradient."""
 _MOMENTS = {"adamw": 2, "adamw_scale": 2, "adafactor": 0}
-"""Numbers of the optimizer for each that is trained; adafactor's are few, as it keeps rows and columns of a matrix alone."""
+"""Numbers of the optimizer for each that is trained; adafactor's are few, as it keeps rows and columns of a matrix
+alone."""
 
 
 class Estimate(NamedTuple):
@@ -34,7 +35,12 @@ class Estimate(NamedTuple):
     def lines(self) -> list[str]:
         """Of what is estimated, and of all together."""
         fixed = self.weights + self.gradients + self.optimizer + self.logits
-        named = [("weights", self.weights), ("gradients", self.gradients), ("optimizer", self.optimizer), ("logits", self.logits)]
+        named = [
+            ("weights", self.weights),
+            ("gradients", self.gradients),
+            ("optimizer", self.optimizer),
+            ("logits", self.logits),
+        ]
         told = ", ".join(f"{name} {format_bytes(value)}" for name, value in [*named, ("activations", self.activations)])
         less = f"with --gradient_checkpointing {format_bytes(fixed + self.checkpointed)}"
         return [f"memory of a process, roughly: {format_bytes(fixed + self.activations)} ({told}); {less}"]
@@ -74,7 +80,11 @@ def without_weights(model: ModelConfig, places: Places, is_trained: bool = False
     if type(model) is hf.Config:
         return _Unloaded.model_construct(**dict(model))
     base = getattr(model, "base", None)
-    return model.model_copy(update={"base": without_weights(base, places, is_trained)}) if isinstance(base, ModelConfig) else model
+    return (
+        model.model_copy(update={"base": without_weights(base, places, is_trained)})
+        if isinstance(base, ModelConfig)
+        else model
+    )
 
 
 def build_empty(model: ModelConfig, places: Places) -> Any:
@@ -90,7 +100,8 @@ def build_empty(model: ModelConfig, places: Places) -> Any:
 
 
 def estimate(model: "nn.Module", loop: Any, rows: int, tokens: int, bits: str | None = None) -> Estimate:
-    """Of a training. loop: its `LoopConfig`. rows: of the largest micro-batch, each of so many `tokens`. bits: "8bit", "4bit" or None."""
+    """Of a training. loop: its `LoopConfig`. rows: of the largest micro-batch, each of so many `tokens`. bits: "8bit",
+    "4bit" or None."""
     value_bytes = 4 if loop.precision == "float32" else 2
     config: Any = model.config
     weights = trained = 0

@@ -1,4 +1,5 @@
-"""Text that a command reads once, in order, to learn from it: documents of several sources, and a sample of their lines."""
+"""Text that a command reads once, in order, to learn from it: documents of several sources, and a sample of their
+lines."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -40,13 +41,17 @@ def open_corpus(names: Sequence[str], field: str) -> Corpus:
     Raises:
         DataError: a source is missing, of an unknown kind, or given twice.
     """
-    found = [text_sources.open_source(name, "train", text_sources.Reading(field, "paragraph", streaming=False)) for name in names]
+    found = [
+        text_sources.open_source(name, "train", text_sources.Reading(field, "paragraph", streaming=False))
+        for name in names
+    ]
     sources.require_distinct((f"--train {source.name}", source.facts) for source in found)
     return Corpus(found, field)
 
 
 def sample_lines(texts: Iterable[str], most: int = MOST_CHARACTERS) -> list[str]:
-    """Lines, cut between words to 1,024 characters at most: all of them, or every second, fourth, .. where they are longer than `most`."""
+    """Lines, cut between words to 1,024 characters at most: all of them, or every second, fourth, .. where they are
+    longer than `most`."""
     lines, size, step = [], 0, 1
     for number, line in enumerate(line for text in texts for line in _LINE.findall(text)):
         if number % step == 0:

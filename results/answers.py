@@ -1,7 +1,9 @@
 # PYTHON_ARGCOMPLETE_OK
-"""Answered questions of a run, with their contexts: `python -m results.answers [RUN ..] [-e GROUP ..] [--count 5] [--wrong]`.
+"""Answered questions of a run, with their contexts: `python -m results.answers [RUN ..] [-e GROUP ..] [--count 5]
+[--wrong]`.
 
-Shows samples of <run>/inference, evenly spread over the file, next to the answers with wrong contexts (`inference.wrong_contexts`).
+Shows samples of <run>/inference, evenly spread over the file, next to the answers with wrong contexts
+(`inference.wrong_contexts`).
 """
 
 import argparse
@@ -52,11 +54,15 @@ def best_run(runs: Path, rows: Sequence[results.Row]) -> tuple[Path, str]:
     """
     metric = next((name for name in results.score_names(rows) if name.startswith(f"{INFERENCE}/")), None)
     if metric is None:
-        raise DataError(f"{runs}: no run has answers. They are made by `inference` in an experiment, after the training.")
+        raise DataError(
+            f"{runs}: no run has answers. They are made by `inference` in an experiment, after the training."
+        )
     best = results.sort_best_first(rows, metric)[0]
     if best.get(metric) is None:
         raise DataError(f"{runs}: {metric} ended in NaN in every run. Name a run with --exp_id.")
-    return runs / best["exp_id"], f"{metric} {best[metric]:.3g}, the best of {sum(row.get(metric) is not None for row in rows)} runs"
+    return runs / best[
+        "exp_id"
+    ], f"{metric} {best[metric]:.3g}, the best of {sum(row.get(metric) is not None for row in rows)} runs"
 
 
 @dataclass(frozen=True)
@@ -126,7 +132,8 @@ def describe_score(entries: Sequence[Sample]) -> str:
 
 
 def compare(entries: Sequence[Sample]) -> str:
-    """A line for each score: its mean with right and wrong contexts, and the difference with its 95 % interval. Empty without a control.
+    """A line for each score: its mean with right and wrong contexts, and the difference with its 95 % interval. Empty
+    without a control.
 
     The interval is that of the mean of the differences by question: 1.96 standard errors to each side.
     """
@@ -140,8 +147,10 @@ def compare(entries: Sequence[Sample]) -> str:
         differences = [a - b for a, b in zip(right, wrong, strict=True)]
         mean, error = statistics.fmean(differences), 1.96 * statistics.pstdev(differences) / math.sqrt(len(differences))
         lines.append(
-            f"{name} {statistics.fmean(right):.4g}, {statistics.fmean(wrong):.4g} with the context of a different question: "
-            f"a gain of {mean:.4g} (95 % interval {mean - error:.4g} to {mean + error:.4g}) over {len(right)} questions."
+            f"{name} {statistics.fmean(right):.4g}, {statistics.fmean(wrong):.4g} with the context of a different "
+            f"question: "
+            f"a gain of {mean:.4g} (95 % interval {mean - error:.4g} to {mean + error:.4g}) over {len(right)} "
+            f"questions."
         )
     return "".join(f"{line}\n" for line in lines)
 
@@ -185,7 +194,8 @@ def _box(sample: Sample) -> str:
     facts |= {"score": ", ".join(f"{name} {value:.3g}" for name, value in sample.scores.items())}
     contexts = "".join(f"<pre>{markup.escape(context.rstrip())}</pre>" for context in answer.contexts)
     return (
-        f'<div class="sample {kind}"><div>{markup.chip(kind, kind)}{markup.plain_table((), facts.items())}</div><div>{contexts}</div></div>'
+        f'<div class="sample '
+        f'{kind}"><div>{markup.chip(kind, kind)}{markup.plain_table((), facts.items())}</div><div>{contexts}</div></div>'
     )
 
 
@@ -194,7 +204,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m results.answers", description=__doc__, formatter_class=layout)
     run_arguments.add(parser, "the best run of these groups")
     parser.add_argument("--exp_id", metavar="ID", help="of this run, by its id or the start of it")
-    parser.add_argument("--count", type=int, default=5, metavar="N", help="questions of each file (default: %(default)s)")
+    parser.add_argument(
+        "--count", type=int, default=5, metavar="N", help="questions of each file (default: %(default)s)"
+    )
     parser.add_argument("--wrong", action="store_true", help="only those that were answered wrongly")
     return parser
 

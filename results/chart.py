@@ -1,7 +1,8 @@
-"""The learning curves of the dashboard: a picture of each metric, with a line and its band for each configuration. The zoom is kept when
-data change.
+"""The learning curves of the dashboard: a picture of each metric, with a line and its band for each configuration. The
+zoom is kept when data change.
 
-A line is found by the mouse within some pixels of it, wherever its points are; it lights up, and whoever watches is told its colour.
+A line is found by the mouse within some pixels of it, wherever its points are; it lights up, and whoever watches is
+told its colour.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -47,7 +48,8 @@ class Plot:
         """The colour of the line that is lit."""
 
     def show(self, pictures: Mapping[str, Curves], x: str, logarithmic: bool) -> None:
-        """Send what has changed to the pictures that are there; draw others if the axes are others, or kinds of lines, or these are more.
+        """Send what has changed to the pictures that are there; draw others if the axes are others, or kinds of lines,
+        or these are more.
 
         pictures: the curves of each metric.
         """
@@ -56,7 +58,14 @@ class Plot:
         axes = (x, logarithmic, factors, [(metric, curves.scattered) for metric, curves in pictures.items()])
         kinds = [[_kind(line, curves) for line in curves.lines] for curves in pictures.values()]
         if axes != self._axes or any(new != old[: len(new)] for new, old in zip(kinds, self._kinds, strict=True)):
-            self._axes, self._kinds, self._sources, self._colours, self._renderers, self._opacities = axes, kinds, [], [], [], []
+            self._axes, self._kinds, self._sources, self._colours, self._renderers, self._opacities = (
+                axes,
+                kinds,
+                [],
+                [],
+                [],
+                [],
+            )
             self._found = ColumnDataSource({"colour": [self.lit or ""]})
             self._found.on_change("data", lambda _, __, data: self._hover(data["colour"][0]))
             figures = [self._draw(metric, curves, axes[:3], len(pictures)) for metric, curves in pictures.items()]
@@ -138,12 +147,16 @@ class Plot:
         if not curves.scattered:
             seen.append(drawn.line("x", "mean", source=source, line_color=line.colour, line_width=2))
             seen.append(drawn.varea("x", "low", "high", source=source, fill_color=line.colour, fill_alpha=_BAND))
-        self._opacities += [(len(self._renderers), part.glyph, _BAND if hasattr(part.glyph, "y2") else 1.0) for part in seen]
+        self._opacities += [
+            (len(self._renderers), part.glyph, _BAND if hasattr(part.glyph, "y2") else 1.0) for part in seen
+        ]
         halo = {"source": source, "name": line.colour}
         seen.append(
             drawn.scatter("x", "mean", size=_REACH, alpha=0, hover_alpha=0.3, color=line.colour, **halo)
             if points
-            else drawn.line("x", "mean", line_width=_REACH, line_alpha=0, hover_line_alpha=0.3, line_color=line.colour, **halo)
+            else drawn.line(
+                "x", "mean", line_width=_REACH, line_alpha=0, hover_line_alpha=0.3, line_color=line.colour, **halo
+            )
         )
         self._sources.append(source)
         self._colours.append(line.colour)
@@ -169,8 +182,10 @@ for (const line of cb_obj.renderers.filter(line => line.visible)) {
 }
 if (name !== lit.data.colour[0]) lit.data = {colour: [name]}
 """
-"""Tells the line whose height is next to the mouse's. Bokeh calls it for each line whenever the mouse moves and whenever the picture is
-painted, as it is when a line lights up: where lines overlap all of them are found, and telling each in turn would never end. A line stays
+"""Tells the line whose height is next to the mouse's. Bokeh calls it for each line whenever the mouse moves and
+whenever the picture is
+painted, as it is when a line lights up: where lines overlap all of them are found, and telling each in turn would never
+end. A line stays
 lit when the mouse leaves it: a row is often clicked next.
 """
 
@@ -178,7 +193,9 @@ lit when the mouse leaves it: a row is often clicked next.
 def legend(pictures: Mapping[str, Curves]) -> str:
     """The names of all lines, each once."""
     named = {line.colour: line.label for curves in pictures.values() for line in curves.lines}
-    return "".join(f'<div class="entry">{markup.dot(colour)}{markup.escape(label)}</div>' for colour, label in named.items())
+    return "".join(
+        f'<div class="entry">{markup.dot(colour)}{markup.escape(label)}</div>' for colour, label in named.items()
+    )
 
 
 def _kind(line: Line, curves: Curves) -> tuple[bool, bool]:
@@ -194,7 +211,9 @@ def _data(line: Line) -> dict[str, Any]:
 def _quiet(drawn: Any) -> None:
     drawn.toolbar.logo = None
     drawn.toolbar.autohide = True
-    drawn.outline_line_color = drawn.background_fill_color = drawn.border_fill_color = None  # light or dark, as the page is
+    drawn.outline_line_color = drawn.background_fill_color = drawn.border_fill_color = (
+        None  # light or dark, as the page is
+    )
     drawn.grid.grid_line_color = drawn.axis.axis_line_color = drawn.axis.major_tick_line_color = NEUTRAL
     drawn.grid.grid_line_alpha = 0.2
     drawn.axis.minor_tick_line_color = None

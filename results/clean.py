@@ -1,7 +1,9 @@
-"""Delete old checkpoints and code snapshots, or complete runs with --delete: `python -m results.clean [RUN ..] [-e GROUP ..] [--apply]`.
+"""Delete old checkpoints and code snapshots, or complete runs with --delete: `python -m results.clean [RUN ..] [-e
+GROUP ..] [--apply]`.
 
-Without --apply or --delete it only lists the files. It never touches a live run, a checkpoint that an unfinished run resumes from, or a
-parent of an experiment that stays. --delete also empties the folder `deleted` of restarts with -r 1. Confirm it, or add --yes.
+Without --apply or --delete it only lists the files. It never touches a live run, a checkpoint that an unfinished run
+resumes from, or a parent of an experiment that stays. --delete also empties the folder `deleted` of restarts with -r 1.
+Confirm it, or add --yes.
 """
 
 import argparse
@@ -46,7 +48,8 @@ class Cleanup:
 
 @print_errors
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print deletable files with their sizes, and delete them if requested. Returns the exit code: 1 if a deletion failed."""
+    """Print deletable files with their sizes, and delete them if requested. Returns the exit code: 1 if a deletion
+    failed."""
     options = run_arguments.parse(_parser(), arguments)
     if options.keep_last < 0 or options.older_than < 0:
         raise ConfigError("--keep-last and --older-than: expected a number of at least 0.")
@@ -63,7 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         failed = delete(options.runs, cleanup) if options.apply else []
     run_arguments.warn([*cleanup.warnings, *failed])
     with run_arguments.output_to(options.output):
-        _report({path: bytes_ for path, bytes_ in sizes.items() if not (options.apply and path.exists())}, options.apply)
+        _report(
+            {path: bytes_ for path, bytes_ in sizes.items() if not (options.apply and path.exists())}, options.apply
+        )
     return 1 if failed else 0
 
 
@@ -78,12 +83,18 @@ def _delete_runs(options: argparse.Namespace) -> int:
     elif not options.runs.is_dir():
         raise DataError(f"{options.runs}: no such folder of runs.")
     else:
-        run_arguments.warn(["no run is chosen: name ids, or use -e, --where or --older-than. Only restarted runs are deleted."])
+        run_arguments.warn(
+            ["no run is chosen: name ids, or use -e, --where or --older-than. Only restarted runs are deleted."]
+        )
     cleanup = deletion.plan(options.runs, chosen, before)
     sizes = {path: retention.folder_bytes(path) if path.is_dir() else path.lstat().st_size for path in cleanup.paths()}
     run_arguments.warn(cleanup.warnings)
     run_arguments.warn(_name_other_groups(cleanup.runs, options.groups or ()))
-    parts = [_count(len(cleanup.runs), "run"), _count(len(cleanup.resets), "restarted run"), _format_bytes(sum(sizes.values()))]
+    parts = [
+        _count(len(cleanup.runs), "run"),
+        _count(len(cleanup.resets), "restarted run"),
+        _format_bytes(sum(sizes.values())),
+    ]
     with run_arguments.output_to(options.output):
         for path, bytes_ in sizes.items():
             print(f"{_format_bytes(bytes_):>10}  {path}")
@@ -91,7 +102,9 @@ def _delete_runs(options: argparse.Namespace) -> int:
     if not sizes or not (options.yes or _confirm()):
         print("Nothing was deleted.")
         return 0
-    with submissions.lock(options.runs):  # no job is submitted between this look and the deletion: a new child could start from a run
+    with submissions.lock(
+        options.runs
+    ):  # no job is submitted between this look and the deletion: a new child could start from a run
         now = deletion.plan(options.runs, cleanup.runs, before)
         new = [text for text in now.warnings if text not in cleanup.warnings]
         now.resets = [path for path in now.resets if path in cleanup.resets]
@@ -124,10 +137,14 @@ def _confirm() -> bool:
     try:
         return input().strip().lower() in ("y", "yes")
     except EOFError:
-        raise ConfigError("--delete: standard input has no answer. Nothing was deleted; add --yes to delete without a question.") from None
+        raise ConfigError(
+            "--delete: standard input has no answer. Nothing was deleted; add --yes to delete without a question."
+        ) from None
 
 
-def look(runs: Path, rule: retention.CleanupRule, selection: tuple[Sequence[results.Row], Sequence[str]] | None = None) -> Cleanup:
+def look(
+    runs: Path, rule: retention.CleanupRule, selection: tuple[Sequence[results.Row], Sequence[str]] | None = None
+) -> Cleanup:
     """The deletable checkpoints of the selected runs, (rows, warnings), or of all runs and then also code snapshots.
 
     Raises:
@@ -161,7 +178,9 @@ def _snapshots(runs: Path, before: float, warnings: list[str]) -> list[Path]:
         except LaunchError as error:
             warnings.append(f"{error} All snapshots of code stay.")
             return []
-        if submission.snapshot not in used and any(_may_run(runs / name, submission.name) for name in submission.experiments):
+        if submission.snapshot not in used and any(
+            _may_run(runs / name, submission.name) for name in submission.experiments
+        ):
             used.add(submission.snapshot)
     return [path for path in folders if path.name not in used and path.stat().st_mtime <= before]
 
@@ -177,13 +196,17 @@ def _may_run(run: Path, submission: str) -> bool:
 
 
 def delete(runs: Path, cleanup: Cleanup) -> list[str]:
-    """Delete the result of `look`, except parents of new experiments; returns a message for each path that was not deleted."""
+    """Delete the result of `look`, except parents of new experiments; returns a message for each path that was not
+    deleted."""
     failed = []
     now, _ = retention.needed_by_children(runs)
     parents = {name for name, _ in now - cleanup.needed}
     for plan in cleanup.plans:
         if plan.deletable and plan.run.name in parents:
-            failed.append(f"{plan.run}: another experiment starts from it since a moment ago, so nothing of it was deleted. Look again.")
+            failed.append(
+                f"{plan.run}: another experiment starts from it since a moment ago, so nothing of it was deleted. "
+                f"Look again."
+            )
             continue
         try:
             retention.remove(plan)
@@ -219,11 +242,25 @@ def _format_bytes(bytes_: float) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser("results.clean", __doc__)
     run_arguments.add(parser, "only the runs of these groups, and no code snapshots")
-    parser.add_argument("--keep-last", type=int, default=1, metavar="N", help="newest complete checkpoints to retain per run (default: 1)")
-    parser.add_argument("--keep-best", action=argparse.BooleanOptionalAction, default=True, help="keep the best one, too (default: yes)")
-    parser.add_argument("--older-than", type=float, default=0.0, metavar="DAYS", help="only files older than this (default: all)")
-    parser.add_argument("--apply", action="store_true", help="delete these checkpoints and snapshots (default: only list them)")
-    parser.add_argument("--delete", action="store_true", help="list complete runs, and delete them after a confirmation")
+    parser.add_argument(
+        "--keep-last",
+        type=int,
+        default=1,
+        metavar="N",
+        help="newest complete checkpoints to retain per run (default: 1)",
+    )
+    parser.add_argument(
+        "--keep-best", action=argparse.BooleanOptionalAction, default=True, help="keep the best one, too (default: yes)"
+    )
+    parser.add_argument(
+        "--older-than", type=float, default=0.0, metavar="DAYS", help="only files older than this (default: all)"
+    )
+    parser.add_argument(
+        "--apply", action="store_true", help="delete these checkpoints and snapshots (default: only list them)"
+    )
+    parser.add_argument(
+        "--delete", action="store_true", help="list complete runs, and delete them after a confirmation"
+    )
     parser.add_argument("--yes", action="store_true", help="with --delete: do not ask")
     return parser
 

@@ -1,4 +1,5 @@
-"""A folder of runs as a live web page: `python -m results.dashboard [RUNS] [-e GROUP] [--port P]`, or `app()` in a notebook."""
+"""A folder of runs as a live web page: `python -m results.dashboard [RUNS] [-e GROUP] [--port P]`, or `app()` in a
+notebook."""
 
 import argparse
 import asyncio
@@ -40,7 +41,8 @@ _BODY_CSS = markup.CSS + "body { margin: 0; background: var(--page); }"
 
 
 def app(runs: Path = RUNS, group: str | None = None, live: bool = True, linked: bool = False) -> pn.viewable.Viewable:
-    """The page. live: refresh it every few seconds, until the switch on it is turned off. linked: the server has pages of runs, too."""
+    """The page. live: refresh it every few seconds, until the switch on it is turned off. linked: the server has pages
+    of runs, too."""
     pn.extension("tabulator", inline=True, notifications=False)
     shown = Dashboard(runs, group, live, linked)
     if pn.state.location is not None:
@@ -76,11 +78,15 @@ class Dashboard:
         self.x = select(label="x axis", options=["step"], sizing_mode="stretch_width")
         self.smoothing = slider(label="Smoothing", start=0, end=0.95, step=0.05, value=0)
         self.logarithmic = pn.widgets.Checkbox(label="log y", width=70, margin=(26, 5, 0, 5))
-        self.experiment, self.other = (select(label=label, sizing_mode="stretch_width") for label in ("Experiment", "Compare with"))
+        self.experiment, self.other = (
+            select(label=label, sizing_mode="stretch_width") for label in ("Experiment", "Compare with")
+        )
         self.log_file = select(label="Log file", width=200)
         self.answer_file = select(label="File", width=200)
         self.wrong = pn.widgets.Checkbox(label="only wrong answers", margin=(26, 5, 0, 5))
-        self.head, self.time, self.problem, self.warnings, self.result_note, self.curve_note = (panes.page() for _ in range(6))
+        self.head, self.time, self.problem, self.warnings, self.result_note, self.curve_note = (
+            panes.page() for _ in range(6)
+        )
         self.legend = panes.page(css_classes=["legend"], sizing_mode=None)
         self.details = [panes.page() for _ in range(5)]
         dot = panes.COLOUR
@@ -117,7 +123,12 @@ class Dashboard:
             self.warnings,
             box(
                 box(title("Results"), results_bar, values_bar, self.results.pane, self.result_note, kind="card wide"),
-                box(title("Learning curves"), curves_bar, box(self.plot.pane, self.legend, kind="drawn", row=True), self.curve_note),
+                box(
+                    title("Learning curves"),
+                    curves_bar,
+                    box(self.plot.pane, self.legend, kind="drawn", row=True),
+                    self.curve_note,
+                ),
                 kind="split",
                 row=True,
             ),
@@ -138,7 +149,9 @@ class Dashboard:
 
     def reload(self) -> None:
         """Read the folder and show what changed."""
-        self._show_overview(overview.load(self.runs, None if self.group.value == ALL else self.group.value, self._saved))
+        self._show_overview(
+            overview.load(self.runs, None if self.group.value == ALL else self.group.value, self._saved)
+        )
 
     async def tick(self) -> None:
         """`reload` in a thread, as a scheduler can be slow to answer. One at a time."""
@@ -155,17 +168,23 @@ class Dashboard:
 
     @pn.io.hold()
     def filter(self) -> None:
-        """Apply the filters; a mistake in the expression is shown below it and changes nothing else. Sends all updates at once."""
+        """Apply the filters; a mistake in the expression is shown below it and changes nothing else. Sends all updates
+        at once."""
         try:
             shown = overview.select(self.content, self.states.value, self.where.value, self.text.value)
         except ConfigError as error:
             panes.show_html(self.problem, markup.error(str(error)))
             return
-        self.over.disabled = self.value.disabled = self.at_step.value is not None  # at a step it is the value there, of all runs
+        self.over.disabled = self.value.disabled = (
+            self.at_step.value is not None
+        )  # at a step it is the value there, of all runs
         self.shown = overview.choose_values(shown, self.over.value, self.value.value, self.at_step.value)
         panes.show_html(self.problem, "")
         panes.show_html(self.warnings, markup.warnings(self.shown.warnings))
-        panes.show_html(self.head, panes.head("Experiments" if self.group.value == ALL else self.group.value, self.content, self.shown))
+        panes.show_html(
+            self.head,
+            panes.head("Experiments" if self.group.value == ALL else self.group.value, self.content, self.shown),
+        )
         scores = overview.metrics(self.shown)
         _offer(self.metrics, scores)
         keys, _ = overview.differing(self.shown)
@@ -180,7 +199,9 @@ class Dashboard:
     def show_results(self) -> None:
         """The table of results, best first by the chosen score."""
         shown = overview.tabulate(self.shown, self.by.value, self.scores.value, self.sorted.value, self.spread.value)
-        of_lines = zip(shown.colours, shown.lines, strict=bool(shown.lines))  # no lines where nothing differs: see `same`
+        of_lines = zip(
+            shown.colours, shown.lines, strict=bool(shown.lines)
+        )  # no lines where nothing differs: see `same`
         lines = [[markup.dot(colour), *line] for colour, line in of_lines]
         self._colours = shown.colours
         self.results.fill([panes.COLOUR, *shown.headings] if lines else [], lines, [set[int](), *shown.best_lines])
@@ -253,7 +274,11 @@ class Dashboard:
         reason = markup.error(next((job.reason for job in self.content.jobs if job.exp_id == name), ""))
         if chosen is None:
             return reason + markup.note("It has written no log yet.")
-        return reason + markup.text_block(overview.tail(chosen, LOG_LINES)) + markup.note(f"The last {LOG_LINES} lines of {chosen}")
+        return (
+            reason
+            + markup.text_block(overview.tail(chosen, LOG_LINES))
+            + markup.note(f"The last {LOG_LINES} lines of {chosen}")
+        )
 
     def _answers(self, name: str) -> str:
         try:
@@ -265,13 +290,17 @@ class Dashboard:
         if samples is None:
             return markup.note("No answers yet: with `inference`, an experiment answers questions after the training.")
         shown = answers.choose(samples, MOST_ANSWERS, self.wrong.value)
-        return markup.note(f"{answers.describe_score(samples)} {len(shown)} of {len(samples)} answers are shown.") + answers.page(shown)
+        return markup.note(
+            f"{answers.describe_score(samples)} {len(shown)} of {len(samples)} answers are shown."
+        ) + answers.page(shown)
 
     def _config(self, name: str) -> str:
         row = self.content.row(name)
         if row is None:
             return markup.note("It has no experiment dict yet, or one that cannot be read.")
-        config = markup.plain_table(("config", "value"), [(key, overview.format_value(row[key])) for key in results.config_keys(row)])
+        config = markup.plain_table(
+            ("config", "value"), [(key, overview.format_value(row[key])) for key in results.config_keys(row)]
+        )
         return config + markup.plain_table(("last start", ""), overview.environment(self.runs, name).items())
 
     def _differences(self, name: str) -> str:
@@ -279,7 +308,11 @@ class Dashboard:
         if not other or other == name:
             return markup.note("Choose another experiment to compare with.")
         changes, warnings = overview.differences(self.runs, name, other)
-        shown = markup.plain_table(("", name[:8], other[:8]), changes) if changes else markup.note("They differ in nothing that was noted.")
+        shown = (
+            markup.plain_table(("", name[:8], other[:8]), changes)
+            if changes
+            else markup.note("They differ in nothing that was noted.")
+        )
         return shown + markup.warnings(warnings)
 
     def _lineage(self, name: str) -> str:
@@ -295,7 +328,10 @@ class Dashboard:
         if unchanged and self._drawn is not None:
             self.show_detail()
             return
-        _offer(self.group, [ALL, *content.groups, *([self.group.value] if self.group.value not in (ALL, *content.groups) else [])])
+        _offer(
+            self.group,
+            [ALL, *content.groups, *([self.group.value] if self.group.value not in (ALL, *content.groups) else [])],
+        )
         _offer(self.states, list(content.counts()))
         self.filter()
 
@@ -358,15 +394,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Serve the page until interrupted; prints its address when it can be opened. Returns the exit code."""
     options = _parser().parse_args(arguments)
     pn.config.raw_css.append(_BODY_CSS)
-    overview.load(options.runs, None, _saved.setdefault(options.runs.resolve(), overview.Saved(options.runs)))  # for the first page
+    overview.load(
+        options.runs, None, _saved.setdefault(options.runs.resolve(), overview.Saved(options.runs))
+    )  # for the first page
     page_of_run = {"run/([0-9a-f]{8,128})": lambda name: run_page.render(options.runs / name)}
-    serve_page(lambda: app(options.runs, options.group, linked=True), options, f"Experiments · {options.runs.name}", page_of_run)
+    serve_page(
+        lambda: app(options.runs, options.group, linked=True),
+        options,
+        f"Experiments · {options.runs.name}",
+        page_of_run,
+    )
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m results.dashboard", description=__doc__)
-    parser.add_argument("runs", nargs="?", type=Path, default=RUNS, help=f"folder of save directories (default: {RUNS})")
+    parser.add_argument(
+        "runs", nargs="?", type=Path, default=RUNS, help=f"folder of save directories (default: {RUNS})"
+    )
     parser.add_argument("-e", "--group", help="the group that is shown first, or all (default: the newest)")
     add_address(parser, PORT, "anyone with the token can read the runs")
     return parser

@@ -45,7 +45,8 @@ class Deletion:
 
 
 def plan(runs: Path, chosen: Sequence[Path], before: float) -> Deletion:
-    """The runs of `chosen` that can be deleted, and the content of <runs>/deleted, if last changed at `before` or earlier.
+    """The runs of `chosen` that can be deleted, and the content of <runs>/deleted, if last changed at `before` or
+    earlier.
 
     Raises:
         RunError: the folder cannot be read.
@@ -93,7 +94,11 @@ def _exclude_queued(runs: Path, deletion: Deletion) -> None:
     with_job = [run.name for run in deletion.runs if (run / JOB).exists() and not _is_done(run)]
     jobs, problems = tracking.track(runs, with_job)
     reasons = {name: f"{problem} Until its job is known to have ended, it stays." for name, problem in problems.items()}
-    reasons |= {name: f"its job {job.job_id} is queued or running." for name, job in jobs.items() if job.is_alive or job.is_unknown}
+    reasons |= {
+        name: f"its job {job.job_id} is queued or running."
+        for name, job in jobs.items()
+        if job.is_alive or job.is_unknown
+    }
     deletion.warnings += [f"{run}: stays: {reasons[run.name]}" for run in deletion.runs if run.name in reasons]
     deletion.runs = [run for run in deletion.runs if run.name not in reasons]
 
@@ -116,7 +121,9 @@ def _exclude_ancestors(runs: Path, deletion: Deletion) -> None:
         try:
             ancestors = parent_ids(read_exp_dict(runs / name)) if not is_foreign(runs / name) else []
         except UserError as error:
-            deletion.warnings.append(f"{error} Its parents are unknown, so no run is deleted. Repair it, or delete it by its id.")
+            deletion.warnings.append(
+                f"{error} Its parents are unknown, so no run is deleted. Repair it, or delete it by its id."
+            )
             deletion.runs = []
             return
         for parent in ancestors:
@@ -137,7 +144,8 @@ def _logs(run: Path) -> list[Path]:
 
 
 def delete(deletion: Deletion) -> list[str]:
-    """Delete what `plan` found; returns a message for each run that was not deleted. A crash leaves each run complete or gone."""
+    """Delete what `plan` found; returns a message for each run that was not deleted. A crash leaves each run complete
+    or gone."""
     failed = []
     for run in deletion.runs:
         try:

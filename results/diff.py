@@ -61,7 +61,9 @@ def differences(one: Path, other: Path) -> tuple[dict[str, Difference], list[str
         if len(both) == 2 and (changed := _changes(*both)):
             differing[name] = changed
     if "config" in differing:  # the config repeats the dict and adds defaults
-        differing["config"] = {key: pair for key, pair in differing["config"].items() if pair != differing.get("experiment", {}).get(key)}
+        differing["config"] = {
+            key: pair for key, pair in differing["config"].items() if pair != differing.get("experiment", {}).get(key)
+        }
         if not differing["config"]:
             del differing["config"]
     return differing, warnings

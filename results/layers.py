@@ -81,12 +81,17 @@ _KINDS = (
     ("Weights: mean |w|", _context_filter("hp"), "abs_var_mean"),
     ("Update ratio: |update| / |w|", _context_filter("effective_update"), "update_rate"),
     ("Adam: mean of exp_avg_sq", _context_filter("exp_avg_sq"), "abs_var_mean"),
-    ("Activations: mean |output|", lambda record: "type" in record and record.get("context") in ("output", "output[0]"), "abs_var_mean"),
+    (
+        "Activations: mean |output|",
+        lambda record: "type" in record and record.get("context") in ("output", "output[0]"),
+        "abs_var_mean",
+    ),
 )
 
 
 def draw(layers: Layers) -> "Figure":
-    """A heat map: a row for each layer, a column for each step, coloured by magnitude; zero is grey, not finite is red."""
+    """A heat map: a row for each layer, a column for each step, coloured by magnitude; zero is grey, not finite is
+    red."""
     import numpy as np
     from matplotlib import colormaps
     from matplotlib.figure import Figure
@@ -101,7 +106,9 @@ def draw(layers: Layers) -> "Figure":
     figure = Figure(figsize=(10, min(9.0, 1.4 + 0.12 * len(names))), layout="constrained")
     axes = figure.add_subplot()
     colours = colormaps["viridis"].with_extremes(bad=_NONFINITE, under=_ZERO)
-    image = axes.imshow(logs, aspect="auto", interpolation="nearest", cmap=colours, vmin=low, vmax=max(high, low + 1e-6))
+    image = axes.imshow(
+        logs, aspect="auto", interpolation="nearest", cmap=colours, vmin=low, vmax=max(high, low + 1e-6)
+    )
     every = math.ceil(len(names) / _LABELS)
     axes.set_yticks(range(0, len(names), every), [_short(name) for name in names[::every]], fontsize=5)
     places = sorted({round(place) for place in np.linspace(0, len(steps) - 1, min(8, len(steps)))})
@@ -122,7 +129,8 @@ def _short(name: str, most: int = 48) -> str:
 
 
 def notable(kinds: Iterable[Layers], most: int = 3) -> list[tuple[str, str, str]]:
-    """(what, layer, number at the last step) of the layers with the largest numbers, those that are not finite first."""
+    """(what, layer, number at the last step) of the layers with the largest numbers, those that are not finite
+    first."""
     rows = []
     for layers in kinds:
         last = layers.steps()[-1]

@@ -36,8 +36,8 @@ _LIGHTNESS = (0.5, 0.36, 0.64)
 class Configurations:
     """Runs that differ only in their seed, in the order of `rows`; their labels and colours.
 
-    by: dotted config keys that define configurations; None for those that vary. among: all rows of the groups if `rows` are filtered:
-    colours follow from all. unfinished: means are over all runs, not only over finished ones.
+    by: dotted config keys that define configurations; None for those that vary. among: all rows of the groups if `rows`
+    are filtered: colours follow from all. unfinished: means are over all runs, not only over finished ones.
     seed: the key that means are over. most: the number of lines in a picture.
     """
 
@@ -83,7 +83,8 @@ class Configurations:
         return sorted(self.groups, key=lambda group: (mean(group, self.unfinished), mean(group, True)))
 
     def curve_rows(self, group: Sequence[results.Row]) -> Sequence[results.Row]:
-        """The runs that the curve of a configuration is the mean of: as in the table or, while none is done, all there are."""
+        """The runs that the curve of a configuration is the mean of: as in the table or, while none is done, all there
+        are."""
         return statistics.averaged_rows(group, self.unfinished) or group
 
     def colour(self, group: Sequence[results.Row]) -> str:
@@ -97,13 +98,21 @@ class Configurations:
 
 def _member(row: results.Row, group: results.Row) -> results.Row:
     """`row` as a member of the group that `group` names."""
-    return row if row["group"] == group["group"] else next(each for each in row.in_groups() if each["group"] == group["group"])
+    return (
+        row
+        if row["group"] == group["group"]
+        else next(each for each in row.in_groups() if each["group"] == group["group"])
+    )
 
 
-def colours(rows: Sequence[results.Row], by: Sequence[str] | None = None, seed: str = results.SEED) -> dict[tuple[str, str | None], str]:
-    """(exp id, group) -> the colour of its configuration. rows: all rows; by: the keys of configurations, None for those that vary.
+def colours(
+    rows: Sequence[results.Row], by: Sequence[str] | None = None, seed: str = results.SEED
+) -> dict[tuple[str, str | None], str]:
+    """(exp id, group) -> the colour of its configuration. rows: all rows; by: the keys of configurations, None for
+    those that vary.
 
-    The colours follow the values of the configurations, so they do not depend on scores, on the order of runs or on a filter.
+    The colours follow the values of the configurations, so they do not depend on scores, on the order of runs or on a
+    filter.
     """
     keys = statistics.grouping_keys(rows, by, seed)
     return _colours(results.group_rows(rows, keys), keys)

@@ -1,5 +1,6 @@
 # PYTHON_ARGCOMPLETE_OK
-"""Which experiment started from which, as a table, a tree or a graph: `python -m results.lineage [RUNS] [-e GROUP] [--exp_id ID]`."""
+"""Which experiment started from which, as a table, a tree or a graph: `python -m results.lineage [RUNS] [-e GROUP]
+[--exp_id ID]`."""
 
 import argparse
 import json
@@ -16,7 +17,14 @@ from src.tables.lineage import Lineage, Node
 
 SHORT = 8
 """Displayed characters of an id."""
-_COLOURS = {"done": "#c8e6c9", "haven": "#c8e6c9", "foreign": "#c8e6c9", "running": "#bbdefb", "stopped": "#fff9c4", "new": "#eeeeee"}
+_COLOURS = {
+    "done": "#c8e6c9",
+    "haven": "#c8e6c9",
+    "foreign": "#c8e6c9",
+    "running": "#bbdefb",
+    "stopped": "#fff9c4",
+    "new": "#eeeeee",
+}
 _BAD_COLOUR = "#ffcdd2"
 
 
@@ -26,11 +34,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = run_arguments.parse(_parser(), arguments)
     graph = lineage.build(options.runs)
     if options.groups:
-        graph = graph.family(name for group in options.groups for name in lineage.group_family(options.runs, graph, group).nodes)
+        graph = graph.family(
+            name for group in options.groups for name in lineage.group_family(options.runs, graph, group).nodes
+        )
     if options.where:
         graph = graph.family(row["exp_id"] for row in run_arguments.select(options)[0])
     elif options.exp_id or options.paths:
-        graph = graph.family([*([graph.find(options.exp_id)] if options.exp_id else []), *(path.resolve().name for path in options.paths)])
+        graph = graph.family(
+            [
+                *([graph.find(options.exp_id)] if options.exp_id else []),
+                *(path.resolve().name for path in options.paths),
+            ]
+        )
     run_arguments.warn([*graph.warnings, *graph.problems])
     with run_arguments.output_to(options.output):
         print(FORMATS[options.format](graph), end="")
@@ -41,14 +56,27 @@ def table(graph: Lineage) -> str:
     """One row for each experiment, with its parents, the checkpoint of each, and the parents' states."""
     rows = [("experiment", "group", "recipe", "state", "step", "score", "parents")]
     for node in _ancestors_first(graph):
-        parents = ", ".join(f"{_short(e.parent)} {e.checkpoint} ({graph.nodes[e.parent].state})" for e in graph.parents(node.exp_id))
+        parents = ", ".join(
+            f"{_short(e.parent)} {e.checkpoint} ({graph.nodes[e.parent].state})" for e in graph.parents(node.exp_id)
+        )
         step = " ".join(text for text in ("-" if node.step is None else str(node.step), _branch(node)) if text)
-        rows.append((_short(node.exp_id), node.group or "-", node.recipe or "-", node.state, step, _score(node) or "-", parents or "-"))
+        rows.append(
+            (
+                _short(node.exp_id),
+                node.group or "-",
+                node.recipe or "-",
+                node.state,
+                step,
+                _score(node) or "-",
+                parents or "-",
+            )
+        )
     return "".join(f"{line}\n" for line in aligned_lines(rows))
 
 
 def tree(graph: Lineage) -> str:
-    """Ancestors to the left, children below them. An experiment with several parents is below each, its children below the first."""
+    """Ancestors to the left, children below them. An experiment with several parents is below each, its children below
+    the first."""
     lines: list[str] = []
     written: set[str] = set()
     roots = [node.exp_id for node in graph.nodes.values() if not graph.parents(node.exp_id)]
@@ -76,7 +104,10 @@ def dot(graph: Lineage) -> str:
     for node in graph.nodes.values():
         label = "\\n".join(_escape(line, {"\\": "\\\\", '"': '\\"', "\n": " "}) for line in _label(node))
         lines.append(f'  "{node.exp_id}" [label="{label}", fillcolor="{_colour(node)}"];')
-    lines += [f'  "{edge.parent}" -> "{edge.child}" [label="{_escape(edge.checkpoint, {chr(34): ""})}"];' for edge in graph.edges]
+    lines += [
+        f'  "{edge.parent}" -> "{edge.child}" [label="{_escape(edge.checkpoint, {chr(34): ""})}"];'
+        for edge in graph.edges
+    ]
     return "\n".join([*lines, "}"]) + "\n"
 
 
@@ -102,7 +133,13 @@ def to_json(graph: Lineage) -> str:
     return json.dumps(value, indent=4, allow_nan=False) + "\n"
 
 
-FORMATS: dict[str, Callable[[Lineage], str]] = {"table": table, "tree": tree, "dot": dot, "mermaid": mermaid, "json": to_json}
+FORMATS: dict[str, Callable[[Lineage], str]] = {
+    "table": table,
+    "tree": tree,
+    "dot": dot,
+    "mermaid": mermaid,
+    "json": to_json,
+}
 
 
 def _ancestors_first(graph: Lineage) -> list[Node]:
@@ -158,7 +195,9 @@ def _escape(text: str, escapes: dict[str, str]) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m results.lineage", description=__doc__)
     run_arguments.add(parser, "only the runs of these groups, their ancestors and descendants")
-    parser.add_argument("--exp_id", help="only this experiment, its ancestors and descendants; the start of an id is enough")
+    parser.add_argument(
+        "--exp_id", help="only this experiment, its ancestors and descendants; the start of an id is enough"
+    )
     parser.add_argument("--format", choices=list(FORMATS), default="table")
     return parser
 

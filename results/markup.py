@@ -33,7 +33,10 @@ def warnings(texts: Sequence[str]) -> str:
         return ""
     items = "".join(f"<li>{escape(text)}</li>" for text in texts)
     count = "1 warning" if len(texts) == 1 else f"{len(texts)} warnings"
-    return f'<details class="warnings"{" open" if len(texts) <= 3 else ""}><summary>{count}</summary><ul>{items}</ul></details>'
+    return (
+        f"<details "
+        f'class="warnings"{" open" if len(texts) <= 3 else ""}><summary>{count}</summary><ul>{items}</ul></details>'
+    )
 
 
 def error(text: str) -> str:
@@ -62,16 +65,22 @@ def link(address: str, text: str) -> str:
 
 
 def plain_table(
-    headings: Sequence[str], lines: Iterable[Sequence[Any]], chips: int | None = None, colours: Sequence[str] | None = None
+    headings: Sequence[str],
+    lines: Iterable[Sequence[Any]],
+    chips: int | None = None,
+    colours: Sequence[str] | None = None,
 ) -> str:
-    """A small table with row headings. chips: the column of states, if any. colours: of the configuration in each line."""
+    """A small table with row headings. chips: the column of states, if any. colours: of the configuration in each
+    line."""
     cells = "".join(f"<th>{escape(cell)}</th>" for cell in headings)
     top = f"<thead><tr>{cells}</tr></thead>" if cells else ""
     rows = []
     for number, line in enumerate(lines):
         cells = [chip(cell, cell) if place == chips else escape(cell) for place, cell in enumerate(line)]
         kind, mark = ("key", "") if colours is None else ("marked", dot(colours[number]))
-        rows.append(f'<tr><td class="{kind}">{mark}{cells[0]}</td>{"".join(f"<td>{cell}</td>" for cell in cells[1:])}</tr>')
+        rows.append(
+            f'<tr><td class="{kind}">{mark}{cells[0]}</td>{"".join(f"<td>{cell}</td>" for cell in cells[1:])}</tr>'
+        )
     return f'<div class="scroll"><table class="plain">{top}<tbody>{"".join(rows)}</tbody></table></div>'
 
 

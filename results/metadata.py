@@ -1,8 +1,8 @@
 # PYTHON_ARGCOMPLETE_OK
 """Gains from metadata: `python -m results.metadata RUN..` prints the gain of each column and plots it over the steps.
 
-A RUN is a save directory, or a prefix of its id. The table also has the gain of wrong metadata: if it is as large, the gain is not due to
-the metadata (src/data/metadata/gains.py).
+A RUN is a save directory, or a prefix of its id. The table also has the gain of wrong metadata: if it is as large, the
+gain is not due to the metadata (src/data/metadata/gains.py).
 """
 
 import argparse
@@ -21,7 +21,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 GAIN, CONTROL = "val_gain", "val_gain_control"
-KINDS = {GAIN: "gain", CONTROL: "of wrong metadata", "val_gain_prompt": "as a prompt", "val_gain_chunked": "in long documents"}
+KINDS = {
+    GAIN: "gain",
+    CONTROL: "of wrong metadata",
+    "val_gain_prompt": "as a prompt",
+    "val_gain_chunked": "in long documents",
+}
 Rows = list[dict[str, Any]]
 
 
@@ -29,10 +34,14 @@ Rows = list[dict[str, Any]]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table and the path of the picture. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m results.metadata", description=__doc__)
-    run_arguments.add(parser, output=f"PNG, or another format that matplotlib knows (default: {plot.PLOTS}/metadata-ID.png)")
+    run_arguments.add(
+        parser, output=f"PNG, or another format that matplotlib knows (default: {plot.PLOTS}/metadata-ID.png)"
+    )
     options = run_arguments.parse(parser, arguments)
     rows_by_run = {path.resolve().name: read(path) for path in run_arguments.paths(options, at_least=1)}
-    kinds = [kind for kind in KINDS if any(name.startswith(f"{kind}/") for rows in rows_by_run.values() for name in rows[-1])]
+    kinds = [
+        kind for kind in KINDS if any(name.startswith(f"{kind}/") for rows in rows_by_run.values() for name in rows[-1])
+    ]
     headings = ["run", "step", "column", "perplexity without", "with", *(KINDS[kind] for kind in kinds)]
     lines = [line for name, rows in rows_by_run.items() for line in table(name[:8], rows[-1], kinds)]
     draw_rich(headings, lines, "nats per token of the text, with intervals of 95 % over documents")
@@ -49,7 +58,10 @@ def read(run: Path) -> Rows:
         DataError: no row has a gain.
     """
     scores = Scores(run / SCORES, read_only=True).rows()
-    numbers = [{name: value for name, value in row.items() if value is None or isinstance(value, int | float)} for row in scores]
+    numbers = [
+        {name: value for name, value in row.items() if value is None or isinstance(value, int | float)}
+        for row in scores
+    ]
     rows = [row for row in numbers if columns(row)]
     if not rows:
         raise DataError(f"{run}: no evaluation has gains of metadata. Set the field `gains` of the experiment.")
@@ -79,7 +91,9 @@ def _cell(value: float | None, digits: int) -> str:
 
 def _interval(row: Mapping[str, Any], kind: str, column: str) -> str:
     names = [f"{kind}{end}/{column}" for end in ("", "_low", "_high")]
-    return "{} ({} to {})".format(*(_cell(row[name], 4) for name in names)) if all(name in row for name in names) else ""
+    return (
+        "{} ({} to {})".format(*(_cell(row[name], 4) for name in names)) if all(name in row for name in names) else ""
+    )
 
 
 def draw(rows_by_run: Mapping[str, Rows]) -> "Figure":

@@ -1,4 +1,5 @@
-"""Tags and a note on runs, which change no id: `python -m results.note RUN .. [--tag T ..] [--untag T ..] [--note TEXT]`.
+"""Tags and a note on runs, which change no id: `python -m results.note RUN .. [--tag T ..] [--untag T ..] [--note
+TEXT]`.
 
 Tables and the dashboard show them and filter by them: `--where "'good' in tags"`. Without an option they are printed.
 """
@@ -21,7 +22,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ConfigError(f"--tag {tag!r}: expected a word or a few, without a comma.")
     changes = options.tag or options.untag or options.note is not None
     if changes and not (options.paths or options.groups or options.where):
-        raise ConfigError("--tag, --untag and --note change chosen runs: name their ids, -e a group or --where an expression.")
+        raise ConfigError(
+            "--tag, --untag and --note change chosen runs: name their ids, -e a group or --where an expression."
+        )
     with run_arguments.output_to(options.output):
         for run in dict.fromkeys(run_arguments.paths(options, at_least=1)):
             if changes:

@@ -1,4 +1,5 @@
-"""The content of the dashboard and the report as plain rows and texts, without markup. A damaged directory only gives a warning."""
+"""The content of the dashboard and the report as plain rows and texts, without markup. A damaged directory only gives a
+warning."""
 
 import json
 import math
@@ -65,7 +66,9 @@ class Overview:
     """The config key that means are over."""
     saved: "Saved | None" = field(default=None, compare=False, repr=False)
     """Values to reuse while the runs are the same."""
-    _drawn: dict[tuple[str, ...], legend.Configurations] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _drawn: dict[tuple[str, ...], legend.Configurations] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
     _members: list[Any] = field(default_factory=list, init=False, compare=False, repr=False)
 
     def configurations(self, by: Sequence[str]) -> legend.Configurations:
@@ -81,7 +84,8 @@ class Overview:
         return self._drawn[tuple(by)]
 
     def reuse(self, key: tuple[Any, ...], compute: Callable[[], T]) -> T:
-        """`compute()`, or its earlier result for the same runs. Only for results that follow from the configs: an id is the hash of one."""
+        """`compute()`, or its earlier result for the same runs. Only for results that follow from the configs: an id is
+        the hash of one."""
         if self.saved is None:
             return compute()
         if not self._members:
@@ -101,7 +105,9 @@ class Overview:
     def counts(self) -> dict[str, int]:
         """Number of experiments by state, the most frequent first."""
         states = [job.state for job in self.jobs]
-        return dict(sorted(((state, states.count(state)) for state in set(states)), key=lambda item: (-item[1], item[0])))
+        return dict(
+            sorted(((state, states.count(state)) for state in set(states)), key=lambda item: (-item[1], item[0]))
+        )
 
 
 @dataclass(frozen=True)
@@ -125,7 +131,8 @@ class Ranking:
 
 @dataclass(frozen=True)
 class Line:
-    """The learning curve of one configuration: its mean over seeds and the band around it at each x, in the order of x."""
+    """The learning curve of one configuration: its mean over seeds and the band around it at each x, in the order of
+    x."""
 
     label: str
     colour: str
@@ -146,7 +153,8 @@ class Curves:
 
 @dataclass(frozen=True)
 class Look:
-    """How curves are drawn. x: "step", "seconds" of training, a score such as "tokens", or a config key: then a point for each run."""
+    """How curves are drawn. x: "step", "seconds" of training, a score such as "tokens", or a config key: then a point
+    for each run."""
 
     x: str = "step"
     spread: str = "std"
@@ -179,7 +187,12 @@ def load(runs: Path, group: str | Sequence[str] | None = None, saved: Saved | No
         everything, warnings = [], [str(error)]
     table_of_jobs = launched.table(runs, ids, REFRESH, jobs_saved)
     groups = sorted(
-        {name for names in (*(row.groups for row in everything), (job.group for job in table_of_jobs)) for name in names if name}
+        {
+            name
+            for names in (*(row.groups for row in everything), (job.group for job in table_of_jobs))
+            for name in names
+            if name
+        }
     )
     rows = everything
     if group is not None:
@@ -195,7 +208,9 @@ def load(runs: Path, group: str | Sequence[str] | None = None, saved: Saved | No
     states = {job.exp_id: job.state for job in table_of_jobs}
     rows = [_with_state(row, states.get(row["exp_id"])) for row in rows]
     others = {row["exp_id"]: row["state"] for row in rows if row["state"] in ("haven", "foreign")}
-    table_of_jobs = [replace(job, state=others[job.exp_id], reason="") if job.exp_id in others else job for job in table_of_jobs]
+    table_of_jobs = [
+        replace(job, state=others[job.exp_id], reason="") if job.exp_id in others else job for job in table_of_jobs
+    ]
     return Overview(runs, rows, table_of_jobs, groups, remaining, loaded=rows, saved=saved)
 
 
@@ -212,7 +227,8 @@ def newest_group(content: Overview) -> str | None:
 
 
 def select(content: Overview, states: Sequence[str] = (), where: str = "", text: str = "") -> Overview:
-    """The experiments in one of `states` (none: all) for which the expression `where` holds and that have `text` in their id or config.
+    """The experiments in one of `states` (none: all) for which the expression `where` holds and that have `text` in
+    their id or config.
 
     An experiment without a row has no config: an expression leaves it out.
 
@@ -229,27 +245,39 @@ def select(content: Overview, states: Sequence[str] = (), where: str = "", text:
         texts = {name: f"{remark} " for name, remark in remarks(content).items()}
         texts |= {row["exp_id"]: texts[row["exp_id"]] + _words(row) for row in rows}
         listed = [
-            job for job in listed if text.strip().lower() in f"{texts.get(job.exp_id, '')} {job.exp_id} {job.group} {job.reason}".lower()
+            job
+            for job in listed
+            if text.strip().lower() in f"{texts.get(job.exp_id, '')} {job.exp_id} {job.group} {job.reason}".lower()
         ]
     selected = {job.exp_id for job in listed}
     return replace(content, rows=[row for row in rows if row["exp_id"] in selected], jobs=listed)
 
 
-def choose_values(content: Overview, unfinished: bool = False, value: str = "last", at_step: int | None = None) -> Overview:
-    """Choose values and averaged runs, as the options of `results.table` do. at_step takes precedence over `value` and includes unfinished
-    runs, as all can be compared at one step.
+def choose_values(
+    content: Overview, unfinished: bool = False, value: str = "last", at_step: int | None = None
+) -> Overview:
+    """Choose values and averaged runs, as the options of `results.table` do. at_step takes precedence over `value` and
+    includes unfinished runs, as all can be compared at one step.
     """
     rows, warnings = banded.choose_values(content.runs, content.rows, "last" if at_step is not None else value, at_step)
-    return replace(content, rows=rows, warnings=[*content.warnings, *warnings], unfinished=unfinished or at_step is not None)
+    return replace(
+        content, rows=rows, warnings=[*content.warnings, *warnings], unfinished=unfinished or at_step is not None
+    )
 
 
 def tabulate(
-    content: Overview, by: Sequence[str] = (), scores: Sequence[str] = (), metric: str | None = None, spread: str = "std"
+    content: Overview,
+    by: Sequence[str] = (),
+    scores: Sequence[str] = (),
+    metric: str | None = None,
+    spread: str = "std",
 ) -> Ranking:
     """The table of results; empty without rows.
 
-    by: config keys of the rows; default: all that vary, except the seed. scores: default: `headline`. metric: sorts; default: the first.
-    spread: the value after ±: "std", or "ci95", the 95 % interval of the mean. Keys and scores that no row has are left out.
+    by: config keys of the rows; default: all that vary, except the seed. scores: default: `headline`. metric: sorts;
+    default: the first.
+    spread: the value after ±: "std", or "ci95", the 95 % interval of the mean. Keys and scores that no row has are left
+    out.
     """
     if not content.rows:
         return Ranking()
@@ -298,14 +326,18 @@ def curves(content: Overview, metric: str, look: Look = Look()) -> Curves:
         return Curves()
     drawn = content.configurations(look.by)
     if any(look.x in results.config_keys(row) for row in content.rows):
-        return Curves([_points(drawn, group, look.x, metric) for group in _having(drawn.groups, metric)], scattered=True)
+        return Curves(
+            [_points(drawn, group, look.x, metric) for group in _having(drawn.groups, metric)], scattered=True
+        )
     best = _having(drawn.sort_best_first(metric), metric)
     shown = best[: drawn.most]
     try:
         (bands,), notes = banded.bands(content.runs, [drawn.curve_rows(group) for group in shown], [metric], look.x)
     except UserError as error:
         return Curves(notes=[str(error)])
-    left_out = [f"The best {len(shown)} of {len(best)} configurations; filter to see more."] if len(best) > len(shown) else []
+    left_out = (
+        [f"The best {len(shown)} of {len(best)} configurations; filter to see more."] if len(best) > len(shown) else []
+    )
     lines = [
         _line(band.smooth(look.smoothing), drawn.label(group) or "all", drawn.colour(group), look.spread)
         for band, group in zip(bands, shown, strict=True)
@@ -335,7 +367,8 @@ def remarks(content: Overview) -> dict[str, str]:
 
 
 def job_cells(job: launched.Row, label: str, remark: str = "") -> list[str]:
-    """The cells below `JOB_HEADINGS`. label: the distinguishing config values of the experiment. remark: tags and note."""
+    """The cells below `JOB_HEADINGS`. label: the distinguishing config values of the experiment. remark: tags and
+    note."""
     step = "–" if job.step is None else str(job.step)
     return [
         job.exp_id[:8],
@@ -369,10 +402,13 @@ def format_value(value: Any) -> str:
 
 
 def differences(runs: Path, one: str, other: str) -> tuple[list[tuple[str, str, str]], list[str]]:
-    """(what, of one, of the other) for each value that differs, as `results.diff` has it; and a warning for what cannot be read."""
+    """(what, of one, of the other) for each value that differs, as `results.diff` has it; and a warning for what cannot
+    be read."""
     sections, warnings = diff.differences(runs / one, runs / other)
     changes = [
-        (f"{section}: {key}", _side(pair, "a"), _side(pair, "b")) for section, changed in sections.items() for key, pair in changed.items()
+        (f"{section}: {key}", _side(pair, "a"), _side(pair, "b"))
+        for section, changed in sections.items()
+        for key, pair in changed.items()
     ]
     return changes, warnings
 
@@ -430,13 +466,22 @@ def _points(drawn: legend.Configurations, group: Sequence[results.Row], x: str, 
     """The last values of the finished runs of a configuration; values of the key that are no numbers are texts."""
     numbers = all(is_finite(row.get(x, 0)) for row in drawn.rows)
     over = statistics.averaged_rows(group, drawn.unfinished)
-    placed = [(row[x] if numbers else format_value(row[x]), row[metric]) for row in over if x in row and row.get(metric) is not None]
+    placed = [
+        (row[x] if numbers else format_value(row[x]), row[metric])
+        for row in over
+        if x in row and row.get(metric) is not None
+    ]
     values = [value for _, value in placed]
-    return Line(drawn.label(group) or "all", drawn.colour(group), [place for place, _ in placed], values, values, values)
+    return Line(
+        drawn.label(group) or "all", drawn.colour(group), [place for place, _ in placed], values, values, values
+    )
 
 
 def _line(band: banded.Band, label: str, colour: str, spread: str) -> Line:
-    points = sorted(zip(band.x.tolist(), band.mean.tolist(), band.half_width(spread).tolist(), strict=True), key=lambda point: point[0])
+    points = sorted(
+        zip(band.x.tolist(), band.mean.tolist(), band.half_width(spread).tolist(), strict=True),
+        key=lambda point: point[0],
+    )
     halves = [0.0 if math.isnan(half) else half for _, _, half in points]  # of a single run there is no deviation
     means = [mean for _, mean, _ in points]
     low, high = ([mean + sign * half for mean, half in zip(means, halves, strict=True)] for sign in (-1, 1))

@@ -16,7 +16,8 @@ COLOUR = "colour"
 MOST_PIXELS = 360
 """Maximum width of a column; longer texts wrap in columns of `wrapped`, and are clipped in the rest."""
 _NUMBER = re.compile(
-    r"[-+]?[\d.]+(e[-+]?\d+)?( ± [\d.]+)?( \(\d+ of \d+\))?( / \d+)?$|\d+ of \d+ (done|at step \d+)$|NaN$|\d+-\d+$|[\d.]+ (d|h|min|s)\b"
+    r"[-+]?[\d.]+(e[-+]?\d+)?( ± [\d.]+)?( \(\d+ of \d+\))?( / \d+)?$|\d+ of \d+ (done|at step "
+    r"\d+)$|NaN$|\d+-\d+$|[\d.]+ (d|h|min|s)\b"
 )
 """Right-aligned cells: numbers, means, "40 / 200", "2 h 5 min"."""
 MOST_PATCHES = 500
@@ -33,7 +34,9 @@ def box(*children: Any, kind: str = "card", row: bool = False) -> pn.layout.List
 
 def page(text: str = "", **sizes: Any) -> pn.pane.HTML:
     """A pane of HTML."""
-    return pn.pane.HTML(text, stylesheets=[CSS], visible=bool(text), **({"margin": (0, 5), "sizing_mode": "stretch_width"} | sizes))
+    return pn.pane.HTML(
+        text, stylesheets=[CSS], visible=bool(text), **({"margin": (0, 5), "sizing_mode": "stretch_width"} | sizes)
+    )
 
 
 def show_html(pane: pn.pane.HTML, text: str) -> None:
@@ -45,20 +48,28 @@ def show_html(pane: pn.pane.HTML, text: str) -> None:
 class Table:
     """A table that only shows, in `pane`.
 
-    Tabulator gets new data of its columns, and which of them are hidden: a filter often removes a column and adds it again. New
-    columns are another widget, as it throws where they change while it is still being built, which takes a browser a moment, and drops
-    the data that comes in this moment.
+    Tabulator gets new data of its columns, and which of them are hidden: a filter often removes a column and adds it
+    again. New columns are another widget, as it throws where they change while it is still being built, which takes a
+    browser a moment, and drops the data that comes in this moment.
     """
 
     def __init__(
         self, name: str, page_size: int, on_selection: Callable[[list[int]], None], html: Sequence[str] = (), wrapped: Sequence[str] = (),
         **settings: Any,
     ) -> None:  # fmt: skip
-        """name: its CSS class. on_selection: called with the numbers of the selected lines. html: columns with HTML cells. wrapped:
-        columns with wrapped texts.
+        """name: its CSS class. on_selection: called with the numbers of the selected lines. html: columns with HTML
+        cells. wrapped: columns with wrapped texts.
         """
-        formatters = {column: {"type": "html"} for column in html} | {column: {"type": "textarea"} for column in wrapped}
-        self._settings = {"css_classes": [name], "page_size": page_size, "selectable": 1, "formatters": formatters, **settings}
+        formatters = {column: {"type": "html"} for column in html} | {
+            column: {"type": "textarea"} for column in wrapped
+        }
+        self._settings = {
+            "css_classes": [name],
+            "page_size": page_size,
+            "selectable": 1,
+            "formatters": formatters,
+            **settings,
+        }
         self._on_selection = on_selection
         self.pane = pn.Column(sizing_mode="stretch_width", margin=(0, 0, 0, 5))
         self._numbers: set[str] = set()
@@ -72,13 +83,18 @@ class Table:
         """The displayed cells."""
         return self.widget.value.drop(columns=self.widget.hidden_columns)
 
-    def fill(self, headings: Sequence[str], lines: Sequence[Sequence[Any]], bold: Sequence[Collection[int]] = ()) -> None:
-        """Show these cells; sends only what changed. bold: for each column the lines with a bold cell; its cells are then texts."""
+    def fill(
+        self, headings: Sequence[str], lines: Sequence[Sequence[Any]], bold: Sequence[Collection[int]] = ()
+    ) -> None:
+        """Show these cells; sends only what changed. bold: for each column the lines with a bold cell; its cells are
+        then texts."""
         columns = unique(headings)
         bold_columns = {name for name, chosen in zip(columns, bold, strict=False) if chosen}
         previous = list(self.widget.value.columns)
         hidden = [name for name in previous if name not in columns]
-        fits = bool(columns) and [name for name in previous if name in columns] == columns and bold_columns <= self._bold
+        fits = (
+            bool(columns) and [name for name in previous if name in columns] == columns and bold_columns <= self._bold
+        )
         if not fits:
             hidden = hidden if len(hidden) < len(columns) else []
             previous = _join(columns, hidden, previous)
@@ -86,7 +102,10 @@ class Table:
         html = [name in self._bold for name in columns]
         cells = (
             [
-                [_mark(cell, number, bold[place] if bold else ()) if html[place] else cell for place, cell in enumerate(line)]
+                [
+                    _mark(cell, number, bold[place] if bold else ()) if html[place] else cell
+                    for place, cell in enumerate(line)
+                ]
                 for number, line in enumerate(lines)
             ]
             if any(html)
@@ -132,12 +151,16 @@ class Table:
 
     def _make(self, frame: pd.DataFrame, hidden: list[str]) -> None:
         settings = self._settings
-        self._numbers = {name for name in frame.columns if (name in self._numbers if name in hidden else _are_numbers(frame[name]))}
+        self._numbers = {
+            name for name in frame.columns if (name in self._numbers if name in hidden else _are_numbers(frame[name]))
+        }
         numbers = dict.fromkeys(self._numbers, "right")
         formatters = settings["formatters"] | {name: {"type": "html"} for name in self._bold}
         self.widget = pn.widgets.Tabulator(
             frame,
-            titles={name: "" if name == COLOUR else markup.escape(name) for name in frame.columns},  # taken for HTML, unlike cells
+            titles={
+                name: "" if name == COLOUR else markup.escape(name) for name in frame.columns
+            },  # taken for HTML, unlike cells
             hidden_columns=hidden,
             show_index=False,
             disabled=True,
@@ -158,7 +181,8 @@ class Table:
 
 
 def _join(columns: list[str], hidden: list[str], previous: list[str]) -> list[str]:
-    """`columns` and the `hidden` ones, each at its position in `previous`: after its nearest predecessor that is there."""
+    """`columns` and the `hidden` ones, each at its position in `previous`: after its nearest predecessor that is
+    there."""
     joined = list(columns)
     for name in hidden:
         before = [joined.index(other) for other in previous[: previous.index(name)] if other in joined]
@@ -179,11 +203,17 @@ def _are_numbers(cells: Iterable[Any]) -> bool:
 
 def unique(names: Sequence[str]) -> list[str]:
     """`names`, repeated ones with a number appended: the columns of a table need distinct names."""
-    return [f"{name} ({names[:index].count(name) + 1})" if name in names[:index] else name for index, name in enumerate(names)]
+    return [
+        f"{name} ({names[:index].count(name) + 1})" if name in names[:index] else name
+        for index, name in enumerate(names)
+    ]
 
 
 def head(title: str, loaded: overview.Overview, shown: overview.Overview) -> str:
     """Title, folder, and numbers of experiments by state."""
     count, total = len(shown.jobs), len(loaded.jobs)
     text = f"{total} experiments" if count == total else f"{count} of {total} experiments"
-    return f'<h1>{markup.escape(title)}</h1><span class="where">{markup.escape(loaded.runs)} · {text}</span>{markup.chips(shown.counts())}'
+    return (
+        f'<h1>{markup.escape(title)}</h1><span class="where">{markup.escape(loaded.runs)} · '
+        f"{text}</span>{markup.chips(shown.counts())}"
+    )

@@ -1,5 +1,6 @@
 # PYTHON_ARGCOMPLETE_OK
-"""Learning curves, one line for each configuration with a band over its seeds: `python -m results.plot [RUNS] [-e GROUP ..]`.
+"""Learning curves, one line for each configuration with a band over its seeds: `python -m results.plot [RUNS] [-e GROUP
+..]`.
 
 With --y one point for each experiment instead: `--x cache_bytes_per_context_token --y inference/f1`.
 """
@@ -44,7 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows, unreadable = run_arguments.select(options)
     among = results.load_rows(options.runs, options.groups)[0] if options.where or options.paths else rows
     if options.y is None and (options.at_step is not None or options.value != "last"):
-        raise ConfigError("--at-step and --value are for points, as curves show every step. Name the score of the points with --y.")
+        raise ConfigError(
+            "--at-step and --value are for points, as curves show every step. Name the score of the points with --y."
+        )
     rows, left_out = run_arguments.choose_values(options, rows)
     drawn = legend.Configurations(rows, options.by, among, options.unfinished, options.seed_key, options.top)
     if options.y is None:
@@ -57,7 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         figure, unread = points(options.runs, drawn, options.x, options.y, options.log_x)
     unread += save(figure, output)
     drawn_scores = options.metric or [options.y or default_metric(results.score_names(rows)) or ""]
-    run_arguments.warn([*unreadable, *left_out, *unread, *statistics.nan_remarks(rows, drawn_scores, options.unfinished)])
+    run_arguments.warn(
+        [*unreadable, *left_out, *unread, *statistics.nan_remarks(rows, drawn_scores, options.unfinished)]
+    )
     print(output)
     return 0
 
@@ -98,10 +103,13 @@ def draw_panels(
     interval: str = "std",
     smoothing: float = 0.0,
 ) -> tuple["Figure", list[str]]:
-    """One panel for each metric (default: that of the table), one line for each configuration; and remarks on missing data.
+    """One panel for each metric (default: that of the table), one line for each configuration; and remarks on missing
+    data.
 
-    x: "step", a score such as "tokens", or "seconds" of training. interval: "std" or "ci95", half the height of the bands.
-    smoothing: of `curves.Band.smooth`. Of more configurations than `drawn.most`, the best by the first metric are drawn.
+    x: "step", a score such as "tokens", or "seconds" of training. interval: "std" or "ci95", half the height of the
+    bands.
+    smoothing: of `curves.Band.smooth`. Of more configurations than `drawn.most`, the best by the first metric are
+    drawn.
 
     Raises:
         ConfigError: a metric that no run has.
@@ -131,7 +139,9 @@ def draw_panels(
         for group, unsmoothed in zip(groups, bands, strict=True):
             band = unsmoothed.smooth(smoothing)
             half = numpy.nan_to_num(band.half_width(interval))
-            draw_line(axes, band.x, band.mean, (band.mean - half, band.mean + half), drawn.label(group), drawn.colour(group))
+            draw_line(
+                axes, band.x, band.mean, (band.mean - half, band.mean + half), drawn.label(group), drawn.colour(group)
+            )
     counted = _count_remark(len(groups), len(drawn.groups))
     if drawn.keys or len(statistics.averaged_rows(drawn.rows, drawn.unfinished)) < len(drawn.rows):
         place_legend(figure, counted)
@@ -144,9 +154,11 @@ def _count_remark(shown: int, count: int) -> str:
 
 
 def points(runs: Path, drawn: legend.Configurations, x: str, y: str, log_x: bool = False) -> tuple["Figure", list[str]]:
-    """One point for each finished experiment at the values of two scores, a colour for each configuration; and remarks on missing data.
+    """One point for each finished experiment at the values of two scores, a colour for each configuration; and remarks
+    on missing data.
 
-    x: can also be a dotted config key, such as "model.stride". The legend has the best `drawn.most` configurations by `y`.
+    x: can also be a dotted config key, such as "model.stride". The legend has the best `drawn.most` configurations by
+    `y`.
 
     Raises:
         ConfigError: a name that no run has.
@@ -164,10 +176,18 @@ def points(runs: Path, drawn: legend.Configurations, x: str, y: str, log_x: bool
     counted = statistics.averaged_rows(rows, drawn.unfinished)
     placed = [row for row in counted if is_finite(row.get(x)) and is_finite(row.get(y))]
     if not placed:
-        waiting = "" if len(counted) == len(rows) else f" {len(rows) - len(counted)} are not done; --unfinished takes them, too."
+        waiting = (
+            ""
+            if len(counted) == len(rows)
+            else f" {len(rows) - len(counted)} are not done; --unfinished takes them, too."
+        )
         raise DataError(f"{runs}: no run has a number for both {x!r} and {y!r}.{waiting}")
     remarks = [f"left out: {n} of {len(rows)} runs, which are not done." for n in [len(rows) - len(counted)] if n]
-    remarks += [f"left out: {n} of {len(rows)} runs, which have no number for {x!r} or {y!r}." for n in [len(counted) - len(placed)] if n]
+    remarks += [
+        f"left out: {n} of {len(rows)} runs, which have no number for {x!r} or {y!r}."
+        for n in [len(counted) - len(placed)]
+        if n
+    ]
     figure = Figure(figsize=(6.4, HEIGHT), layout="constrained", dpi=120)
     FigureCanvasAgg(figure)
     axes = figure.add_subplot(xlabel=x, ylabel=y, xscale="log" if log_x else "linear")
@@ -188,7 +208,9 @@ def place_legend(figure: "Figure", title: str = "") -> None:
     """Add one legend of all lines below the axes, in as many columns as fit, and enlarge the figure by its height."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    entries = {label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    entries = {
+        label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
     if not entries:
         return
     width, renderer = figure.bbox.width, FigureCanvasAgg(figure).get_renderer()
@@ -230,15 +252,29 @@ def write_plainly(figure: Any) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m results.plot", description=__doc__)
     run_arguments.add(parser, output=f"PNG, or another format that matplotlib knows (default: {PLOTS}/GROUP.png)")
-    parser.add_argument("--x", default="step", metavar="NAME", help="step, seconds, or a score such as tokens (default: step)")
-    parser.add_argument("--y", metavar="NAME", help="one point for each experiment: its last value of this score over that of --x")
-    parser.add_argument("--by", nargs="+", metavar="KEY", help="dotted config keys (default: all that vary, but the seed)")
+    parser.add_argument(
+        "--x", default="step", metavar="NAME", help="step, seconds, or a score such as tokens (default: step)"
+    )
+    parser.add_argument(
+        "--y", metavar="NAME", help="one point for each experiment: its last value of this score over that of --x"
+    )
+    parser.add_argument(
+        "--by", nargs="+", metavar="KEY", help="dotted config keys (default: all that vary, but the seed)"
+    )
     run_arguments.add_values(parser)
     parser.add_argument("--log_x", action="store_true", help="the x axis of points is logarithmic")
-    parser.add_argument("--interval", choices=tuple(INTERVALS), default="std", help="of the bands (default: std; ci95: Student's t)")
-    parser.add_argument("--smooth", type=float, default=0.0, metavar="W", help="weight, below 1, of a moving average (default: none)")
-    parser.add_argument("--top", type=int, default=legend.LINES, metavar="N", help="lines to draw, the best ones (default: %(default)s)")
-    parser.add_argument("--metric", nargs="+", metavar="NAME", help="scores to plot, one panel per score (default: that of the table)")
+    parser.add_argument(
+        "--interval", choices=tuple(INTERVALS), default="std", help="of the bands (default: std; ci95: Student's t)"
+    )
+    parser.add_argument(
+        "--smooth", type=float, default=0.0, metavar="W", help="weight, below 1, of a moving average (default: none)"
+    )
+    parser.add_argument(
+        "--top", type=int, default=legend.LINES, metavar="N", help="lines to draw, the best ones (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--metric", nargs="+", metavar="NAME", help="scores to plot, one panel per score (default: that of the table)"
+    )
     return parser
 
 

@@ -1,5 +1,6 @@
 # PYTHON_ARGCOMPLETE_OK
-"""Groups of runs as one HTML file that opens offline and needs no scripts: `python -m results.report [RUNS] [-e GROUP ..] [-o FILE]`."""
+"""Groups of runs as one HTML file that opens offline and needs no scripts: `python -m results.report [RUNS] [-e GROUP
+..] [-o FILE]`."""
 
 import argparse
 import base64
@@ -42,13 +43,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         jobs = [job for job in content.jobs if job.exp_id in chosen]
         content = replace(content, rows=[row for row in content.rows if row["exp_id"] in chosen], jobs=jobs)
     rows, unread = run_arguments.choose_values(options, content.rows)
-    content = replace(content, rows=rows, warnings=[*content.warnings, *unread], unfinished=options.unfinished, seed=options.seed_key)
+    content = replace(
+        content, rows=rows, warnings=[*content.warnings, *unread], unfinished=options.unfinished, seed=options.seed_key
+    )
     page = render(content, options.groups, options.metric)
     run_arguments.write_page(output, page)
     return 0
 
 
-def render(content: overview.Overview, groups: Sequence[str] | None = None, metrics: Sequence[str] | None = None) -> str:
+def render(
+    content: overview.Overview, groups: Sequence[str] | None = None, metrics: Sequence[str] | None = None
+) -> str:
     """The page. metrics: scores to draw as curves; None: the first headline ones.
 
     Raises:
@@ -82,8 +87,10 @@ def page(title: str, body: str) -> str:
     """A self-contained HTML file."""
     style = markup.CSS + markup.style("report")
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
-        f'<meta name="viewport" content="width=device-width"><title>{markup.escape(title)}</title><style>{style}</style></head>\n'
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" '
+        f'content="{_POLICY}">'
+        f'<meta name="viewport" '
+        f'content="width=device-width"><title>{markup.escape(title)}</title><style>{style}</style></head>\n'
         f"<body><main>{body}</main></body></html>\n"
     )
 
@@ -100,8 +107,10 @@ def _header(content: overview.Overview, title: str) -> str:
     hours = sum(gpu_hours(content.runs / row["exp_id"]) for row in content.rows)
     cost = f" · {hours:.1f} GPU-hours over all attempts" if hours else ""
     return (
-        f'<header><h1>{markup.escape(title)}</h1><div class="where">{markup.escape(content.runs)} · {len(content.jobs)} experiments · '
-        f"written {now}{cost}</div>{markup.chips(content.counts())}{f'<p>{markup.escape(best)}</p>' if best else ''}</header>\n"
+        f'<header><h1>{markup.escape(title)}</h1><div class="where">{markup.escape(content.runs)} · '
+        f"{len(content.jobs)} experiments · "
+        f"written "
+        f"{now}{cost}</div>{markup.chips(content.counts())}{f'<p>{markup.escape(best)}</p>' if best else ''}</header>\n"
     )
 
 
@@ -110,7 +119,10 @@ def _results(content: overview.Overview) -> str:
     if not shown.lines:
         return ""
     cells = [
-        [cell if cell == wide or "±" not in cell else f"{cell}\n95 %: ±{wide.partition('±')[2]}" for cell, wide in zip(*pair, strict=True)]
+        [
+            cell if cell == wide or "±" not in cell else f"{cell}\n95 %: ±{wide.partition('±')[2]}"
+            for cell, wide in zip(*pair, strict=True)
+        ]
         for pair in zip(shown.lines, intervals, strict=True)
     ]
     runs = "runs" if content.unfinished else "runs that are done"
@@ -125,7 +137,10 @@ def _curves(content: overview.Overview, metrics: Sequence[str]) -> str:
     for metric in metrics:
         drawn = overview.curves(content, metric)
         if drawn.lines:
-            pictures.append(f'<img alt="{markup.escape(metric)} by step" src="data:image/svg+xml;base64,{_picture(drawn.lines, metric)}">')
+            pictures.append(
+                f'<img alt="{markup.escape(metric)} by step" '
+                f'src="data:image/svg+xml;base64,{_picture(drawn.lines, metric)}">'
+            )
         pictures += map(markup.note, drawn.notes)
     return "".join(pictures)
 
@@ -190,7 +205,10 @@ def _configuration_of(rows: Sequence[results.Row]) -> str:
     varying = results.varying_keys(rows)
     names = results.short_names(varying)
     shared = [(key, overview.format_value(rows[0][key])) for key in results.config_keys(rows[0]) if key not in varying]
-    different = [[row["exp_id"][:8], *(overview.format_value(row[key]) if key in row else "–" for key in varying)] for row in rows]
+    different = [
+        [row["exp_id"][:8], *(overview.format_value(row[key]) if key in row else "–" for key in varying)]
+        for row in rows
+    ]
     named = f"in {rows[0]['group'] or 'all'}"
     tables = markup.plain_table((named, ""), shared) if shared else ""
     return tables + (markup.plain_table(("different", *(names[key] for key in varying)), different) if varying else "")
@@ -214,7 +232,9 @@ def _environment(content: overview.Overview) -> str:
     counts.pop("time", None)
     counts.pop("command", None)
     return (
-        markup.plain_table(("fact", "value"), [(name, _spell_counts(values.most_common())) for name, values in counts.items()])
+        markup.plain_table(
+            ("fact", "value"), [(name, _spell_counts(values.most_common())) for name, values in counts.items()]
+        )
         if counts
         else ""
     )
@@ -228,7 +248,9 @@ def _spell_counts(values: Iterable[tuple[str, int]]) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m results.report", description=__doc__)
     run_arguments.add(parser, output=f"the file (default: {PLOTS}/GROUP.html)")
-    parser.add_argument("--metric", nargs="+", metavar="NAME", help=f"scores to draw as curves (default: the first {PANELS})")
+    parser.add_argument(
+        "--metric", nargs="+", metavar="NAME", help=f"scores to draw as curves (default: the first {PANELS})"
+    )
     run_arguments.add_values(parser)
     return parser
 

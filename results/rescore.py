@@ -1,7 +1,8 @@
 """Score inferences again, without their models: `python -m results.rescore FILE.. --metrics squad rouge`.
 
-A FILE is a JSONL file of rows with `answer_pred`, as a run leaves it in <run>/inference, or the save directory of the run. By default
-every row counts, over all and over each source; --index_file, --datasets and --best_answer are as in an experiment's `inference`.
+A FILE is a JSONL file of rows with `answer_pred`, as a run leaves it in <run>/inference, or the save directory of the
+run. By default every row counts, over all and over each source; --index_file, --datasets and --best_answer are as in an
+experiment's `inference`.
 """
 
 import argparse
@@ -70,7 +71,8 @@ def read(file: Path) -> list[Prediction]:
 
 
 def experiment_metrics(file: Path) -> tuple[list[MetricConfig], bool]:
-    """The metrics and `best_answer` of the experiment that wrote `file`. SQuAD without an experiment, or if its metrics are unknown here.
+    """The metrics and `best_answer` of the experiment that wrote `file`. SQuAD without an experiment, or if its metrics
+    are unknown here.
 
     Raises:
         RunError: the experiment dict is damaged.
@@ -105,7 +107,9 @@ def select_answers(
     return chosen
 
 
-def score_answers(metrics: Sequence[MetricConfig], answers: Sequence[Prediction], best_answer: bool) -> dict[str, dict[str, float]]:
+def score_answers(
+    metrics: Sequence[MetricConfig], answers: Sequence[Prediction], best_answer: bool
+) -> dict[str, dict[str, float]]:
     """{"all": {"rows": …, "em": …}, "nq": …}; sources only if there are several."""
     tables: dict[str, dict[str, float]] = {"all": {"rows": len(answers)}}
     for name, value in answered.scores(metrics, answers, best_answer).items():
@@ -155,7 +159,11 @@ def _row(line: bytes, where: str) -> Row:
 def _cells(tables: dict[str, dict[str, dict[str, float]]]) -> tuple[list[str], list[list[str]]]:
     names = list(dict.fromkeys(name for table in tables.values() for scores in table.values() for name in scores))
     lines = [
-        [*([file] if len(tables) > 1 else []), source, *("-" if name not in scores else f"{scores[name]:.4g}" for name in names)]
+        [
+            *([file] if len(tables) > 1 else []),
+            source,
+            *("-" if name not in scores else f"{scores[name]:.4g}" for name in names),
+        ]
         for file, table in tables.items()
         for source, scores in table.items()
     ]
@@ -172,7 +180,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m results.rescore", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="a file of answers, or the save directory of a run")
+    parser.add_argument(
+        "files", nargs="+", type=Path, metavar="FILE", help="a file of answers, or the save directory of a run"
+    )
     parser.add_argument(
         "--metrics",
         nargs="+",
@@ -180,11 +190,19 @@ def _parser() -> argparse.ArgumentParser:
         help=_METRICS_HELP,
     )
     parser.add_argument("--datasets", nargs="+", metavar="SOURCE", help="only the rows of these sources")
-    parser.add_argument("--index_file", type=Path, metavar="PATH", help="only the rows with the numbers in this file, one per line, from 0")
+    parser.add_argument(
+        "--index_file",
+        type=Path,
+        metavar="PATH",
+        help="only the rows with the numbers in this file, one per line, from 0",
+    )
     parser.add_argument(
         "--best_answer",
         action=argparse.BooleanOptionalAction,
-        help="rows with one question on the same contexts count once, with the best answer (default: as in the experiment)",
+        help=(
+            "rows with one question on the same contexts count once, with the best answer (default: as in the "
+            "experiment)"
+        ),
     )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="every digit, by file and source")

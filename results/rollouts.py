@@ -1,9 +1,10 @@
 # PYTHON_ARGCOMPLETE_OK
 """Rollouts of a policy over its training: `python -m results.rollouts RUN [--count 3] [--iterations 4] [--full]`.
 
-RUN is a save directory of recipe `ppo` or `grpo`, or the start of its id. For some iterations, evenly spread, it prints the answers with
-the lowest and the highest reward, and each part of their reward: reading them shows whether a policy exploits a weakness of a reward. The
-first lines compare the scores of the first and the last evaluation.
+RUN is a save directory of recipe `ppo` or `grpo`, or the start of its id. For some iterations, evenly spread, it prints
+the answers with
+the lowest and the highest reward, and each part of their reward: reading them shows whether a policy exploits a
+weakness of a reward. The first lines compare the scores of the first and the last evaluation.
 """
 
 import argparse
@@ -31,8 +32,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     run_arguments.add(parser)
     add("--count", type=int, default=3, metavar="N", help="answers at each end of an iteration (default: %(default)s)")
-    add("--iterations", type=int, default=4, metavar="N", help="iterations, the first and the last among them (default: %(default)s)")
-    add("--full", action="store_true", help=f"full texts (default: their first {WIDTH} characters, without line breaks)")
+    add(
+        "--iterations",
+        type=int,
+        default=4,
+        metavar="N",
+        help="iterations, the first and the last among them (default: %(default)s)",
+    )
+    add(
+        "--full", action="store_true", help=f"full texts (default: their first {WIDTH} characters, without line breaks)"
+    )
     return run_command(lambda: _act(run_arguments.parse(parser, argv)))
 
 
@@ -49,7 +58,10 @@ def _write(run: Path, args: argparse.Namespace) -> None:
         raise DataError(f"{run}: no {FILE}: recipes 'ppo' and 'grpo' write it.")
     write = sys.stdout.write
     scores = Scores(run / SCORES, read_only=True).rows()
-    numbers = [{name: value for name, value in row.items() if value is None or isinstance(value, int | float)} for row in scores]
+    numbers = [
+        {name: value for name, value in row.items() if value is None or isinstance(value, int | float)}
+        for row in scores
+    ]
     for line in compare_ends(numbers):
         write(f"{line}\n")
     for iteration in choose_iterations(rollouts, args.iterations):
@@ -68,21 +80,30 @@ def read(path: Path) -> list[dict[str, Any]]:
     """
     rows = jsonl_records.rows(path)
     for number, row in enumerate(rows, start=1):
-        kinds = {name: int if name in ("step", "iteration") else str if name in ("prompt", "answer") else int | float for name in row}
+        kinds = {
+            name: int if name in ("step", "iteration") else str if name in ("prompt", "answer") else int | float
+            for name in row
+        }
         wrong = [name for name, kind in kinds.items() if isinstance(row[name], bool) or not isinstance(row[name], kind)]
         wrong += [name for name in (*_NO_FACTS, "reward") if name not in row]
         if wrong:
-            raise DataError(f"{path}:{number}: {wrong[0]!r} is {row.get(wrong[0])!r:.60}, not as recipes write it. Remove this line.")
+            raise DataError(
+                f"{path}:{number}: {wrong[0]!r} is {row.get(wrong[0])!r:.60}, not as recipes write it. Remove this "
+                f"line."
+            )
     return rows
 
 
 def compare_ends(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A line for the reward and each score of drawn answers: its first and its last value; and a warning where they part."""
+    """A line for the reward and each score of drawn answers: its first and its last value; and a warning where they
+    part."""
     drawn = [name for row in rows[-1:] for name in row if "_mean@" in name and not name.endswith("_interval")]
     names = ["reward", *drawn]
     ends = {name: [math.nan if row[name] is None else row[name] for row in rows if name in row] for name in names}
     lines = [f"{name:<24} {values[0]:8.3f} -> {values[-1]:8.3f}" for name, values in ends.items() if values]
-    fallen = [name for name, values in ends.items() if name != "reward" and values[-1] < values[0] - _interval(rows, name)]
+    fallen = [
+        name for name, values in ends.items() if name != "reward" and values[-1] < values[0] - _interval(rows, name)
+    ]
     if fallen and ends.get("reward") and ends["reward"][-1] > ends["reward"][0]:
         lines.append(f"The reward has risen while {', '.join(fallen)} fell: check below which answers it rewards.")
     return lines
@@ -118,7 +139,9 @@ def describe_means(rows: Sequence[Mapping[str, Any]]) -> str:
 def describe(row: Mapping[str, Any], full: bool = False) -> str:
     """A rollout in a few lines, or with full texts."""
     facts = ", ".join(f"{name} {row[name]:.3g}" for name in row if name not in _NO_FACTS)
-    texts = [(row[part] if full else textwrap.shorten(row[part], WIDTH)) or "(nothing)" for part in ("prompt", "answer")]
+    texts = [
+        (row[part] if full else textwrap.shorten(row[part], WIDTH)) or "(nothing)" for part in ("prompt", "answer")
+    ]
     prompt, answer = (text.replace("\n", "\n      ") for text in texts)
     return f"    {prompt}\n      {answer}\n      {facts}"
 

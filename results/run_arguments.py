@@ -1,6 +1,7 @@
 """Arguments that the results commands share: runs, groups, expressions, means and the output file.
 
-Each word of RUN is a folder of runs, a save directory, or the start of an id; a folder can precede an id, as in `results/runs/b3c`.
+Each word of RUN is a folder of runs, a save directory, or the start of an id; a folder can precede an id, as in
+`results/runs/b3c`.
 """
 
 import argparse
@@ -63,16 +64,28 @@ def output_to(output: Path | None) -> Iterator[None]:
 def add(parser: argparse.ArgumentParser, groups: str = "only the runs of these groups", output: str = "") -> None:
     """Add the arguments of `parse`. groups, output: help of -e and -o."""
     parser.add_argument(
-        "words", nargs="*", metavar="RUN", help=f"folder of save directories (default: {RUNS}), save directories, or starts of ids"
+        "words",
+        nargs="*",
+        metavar="RUN",
+        help=f"folder of save directories (default: {RUNS}), save directories, or starts of ids",
     )
     parser.add_argument("-r", "--runs", type=Path, metavar="DIR", help=f"folder of the ids (default: {RUNS})")
     parser.add_argument("-e", "--group", dest="groups", nargs="+", action="extend", metavar="GROUP", help=groups)
-    parser.add_argument("--where", metavar="EXPR", help="only the runs for which this holds: \"model.stride > 2 and state == 'done'\"")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=output or "write the text to this file, and not to the terminal")
+    parser.add_argument(
+        "--where", metavar="EXPR", help="only the runs for which this holds: \"model.stride > 2 and state == 'done'\""
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help=output or "write the text to this file, and not to the terminal",
+    )
 
 
 def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The arguments, with `runs`, a folder; `groups`, a list of names or None for all; `paths`, the named save directories.
+    """The arguments, with `runs`, a folder; `groups`, a list of names or None for all; `paths`, the named save
+    directories.
 
     The last word after -e is the folder of the runs if there are several words, it is a folder, and no other is named.
 
@@ -100,7 +113,8 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
 
 
 def find_run(word: str, runs: Path) -> Path:
-    """The save directory `word`, or the one with an id that starts with its last part: in the folder before that part, else in `runs`.
+    """The save directory `word`, or the one with an id that starts with its last part: in the folder before that part,
+    else in `runs`.
 
     Raises:
         ConfigError: no run's id starts with it, or several do; names them.
@@ -116,10 +130,17 @@ def find_run(word: str, runs: Path) -> Path:
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder of runs.")
     with reading(folder):
-        matches = sorted(name for name in os.listdir(folder) if name.startswith(start) and _ID.fullmatch(name) and (folder / name).is_dir())
+        matches = sorted(
+            name
+            for name in os.listdir(folder)
+            if name.startswith(start) and _ID.fullmatch(name) and (folder / name).is_dir()
+        )
     if len(matches) != 1:
         names = f"{', '.join(matches[:_MOST_NAMED])}{', …' * (len(matches) > _MOST_NAMED)}"
-        raise ConfigError(f"{folder}: {start!r}: {f'the ids of {len(matches)} runs start with it: {names}' if matches else 'no such run'}.")
+        raise ConfigError(
+            f"{folder}: {start!r}: "
+            f"{f'the ids of {len(matches)} runs start with it: {names}' if matches else 'no such run'}."
+        )
     return folder / matches[0]
 
 
@@ -131,7 +152,9 @@ def _is_folder_of_runs(word: str) -> bool:
     """
     path = Path(word)
     if word and path.is_dir():
-        return not (_OUR_ID.fullmatch(path.name) or any(os.path.exists(path / name) for name in (EXP_DICT, STATUS, SCORES)))
+        return not (
+            _OUR_ID.fullmatch(path.name) or any(os.path.exists(path / name) for name in (EXP_DICT, STATUS, SCORES))
+        )
     if word and not _ID_START.fullmatch(path.name):
         raise DataError(f"{word}: no such folder of runs, save directory or start of an id.")
     return False
@@ -142,7 +165,8 @@ def select(options: argparse.Namespace) -> tuple[list[results.Row], list[str]]:
 
     Raises:
         DataError: there is no such folder, or it holds no run.
-        ConfigError: a group without runs, an expression that is malformed or matches no run, or save directories of several folders.
+        ConfigError: a group without runs, an expression that is malformed or matches no run, or save directories of
+            several folders.
     """
     if not options.paths:
         return results.select(options.runs, options.groups, options.where)
@@ -167,20 +191,31 @@ def paths(options: argparse.Namespace, at_least: int = 0, at_most: int | None = 
     if len(chosen) < at_least or (at_most is not None and len(chosen) > at_most):
         expected = str(at_least) if at_least == at_most else f"at least {at_least}"
         listed = ", ".join(["", *(path.name[:8] for path in chosen[:_MOST_NAMED])]).replace(",", ":", 1)
-        raise ConfigError(f"expected {expected} run{'s' * (at_least > 1)}, got {len(chosen)}{listed}. Name ids, or choose by --where.")
+        raise ConfigError(
+            f"expected {expected} run{'s' * (at_least > 1)}, got {len(chosen)}{listed}. Name ids, or choose by --where."
+        )
     return chosen
 
 
 def add_values(parser: argparse.ArgumentParser) -> None:
     """Add the options for the values and runs that means are over: see `choose_values`."""
-    parser.add_argument("--unfinished", action="store_true", help="means over all runs that have the score (default: those that are done)")
-    parser.add_argument("--at-step", type=int, metavar="N", help="the values at exactly this step, also of runs that are not done")
+    parser.add_argument(
+        "--unfinished",
+        action="store_true",
+        help="means over all runs that have the score (default: those that are done)",
+    )
+    parser.add_argument(
+        "--at-step", type=int, metavar="N", help="the values at exactly this step, also of runs that are not done"
+    )
     parser.add_argument("--value", choices=curves.VALUES, default="last", help="which value of a run (default: last)")
-    parser.add_argument("--seed-key", default=results.SEED, metavar="KEY", help=f"the key that means are over (default: {results.SEED})")
+    parser.add_argument(
+        "--seed-key", default=results.SEED, metavar="KEY", help=f"the key that means are over (default: {results.SEED})"
+    )
 
 
 def choose_values(options: argparse.Namespace, rows: Sequence[results.Row]) -> tuple[list[results.Row], list[str]]:
-    """The rows with the requested values, and warnings. Sets `unfinished` and `seed_key` of the options to their effective values.
+    """The rows with the requested values, and warnings. Sets `unfinished` and `seed_key` of the options to their
+    effective values.
 
     Raises:
         ConfigError: options that contradict each other, or an unknown key.

@@ -1,4 +1,5 @@
-"""One run as one HTML file that opens offline: curves, speed, layers and events: `python -m results.run_page RUN [-o FILE]`."""
+"""One run as one HTML file that opens offline: curves, speed, layers and events: `python -m results.run_page RUN [-o
+FILE]`."""
 
 import argparse
 import math
@@ -74,14 +75,19 @@ def render(run: Path) -> str:
             report.section("Training", _grid(rows, perf)),
             report.section(
                 "Loss by source",
-                _panels({"by source": _lines_by_name([*perf, *rows], lambda name: name.startswith("loss/"))}, size=(10, 3.2)),
+                _panels(
+                    {"by source": _lines_by_name([*perf, *rows], lambda name: name.startswith("loss/"))}, size=(10, 3.2)
+                ),
             ),
-            report.section("Other scores", _grid_of({name: _lines_by_name(rows, name.__eq__) for name in _others(rows)})),
+            report.section(
+                "Other scores", _grid_of({name: _lines_by_name(rows, name.__eq__) for name in _others(rows)})
+            ),
             report.section("Answers", answered, "only-wrong"),
             report.section("Layers", _layers(kinds)),
             report.section("Events", _events(run)),
             report.section(
-                "Experiment", markup.plain_table(("key", "value"), [(k, overview.format_value(v)) for k, v in flatten(exp).items()])
+                "Experiment",
+                markup.plain_table(("key", "value"), [(k, overview.format_value(v)) for k, v in flatten(exp).items()]),
             ),
         ]
     )
@@ -115,7 +121,11 @@ def _last_scores(rows: Sequence[Mapping[str, Any]]) -> str:
     firsts = [name for name in shown if not name.endswith((WRONG, GAIN))]
     cells = {name: "NaN" if value is None else f"{value:.4g}" for name, value in last.items()}
     lines = [[name, *(cells.get(name + end, "") for end in ends)] for name in firsts]
-    return markup.plain_table(("", *("last" if not end else end.strip("_").replace("_", " ") for end in ends)), lines) if lines else ""
+    return (
+        markup.plain_table(("", *("last" if not end else end.strip("_").replace("_", " ") for end in ends)), lines)
+        if lines
+        else ""
+    )
 
 
 def _answers(run: Path) -> tuple[str, list[str]]:
@@ -125,7 +135,8 @@ def _answers(run: Path) -> tuple[str, list[str]]:
     except UserError as error:
         return "", [str(error)]
     pieces = [
-        markup.note(f"{name}: {answers.describe_score(content)}") + answers.page(answers.choose(content, MOST_ANSWERS, wrong=False))
+        markup.note(f"{name}: {answers.describe_score(content)}")
+        + answers.page(answers.choose(content, MOST_ANSWERS, wrong=False))
         for name, content in files.items()
     ]
     switch = '<label><input type="checkbox"> only wrong answers</label>'
@@ -133,7 +144,8 @@ def _answers(run: Path) -> tuple[str, list[str]]:
 
 
 def read_perf(run: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """The rows of perf.jsonl in the order of their steps, and a warning for malformed lines. The later row of a repeated step counts.
+    """The rows of perf.jsonl in the order of their steps, and a warning for malformed lines. The later row of a
+    repeated step counts.
 
     Raises:
         RunError: the file cannot be read.
@@ -145,7 +157,9 @@ def read_perf(run: Path) -> tuple[list[dict[str, Any]], list[str]]:
             by_step[row["step"]] = row
         else:
             wrong += 1
-    return [by_step[step] for step in sorted(by_step)], [f"{path}: {wrong} of its lines are no rows and are left out."] if wrong else []
+    return [by_step[step] for step in sorted(by_step)], [
+        f"{path}: {wrong} of its lines are no rows and are left out."
+    ] if wrong else []
 
 
 Line = tuple[list[int], list[float]]
@@ -169,19 +183,36 @@ def _is_loss(name: str) -> bool:
 
 def _others(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     names = dict.fromkeys(name for row in rows for name in row)
-    return [name for name in names if name not in ("step", "tokens", *_NAMED) and not _is_loss(name) and not name.startswith("loss/")]
+    return [
+        name
+        for name in names
+        if name not in ("step", "tokens", *_NAMED) and not _is_loss(name) and not name.startswith("loss/")
+    ]
 
 
 def _grid(rows: Sequence[Mapping[str, Any]], perf: Sequence[Mapping[str, Any]]) -> str:
-    return _grid_of({title: _lines_by_name(rows, name.__eq__) or _lines_by_name(perf, name.__eq__) for name, title in _NAMED.items()})
+    return _grid_of(
+        {
+            title: _lines_by_name(rows, name.__eq__) or _lines_by_name(perf, name.__eq__)
+            for name, title in _NAMED.items()
+        }
+    )
 
 
 def _grid_of(panels: Mapping[str, Mapping[str, Line]]) -> str:
     """Pictures of values that change, and a folded list of constant values."""
-    still = {title: lines for title, lines in panels.items() if lines and all(len(set(values)) == 1 for _, values in lines.values())}
+    still = {
+        title: lines
+        for title, lines in panels.items()
+        if lines and all(len(set(values)) == 1 for _, values in lines.values())
+    }
     content = _panels({title: lines for title, lines in panels.items() if title not in still}, size=(5, 2.3))
     items = [(title, ", ".join(f"{values[0]:.4g}" for _, values in lines.values())) for title, lines in still.items()]
-    folded = f"<details><summary>{len(items)} of one value</summary>{markup.plain_table((), items)}</details>" if items else ""
+    folded = (
+        f"<details><summary>{len(items)} of one value</summary>{markup.plain_table((), items)}</details>"
+        if items
+        else ""
+    )
     return (f'<div class="panels">{content}</div>' if content else "") + folded
 
 
@@ -222,7 +253,10 @@ def _layers(kinds: Sequence[layers.Layers]) -> str:
 
 def _events(run: Path) -> str:
     events = ledger.read(run)
-    items = [(event.get("when", ""), event.get("event", ""), event.get("who", ""), _facts(event)) for event in events[-MOST_EVENTS:]]
+    items = [
+        (event.get("when", ""), event.get("event", ""), event.get("who", ""), _facts(event))
+        for event in events[-MOST_EVENTS:]
+    ]
     more = f"The first {len(events) - MOST_EVENTS} events are left out." if len(events) > MOST_EVENTS else ""
     return markup.note(more) + markup.plain_table(("when", "event", "who", "what"), items) if items else ""
 
@@ -235,13 +269,21 @@ def _header(run: Path, title: str, status: Mapping[str, Any], rows: Sequence[Map
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     state = state_of(run, status)
     step, steps = rows[-1]["step"] if rows else status.get("step"), status.get("steps")
-    place = f"step {step} of {steps}" if step is not None and steps is not None else f"step {step}" if step is not None else "no steps yet"
+    place = (
+        f"step {step} of {steps}"
+        if step is not None and steps is not None
+        else f"step {step}"
+        if step is not None
+        else "no steps yet"
+    )
     reason = lost_contact(run) if state == "lost" else ""
     reason = reason or status.get("reason")
     return (
         f"<header><h1>{markup.escape(title)}</h1>"
-        f'<div class="where">run {markup.escape(run.resolve().name)} · {markup.escape(run)} · {markup.escape(place)} · written {now}</div>'
-        f'<div class="chips">{markup.chip(state, state)}</div>{f"<p>{markup.escape(reason)}</p>" if reason else ""}</header>\n'
+        f'<div class="where">run {markup.escape(run.resolve().name)} · {markup.escape(run)} · {markup.escape(place)} '
+        f"· written {now}</div>"
+        f"<div "
+        f'class="chips">{markup.chip(state, state)}</div>{f"<p>{markup.escape(reason)}</p>" if reason else ""}</header>\n'
     )
 
 

@@ -1,4 +1,5 @@
-"""A zip of the save directories of a group, without weights and secrets: `python -m results.share [RUNS] -e GROUP -o FILE.zip`."""
+"""A zip of the save directories of a group, without weights and secrets: `python -m results.share [RUNS] -e GROUP -o
+FILE.zip`."""
 
 import argparse
 import os
@@ -65,7 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def share(
     runs: Path, rows: Sequence[results.Row], output: Path, groups: Sequence[str] | None = None, wandb: bool = False
 ) -> tuple[int, list[str]]:
-    """Write the zip atomically; the same files give the same bytes. Returns its number of files, and remarks on omitted and hidden content.
+    """Write the zip atomically; the same files give the same bytes. Returns its number of files, and remarks on omitted
+    and hidden content.
 
     Keys and passwords in texts become ***; a file that is no text and holds one is left out.
 
@@ -82,9 +84,13 @@ def share(
                 _add(
                     zipped,
                     "README.txt",
-                    _README.format(runs=len(rows), of_group=f" of group {', '.join(groups)}" if groups else "").encode(),
+                    _README.format(
+                        runs=len(rows), of_group=f" of group {', '.join(groups)}" if groups else ""
+                    ).encode(),
                 )
-                _add(zipped, "table.csv", render(*tabulate(rows, None, ["all"]), "csv").encode(errors="backslashreplace"))
+                _add(
+                    zipped, "table.csv", render(*tabulate(rows, None, ["all"]), "csv").encode(errors="backslashreplace")
+                )
                 for name in sorted(row["exp_id"] for row in rows):
                     for path in _files(runs / name, wandb, warnings):
                         content = _scrub(path, warnings)
@@ -114,7 +120,9 @@ def _files(run: Path, wandb: bool, warnings: list[str]) -> Iterator[Path]:
             elif any(fnmatch(name, pattern) for pattern in SECRET_FILES):
                 warnings.append(f"left out: {path}: its name is that of a file with keys.")
             elif path.stat().st_size > MAX_FILE_BYTES:
-                warnings.append(f"left out: {path}: {path.stat().st_size / 1e6:.0f} MB, more than {MAX_FILE_BYTES / 1e6:.0f}.")
+                warnings.append(
+                    f"left out: {path}: {path.stat().st_size / 1e6:.0f} MB, more than {MAX_FILE_BYTES / 1e6:.0f}."
+                )
             else:
                 yield path
 
@@ -134,7 +142,9 @@ def _scrub(path: Path, warnings: list[str]) -> bytes | None:
     if not count:
         return content
     if path.name == EXP_DICT:
-        raise DataError(f"{path}: holds what looks like a key. The id depends on it, so it cannot be hidden; nothing was written.")
+        raise DataError(
+            f"{path}: holds what looks like a key. The id depends on it, so it cannot be hidden; nothing was written."
+        )
     if b"\0" in content or path.suffix == ".pkl":
         warnings.append(f"left out: {path}: holds what looks like a key, and is no text.")
         return None
@@ -155,7 +165,9 @@ def _add(zipped: zipfile.ZipFile, name: str, content: bytes) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m results.share", description=__doc__)
     run_arguments.add(parser, output=f"the zip to write (default: {PLOTS}/GROUP.zip)")
-    parser.add_argument("--wandb", action="store_true", help="with the folders of wandb, which hold the machine's name and user")
+    parser.add_argument(
+        "--wandb", action="store_true", help="with the folders of wandb, which hold the machine's name and user"
+    )
     return parser
 
 

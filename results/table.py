@@ -1,5 +1,6 @@
 # PYTHON_ARGCOMPLETE_OK
-"""The scores of a folder of runs as a table, mean ± deviation over seeds: `python -m results.table [RUN ..] [-e GROUP ..]`."""
+"""The scores of a folder of runs as a table, mean ± deviation over seeds: `python -m results.table [RUN ..] [-e GROUP
+..]`."""
 
 import argparse
 import csv
@@ -49,7 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.pivot:
         if options.by or options.scores or options.best or options.columns or options.gpu_hours:
             raise ConfigError(
-                "--pivot shows one score, that of --metric, over its two keys: leave out --by, --scores, --best, --columns and --gpu-hours."
+                "--pivot shows one score, that of --metric, over its two keys: leave out --by, --scores, --best, "
+                "--columns and --gpu-hours."
             )
         keys = statistics.grouping_keys(rows, options.pivot)
         cross, score = pivot_score(rows, keys[0], keys[1], metric, options.unfinished)
@@ -69,7 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 row["gpu_hours"] = sum(gpu_hours(options.runs / name) for name in row["exp_ids"])
         if options.format == "rich":
             lowest = None if options.best is None else options.best == "min"
-            columns, same = arrange(table, keys, scores, metric or next(iter(headline(scores)), None), lowest, options.interval)
+            columns, same = arrange(
+                table, keys, scores, metric or next(iter(headline(scores)), None), lowest, options.interval
+            )
             if options.columns:
                 columns = choose([*columns, *same], options.columns)
             text = ", ".join(column.constant for column in same if column not in columns)
@@ -85,15 +89,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def remarks(rows: Sequence[results.Row], keys: Sequence[str], unfinished: bool = False, seed: str = results.SEED) -> list[str]:
+def remarks(
+    rows: Sequence[results.Row], keys: Sequence[str], unfinished: bool = False, seed: str = results.SEED
+) -> list[str]:
     """Remarks on means over all but `keys`: unfinished runs, missing seeds, other config values that differ."""
     sentences = []
     waiting = len(rows) - len(statistics.averaged_rows(rows))
     if waiting:
-        advice = "the means are over these, too" if unfinished else "the means are over finished runs; --unfinished takes all"
+        advice = (
+            "the means are over these, too"
+            if unfinished
+            else "the means are over finished runs; --unfinished takes all"
+        )
         text = advice if results.score_names(rows) else "none has a score yet"
         sentences.append(f"{waiting} of {len(rows)} runs are not done; {text}.")
-    if others := [key for key in results.distinguishing_keys(rows, seed) if key not in [*keys, "group"] and "exp_id" not in keys]:
+    if others := [
+        key for key in results.distinguishing_keys(rows, seed) if key not in [*keys, "group"] and "exp_id" not in keys
+    ]:
         sentences.append(f"the means are over different {', '.join(others)}.")
     missing = statistics.missing_seeds(rows, keys, seed)
     more = [f"… and {len(missing) - MOST_REMARKS} more have missing seeds."] if len(missing) > MOST_REMARKS else []
@@ -108,10 +120,11 @@ def tabulate(
     best: str | None = None,
     unfinished: bool = False,
 ) -> tuple[Table, list[str], list[str]]:
-    """Aggregated rows, best first, with the keys and the scores that are their columns; unfinished: see `statistics.aggregate`.
+    """Aggregated rows, best first, with the keys and the scores that are their columns; unfinished: see
+    `statistics.aggregate`.
 
-    by: dotted config keys; None takes those that vary, without the seed and keys that follow it. scores: None takes the headline
-    ones, without the loop's diagnostics and without parts such as "em/nq"; ["all"] takes all.
+    by: dotted config keys; None takes those that vary, without the seed and keys that follow it. scores: None takes the
+    headline ones, without the loop's diagnostics and without parts such as "em/nq"; ["all"] takes all.
     metric: what to sort by; None takes the first of `headline`. best: "min" or "max"; None decides by its name.
 
     Raises:
@@ -134,7 +147,8 @@ def tabulate(
 
 
 def headline(scores: Sequence[str]) -> list[str]:
-    """`scores` in the order to look at them: the first of answers, with its control and gain; validation losses; the rest."""
+    """`scores` in the order to look at them: the first of answers, with its control and gain; validation losses; the
+    rest."""
     answers = [name for name in scores if name.startswith(f"{INFERENCE}/")]
     first = [answers[0], answers[0] + WRONG, answers[0] + GAIN] if answers else []
     ranks = {"val_loss": 1} | dict.fromkeys(answers, 4) | dict.fromkeys(first, 0)
@@ -148,7 +162,11 @@ def _score_name(name: str, names: Sequence[str]) -> str:
 
 def default_metric(scores: Sequence[str]) -> str | None:
     """The default score of curves."""
-    preferred = [name for name in scores if name == "val_loss"] or [name for name in scores if name.startswith("val_")] or scores
+    preferred = (
+        [name for name in scores if name == "val_loss"]
+        or [name for name in scores if name.startswith("val_")]
+        or scores
+    )
     return preferred[0] if preferred else None
 
 
@@ -167,7 +185,8 @@ def pivot_score(
 
 
 def best_rows(table: Table, metric: str | None, best: str | None = None) -> set[int]:
-    """The numbers of the rows with the best mean of `metric`; empty for fewer than two rows. best: "min", "max" or None, by its name."""
+    """The numbers of the rows with the best mean of `metric`; empty for fewer than two rows. best: "min", "max" or
+    None, by its name."""
     values = [row[metric] for row in table if row[metric] is not None] if metric is not None else []
     if metric is None or len(table) < 2 or not values:
         return set()
@@ -176,13 +195,25 @@ def best_rows(table: Table, metric: str | None, best: str | None = None) -> set[
 
 
 def print_table(
-    table: Table, keys: Sequence[str], scores: Sequence[str], style: str, interval: str = "std", best: Collection[int] = ()
+    table: Table,
+    keys: Sequence[str],
+    scores: Sequence[str],
+    style: str,
+    interval: str = "std",
+    best: Collection[int] = (),
 ) -> None:
     """Print `render` to stdout."""
     print(render(table, keys, scores, style, interval, best), end="")
 
 
-def render(table: Table, keys: Sequence[str], scores: Sequence[str], style: str, interval: str = "std", best: Collection[int] = ()) -> str:
+def render(
+    table: Table,
+    keys: Sequence[str],
+    scores: Sequence[str],
+    style: str,
+    interval: str = "std",
+    best: Collection[int] = (),
+) -> str:
     """The table in one of `FORMATS` but rich. csv and json have all digits, markdown and latex those of the terminal.
 
     interval: the value after ±, one of `INTERVALS`. best: numbers of the rows that are bold in latex.
@@ -221,12 +252,18 @@ def print_pivot(cross: statistics.Pivot, keys: Sequence[str], score: str, style:
             print(markdown(headings, lines) if style == "markdown" else _latex(headings, lines, 1), end="")
 
 
-def _cells(table: Table, keys: Sequence[str], scores: Sequence[str], interval: str) -> tuple[list[str], list[list[str]]]:
+def _cells(
+    table: Table, keys: Sequence[str], scores: Sequence[str], interval: str
+) -> tuple[list[str], list[list[str]]]:
     names = results.short_names(keys)
     headings = [*(names[key] for key in keys), *facts(table), *scores]
     cells = [score_cells(table, name, interval) for name in scores]
     lines = [
-        [*(plain(row[key]) for key in keys), *(plain(row[fact]) for fact in facts(table)), *(column[number] for column in cells)]
+        [
+            *(plain(row[key]) for key in keys),
+            *(plain(row[fact]) for fact in facts(table)),
+            *(column[number] for column in cells),
+        ]
         for number, row in enumerate(table)
     ]
     return headings, lines
@@ -241,7 +278,11 @@ def _csv(rows: Sequence[Sequence[Any]]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerows(
-        [_text(value) if isinstance(value, str) else value if isinstance(value, float) else _raw(value) for value in row] for row in rows
+        [
+            _text(value) if isinstance(value, str) else value if isinstance(value, float) else _raw(value)
+            for value in row
+        ]
+        for row in rows
     )
     return text.getvalue()
 
@@ -258,15 +299,30 @@ def _raw(value: Any) -> str:
 def markdown(headings: list[str], lines: list[list[str]]) -> str:
     """A table in Markdown; bars in cells are escaped."""
     rows = [headings, ["---"] * len(headings), *lines]
-    return "".join("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row) + " |\n" for row in rows)
+    return "".join(
+        "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row) + " |\n" for row in rows
+    )
 
 
 def _latex(headings: list[str], lines: list[list[str]], num_keys: int, bold: Collection[int] = ()) -> str:
     columns = "l" * num_keys + "r" * (len(headings) - num_keys)
-    cells = [[rf"\textbf{{{_escape(cell)}}}" if number in bold else _escape(cell) for cell in row] for number, row in enumerate(lines)]
+    cells = [
+        [rf"\textbf{{{_escape(cell)}}}" if number in bold else _escape(cell) for cell in row]
+        for number, row in enumerate(lines)
+    ]
     rows = [" & ".join(row) + r" \\" for row in (map(_escape, headings), *cells)]
-    rows = ["{}" + row if row.startswith(("[", "*")) else row for row in rows]  # after \\ LaTeX reads these as its options
-    parts = [r"\begin{tabular}{" + columns + "}", r"\toprule", rows[0], r"\midrule", *rows[1:], r"\bottomrule", r"\end{tabular}"]
+    rows = [
+        "{}" + row if row.startswith(("[", "*")) else row for row in rows
+    ]  # after \\ LaTeX reads these as its options
+    parts = [
+        r"\begin{tabular}{" + columns + "}",
+        r"\toprule",
+        rows[0],
+        r"\midrule",
+        *rows[1:],
+        r"\bottomrule",
+        r"\end{tabular}",
+    ]
     return "% needs \\usepackage{booktabs}\n" + "\n".join(parts) + "\n"
 
 
@@ -277,15 +333,30 @@ def _escape(cell: str) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m results.table", description=__doc__)
     run_arguments.add(parser)
-    parser.add_argument("--by", nargs="+", metavar="KEY", help="dotted config keys (default: all that vary, but the seed)")
+    parser.add_argument(
+        "--by", nargs="+", metavar="KEY", help="dotted config keys (default: all that vary, but the seed)"
+    )
     parser.add_argument("--metric", help="score to sort by, best first (default: of answers, else val_loss)")
-    parser.add_argument("--best", choices=("min", "max"), help="which end of the metric is best (default: min for losses and errors)")
-    parser.add_argument("--scores", nargs="+", metavar="NAME", help="scores to show, or all (default: all for csv and json)")
-    parser.add_argument("--columns", nargs="+", metavar="NAME", help="on a terminal: scores, keys and facts to show, in this order")
+    parser.add_argument(
+        "--best", choices=("min", "max"), help="which end of the metric is best (default: min for losses and errors)"
+    )
+    parser.add_argument(
+        "--scores", nargs="+", metavar="NAME", help="scores to show, or all (default: all for csv and json)"
+    )
+    parser.add_argument(
+        "--columns", nargs="+", metavar="NAME", help="on a terminal: scores, keys and facts to show, in this order"
+    )
     parser.add_argument("--pivot", nargs=2, metavar=("ROW", "COLUMN"), help="the metric over two dotted keys")
-    parser.add_argument("--interval", choices=tuple(INTERVALS), default="std", help="the value after ± (default: std; ci95: Student's t)")
+    parser.add_argument(
+        "--interval",
+        choices=tuple(INTERVALS),
+        default="std",
+        help="the value after ± (default: std; ci95: Student's t)",
+    )
     run_arguments.add_values(parser)
-    parser.add_argument("--gpu-hours", action="store_true", help="a column with the GPU-hours of each row, over all attempts")
+    parser.add_argument(
+        "--gpu-hours", action="store_true", help="a column with the GPU-hours of each row, over all attempts"
+    )
     parser.add_argument("--format", choices=FORMATS, default="rich")
     return parser
 

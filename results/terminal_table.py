@@ -1,4 +1,5 @@
-"""A table of scores that fits the terminal: scores first, digits by their spread, and a line that names the omitted columns."""
+"""A table of scores that fits the terminal: scores first, digits by their spread, and a line that names the omitted
+columns."""
 
 import json
 import math
@@ -23,7 +24,8 @@ _EDGES = 3
 
 @dataclass(frozen=True)
 class Column:
-    """One column. rank: of the columns with the highest rank, the last is left out first where the terminal is too narrow."""
+    """One column. rank: of the columns with the highest rank, the last is left out first where the terminal is too
+    narrow."""
 
     name: str
     heading: str
@@ -52,7 +54,12 @@ class Column:
 
 
 def arrange(
-    table: Sequence[dict[str, Any]], keys: Sequence[str], scores: Sequence[str], metric: str | None, lowest: bool | None, interval: str
+    table: Sequence[dict[str, Any]],
+    keys: Sequence[str],
+    scores: Sequence[str],
+    metric: str | None,
+    lowest: bool | None,
+    interval: str,
 ) -> tuple[list[Column], list[Column]]:
     """The columns of rows of `statistics.aggregate`, the `metric` first; and those that are the same in all rows.
 
@@ -62,7 +69,12 @@ def arrange(
     lowest = results.lower_is_better(metric or "") if lowest is None else lowest
     marks = {metric: " ↓" if lowest else " ↑"}
     columns = [
-        Column(name, plain_score(name, scores) + marks.get(name, ""), score_cells(table, name, interval), 0 if name == ordered[0] else 2)
+        Column(
+            name,
+            plain_score(name, scores) + marks.get(name, ""),
+            score_cells(table, name, interval),
+            0 if name == ordered[0] else 2,
+        )
         for name in ordered
     ]
     short = results.short_names(keys)
@@ -70,7 +82,11 @@ def arrange(
     columns += [Column(fact, fact, [plain(row[fact]) for row in table], 3) for fact in facts(table)]
     remarks = {"tags": [", ".join(row["tags"]) for row in table], "note": [row["note"] for row in table]}
     columns += [Column(name, name, cells, 3) for name, cells in remarks.items() if any(cells)]
-    same = [column for column in columns if column.rank > 1 and len(set(column.cells)) == 1 and (len(table) > 1 or column.rank == 3)]
+    same = [
+        column
+        for column in columns
+        if column.rank > 1 and len(set(column.cells)) == 1 and (len(table) > 1 or column.rank == 3)
+    ]
     return [column for column in columns if column not in same], same
 
 
@@ -86,7 +102,8 @@ def plain_score(name: str, candidates: Sequence[str]) -> str:
 
 
 def score_cells(table: Sequence[dict[str, Any]], name: str, interval: str, count: bool = False) -> list[str]:
-    """Means ± deviations of a score, with two digits of the smallest deviation, and "3 of 5" if the mean is not over all runs.
+    """Means ± deviations of a score, with two digits of the smallest deviation, and "3 of 5" if the mean is not over
+    all runs.
 
     count: add the number of runs also if the mean is over all.
     """
@@ -111,7 +128,9 @@ def choose(columns: Sequence[Column], names: Sequence[str]) -> list[Column]:
     Raises:
         ConfigError: there is no such column.
     """
-    candidates = {column.heading.split(" ")[0]: column for column in columns} | {column.name: column for column in columns}
+    candidates = {column.heading.split(" ")[0]: column for column in columns} | {
+        column.name: column for column in columns
+    }
     for name in names:
         if name not in candidates:
             raise unknown("column", name, candidates, "--columns")
@@ -128,7 +147,8 @@ def fit(columns: Sequence[Column], width: int) -> tuple[list[Column], list[str]]
 
 
 def draw(columns: Sequence[Column], notes: Sequence[str], width: int | None = None) -> None:
-    """Print the columns that fit to stdout, and lines of `notes` below. width: None for the terminal's, or all columns without one."""
+    """Print the columns that fit to stdout, and lines of `notes` below. width: None for the terminal's, or all columns
+    without one."""
     from rich.console import Console
 
     console = Console()
@@ -136,7 +156,10 @@ def draw(columns: Sequence[Column], notes: Sequence[str], width: int | None = No
     shown, hidden = fit(columns, width)
     lines = [list(line) for line in zip(*(column.cells for column in shown), strict=True)]
     draw_rich([column.folded for column in shown], lines)
-    for note in [*notes, *([f"Not shown, as the terminal is narrow: {', '.join(hidden)}. --columns chooses."] if hidden else [])]:
+    for note in [
+        *notes,
+        *([f"Not shown, as the terminal is narrow: {', '.join(hidden)}. --columns chooses."] if hidden else []),
+    ]:
         print(note)
 
 

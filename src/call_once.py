@@ -16,7 +16,8 @@ _results: dict[Any, Any] | None = None
 
 @contextlib.contextmanager
 def remember_calls() -> Iterator[None]:
-    """Within the block, `call_once` calls each method of equal components once. The files that they read must not change meanwhile."""
+    """Within the block, `call_once` calls each method of equal components once. The files that they read must not
+    change meanwhile."""
     global _results  # noqa: PLW0603  a cache of one block, not of the process
     _results = {}
     try:
@@ -37,5 +38,8 @@ def call_once(method: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     if _results is None or kwargs:
         return method(*args, **kwargs)
     if key not in _results:
-        _results[key] = (args, method(*args, **kwargs))  # keeps the arguments alive, so that no other object gets their ids
+        _results[key] = (
+            args,
+            method(*args, **kwargs),
+        )  # keeps the arguments alive, so that no other object gets their ids
     return _results[key][1]

@@ -51,10 +51,16 @@ def _absence(info: FieldInfo) -> list[Any]:
 
 
 class Config(BaseModel):
-    """Strict (`True` is not an int, `"1e-4"` is refused), frozen, and closed to unknown keys. An int is taken for a float."""
+    """Strict (`True` is not an int, `"1e-4"` is refused), frozen, and closed to unknown keys. An int is taken for a
+    float."""
 
     model_config = ConfigDict(
-        strict=True, frozen=True, extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True, protected_namespaces=()
+        strict=True,
+        frozen=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        arbitrary_types_allowed=True,
+        protected_namespaces=(),
     )
 
     @classmethod
@@ -64,8 +70,10 @@ class Config(BaseModel):
             default, absence = info.default, _absence(info)[0] if is_added(info) else info.default
             if (type(default), default) != (type(absence), absence):
                 raise ConfigError(
-                    f"{cls.__module__}.{cls.__name__}.{name}: the default {default!r} is not what its absence meant, {absence!r}: "
-                    "runs made before the field was added would change. Write the new value into the experiments instead."
+                    f"{cls.__module__}.{cls.__name__}.{name}: the default {default!r} is not what its absence meant, "
+                    f"{absence!r}: "
+                    "runs made before the field was added would change. Write the new value into the experiments "
+                    "instead."
                 )
 
 
@@ -82,10 +90,13 @@ def fill_absences(saved: Any, config: Any) -> Any:
 
 
 def drop_absences(dumped: Any, config: Any) -> Any:
-    """Remove added fields at their value for absence from `dumped`, the JSON of `config`. A digest of it then stays the same."""
+    """Remove added fields at their value for absence from `dumped`, the JSON of `config`. A digest of it then stays the
+    same."""
     if isinstance(dumped, dict) and isinstance(config, Config):
         absent = _absent_fields(config)
-        return {key: drop_absences(value, getattr(config, key, None)) for key, value in dumped.items() if key not in absent}
+        return {
+            key: drop_absences(value, getattr(config, key, None)) for key, value in dumped.items() if key not in absent
+        }
     if isinstance(dumped, dict) and isinstance(config, dict):
         return {key: drop_absences(value, config.get(key)) for key, value in dumped.items()}
     if isinstance(dumped, list) and isinstance(config, (list, tuple)):
@@ -95,7 +106,11 @@ def drop_absences(dumped: Any, config: Any) -> Any:
 
 def _absent_fields(config: Config) -> set[str]:
     """Names of the added fields at their value for absence."""
-    return {name for name, info in type(config).model_fields.items() if is_added(info) and getattr(config, name) == info.default}
+    return {
+        name
+        for name, info in type(config).model_fields.items()
+        if is_added(info) and getattr(config, name) == info.default
+    }
 
 
 @dataclass(frozen=True)
@@ -109,8 +124,8 @@ class Places:
     experiments: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     """Every experiment of exp_configs.py by its id: where `ref` finds a parent that has not run yet."""
     on_paper: bool = False
-    """Whether models are built without weights, below torch.device("meta"): of a pretrained one only config.json is needed, and a parent
-    need not be trained."""
+    """Whether models are built without weights, below torch.device("meta"): of a pretrained one only config.json is
+    needed, and a parent need not be trained."""
 
 
 class Problems(ValueError):
@@ -153,7 +168,10 @@ def problems(cls: type[Config], error: ValidationError) -> Iterator[tuple[str, s
         elif cause is not None:
             yield path, str(cause)
         else:
-            yield path, f"{_describe_expected(item['type'], item['msg'], context)}, got {describe_value(item['input'])}."
+            yield (
+                path,
+                f"{_describe_expected(item['type'], item['msg'], context)}, got {describe_value(item['input'])}.",
+            )
 
 
 def unknown(kind: str, got: str, choices: Iterable[str], where: str) -> ConfigError:
@@ -209,7 +227,12 @@ _TYPES = {
     "int_from_float": "int",
     "finite_number": "a finite number",
 }
-_BOUNDS = {"greater_than": (">", "gt"), "greater_than_equal": (">=", "ge"), "less_than": ("<", "lt"), "less_than_equal": ("<=", "le")}
+_BOUNDS = {
+    "greater_than": (">", "gt"),
+    "greater_than_equal": (">=", "ge"),
+    "less_than": ("<", "lt"),
+    "less_than_equal": ("<=", "le"),
+}
 
 
 def _describe_expected(kind: str, message: str, context: Mapping[str, Any]) -> str:
@@ -249,7 +272,11 @@ def top_level(module: str, name: str) -> dict[str, Any]:
     try:
         value = getattr(import_module(module), name, None)
     except ConfigError as error:
-        at = [place for place in traceback.extract_tb(error.__traceback__) if Path(place.filename).parent.name != "experiments"][-1]
+        at = [
+            place
+            for place in traceback.extract_tb(error.__traceback__)
+            if Path(place.filename).parent.name != "experiments"
+        ][-1]
         raise ConfigError(f"{at.filename}:{at.lineno}: {error}") from None
     except SyntaxError as error:
         raise ConfigError(f"{error.filename}:{error.lineno}: {error.msg}: {(error.text or '').strip()}") from None

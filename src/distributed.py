@@ -94,7 +94,8 @@ def is_main() -> bool:
 
 
 def data_rank() -> int:
-    """Number of this process's share of the data: neighbours that cut matrices between them read the same. The rank, where none do."""
+    """Number of this process's share of the data: neighbours that cut matrices between them read the same. The rank,
+    where none do."""
     return rank() // _readers
 
 
@@ -104,7 +105,8 @@ def data_size() -> int:
 
 
 def share_data(readers: int) -> None:
-    """From here on so many neighbouring processes read the same data; see `data_rank`. Call it before data are planned or read."""
+    """From here on so many neighbouring processes read the same data; see `data_rank`. Call it before data are planned
+    or read."""
     global _readers  # noqa: PLW0603  as world_size and rank, it is a fact of the process
     _readers = readers
 
@@ -119,19 +121,22 @@ def is_copy(tensor: Any) -> bool:
     mesh = getattr(tensor, "device_mesh", None)
     if mesh is None:
         return False
-    repeated = any(part.is_replicate() and place for part, place in zip(tensor.placements, mesh.get_coordinate(), strict=True))
+    repeated = any(
+        part.is_replicate() and place for part, place in zip(tensor.placements, mesh.get_coordinate(), strict=True)
+    )
     return repeated or (TENSOR_MESH not in (mesh.mesh_dim_names or ()) and not leads_readers())
 
 
 @contextlib.contextmanager
 def session(deterministic: bool = False) -> Iterator[None]:
-    """Join the process group on entry and leave it gracefully on success; a failing process leaves at once. Makes `torch_settings`.
+    """Join the process group on entry and leave it gracefully on success; a failing process leaves at once. Makes
+    `torch_settings`.
 
     Backend: nccl between GPUs where the machine has any, one for each process; gloo between CPUs.
 
     Raises:
-        LaunchError: fewer GPUs than processes on this machine; incomplete variables of the launcher, or settings with which its
-            restarts of killed processes would hang.
+        LaunchError: fewer GPUs than processes on this machine; incomplete variables of the launcher, or settings with
+            which its restarts of killed processes would hang.
     """
     torch_settings.make(deterministic)
     if world_size() == 1:
@@ -142,15 +147,21 @@ def session(deterministic: bool = False) -> Iterator[None]:
 
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) and os.environ.get(OWN_STORE) != "1":
         raise LaunchError(
-            f"--max-restarts: with torch 2.13 a restart after the death of a process hangs in every second case, unless {OWN_STORE}=1 is "
+            f"--max-restarts: with torch 2.13 a restart after the death of a process hangs in every second case, "
+            f"unless {OWN_STORE}=1 is "
             "set. Write it before torchrun, or leave --max-restarts out."
         )
     _end_with_parent()
     gpu = torch.cuda.is_available()
     if gpu and local_rank() >= torch.cuda.device_count():
-        raise LaunchError(f"process {local_rank()} has no GPU: this machine has {torch.cuda.device_count()}. Start fewer processes.")
+        raise LaunchError(
+            f"process {local_rank()} has no GPU: this machine has {torch.cuda.device_count()}. Start fewer processes."
+        )
     if "RANK" not in os.environ:
-        raise LaunchError(f"WORLD_SIZE is {world_size()}, but RANK is not set. Start several processes with torchrun, or unset WORLD_SIZE.")
+        raise LaunchError(
+            f"WORLD_SIZE is {world_size()}, but RANK is not set. Start several processes with torchrun, or unset "
+            f"WORLD_SIZE."
+        )
     if gpu:
         torch.cuda.set_device(local_rank())
     dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", timeout=torch_settings.COLLECTIVE_TIMEOUT)
@@ -164,13 +175,16 @@ def session(deterministic: bool = False) -> Iterator[None]:
 
 
 def ensure_group() -> None:
-    """Make a single-process group if the launcher has made none: some libraries require one. It ends with the process."""
+    """Make a single-process group if the launcher has made none: some libraries require one. It ends with the
+    process."""
     import torch
     import torch.distributed as dist
     from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]  it is in torch's manual
 
     if world_size() == 1 and not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", store=HashStore(), rank=0, world_size=1)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", store=HashStore(), rank=0, world_size=1
+        )
         os.environ.setdefault("OMPI_COMM_WORLD_LOCAL_RANK", "0")  # where DeepSpeed looks when nobody launched it
 
 
@@ -192,7 +206,8 @@ def _end_with_parent() -> None:
 
 @contextlib.contextmanager
 def stoppable() -> Iterator[None]:
-    """Within the block a stop signal raises `TrainingStopped` once: immediately or, after `defer_stop`, where the training checks for it.
+    """Within the block a stop signal raises `TrainingStopped` once: immediately or, after `defer_stop`, where the
+    training checks for it.
 
     Main thread only. A second Ctrl-C aborts immediately. An ignored SIGINT (nohup) stays ignored.
     """
@@ -204,7 +219,8 @@ def stoppable() -> Iterator[None]:
     numbers = [n for n in STOP_SIGNALS if n != signal.SIGINT or signal.getsignal(n) is not signal.SIG_IGN]
     before = {number: signal.signal(number, _on_signal) for number in numbers}
     hook = sys.unraisablehook
-    # Where Python can raise nothing, as in a callback of an import, it would print a traceback. The stop is recorded, and holds.
+    # Where Python can raise nothing, as in a callback of an import, it would print a traceback. The stop is recorded,
+    # and holds.
     sys.unraisablehook = lambda found: None if isinstance(found.exc_value, TrainingStopped) else hook(found)
     try:
         yield
@@ -259,11 +275,14 @@ def stop_together() -> None:
 def agreed_stop(step: int | None) -> TrainingStopped:
     """The exception that every rank raises once they agree that one of them was asked to stop. Collective."""
     reasons = all_gather_list([reason] if (reason := stop_requested()) else [])
-    return TrainingStopped(next((reason for reason in reasons if reason.by_hand), reasons[0]), everywhere=True, step=step)
+    return TrainingStopped(
+        next((reason for reason in reasons if reason.by_hand), reasons[0]), everywhere=True, step=step
+    )
 
 
 def ignore_stops(_: int = 0) -> None:
-    """For worker processes: a signal to the process group stops the main process, and the workers end with it, also where it is killed."""
+    """For worker processes: a signal to the process group stops the main process, and the workers end with it, also
+    where it is killed."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_after, args=(os.getppid(),), daemon=True).start()
@@ -272,8 +291,9 @@ def ignore_stops(_: int = 0) -> None:
 def _end_after(parent: int) -> None:
     """End this process once its parent has ended.
 
-    A worker of torch's DataLoader whose parent was killed waits for ever to hand over what it has read: the other end of the pipe is open
-    in the worker itself. It would keep its memory, its ports, and the shards of the cache that it has open.
+    A worker of torch's DataLoader whose parent was killed waits for ever to hand over what it has read: the other end
+    of the pipe is open in the worker itself. It would keep its memory, its ports, and the shards of the cache that it
+    has open.
     """
     while os.getppid() == parent:
         time.sleep(1)
@@ -292,7 +312,8 @@ def _on_signal(number: int, _: FrameType | None) -> None:
 
 @contextlib.contextmanager
 def raise_together() -> Iterator[None]:
-    """If any rank raises a UserError inside the block, every rank raises the first one. Collective; do not call collectives inside."""
+    """If any rank raises a UserError inside the block, every rank raises the first one. Collective; do not call
+    collectives inside."""
     failures: list[UserError] = []
     try:
         yield
@@ -313,7 +334,9 @@ def broadcast_from_rank0(compute: Callable[[], T], timeout: timedelta | None = N
         return compute()
     import torch.distributed as dist
 
-    group: Any = dist.new_group(backend="gloo", timeout=timeout) if timeout else None  # a wait's length is that of its group
+    group: Any = (
+        dist.new_group(backend="gloo", timeout=timeout) if timeout else None
+    )  # a wait's length is that of its group
     box: list[Any] = [None, None]
     if is_main():
         try:

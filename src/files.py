@@ -25,7 +25,16 @@ TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}")
 """Names of unfinished files of `write_atomic`."""
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FORBIDDEN = {errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
-_WRONG_PATH = {errno.ENXIO, errno.ENODEV, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG}
+_WRONG_PATH = {
+    errno.ENXIO,
+    errno.ENODEV,
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.EEXIST,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+}
 _REQUIRED: Any = object()
 _REFUSALS = _FULL | _FORBIDDEN | _WRONG_PATH
 
@@ -35,8 +44,8 @@ def writing(path: Path) -> Iterator[None]:
     """Turn an OSError of a write into a RunError that names `path`.
 
     Raises:
-        RunError: the disk is full, read-only, over quota or forbidden, or `path` leads nowhere, or is a FIFO or a socket.
-            Complete files are untouched.
+        RunError: the disk is full, read-only, over quota or forbidden, or `path` leads nowhere, or is a FIFO or a
+            socket. Complete files are untouched.
     """
     _refuse_special_file(path, RunError, devices=False)
     try:
@@ -131,10 +140,11 @@ def _open_private(path: str, flags: int) -> int:
 
 @contextlib.contextmanager
 def defer_sync(folder: Path) -> Iterator[None]:
-    """Within the block this thread's `write_atomic` does not sync; the end of the block syncs all. For thousands of small files at once.
+    """Within the block this thread's `write_atomic` does not sync; the end of the block syncs all. For thousands of
+    small files at once.
 
-    A crash of the process still leaves each file old or new. A power cut within the block can leave empty files, so use it only for
-    files that are rewritten if they are damaged.
+    A crash of the process still leaves each file old or new. A power cut within the block can leave empty files, so use
+    it only for files that are rewritten if they are damaged.
     """
     _thread.defers_sync = True
     try:
@@ -193,7 +203,8 @@ def read_yaml(path: Path, expected: str) -> dict[str, Any]:
     """The dict in the YAML file `path`. expected: the expected content, for the message.
 
     Raises:
-        ConfigError: it cannot be read, is no YAML, has a key twice, or is no dict; names the file, and the line where known.
+        ConfigError: it cannot be read, is no YAML, has a key twice, or is no dict; names the file, and the line where
+            known.
     """
     import yaml  # 30 ms, which most commands need not spend
 
@@ -233,23 +244,30 @@ def read_manifest(directory: Path, error: type[UserError]) -> dict[str, Any]:
     manifest = read_json(path, error)
     listed = manifest.get("files") if isinstance(manifest, dict) else None
     if not isinstance(listed, dict):
-        raise error(f'{path}: not a manifest: expected an object "files" of file names, got {json.dumps(manifest)[:60]}.')
+        raise error(
+            f'{path}: not a manifest: expected an object "files" of file names, got {json.dumps(manifest)[:60]}.'
+        )
     for name, facts in listed.items():
         if not (isinstance(facts, dict) and type(facts.get("bytes")) is int and isinstance(facts.get("sha256"), str)):
-            raise error(f'{path}: not a manifest: expected "bytes" and "sha256" of {name!r}, got {json.dumps(facts)[:60]}.')
+            raise error(
+                f'{path}: not a manifest: expected "bytes" and "sha256" of {name!r}, got {json.dumps(facts)[:60]}.'
+            )
     return manifest
 
 
 @contextlib.contextmanager
 def new_directory(
-    final: Path, facts: dict[str, Any] | None = None, around: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+    final: Path,
+    facts: dict[str, Any] | None = None,
+    around: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> Iterator[Path]:
-    """Yield an empty folder to fill; on success it becomes `final` atomically, with a manifest of its files' sizes and hashes.
+    """Yield an empty folder to fill; on success it becomes `final` atomically, with a manifest of its files' sizes and
+    hashes.
 
-    An older `final` is replaced. At any moment, also after an error or a crash, `final` is the complete old or the complete new folder.
-    If the system cannot exchange two names in one step (Linux can, on nearly every local file system), `final` is absent between two
-    renames, and a crash at that point leaves the old folder as `.NAME.xxxxxxxx.old`.
-    Leftovers of killed writers are deleted on entry.
+    An older `final` is replaced. At any moment, also after an error or a crash, `final` is the complete old or the
+    complete new folder. If the system cannot exchange two names in one step (Linux can, on nearly every local file
+    system), `final` is absent between two renames, and a crash at that point leaves the old folder as
+    `.NAME.xxxxxxxx.old`. Leftovers of killed writers are deleted on entry.
 
     facts: added to the manifest next to "files" when the block ends, so the block can add to it.
     around: entered while `final` is replaced; if it raises, the old folder stays.
@@ -266,7 +284,11 @@ def new_directory(
             yield beside
             for weights in beside.rglob("*.safetensors"):  # which the library makes readable only by their owner
                 weights.chmod(beside.stat().st_mode & 0o666)
-            files = {str(p.relative_to(beside)): p for p in sorted(beside.rglob("*")) if p.is_file() and p != beside / MANIFEST}
+            files = {
+                str(p.relative_to(beside)): p
+                for p in sorted(beside.rglob("*"))
+                if p.is_file() and p != beside / MANIFEST
+            }
             listed = {name: {"bytes": p.stat().st_size, "sha256": sha256(p)} for name, p in files.items()}
             for path in files.values():
                 with open(path, "rb") as file:
@@ -288,7 +310,8 @@ def new_directory(
 
 
 def _claim(final: Path) -> tuple[Path, int | None]:
-    """A new empty folder next to `final`, and the lock that protects it from `_sweep`; None if locks are not supported."""
+    """A new empty folder next to `final`, and the lock that protects it from `_sweep`; None if locks are not
+    supported."""
     while True:
         beside = final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}")
         beside.mkdir(parents=True)
@@ -306,7 +329,8 @@ def _lock(directory: Path) -> int:
     """A descriptor that holds the lock of `directory` until it is closed, at the latest when this process ends.
 
     Raises:
-        OSError: BlockingIOError if another process holds it, FileNotFoundError if it is gone, or locks are not supported.
+        OSError: BlockingIOError if another process holds it, FileNotFoundError if it is gone, or locks are not
+            supported.
     """
     descriptor = os.open(directory, os.O_RDONLY)
     try:
@@ -319,7 +343,8 @@ def _lock(directory: Path) -> int:
 
 
 def _sweep(final: Path) -> None:
-    """Delete leftovers of killed writers of `final`. Keep them if locks are not supported, since some can belong to live writers."""
+    """Delete leftovers of killed writers of `final`. Keep them if locks are not supported, since some can belong to
+    live writers."""
     if not final.parent.is_dir():
         return
     pattern = re.compile(rf"\.{re.escape(final.name)}\.[0-9a-f]{{8}}(\.old)?")
@@ -334,7 +359,8 @@ def _sweep(final: Path) -> None:
 
 
 def defect(directory: Path, hashes: bool = True) -> str | None:
-    """The first defect of a folder made by `new_directory`: its manifest, or a missing, short or altered file. None if it has no defect.
+    """The first defect of a folder made by `new_directory`: its manifest, or a missing, short or altered file. None if
+    it has no defect.
 
     hashes: False reads only the manifest, so an altered file of the right size goes unnoticed.
     """
@@ -363,7 +389,8 @@ def sha256(path: Path) -> str:
 
 
 def sample_digest(path: Path, edge: int = 2**20, pieces: int = 1024) -> str:
-    """sha256 of the first and last `edge` bytes of a file and of `pieces` of 4 KiB between, at even distances: few reads of many gigabytes.
+    """sha256 of the first and last `edge` bytes of a file and of `pieces` of 4 KiB between, at even distances: few
+    reads of many gigabytes.
 
     A change of a contiguous 1 / `pieces` of the file or more is detected; a change of a few bytes often is not.
     """

@@ -1,9 +1,10 @@
 """Floating-point operations of models, computed from their configs.
 
-An addition and a multiplication are two operations. Matrix products count, which are more than 99 % of a language model's work; norms,
-activation functions, softmax and look-ups do not. Attention counts whole, causal or not, as the products are computed. Backward takes twice
-the forward: once for the inputs, once for the weights (Kaplan et al. 2020, section 2.1; PaLM, Chowdhery et al. 2022, appendix B). A frozen
-matrix takes the first of the two alone, and none below the lowest weight that is trained.
+An addition and a multiplication are two operations. Matrix products count, which are more than 99 % of a language
+model's work; norms, activation functions, softmax and look-ups do not. Attention counts whole, causal or not, as the
+products are computed. Backward takes twice
+the forward: once for the inputs, once for the weights (Kaplan et al. 2020, section 2.1; PaLM, Chowdhery et al. 2022,
+appendix B). A frozen matrix takes the first of the two alone, and none below the lowest weight that is trained.
 
 Shapes: B samples, T tokens, D tokens of a decoder, P positions that its cross-attention reads.
 """
@@ -39,7 +40,11 @@ class Stack(NamedTuple):
 
     def flops(self, B: int, T: int, passes: Passes) -> int:
         """Operations on B sequences of T tokens, each of which attends to all."""
-        return B * self.layers * (passes.matrices * 2 * T * self.weights + passes.attention * attention_flops(T, T, self.width))
+        return (
+            B
+            * self.layers
+            * (passes.matrices * 2 * T * self.weights + passes.attention * attention_flops(T, T, self.width))
+        )
 
 
 def attention_flops(queries: int, keys: int, width: int) -> int:
@@ -87,7 +92,9 @@ def _grouped_query_stack(config: Any, matrices_of_mlp: int) -> Stack:
     width = config.hidden_size
     head = getattr(config, "head_dim", None) or width // config.num_attention_heads
     queries, keys = config.num_attention_heads * head, config.num_key_value_heads * head
-    return Stack(config.num_hidden_layers, width * (2 * queries + 2 * keys + matrices_of_mlp * config.intermediate_size), queries)
+    return Stack(
+        config.num_hidden_layers, width * (2 * queries + 2 * keys + matrices_of_mlp * config.intermediate_size), queries
+    )
 
 
 _LLAMA_LIKE = (
@@ -107,7 +114,8 @@ KNOWN = {*_DECODERS, "t5", "idefics2", "idefics3", "smolvlm"}
 
 
 def t5_flops(config: Any, passages: tuple[int, int], answers: tuple[int, int], P: int, passes: Passes) -> int:
-    """Operations of a T5. passages: number and tokens of what the encoder reads; answers: of what the decoder does, each with P positions.
+    """Operations of a T5. passages: number and tokens of what the encoder reads; answers: of what the decoder does,
+    each with P positions.
 
     The logits count for all tokens of the answers.
     """
@@ -123,7 +131,8 @@ def t5_flops(config: Any, passages: tuple[int, int], answers: tuple[int, int], P
 
 
 def forward_flops(config: Any, B: int, T: int, decoder_tokens: int = 0, passes: Passes = FORWARD) -> int:
-    """Operations of the forward pass over B sequences of T tokens by a model of a transformers `config`; of more `passes` if given.
+    """Operations of the forward pass over B sequences of T tokens by a model of a transformers `config`; of more
+    `passes` if given.
 
     decoder_tokens: of an encoder-decoder, whose encoder reads the T.
 
@@ -148,7 +157,8 @@ class Adapters(NamedTuple):
 
 
 def adapter_weights(model: "nn.Module") -> Adapters | None:
-    """The adapters of a model of which they alone are trained; none where all of it is. None where another part is frozen."""
+    """The adapters of a model of which they alone are trained; none where all of it is. None where another part is
+    frozen."""
     trained = [(name, parameter.numel()) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if len(trained) == sum(1 for _ in model.parameters()):
         return Adapters()

@@ -1,8 +1,8 @@
 """What the CPU knows of tensors that are on a GPU, so that a training step does not wait for the GPU to tell.
 
-Batches are made on the CPU. `to_device` remembers beside each copy what it was copied from: which tokens are real or learned, and how many,
-is then worked out from that. Without such a copy, as for a tensor of a caller of his own, everything works and may wait. On a CPU a
-tensor is its own copy.
+Batches are made on the CPU. `to_device` remembers beside each copy what it was copied from: which tokens are real or
+learned, and how many, is then worked out from that. Without such a copy, as for a tensor of a caller of his own,
+everything works and may wait. On a CPU a tensor is its own copy.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -26,7 +26,9 @@ def to_device(batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Te
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor of the CPU on `device`, which is not waited for; one that is there already as it is."""
-    return (tensor.pin_memory() if device.type == "cuda" and tensor.device.type == "cpu" else tensor).to(device, non_blocking=True)
+    return (tensor.pin_memory() if device.type == "cuda" and tensor.device.type == "cpu" else tensor).to(
+        device, non_blocking=True
+    )
 
 
 def remember(tensor: Tensor, copy: Tensor) -> Tensor:
@@ -58,7 +60,8 @@ def pick(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def pick_before(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """`values[:, :-1][mask[:, 1:]]`: (N, ...), what stands one before each True of the mask, such as what predicts a token."""
+    """`values[:, :-1][mask[:, 1:]]`: (N, ...), what stands one before each True of the mask, such as what predicts a
+    token."""
     before = host_copy(mask_BT)[:, 1:]
     rows, columns = before.nonzero(as_tuple=True)
     return values_BT.flatten(0, 1)[upload(rows * values_BT.shape[1] + columns, values_BT.device)]
@@ -73,14 +76,17 @@ def write_beside(like: Tensor, value: Tensor) -> Tensor:
 
 def read_together(*parts: Tensor) -> list[list[float]]:
     """The numbers of vectors in float64, with one wait for the device."""
-    devices = dict.fromkeys(part.device for part in parts)  # the CPU may be one of them, as where gradients are kept there
+    devices = dict.fromkeys(
+        part.device for part in parts
+    )  # the CPU may be one of them, as where gradients are kept there
     flat = {device: iter(torch.cat([part for part in parts if part.device == device]).tolist()) for device in devices}
     return [list(islice(flat[part.device], len(part))) for part in parts]
 
 
 @contextmanager
 def nothing_hidden() -> Iterator[None]:
-    """In the block no mask for attention that transformers makes of two axes hides anything: it is not asked whether one does."""
+    """In the block no mask for attention that transformers makes of two axes hides anything: it is not asked whether
+    one does."""
     token = _NOTHING_HIDDEN.set(True)
     try:
         yield
@@ -90,7 +96,8 @@ def nothing_hidden() -> Iterator[None]:
 
 @cache
 def answer_masks() -> None:
-    """From now on transformers asks the CPU, where that knows, whether a mask hides anything and whether rows are packed.
+    """From now on transformers asks the CPU, where that knows, whether a mask hides anything and whether rows are
+    packed.
 
     It then makes the masks that it would make. Of masks and positions without a copy it asks the device, as ever.
     """
@@ -102,8 +109,12 @@ def answer_masks() -> None:
     prepare: Callable[..., Any] = masking_utils._preprocess_mask_arguments
     find: Callable[[Tensor], Tensor | None] = masking_utils.find_packed_sequence_indices
 
-    def _preprocess_mask_arguments(config: Any, inputs_embeds: Tensor, attention_mask: Any, *others: Any, **options: Any) -> Any:
-        if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:  # else it is made bool there, without its copy
+    def _preprocess_mask_arguments(
+        config: Any, inputs_embeds: Tensor, attention_mask: Any, *others: Any, **options: Any
+    ) -> Any:
+        if (
+            isinstance(attention_mask, Tensor) and attention_mask.dim() == 2
+        ):  # else it is made bool there, without its copy
             attention_mask = change_both(Tensor.bool, attention_mask)
         return prepare(config, inputs_embeds, attention_mask, *others, **options)
 
@@ -126,7 +137,9 @@ def _answering(make: Callable[..., Any]) -> Callable[..., Any]:
             return make(*args, attention_mask=attention_mask, **options)
         if copy.all():
             return make(*args, attention_mask=None, **options)
-        if options.get("q_length") == options["kv_length"]:  # else it may be padding of a static cache alone, behind the queries
+        if (
+            options.get("q_length") == options["kv_length"]
+        ):  # else it may be padding of a static cache alone, behind the queries
             options["allow_is_causal_skip"] = False
         return make(*args, attention_mask=attention_mask, **{**options, "allow_is_bidirectional_skip": False})
 

@@ -2,7 +2,12 @@
 
 from dataclasses import dataclass
 
-DECODER, CROSS_ATTENTION, ENCODER_DECODER, FUSION_IN_DECODER = "decoder", "cross_attention", "encoder_decoder", "fusion_in_decoder"
+DECODER, CROSS_ATTENTION, ENCODER_DECODER, FUSION_IN_DECODER = (
+    "decoder",
+    "cross_attention",
+    "encoder_decoder",
+    "fusion_in_decoder",
+)
 VISION_LANGUAGE, REWARD = "vision_language", "reward"
 KINDS = {
     DECODER: "a decoder, such as 'hf' or 'gpt_bigcode'",

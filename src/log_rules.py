@@ -20,7 +20,8 @@ class Rule(NamedTuple):
     aftermath: bool
     """Whether other ranks report it after one has failed for another reason."""
     patterns: list[tuple[bytes, "re.Pattern[bytes]"]]
-    """(text to search first, pattern around it), as bytes: logs need not be UTF-8. A pattern matches within one line."""
+    """(text to search first, pattern around it), as bytes: logs need not be UTF-8. A pattern matches within one
+    line."""
 
 
 @cache
@@ -32,7 +33,10 @@ def rules() -> tuple[Rule, ...]:
     """
 
     def compile_signs(signs: dict[str, str]) -> list[tuple[bytes, "re.Pattern[bytes]"]]:
-        return [(text.encode(), re.compile((pattern or re.escape(text)).encode(), re.MULTILINE)) for text, pattern in signs.items()]
+        return [
+            (text.encode(), re.compile((pattern or re.escape(text)).encode(), re.MULTILINE))
+            for text, pattern in signs.items()
+        ]
 
     raw = read_yaml(FILE, "the rules of logs by name")
     return tuple(

@@ -1,6 +1,7 @@
 """An order maps the optimizer steps of a training to sample keys. Samples are pure functions of their keys.
 
-An order has no state if the samples of a step depend only on its number, as in a permutation of an index. Packed rows, filtered streams
+An order has no state if the samples of a step depend only on its number, as in a permutation of an index. Packed rows,
+filtered streams
 and rollouts have a state, the cursor: JSON values that travel with each micro-batch and are saved in every checkpoint.
 """
 
@@ -35,7 +36,8 @@ _WINDOW = 50
 class RankShare:
     """How the sequences of one optimizer step are cut into micro-batches, and which of them this process reads.
 
-    Micro-batch number g of a step goes to process g % world_size, so the numbers of micro-batches per process can differ by one.
+    Micro-batch number g of a step goes to process g % world_size, so the numbers of micro-batches per process can
+    differ by one.
     """
 
     per_step: int
@@ -98,7 +100,8 @@ class OrderedDataset(Dataset, Protocol):
     """A data set with its own order: the samples of a step do not depend only on the step's number."""
 
     def order(self, seed: int, per_step: int, steps: int, branches: Sequence[Branch]) -> Order:
-        """The order of a training of `steps` steps of `per_step` sequences; `branches` are the rewinds that it went through, oldest first.
+        """The order of a training of `steps` steps of `per_step` sequences; `branches` are the rewinds that it went
+        through, oldest first.
 
         Raises:
             UserError: no such training can read the data set.
@@ -131,8 +134,8 @@ class ShuffledConfig(DatasetConfig):
     """Data with permutations of an index as training epochs."""
 
     shuffle: Shuffle = added_field("numpy")
-    """How an epoch is permuted. numpy: each process holds the complete permutation, 8 bytes per sample. feistel: each place is computed on
-    access, in microseconds and without memory."""
+    """How an epoch is permuted. numpy: each process holds the complete permutation, 8 bytes per sample. feistel: each
+    place is computed on access, in microseconds and without memory."""
 
 
 @runtime_checkable
@@ -146,10 +149,14 @@ class ShuffledDataset(Dataset, Protocol):
 def require_own_order(config: DatasetConfig, field: str) -> None:
     """Raises ValueError where the data in `field`, which are read in the order of another data set, ask for one."""
     if isinstance(config, ShuffledConfig) and config.shuffle != "numpy":
-        raise ValueError(f"{field}.shuffle: would be ignored, as these data are not read in an order of their own. Leave it out.")
+        raise ValueError(
+            f"{field}.shuffle: would be ignored, as these data are not read in an order of their own. Leave it out."
+        )
 
 
-def order_of(dataset: Dataset, seed: int, per_step: int, steps: int, branches: Sequence[Branch] = (), group: int | None = None) -> Order:
+def order_of(
+    dataset: Dataset, seed: int, per_step: int, steps: int, branches: Sequence[Branch] = (), group: int | None = None
+) -> Order:
     """The order of a training: the data set's own if it has one, else permutations of its indices.
 
     group: samples of like lengths that stay together; None: lengths do not matter.
@@ -165,7 +172,8 @@ def order_of(dataset: Dataset, seed: int, per_step: int, steps: int, branches: S
 
 @dataclass(frozen=True)
 class IndexedOrder:
-    """Each epoch is a permutation of all indices. The samples of a step depend only on its number, so cursors are empty.
+    """Each epoch is a permutation of all indices. The samples of a step depend only on its number, so cursors are
+    empty.
 
     "skip:K" of a branch skips the samples of K steps; "reshuffle" permutes the rest of the epoch again.
     """
@@ -195,7 +203,9 @@ class IndexedOrder:
 
     def position(self, step: int) -> int:
         """Position in `keys` where the step after `step` finished ones starts to read."""
-        return (step + sum(branch.skipped_steps for branch in self.branches if branch.from_step <= step)) * self.per_step
+        return (
+            step + sum(branch.skipped_steps for branch in self.branches if branch.from_step <= step)
+        ) * self.per_step
 
     def _key_reader(self) -> Callable[[int], Key]:
         """A function from a position to its key."""
@@ -216,7 +226,9 @@ class IndexedOrder:
         epoch, place = divmod(position, self.num_samples)
         for first, number in reversed(self._reshuffles(epoch)):
             if place >= first:
-                place = first + feistel_permute(place - first, self.num_samples - first, f"{self.seed}/{epoch}/{number}")
+                place = first + feistel_permute(
+                    place - first, self.num_samples - first, f"{self.seed}/{epoch}/{number}"
+                )
         return epoch, feistel_permute(place, self.num_samples, f"{self.seed}/{epoch}")
 
     def _permutation(self, epoch: int) -> "np.ndarray":
@@ -231,16 +243,20 @@ class IndexedOrder:
     def _reshuffles(self, epoch: int) -> list[tuple[int, int]]:
         """(place from which the epoch is permuted again, number of the branch); earlier places do not change."""
         begins = [(divmod(self.position(branch.from_step), self.num_samples), branch) for branch in self.branches]
-        return [(place, branch.number) for (start, place), branch in begins if start == epoch and branch.data == "reshuffle"]
+        return [
+            (place, branch.number) for (start, place), branch in begins if start == epoch and branch.data == "reshuffle"
+        ]
 
 
 @dataclass(frozen=True)
 class GroupedOrder:
-    """An order that sorts samples by length within windows of `_WINDOW` steps and cuts them into groups that stay together.
+    """An order that sorts samples by length within windows of `_WINDOW` steps and cuts them into groups that stay
+    together.
 
-    The groups of a window are dealt to its steps at random, so a step reads short and long samples. Within a step they are sorted by
-    length, so that processes have samples of similar length at a time. The first step reads the longest samples of its window, so that
-    samples that do not fit in memory fail at once. Near the end of an epoch a window has samples of the next one.
+    The groups of a window are dealt to its steps at random, so a step reads short and long samples. Within a step they
+    are sorted by length, so that processes have samples of similar length at a time. The first step reads the longest
+    samples of its window, so that samples that do not fit in memory fail at once. Near the end of an epoch a window has
+    samples of the next one.
     """
 
     order: IndexedOrder
@@ -251,7 +267,9 @@ class GroupedOrder:
 
     def __post_init__(self) -> None:
         if any(branch.data == "reshuffle" for branch in self.order.branches):
-            raise RunError("data that are grouped by length cannot be permuted again (reshuffle). Pass over steps instead: skip:K.")
+            raise RunError(
+                "data that are grouped by length cannot be permuted again (reshuffle). Pass over steps instead: skip:K."
+            )
 
     def micro_batches(self, first_step: int, share: RankShare, cursor: Cursor) -> Iterator[MicroBatch]:
         """See `Order`."""
@@ -278,15 +296,18 @@ class GroupedOrder:
             longest = groups.index(range(self.group))
             groups[0], groups[longest] = groups[longest], groups[0]
         each = self.order.per_step // self.group
-        steps = [sorted(groups[first : first + each], key=lambda places: places.start) for first in range(0, len(groups), each)]
+        steps = [
+            sorted(groups[first : first + each], key=lambda places: places.start)
+            for first in range(0, len(groups), each)
+        ]
         return [[keys[place] for places in step for place in places] for step in steps]
 
 
 def feistel_permute(position: int, size: int, key: str) -> int:
     """Image of `position` under a permutation of 0..size-1 that depends on `key`, computed in constant memory.
 
-    A Feistel network over the next power of 4, walked until it is back below `size` (Black and Rogaway 2002, "Ciphers with arbitrary
-    finite domains").
+    A Feistel network over the next power of 4, walked until it is back below `size` (Black and Rogaway 2002, "Ciphers
+    with arbitrary finite domains").
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1

@@ -1,4 +1,5 @@
-"""JSON text of files, lines, requests and answers: the only reader, so that no input of any kind ends in a traceback."""
+"""JSON text of files, lines, requests and answers: the only reader, so that no input of any kind ends in a
+traceback."""
 
 import json
 from pathlib import Path

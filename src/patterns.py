@@ -1,7 +1,10 @@
-"""Regular expressions that end: of the library RE2, whose time grows with the text alone, whatever is repeated within what is repeated.
+"""Regular expressions that end: of the library RE2, whose time grows with the text alone, whatever is repeated within
+what is repeated.
 
-Python's own can take for ever, on what a model writes or a user types: `(a+)+b` on thirty letters a. RE2 has all but what needs a way back
-in the text: no lookahead, lookbehind or references to groups. Its `\\d`, `\\w` and `\\b` know ASCII alone, and `$` is the very end.
+Python's own can take for ever, on what a model writes or a user types: `(a+)+b` on thirty letters a. RE2 has all but
+what needs a way back
+in the text: no lookahead, lookbehind or references to groups. Its `\\d`, `\\w` and `\\b` know ASCII alone, and `$` is
+the very end.
 """
 
 import re

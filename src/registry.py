@@ -12,7 +12,8 @@ from src.config import Config, Problems, describe_value, is_operational, join, p
 
 @dataclass(frozen=True, eq=False)
 class ComponentTable:
-    """Names of one kind, each with the module that implements the interface of that kind (src/interfaces.py) as `Config`."""
+    """Names of one kind, each with the module that implements the interface of that kind (src/interfaces.py) as
+    `Config`."""
 
     kind: str
     modules: Mapping[str, str]
@@ -124,7 +125,9 @@ def name_of(component: Config) -> str:
 
 def is_component(config: Config) -> bool:
     """Whether a config is selected by a name of a table."""
-    return type(config).__name__ == "Config" and any(type(config).__module__ in table.modules.values() for table in TABLES)
+    return type(config).__name__ == "Config" and any(
+        type(config).__module__ in table.modules.values() for table in TABLES
+    )
 
 
 def bind(table: ComponentTable, raw: Any, key: str = "name") -> Any:
@@ -157,7 +160,8 @@ def resolved_dict(component: Config, key: str = "name") -> dict[str, Any]:
 
 
 def sparse_dict(value: Any) -> Any:
-    """The shortest JSON value from which a field gets `value`: of configs only the fields that are not at their default."""
+    """The shortest JSON value from which a field gets `value`: of configs only the fields that are not at their
+    default."""
     if value is None:
         return {}
     if not isinstance(value, Config):
@@ -169,7 +173,8 @@ def sparse_dict(value: Any) -> Any:
 
 
 def canonical_dict(raw: dict[str, Any], recipe: Config) -> dict[str, Any]:
-    """`raw` as the id is computed from it: 1 written as 1.0 where the config takes a float, without operational fields."""
+    """`raw` as the id is computed from it: 1 written as 1.0 where the config takes a float, without operational
+    fields."""
     return _canonical(raw, recipe)
 
 
@@ -184,7 +189,8 @@ def _canonical(raw: Any, loaded: Any) -> Any:
 
 
 def operational_values(raw: Any, loaded: Any, path: str = "") -> dict[str, Any]:
-    """The operational values in `raw` by their dotted path: those that `canonical_dict` drops. Lists are not searched."""
+    """The operational values in `raw` by their dotted path: those that `canonical_dict` drops. Lists are not
+    searched."""
     if not isinstance(raw, dict):
         return {}
     inner = vars(loaded) if isinstance(loaded, Config) else loaded if isinstance(loaded, dict) else {}

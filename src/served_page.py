@@ -28,15 +28,24 @@ def add_access(parser: argparse.ArgumentParser, readers: str) -> None:
     """Add --address, --origin and --token. readers: a clause about the rights of a person with the token."""
     parser.add_argument("--address", default="127.0.0.1", help=f"where to listen; {readers} (default: 127.0.0.1)")
     parser.add_argument(
-        "--origin", action="append", metavar="HOST:PORT", help="another address of this server, such as that of a tunnel; repeatable"
+        "--origin",
+        action="append",
+        metavar="HOST:PORT",
+        help="another address of this server, such as that of a tunnel; repeatable",
     )
-    parser.add_argument("--token", help="token that requests need, as in ?token=...; empty: none (default: a new one, printed)")
+    parser.add_argument(
+        "--token", help="token that requests need, as in ?token=...; empty: none (default: a new one, printed)"
+    )
 
 
 def serve_page(
-    make_page: Callable[[], Any], options: argparse.Namespace, title: str, documents: Mapping[str, Callable[[str], str]] | None = None
+    make_page: Callable[[], Any],
+    options: argparse.Namespace,
+    title: str,
+    documents: Mapping[str, Callable[[str], str]] | None = None,
 ) -> None:
-    """Serve what `make_page` gives each browser, a view of Panel, until interrupted; prints the address when it can be opened.
+    """Serve what `make_page` gives each browser, a view of Panel, until interrupted; prints the address when it can be
+    opened.
 
     documents: more HTML pages by the pattern of their path, such as "run/(\\w+)"; each gets the match of the pattern.
 
@@ -57,18 +66,23 @@ def serve_page(
             show=False,
             start=False,
             verbose=False,
-            extra_patterns=[(f"/{path}", _document_handler(make), {"token": token}) for path, make in (documents or {}).items()],
+            extra_patterns=[
+                (f"/{path}", _document_handler(make), {"token": token}) for path, make in (documents or {}).items()
+            ],
             **guard,
         )
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"--port {options.port}: cannot listen on {options.address}: {reason}. Choose another port, or 0 for a free one."
+            f"--port {options.port}: cannot listen on {options.address}: {reason}. Choose another port, or 0 for a "
+            f"free one."
         ) from None
     host = f"[{options.address}]" if ":" in options.address else options.address
     sys.stdout.write(f"http://{host}:{server.port}/{f'?{_TOKEN}={token}' if token else ''}\n")
     sys.stdout.flush()
-    with contextlib.redirect_stdout(io.StringIO()):  # a closed pipe would raise in Bokeh's handler of SIGTERM, before it stops
+    with contextlib.redirect_stdout(
+        io.StringIO()
+    ):  # a closed pipe would raise in Bokeh's handler of SIGTERM, before it stops
         server.run_until_shutdown()
 
 

@@ -1,6 +1,7 @@
 """Settings of torch for rounding, memory and the end of hanging trainings: the only place that makes them.
 
-Settings in the environment take precedence. docs/long_trainings.md explains each choice; env.json records the settings in force.
+Settings in the environment take precedence. docs/long_trainings.md explains each choice; env.json records the settings
+in force.
 """
 
 import os
@@ -11,7 +12,8 @@ from typing import Any
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 """Timeout of a collective. Only rank 0 scores answers and writes checkpoints meanwhile."""
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Environment variables that configure the allocator of GPU memory: the name of torch 2.9 and later, and the older one."""
+"""Environment variables that configure the allocator of GPU memory: the name of torch 2.9 and later, and the older
+one."""
 ENVIRONMENT = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",  # a failed or late collective ends the process; else the GPU would wait forever
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
@@ -30,13 +32,15 @@ _dump_is_the_users = DUMP in os.environ
 def make(deterministic: bool = False) -> None:
     """Make the settings in this process, before it touches a GPU or joins a process group.
 
-    Products of float32 matrices are of float32, never TF32, and no kernel is chosen by a race. deterministic: only algorithms that give
-    the same bits each time; torch raises a RuntimeError at an operation without one.
+    Products of float32 matrices are of float32, never TF32, and no kernel is chosen by a race. deterministic: only
+    algorithms that give the same bits each time; torch raises a RuntimeError at an operation without one.
     """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if not any(name in os.environ for name in ALLOCATOR):
-        os.environ[ALLOCATOR[0]] = "expandable_segments:True"  # batches have many lengths, and fixed segments would fragment
+        os.environ[ALLOCATOR[0]] = (
+            "expandable_segments:True"  # batches have many lengths, and fixed segments would fragment
+        )
     if deterministic:
         os.environ.setdefault(WORKSPACE, ":4096:8")  # required by cuBLAS
     import torch
@@ -44,12 +48,15 @@ def make(deterministic: bool = False) -> None:
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cudnn.benchmark = False
-    if deterministic or torch.are_deterministic_algorithms_enabled():  # any call imports torch._inductor, for 0.8 s of processor time
+    if (
+        deterministic or torch.are_deterministic_algorithms_enabled()
+    ):  # any call imports torch._inductor, for 0.8 s of processor time
         torch.use_deterministic_algorithms(deterministic)
 
 
 def place_flight_recorder(folder: Path) -> None:
-    """Have a collective that fails or is late leave <folder>/flight_recorder_RANK, unless the user has named another place."""
+    """Have a collective that fails or is late leave <folder>/flight_recorder_RANK, unless the user has named another
+    place."""
     if not _dump_is_the_users:
         os.environ[DUMP] = str(folder.resolve() / "flight_recorder_")
 

@@ -1,4 +1,5 @@
-"""The trained weights of a model: those that a checkpoint stores, and loading them. Models whose weights are read later."""
+"""The trained weights of a model: those that a checkpoint stores, and loading them. Models whose weights are read
+later."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,7 +12,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 STORED = "stored_tensors"
-"""Attribute of a model of transformers that was built unfilled: its tensors that are in the files of the folder `name_or_path`, by name."""
+"""Attribute of a model of transformers that was built unfilled: its tensors that are in the files of the folder
+`name_or_path`, by name."""
 
 
 def trained_weights(model: "nn.Module") -> "dict[str, Tensor]":
@@ -52,7 +54,8 @@ def load_trained(model: "nn.Module", file: Path) -> None:
 
 
 def matching_state(model: "nn.Module", file: Path, shapes: Mapping[str, Sequence[int]]) -> "dict[str, Tensor]":
-    """The entries of the state dict that `trained_weights` names, to copy into. shapes: of the tensors in `file`, by name.
+    """The entries of the state dict that `trained_weights` names, to copy into. shapes: of the tensors in `file`, by
+    name.
 
     Raises:
         CheckpointError: these are not the names or the shapes of the trained weights of `model`.
@@ -60,10 +63,14 @@ def matching_state(model: "nn.Module", file: Path, shapes: Mapping[str, Sequence
     names = trained_weights(model)
     if shapes.keys() != names.keys():
         absent, extra = names.keys() - shapes.keys(), shapes.keys() - names.keys()
-        raise CheckpointError(f"{file}: of another model. Missing: {summarize_names(absent)}; unexpected: {summarize_names(extra)}.")
+        raise CheckpointError(
+            f"{file}: of another model. Missing: {summarize_names(absent)}; unexpected: {summarize_names(extra)}."
+        )
     for name, tensor in names.items():
         if tuple(shapes[name]) != tuple(tensor.shape):
-            raise CheckpointError(f"{file}: of another model. {name} is {list(shapes[name])}, expected {list(tensor.shape)}.")
+            raise CheckpointError(
+                f"{file}: of another model. {name} is {list(shapes[name])}, expected {list(tensor.shape)}."
+            )
     state = model.state_dict()
     return {name: state[name] for name in names}
 
@@ -76,7 +83,8 @@ def summarize_names(names: Iterable[str]) -> str:
 
 
 def build_unfilled(build: Callable[[], Any], folder: Path, files: Sequence[Path]) -> Any | None:
-    """What `build` makes of a pretrained model of transformers, with parameters that take no memory; its buffers have their numbers.
+    """What `build` makes of a pretrained model of transformers, with parameters that take no memory; its buffers have
+    their numbers.
 
     FSDP2 cuts it first, and each process then reads its part of `files`, of which `folder` has no others.
     None where they cannot be read as they are: they are no safetensors, or lack a weight of the model by name or shape.
@@ -110,7 +118,8 @@ def build_unfilled(build: Callable[[], Any], folder: Path, files: Sequence[Path]
 
 
 def _untie(model: "nn.Module", holders: Mapping[str, Path]) -> None:
-    """Part weights that are tied, and that the files have with different numbers: transformers does so, and T5 v1.1 counts on it.
+    """Part weights that are tied, and that the files have with different numbers: transformers does so, and T5 v1.1
+    counts on it.
 
     holders: the file of each weight, by name.
     """
@@ -136,7 +145,8 @@ def is_unfilled(model: "nn.Module") -> bool:
 
 
 def stored_names(model: "nn.Module") -> dict[Path, dict[str, str]]:
-    """Folders whose files have the weights that are not there yet: their names in the state dict of `model`, by those in the files.
+    """Folders whose files have the weights that are not there yet: their names in the state dict of `model`, by those
+    in the files.
 
     Wrappers and adapters change names, but not the tensors.
     """
@@ -144,21 +154,29 @@ def stored_names(model: "nn.Module") -> dict[Path, dict[str, str]]:
     for part in model.modules():
         if STORED in vars(part):
             files = {id(tensor): name for name, tensor in getattr(part, STORED).items()}
-            found[Path(str(part.name_or_path))] = {files[id(tensor)]: name for name, tensor in state.items() if id(tensor) in files}
+            found[Path(str(part.name_or_path))] = {
+                files[id(tensor)]: name for name, tensor in state.items() if id(tensor) in files
+            }
             named |= files.keys()
-    assert all(id(parameter) in named for parameter in model.parameters() if parameter.is_meta), "weights that no file has"
+    assert all(id(parameter) in named for parameter in model.parameters() if parameter.is_meta), (
+        "weights that no file has"
+    )
     return found
 
 
 @contextmanager
 def appear_filled(model: "nn.Module") -> Iterator[None]:
-    """Inside this `with` weights that are not there yet seem to be on the CPU, where peft then puts its adapters. They take no memory."""
+    """Inside this `with` weights that are not there yet seem to be on the CPU, where peft then puts its adapters. They
+    take no memory."""
     import torch
     from torch import nn
     from torch.utils import swap_tensors
 
     weights = [weight for weight in model.parameters() if weight.is_meta]
-    zeros = [nn.Parameter(torch.zeros((), dtype=weight.dtype).expand(weight.shape), weight.requires_grad) for weight in weights]
+    zeros = [
+        nn.Parameter(torch.zeros((), dtype=weight.dtype).expand(weight.shape), weight.requires_grad)
+        for weight in weights
+    ]
     for pair in zip(weights, zeros, strict=True):
         swap_tensors(*pair)
     yield

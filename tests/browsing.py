@@ -13,7 +13,8 @@ SLOW = 120_000
 
 @contextmanager
 def opened(browser: Browser, address: str) -> Iterator[Page]:
-    """A page that shows `address`. At the end: no error was told on its console, and it asked nothing of another machine."""
+    """A page that shows `address`. At the end: no error was told on its console, and it asked nothing of another
+    machine."""
     strange: list[str] = []
 
     def guard(route: Route) -> None:
@@ -26,7 +27,9 @@ def opened(browser: Browser, address: str) -> Iterator[Page]:
     page = browser.new_page(viewport={"width": 1400, "height": 1000})
     try:
         page.route("**/*", guard)
-        page.on("websocket", lambda socket: None if socket.url.startswith("ws://127.0.0.1:") else strange.append(socket.url))
+        page.on(
+            "websocket", lambda socket: None if socket.url.startswith("ws://127.0.0.1:") else strange.append(socket.url)
+        )
         page.on("console", lambda message: strange.append(message.text) if message.type == "error" else None)
         page.on("pageerror", lambda error: strange.append(f"{error}\n{error.stack}"))
         page.set_default_timeout(SLOW)

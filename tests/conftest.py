@@ -40,7 +40,8 @@ class Config(RecipeConfig):
         return self.rate * self.seed
 """
 
-# A shell that starts the tests in the background has SIGINT ignored, nohup SIGHUP, and so would every process that they start.
+# A shell that starts the tests in the background has SIGINT ignored, nohup SIGHUP, and so would every process that they
+# start.
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, handler)
@@ -80,7 +81,8 @@ GROUPS = {
     ],
     "deepspeed": ["test_flagship.py", "test_readme_scripts.py"],
 }
-"""Files whose tests share what is started or trained once a session, or DeepSpeed's default port, and so run in one process."""
+"""Files whose tests share what is started or trained once a session, or DeepSpeed's default port, and so run in one
+process."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -90,7 +92,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """As --dist loadfile, and the files of a group together. The groups of pytest-xdist 3.8 itself do nothing under pytest 9.2."""
+    """As --dist loadfile, and the files of a group together. The groups of pytest-xdist 3.8 itself do nothing under
+    pytest 9.2."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByGroup(LoadScopeScheduling):
@@ -107,7 +110,8 @@ def _file(item: pytest.Item) -> str:
 
 @pytest.fixture(autouse=True)
 def _same_start() -> Iterator[None]:
-    """Every test starts from the same seeds, and leaves torch's global settings as they were. Tests without torch never load it."""
+    """Every test starts from the same seeds, and leaves torch's global settings as they were. Tests without torch never
+    load it."""
     random.seed(0)
     if "numpy" in sys.modules:
         import numpy as np

@@ -15,7 +15,12 @@ from tests.conftest import ROOT
 def served(arguments: list[str], env: dict[str, str] | None = None) -> Iterator[str]:
     """The address of a server process, which ends with the block. It may tell of no error that nobody has caught."""
     process = subprocess.Popen(
-        [sys.executable, "-m", *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env
+        [sys.executable, "-m", *arguments],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=env,
     )
     try:
         assert process.stdout is not None

@@ -25,7 +25,16 @@ class World:
 
     def launch(self, line: str, *ours: str) -> subprocess.CompletedProcess[str]:
         """`accelerate launch` with the options of `line`, and our own after the script."""
-        words = [sys.executable, "-m", "accelerate.commands.launch", *line.split(), "--num_machines", "1", "--main_process_port", "0"]
+        words = [
+            sys.executable,
+            "-m",
+            "accelerate.commands.launch",
+            *line.split(),
+            "--num_machines",
+            "1",
+            "--main_process_port",
+            "0",
+        ]
         words += toy.command(self.root, ["-e", "g", *ours], self.folder)[1:]
         env = toy.environment() | {"HF_HOME": str(self.folder)}
         return toy.finished(words, env)
@@ -33,7 +42,9 @@ class World:
     def result(self) -> tuple[str, str, bytes]:
         """How the model was shared, the scores and the weights of the run, which is moved out of the way."""
         start = next(
-            event for line in (self.run / "ledger.jsonl").read_text().splitlines() if (event := json.loads(line))["event"] == "start"
+            event
+            for line in (self.run / "ledger.jsonl").read_text().splitlines()
+            if (event := json.loads(line))["event"] == "start"
         )
         weights = (self.run / "checkpoints" / "step-00000004" / "model.safetensors").read_bytes()
         found = f"{start['engine']} {start['world_size']}", (self.run / "scores.jsonl").read_text(), weights

@@ -1,4 +1,5 @@
-"""What stands around the code: one version and licence everywhere; workflows and containers call what the Makefile has."""
+"""What stands around the code: one version and licence everywhere; workflows and containers call what the Makefile
+has."""
 
 import json
 import os
@@ -37,7 +38,8 @@ def test_the_tree_is_no_package():
 
 
 def is_there(command: str) -> bool:
-    """Whether a command of a workflow or container is a target of the Makefile or a program of ours; git is taken for granted."""
+    """Whether a command of a workflow or container is a target of the Makefile or a program of ours; git is taken for
+    granted."""
     program, *words = command.split()
     if program == "make":
         return set(words) <= targets()

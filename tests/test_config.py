@@ -71,15 +71,24 @@ def test_defaults_are_written_out():
         ({"loop": {"steps": None}}, "copy_lr[2].loop.steps: expected int, got None (NoneType)."),
         ({"loop": {"steps": 1, "rate": "1e-4"}}, "copy_lr[2].loop.rate: expected float, got '1e-4' (str)."),
         ({"loop": {"steps": 1, "rate": True}}, "copy_lr[2].loop.rate: expected float, got True (bool)."),
-        ({"loop": {"steps": 1, "rate": float("nan")}}, "copy_lr[2].loop.rate: expected a finite number, got nan (float)."),
-        ({"loop": {"steps": 1, "rate": float("inf")}}, "copy_lr[2].loop.rate: expected a finite number, got inf (float)."),
+        (
+            {"loop": {"steps": 1, "rate": float("nan")}},
+            "copy_lr[2].loop.rate: expected a finite number, got nan (float).",
+        ),
+        (
+            {"loop": {"steps": 1, "rate": float("inf")}},
+            "copy_lr[2].loop.rate: expected a finite number, got inf (float).",
+        ),
         ({"loop": {"steps": 0}}, "copy_lr[2].loop.steps: expected a number > 0, got 0 (int)."),
         ({"loop": {"steps": 1, "rate": 1.5}}, "copy_lr[2].loop.rate: expected a number <= 1.0, got 1.5 (float)."),
         ({"loop": {"steps": 1, "rate": -1}}, "copy_lr[2].loop.rate: expected a number >= 0.0, got -1 (int)."),
         ({"loop": {"steps": 1, "warm": 1}}, "copy_lr[2].loop.warm: expected bool, got 1 (int)."),
         ({"loop": {"steps": 1, "betas": [0.9, "x"]}}, "copy_lr[2].loop.betas[1]: expected float, got 'x' (str)."),
         ({"loop": {"steps": 1, "betas": [0.9]}}, "copy_lr[2].loop: betas: expected 2 numbers, got 1."),
-        ({"loop": {"steps": 1, "betas": (0.9, 0.95)}}, "copy_lr[2].loop.betas: expected a list, got (0.9, 0.95) (tuple)."),
+        (
+            {"loop": {"steps": 1, "betas": (0.9, 0.95)}},
+            "copy_lr[2].loop.betas: expected a list, got (0.9, 0.95) (tuple).",
+        ),
         ({"loop": 3}, "copy_lr[2].loop: expected a dict, got 3 (int)."),
         ({"loop": {"steps": 1}, "label": 1}, "copy_lr[2].label: expected str, got 1 (int)."),
         ({"loop": {"steps": 1}, "names": {"a": "b"}}, "copy_lr[2].names.a: expected float, got 'b' (str)."),
@@ -91,7 +100,10 @@ def test_defaults_are_written_out():
         ({"loop": {"steps": 1}, "modes": [3]}, "copy_lr[2].modes[0]: expected 'fast' or 'slow', got 3 (int)."),
         ({"loop": {"steps": 1}, "level": 3}, "copy_lr[2].level: expected 1 or 2, got 3 (int)."),
         ({"loop": {"steps": 1}, "level": "1"}, "copy_lr[2].level: expected 1 or 2, got '1' (str)."),
-        ({"loop": {"steps": 1}, "several": [{"stps": 1, "steps": 1}]}, "copy_lr[2].several[0]: unknown key 'stps'. Did you mean 'steps'?"),
+        (
+            {"loop": {"steps": 1}, "several": [{"stps": 1, "steps": 1}]},
+            "copy_lr[2].several[0]: unknown key 'stps'. Did you mean 'steps'?",
+        ),
         ({"loop": {"steps": 1}, "names": 1}, "copy_lr[2].names: expected a dict, got 1 (int)."),
         (7, "copy_lr[2]: expected a dict, got 7 (int)."),
         (
@@ -110,8 +122,14 @@ def test_defaults_are_written_out():
             {"loop": {"steps": 1}, "loops": [{"steps": 1}, {"steps": 1, "rat": 0.5}]},
             "copy_lr[2].loops[1]: unknown key 'rat'. Did you mean 'rate'? Known: betas, rate, schedule, steps, warm.",
         ),
-        ({"loop": {"steps": 1}, "maybe": {"steps": -1}}, "copy_lr[2].maybe.steps: expected a number > 0, got -1 (int)."),
-        ({"loop": {"steps": 1}, "maybe": {"steps": 1, "wrm": 1}}, "copy_lr[2].maybe: unknown key 'wrm'. Did you mean 'warm'?"),
+        (
+            {"loop": {"steps": 1}, "maybe": {"steps": -1}},
+            "copy_lr[2].maybe.steps: expected a number > 0, got -1 (int).",
+        ),
+        (
+            {"loop": {"steps": 1}, "maybe": {"steps": 1, "wrm": 1}},
+            "copy_lr[2].maybe: unknown key 'wrm'. Did you mean 'warm'?",
+        ),
     ],
 )
 def test_a_mistake_is_named_by_its_path(raw: Any, message: str):
@@ -179,14 +197,23 @@ def test_unknown_names_the_nearest_and_all():
 
 
 @pytest.mark.parametrize(
-    ("loc", "path"), [((), ""), (("a",), "a"), (("a", "b"), "a.b"), (("a", 0, "b"), "a[0].b"), ((0, 1), "[0][1]"), (("a", 0, 1), "a[0][1]")]
+    ("loc", "path"),
+    [
+        ((), ""),
+        (("a",), "a"),
+        (("a", "b"), "a.b"),
+        (("a", 0, "b"), "a[0].b"),
+        ((0, 1), "[0][1]"),
+        (("a", 0, 1), "a[0][1]"),
+    ],
 )
 def test_dotted(loc: tuple[int | str, ...], path: str):
     assert dotted_path(loc) == path
 
 
 @pytest.mark.parametrize(
-    ("head", "tail", "path"), [("a", "b", "a.b"), ("a", "", "a"), ("", "b", "b"), ("a", "[0].b", "a[0].b"), ("", "", "")]
+    ("head", "tail", "path"),
+    [("a", "b", "a.b"), ("a", "", "a"), ("", "b", "b"), ("a", "[0].b", "a[0].b"), ("", "", "")],
 )
 def test_join(head: str, tail: str, path: str):
     assert join(head, tail) == path
@@ -205,7 +232,9 @@ def things(monkeypatch: pytest.MonkeyPatch) -> ComponentTable:
     """Two entries: a leaf, and a wrapper whose `base` is again one of the two."""
     table = ComponentTable("thing", {"leaf": "made_leaf", "wrap": "made_wrap"})
 
-    Thing = Annotated[Component, PlainValidator(partial(bind, table)), PlainSerializer(resolved_dict)]  # as src/interfaces.py does it
+    Thing = Annotated[
+        Component, PlainValidator(partial(bind, table)), PlainSerializer(resolved_dict)
+    ]  # as src/interfaces.py does it
 
     class Wrap(Component):
         base: Thing
@@ -247,8 +276,14 @@ def test_a_part_may_be_given_ready(things: ComponentTable):
         ({"name": 3}, [("name", "expected str, got 3 (int).")]),
         ({"name": ["leaf"]}, [("name", "expected str, got ['leaf'] (list).")]),
         ({"name": "wrap"}, [("base", "missing. It has no default, so write it.")]),
-        ({"name": "wrap", "base": {"name": "leaf", "width": 0}}, [("base.width", "expected a number > 0.0, got 0 (int).")]),
-        ({"name": "wrap", "base": {"name": "leef"}}, [("base.name", "unknown thing 'leef'. Did you mean 'leaf'? Known: leaf, wrap.")]),
+        (
+            {"name": "wrap", "base": {"name": "leaf", "width": 0}},
+            [("base.width", "expected a number > 0.0, got 0 (int).")],
+        ),
+        (
+            {"name": "wrap", "base": {"name": "leef"}},
+            [("base.name", "unknown thing 'leef'. Did you mean 'leaf'? Known: leaf, wrap.")],
+        ),
         (
             {"name": "wrap", "base": {"name": "wrap", "base": {"name": "leaf", "widht": 1}}},
             [("base.base", "unknown key 'widht'. Did you mean 'width'? Known: note, width.")],
@@ -292,7 +327,12 @@ def test_canonical_spells_ints_as_floats_where_the_config_says_float(things: Com
 
 
 def test_canonical_reaches_lists_dicts_and_options():
-    raw = {"loop": {"steps": 1, "betas": [0, 1]}, "maybe": {"steps": 2, "rate": 1}, "names": {"a": 1}, "loops": [{"steps": 1, "rate": 0}]}
+    raw = {
+        "loop": {"steps": 1, "betas": [0, 1]},
+        "maybe": {"steps": 2, "rate": 1},
+        "names": {"a": 1},
+        "loops": [{"steps": 1, "rate": 0}],
+    }
     assert repr(canonical_dict(raw, load(Outer, raw, "here"))) == repr(
         {
             "loop": {"steps": 1, "betas": [0.0, 1.0]},
@@ -304,7 +344,9 @@ def test_canonical_reaches_lists_dicts_and_options():
 
 
 def test_an_experiment_is_named_in_its_mistakes():
-    with pytest.raises(ConfigError, match=r"^nq\[1\].recipe: unknown recipe 'crosattn'. Did you mean 'crossattn'\? Known: .*crossattn"):
+    with pytest.raises(
+        ConfigError, match=r"^nq\[1\].recipe: unknown recipe 'crosattn'. Did you mean 'crossattn'\? Known: .*crossattn"
+    ):
         load_experiment({"recipe": "crosattn"}, "nq[1]")
     with pytest.raises(ConfigError, match=r"^nq\[1\].recipe: missing. Known: "):
         load_experiment({}, "nq[1]")

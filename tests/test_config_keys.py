@@ -1,7 +1,7 @@
 """The settings of every registered component: runs that exist must still open after a new one.
 
-tests/golden/config_keys.json lists, by class, the fields that have been there since the class was made ("original"), and those that were
-added later with what their absence meant ("added").
+tests/golden/config_keys.json lists, by class, the fields that have been there since the class was made ("original"),
+and those that were added later with what their absence meant ("added").
 """
 
 import inspect
@@ -59,7 +59,8 @@ def mistakes(golden: Keys, now: Keys) -> list[str]:
             continue
         before, before_added = set(golden[name]["original"]), golden[name].get("added", {})
         messages += [
-            f"{name}.{key}: runs were made before this field, so write `{key}: ... = added_field(ABSENCE)` (src/config.py), "
+            f"{name}.{key}: runs were made before this field, so write `{key}: ... = added_field(ABSENCE)` "
+            f"(src/config.py), "
             f'where ABSENCE is what they did, and "added": {{"{key}": ABSENCE}} into {file}.'
             for key in sorted(set(entry["original"]) - before)
         ]
@@ -68,13 +69,21 @@ def mistakes(golden: Keys, now: Keys) -> list[str]:
                 continue
             if key in before_added:
                 was = json.dumps(before_added[key])
-                messages.append(f"{name}.{key}: its absence meant {was} when it was added; {json.dumps(absence)} would change those runs.")
+                messages.append(
+                    f"{name}.{key}: its absence meant {was} when it was added; {json.dumps(absence)} would change "
+                    f"those runs."
+                )
             elif key in before:
-                messages.append(f"{name}.{key}: was there from the start, so write its default as usual, not with `added_field`.")
+                messages.append(
+                    f"{name}.{key}: was there from the start, so write its default as usual, not with `added_field`."
+                )
             else:
                 messages.append(f'{file}: write "{key}": {json.dumps(absence)} under "added" of "{name}".')
         messages += [
-            f"{name}.{key}: runs that have this field could no longer be opened. Keep it, or note the loss in CHANGELOG.md."
+            (
+                f"{name}.{key}: runs that have this field could no longer be opened. Keep it, or note the loss in "
+                f"CHANGELOG.md."
+            )
             for key in sorted((before | before_added.keys()) - set(entry["original"]) - entry.get("added", {}).keys())
         ]
     return messages
@@ -96,15 +105,21 @@ def test_each_difference_is_reported_with_its_remedy():
         (text,) = mistakes(golden, {"m.C": {"original": original, "added": later}})
         return text
 
-    assert "m.C.new: runs were made before this field, so write `new: ... = added_field(ABSENCE)`" in only(["new", "old"], {"later": 1})
+    assert "m.C.new: runs were made before this field, so write `new: ... = added_field(ABSENCE)`" in only(
+        ["new", "old"], {"later": 1}
+    )
     assert only(["old"], {"later": 2}) == "m.C.later: its absence meant 1 when it was added; 2 would change those runs."
     assert 'write "last": false under "added" of "m.C"' in only(["old"], {"last": False, "later": 1})
     assert "m.C.old: runs that have this field could no longer be opened" in only([], {"later": 1})
-    assert mistakes({}, {"m.D": {"original": ["x"]}}) == ['tests/golden/config_keys.json: add the new class: "m.D": {"original": ["x"]}']
+    assert mistakes({}, {"m.D": {"original": ["x"]}}) == [
+        'tests/golden/config_keys.json: add the new class: "m.D": {"original": ["x"]}'
+    ]
 
 
 def test_a_default_that_is_not_the_absence_is_refused():
-    with pytest.raises(ConfigError, match=r"Wrong\.mode: the default True is not what its absence meant, False: runs made before"):
+    with pytest.raises(
+        ConfigError, match=r"Wrong\.mode: the default True is not what its absence meant, False: runs made before"
+    ):
 
         class Wrong(Config):  # pyright: ignore[reportUnusedClass]
             mode: Annotated[bool, added_field(False)] = True
@@ -121,4 +136,6 @@ def test_a_default_that_is_not_the_absence_is_refused():
 
 if __name__ == "__main__":
     entries = {f"{cls.__module__}.{cls.__name__}": keys_of(cls) for cls in classes()}
-    GOLDEN.write_text("{\n" + ",\n".join(f" {json.dumps(name)}: {json.dumps(entries[name])}" for name in sorted(entries)) + "\n}\n")
+    GOLDEN.write_text(
+        "{\n" + ",\n".join(f" {json.dumps(name)}: {json.dumps(entries[name])}" for name in sorted(entries)) + "\n}\n"
+    )

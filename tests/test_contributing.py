@@ -31,7 +31,8 @@ def test_a_metric_and_an_experiment_as_shown(tmp_path: Path):
     root = copy_project(
         tmp_path,
         "from src.experiments.grid import grid\n"
-        f"BASE_TINY = {toy.BASE!r}\nCROSSATTN_TINY = {child!r}\nEXP_GROUPS = {{'base_tiny': [BASE_TINY]}}\n{experiment}",
+        f"BASE_TINY = {toy.BASE!r}\nCROSSATTN_TINY = {child!r}\nEXP_GROUPS = {{'base_tiny': "
+        f"[BASE_TINY]}}\n{experiment}",
     )
     (root / "results").mkdir()
     for path in (toy.ROOT / "results").glob("*.py"):
@@ -44,7 +45,11 @@ def test_a_metric_and_an_experiment_as_shown(tmp_path: Path):
 
     (root / "test_prefix_match.py").write_text(test)
     own = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "test_prefix_match.py"], cwd=root, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "pytest", "-q", "test_prefix_match.py"],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert own.returncode == 0, own.stdout
     done = toy.run(root, ["-e", "crossattn_tiny_prefix", "--with-parents"], tmp_path)
@@ -59,7 +64,11 @@ def test_a_metric_and_an_experiment_as_shown(tmp_path: Path):
 
 def test_a_recipe_a_model_a_data_set_and_a_launcher_as_shown(tmp_path: Path):
     blocks = dict(BLOCK.findall((toy.ROOT / "CONTRIBUTING.md").read_text()))
-    components = [name for name in blocks if name.startswith("src/") and name.endswith(".py") and name not in ("src/registry.py", METRIC)]
+    components = [
+        name
+        for name in blocks
+        if name.startswith("src/") and name.endswith(".py") and name not in ("src/registry.py", METRIC)
+    ]
     assert len(components) == 4
     toy.write_data(tmp_path / "data")
     experiment = blocks["exp_configs.py: bigrams"].replace("stdlib_tokenizer", "toy_tokenizer")

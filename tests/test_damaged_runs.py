@@ -32,7 +32,15 @@ DAMAGE: dict[str, bytes] = {
     "deep": b"[" * 100_000 + b"\n",
 }
 SPECIAL = ("FIFO",)
-MORE = ["heartbeat.json", "remarks.json", "job_dict.json", "events.jsonl", "lease.guard", "status.json", "../index.sqlite"]
+MORE = [
+    "heartbeat.json",
+    "remarks.json",
+    "job_dict.json",
+    "events.jsonl",
+    "lease.guard",
+    "status.json",
+    "../index.sqlite",
+]
 Command = Callable[[Path, Path], int]
 COMMANDS: dict[str, Command] = {
     "table": lambda folder, run: table.main([str(run.parent)]),
@@ -44,7 +52,9 @@ COMMANDS: dict[str, Command] = {
     "share": lambda folder, run: share.main([str(run.parent), "-o", str(folder / "a.zip")]),
     "run_page": lambda folder, run: run_page.main([str(run), "-o", str(folder / "p.html")]),
     "dashboard": lambda folder, run: len(overview.load(run.parent).rows) * 0,
-    "status": lambda folder, run: trainval.main(["--job_option", "status", "-sb", str(run.parent), "--exp_id", run.name]),
+    "status": lambda folder, run: trainval.main(
+        ["--job_option", "status", "-sb", str(run.parent), "--exp_id", run.name]
+    ),
     "watchdog": lambda folder, run: watchdog.main([str(run.parent), "--once"]),
     "rewind": lambda folder, run: interventions.main(["rewind", str(run), "--to", "4", "--why", "x"]),
     "resume": lambda folder, run: toy.main(["-e", "base"], GROUPS, folder),
@@ -72,9 +82,12 @@ def _limit() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("damage", "command"), [*itertools.product(DAMAGE, ("status", "watchdog", "rewind", "resume")), *itertools.product(SPECIAL, COMMANDS)]
+    ("damage", "command"),
+    [*itertools.product(DAMAGE, ("status", "watchdog", "rewind", "resume")), *itertools.product(SPECIAL, COMMANDS)],
 )
-def test_a_damaged_file_is_one_line(world: Path, damage: str, command: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+def test_a_damaged_file_is_one_line(
+    world: Path, damage: str, command: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
     (tmp_path / "data").symlink_to(world / "data")
     source = next(path for path in (world / "runs").iterdir() if len(path.name) == 32)
     names = {path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file()}

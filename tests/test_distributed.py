@@ -182,13 +182,19 @@ def test_two_signals_leave_a_stopped_run(tmp_path: Path):
 
     caught, status = carried_out(tmp_path, failing(Twice(distributed.Reason("SIGTERM"))))
     assert isinstance(caught, Twice)
-    assert (status["state"], status["reason"]) == ("stopped", "SIGTERM: stopped while it was starting; start it again to continue")
+    assert (status["state"], status["reason"]) == (
+        "stopped",
+        "SIGTERM: stopped while it was starting; start it again to continue",
+    )
 
 
 def test_a_signal_while_it_starts_leaves_a_stopped_run(tmp_path: Path):
     caught, status = carried_out(tmp_path, lambda _: tell(signal.SIGUSR1))
     assert isinstance(caught, distributed.TrainingStopped)
-    assert (status["state"], status["reason"]) == ("stopped", "SIGUSR1: stopped while it was starting; start it again to continue")
+    assert (status["state"], status["reason"]) == (
+        "stopped",
+        "SIGUSR1: stopped while it was starting; start it again to continue",
+    )
 
 
 def test_a_connection_that_a_stopped_process_closed_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

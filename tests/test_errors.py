@@ -1,4 +1,5 @@
-"""Every command of data_prep and results prints the errors of the user as lines `error: ...`, without a traceback, and exits with 1."""
+"""Every command of data_prep and results prints the errors of the user as lines `error: ...`, without a traceback, and
+exits with 1."""
 
 import re
 import subprocess
@@ -19,7 +20,16 @@ BAD_INPUT = {
     "data_prep.check_dataset_counts": ["--datasets", "none"],
     "data_prep.context_cache": [*ENCODING, "--cache", "cache", "--max_bytes", "0"],
     "data_prep.llama2c": ["none.bin", "none.bin"],
-    "data_prep.metadata.prepare": ["--data_path", "data", "--name", "toy", "--train", "none.jsonl", "--val", "none.jsonl"],
+    "data_prep.metadata.prepare": [
+        "--data_path",
+        "data",
+        "--name",
+        "toy",
+        "--train",
+        "none.jsonl",
+        "--val",
+        "none.jsonl",
+    ],
     "data_prep.metadata.validation": ["none", "--columns", "html"],
     "data_prep.metadata.weights": ["none"],
     "data_prep.metadata.wiki_index": ["none.xml"],
@@ -58,9 +68,13 @@ BAD_INPUT = {
 def test_every_command_is_here():
     files = [path.relative_to(ROOT) for room in ("data_prep", "results") for path in (ROOT / room).rglob("*.py")]
     commands = {
-        ".".join(path.with_suffix("").parts) for path in files if '__name__ == "__main__"' in (ROOT / path).read_text(encoding="utf-8")
+        ".".join(path.with_suffix("").parts)
+        for path in files
+        if '__name__ == "__main__"' in (ROOT / path).read_text(encoding="utf-8")
     }
-    assert commands - {"results.dashboard"} == BAD_INPUT.keys()  # tests/results/test_dashboard.py gives it a port that is taken
+    assert (
+        commands - {"results.dashboard"} == BAD_INPUT.keys()
+    )  # tests/results/test_dashboard.py gives it a port that is taken
 
 
 @pytest.mark.parametrize("command", BAD_INPUT)
@@ -78,7 +92,9 @@ def test_a_command_names_the_error_and_exits_with_1(
 @pytest.mark.parametrize("command", ["trainval.py --list", "-m data_prep.prepare_task --help"])
 def test_a_reader_may_go(command: str):
     """As `| head` does: the pipe is closed before the first line."""
-    process = subprocess.Popen([sys.executable, *command.split()], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, *command.split()], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     assert process.stdout
     assert process.stderr
     process.stdout.close()
@@ -89,9 +105,13 @@ def test_a_reader_may_go(command: str):
 
 @pytest.mark.parametrize("command", ["-m results.plot", "-m data_prep.tokenize", "-m src.sweeps", "trainval.py --list"])
 def test_a_forgotten_environment_is_a_line(command: str):
-    done = subprocess.run([sys.executable, "-S", *command.split()], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-S", *command.split()], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 1
-    assert re.fullmatch(r"error: the package '\w+' is not installed for .*source \.venv/bin/activate\. .*\n", done.stderr)
+    assert re.fullmatch(
+        r"error: the package '\w+' is not installed for .*source \.venv/bin/activate\. .*\n", done.stderr
+    )
 
 
 def test_each_line_of_an_error_is_marked(capsys: pytest.CaptureFixture[str]):

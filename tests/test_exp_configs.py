@@ -1,4 +1,5 @@
-"""Every group loads, no experiment has the id of another, and those on large bases are built on small ones of the same family."""
+"""Every group loads, no experiment has the id of another, and those on large bases are built on small ones of the same
+family."""
 
 import re
 from pathlib import Path
@@ -79,10 +80,18 @@ def test_the_published_values(group: str):
         *(loop.learning_rate, loop.schedule, loop.weight_decay),
     )
     assert found == GROUPS[group]
-    assert (loop.warmup_rate, loop.adam_beta1, loop.adam_beta2, loop.adam_epsilon, loop.max_grad_norm) == (0.05, 0.9, 0.95, 1e-6, 1.0)
+    assert (loop.warmup_rate, loop.adam_beta1, loop.adam_beta2, loop.adam_epsilon, loop.max_grad_norm) == (
+        0.05,
+        0.9,
+        0.95,
+        1e-6,
+        1.0,
+    )
     assert model.shared_projections == (group in {"crossattn_starcoderbase-7b", "crossattn_starchat-alpha"})
     assert loop.precision == model.base.dtype == "bfloat16"
-    assert model.norm == ("layer" if re.search(r"tulu|mistral|llama-\d+b", group) else None), "as the code of XC-Cache has it"
+    assert model.norm == ("layer" if re.search(r"tulu|mistral|llama-\d+b", group) else None), (
+        "as the code of XC-Cache has it"
+    )
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -90,8 +99,12 @@ def test_it_is_built_on_a_small_base_of_its_family(group: str, tmp_path: Path):
     (exp,) = exp_configs.EXP_GROUPS[group]
     family, depth, positions = BASES[exp["model"]["base"]["path"]]
     heads = {} if family == "gpt_bigcode" else {"num_key_value_heads": 4 if family == "llama" else 2, "head_dim": 4}
-    make_base(family, num_hidden_layers=depth, max_position_embeddings=positions, **heads).save_pretrained(tmp_path / "base")
-    config: Any = load_experiment(override(exp, {"model.base.path": str(tmp_path / "base"), "model.base.dtype": "float32"}), group)
+    make_base(family, num_hidden_layers=depth, max_position_embeddings=positions, **heads).save_pretrained(
+        tmp_path / "base"
+    )
+    config: Any = load_experiment(
+        override(exp, {"model.base.path": str(tmp_path / "base"), "model.base.dtype": "float32"}), group
+    )
     places = Places(tmp_path / "data", tmp_path / "runs")
     config.model.check(places)
     config.data.check_length(config.model.longest_sequence(places))
@@ -101,7 +114,9 @@ def test_it_is_built_on_a_small_base_of_its_family(group: str, tmp_path: Path):
     assert list(model.blocks) == (["shared"] if config.model.shared_weights else [str(i) for i in expected])
     ids = torch.randint(3, VOCABULARY, (1, 5))
     known = {"input_ids": ids, "attention_mask": torch.ones(1, 5, dtype=torch.bool)}
-    contexts = [{"context_ids": ids[None] + shift, "context_mask": torch.ones(1, 1, 5, dtype=torch.bool)} for shift in (0, -1)]
+    contexts = [
+        {"context_ids": ids[None] + shift, "context_mask": torch.ones(1, 1, 5, dtype=torch.bool)} for shift in (0, -1)
+    ]
     with torch.no_grad():
         one, other = (model(**known, **context) for context in contexts)
     assert one.isfinite().all()

@@ -31,7 +31,11 @@ def weighted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, objec
         monkeypatch.setitem(table.modules, name, module)
     toy.write_data(tmp_path / "data")
     rows = [
-        {"text": f"the thing{i % 16} is {'red . ' * (1 + i % 5)}" if i < 40 else "what is it ?", "weight": float(i < 40)} for i in range(80)
+        {
+            "text": f"the thing{i % 16} is {'red . ' * (1 + i % 5)}" if i < 40 else "what is it ?",
+            "weight": float(i < 40),
+        }
+        for i in range(80)
     ]
     (tmp_path / "data" / "weighted.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     written = {"EXP_GROUPS": {}}
@@ -60,7 +64,9 @@ def test_the_example_trains_and_does_not_depend_on_micro_batches(weighted: dict[
         assert one == pytest.approx(other, rel=1e-4)
 
 
-def test_a_missing_file_is_named_before_the_start(weighted: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_missing_file_is_named_before_the_start(
+    weighted: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     (tmp_path / "data" / "weighted.jsonl").unlink()
     assert toy.main(["-e", "weighted", "--dry-run"], {"weighted": [weighted]}, tmp_path) == 1
     assert "data.file: there is no file" in capsys.readouterr().err

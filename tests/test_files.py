@@ -149,7 +149,15 @@ def test_a_refused_exchange_differs_from_an_unsupported_one(tmp_path):
 
 
 def test_leftovers_of_the_dead_are_swept_and_nothing_else(tmp_path):
-    for name in (".a.0123abcd", ".a.0123abcd.old", ".b.0123abcd", ".a.0123abc", ".a.0123abcdef", ".aa.0123abcd", "a.0123abcd"):
+    for name in (
+        ".a.0123abcd",
+        ".a.0123abcd.old",
+        ".b.0123abcd",
+        ".a.0123abc",
+        ".a.0123abcdef",
+        ".aa.0123abcd",
+        "a.0123abcd",
+    ):
         (tmp_path / name / "in").mkdir(parents=True)
     fill(tmp_path / "a", {"x": "1"})
     assert ".a.0123abcd.old" in names(tmp_path), "the only copy of an older folder must stay until there is a new one"
@@ -228,7 +236,8 @@ def kill_at_a_random_moment(code: str, target: Path, chance: random.Random) -> i
 
 
 def test_a_killed_writer_leaves_the_old_folder_or_the_new_one(tmp_path):
-    """Thirty kills; each time the folder is there, whole, of the last turn told or the one after, and leftovers do not pile up."""
+    """Thirty kills; each time the folder is there, whole, of the last turn told or the one after, and leftovers do not
+    pile up."""
     chance, torn = random.Random(0), 0
     for _ in range(30):
         turn = kill_at_a_random_moment(WRITE_FOLDERS, tmp_path / "a", chance)
@@ -285,9 +294,13 @@ def small_disk(tmp_path):
 def test_a_full_disk_is_one_line_and_loses_nothing(small_disk):
     fill(small_disk / "a", {"x": "old"})
     files.write_atomic(small_disk / "f", "old")
-    with pytest.raises(RunError, match=r"/a: cannot write: No space left on device\. Nothing complete was lost; make room"):
+    with pytest.raises(
+        RunError, match=r"/a: cannot write: No space left on device\. Nothing complete was lost; make room"
+    ):
         fill(small_disk / "a", {"x": "n" * 2_000_000})
-    with pytest.raises(RunError, match=r"/f: cannot write: No space left on device\. Nothing complete was lost; make room"):
+    with pytest.raises(
+        RunError, match=r"/f: cannot write: No space left on device\. Nothing complete was lost; make room"
+    ):
         files.write_atomic(small_disk / "f", "n" * 2_000_000)
     assert files.defect(small_disk / "a") is None
     assert ((small_disk / "a" / "x").read_text(), (small_disk / "f").read_text()) == ("old", "old")
@@ -323,8 +336,18 @@ FACTS = {"bytes": 1, "sha256": "00"}
         ('{"step": 3}', ': not a manifest: expected an object "files" of file names, got {"step": 3}.'),
         ('{"files": ["x"]}', ': not a manifest: expected an object "files" of file names, got {"files": ["x"]}.'),
         *(
-            (json.dumps({"files": {"x": facts}}), f': not a manifest: expected "bytes" and "sha256" of \'x\', got {json.dumps(facts)}.')
-            for facts in (3, {"bytes": 1}, {"sha256": "00"}, {**FACTS, "bytes": "1"}, {**FACTS, "bytes": True}, {**FACTS, "sha256": None})
+            (
+                json.dumps({"files": {"x": facts}}),
+                f': not a manifest: expected "bytes" and "sha256" of \'x\', got {json.dumps(facts)}.',
+            )
+            for facts in (
+                3,
+                {"bytes": 1},
+                {"sha256": "00"},
+                {**FACTS, "bytes": "1"},
+                {**FACTS, "bytes": True},
+                {**FACTS, "sha256": None},
+            )
         ),
     ],
 )
@@ -362,7 +385,10 @@ def test_a_refusal_names_the_file_that_it_is_about(tmp_path):
     ):
         Path("/proc/no").read_bytes()
     (tmp_path / "d").mkdir()
-    with pytest.raises(DataError, match=r"/d: cannot read: Is a directory\.$"), files.reading(tmp_path / "d", DataError):
+    with (
+        pytest.raises(DataError, match=r"/d: cannot read: Is a directory\.$"),
+        files.reading(tmp_path / "d", DataError),
+    ):
         (tmp_path / "d").read_bytes()
     with pytest.raises(FileNotFoundError), files.reading(tmp_path / "e"):
         (tmp_path / "e").read_bytes()

@@ -21,7 +21,9 @@ def row(action: argparse.Action) -> str:
     """One flag as a row of a table."""
     value = action.metavar if isinstance(action.metavar, str) else "\\|".join(map(str, action.choices or ()))
     names = ", ".join(f"`{name}`" for name in action.option_strings)
-    takes = "" if action.nargs == 0 else value.replace("true|false", "true\\|false") + (" …" if action.nargs == "+" else "")
+    takes = (
+        "" if action.nargs == 0 else value.replace("true|false", "true\\|false") + (" …" if action.nargs == "+" else "")
+    )
     return f"| {names} | {takes} | {action.help} |"
 
 
@@ -31,7 +33,10 @@ def page() -> str:
     for group in arguments.make_parser("", Path("."))._action_groups[2:]:
         shown = [action for action in group._group_actions if action.help is not argparse.SUPPRESS]
         rows = "\n".join(row(action) for action in shown)
-        text += f"\n## {(title := group.title or '')[:1].upper()}{title[1:]}\n\n| flag | value | meaning |\n|---|---|---|\n{rows}\n"
+        text += (
+            f"\n## {(title := group.title or '')[:1].upper()}{title[1:]}\n\n| flag | value | meaning "
+            f"|\n|---|---|---|\n{rows}\n"
+        )
     return text
 
 
@@ -44,7 +49,9 @@ def test_every_flag_has_a_meaning():
     assert not [action.dest for action in parser._actions if not action.help]
 
 
-@pytest.mark.parametrize("flag", ["-e", "-sb", "-r", "-j", "--exp_id", "--set", "--steps", "--with-parents", "--list", "--log_every"])
+@pytest.mark.parametrize(
+    "flag", ["-e", "-sb", "-r", "-j", "--exp_id", "--set", "--steps", "--with-parents", "--list", "--log_every"]
+)
 def test_it_has_the_flags_that_people_know(flag: str):
     assert f"`{flag}`" in PAGE.read_text()
 

@@ -1,4 +1,5 @@
-"""The commands of docs/crossattn.md for the published size, on a random StarCoder of its depth: prepare, encode, train in both ways."""
+"""The commands of docs/crossattn.md for the published size, on a random StarCoder of its depth: prepare, encode, train
+in both ways."""
 
 import gzip
 import json
@@ -52,13 +53,16 @@ def question(i: int) -> dict:
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """A hub's cache with a StarCoder of 36 layers, and a release of Natural Questions; returns the variables that lead to it."""
+    """A hub's cache with a StarCoder of 36 layers, and a release of Natural Questions; returns the variables that lead
+    to it."""
     root = tmp_path_factory.mktemp("flagship")
     toy.write_data(root / "toy")
     tokenizer = AutoTokenizer.from_pretrained(root / "toy" / "toy_tokenizer")
     repository = root / "hub" / "models--bigcode--starcoderbase-3b"
     folder = repository / "snapshots" / "0123abc"
-    make_base("gpt_bigcode", vocab_size=len(tokenizer), num_hidden_layers=36, max_position_embeddings=8192).save_pretrained(folder)
+    make_base(
+        "gpt_bigcode", vocab_size=len(tokenizer), num_hidden_layers=36, max_position_embeddings=8192
+    ).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("0123abc")
@@ -81,7 +85,9 @@ def carry_out(line: str, environment: dict[str, str], more: tuple[str, ...] = ()
     words = [word.replace("/data", f"{root}/data").replace("/runs", f"{root}/runs") for word in shlex.split(line)]
     words = [f"{root}/{word}" if word.endswith(".jsonl.gz") else "2" if word == "25_000" else word for word in words]
     command = [sys.executable, *PROGRAMS[words[0]], *words[1:], *more]
-    return subprocess.run(command, cwd=toy.ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(
+        command, cwd=toy.ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
 
 
 @pytest.mark.slow
@@ -89,7 +95,9 @@ def test_the_commands_of_the_page(environment: dict[str, str]):
     lines = commands("docs/crossattn.md")
     (prepare,) = [line for line in lines if "data_prep.prepare_qa" in line]
     (encode,) = [line for line in lines if "data_prep.preproc_nq" in line]
-    ways = [line for line in lines if line.startswith(("torchrun", "deepspeed")) and "crossattn_starcoderbase-3b" in line]
+    ways = [
+        line for line in lines if line.startswith(("torchrun", "deepspeed")) and "crossattn_starcoderbase-3b" in line
+    ]
     assert len(ways) == 2
 
     done = carry_out(prepare, environment)

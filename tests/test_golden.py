@@ -1,6 +1,8 @@
-"""Losses of each recipe on the toy world, as they were when last looked at: a refactoring must not move them, nor a restart a bit.
+"""Losses of each recipe on the toy world, as they were when last looked at: a refactoring must not move them, nor a
+restart a bit.
 
-After a change that is meant to move them: `python -m tests.test_golden`, look at the difference, and say why in the commit.
+After a change that is meant to move them: `python -m tests.test_golden`, look at the difference, and say why in the
+commit.
 """
 
 import hashlib
@@ -15,18 +17,44 @@ import pytest
 from src.experiments.identity import exp_id
 from src.registry import RECIPES
 from tests import toy
-from tests.recipes import test_metadata_lm, test_seq2seq, test_t5_pretrain, train_assistants, train_pages, train_policies
+from tests.recipes import (
+    test_metadata_lm,
+    test_seq2seq,
+    test_t5_pretrain,
+    train_assistants,
+    train_pages,
+    train_policies,
+)
 from tests.recipes.test_fid import FID
 from tests.recipes.test_prompted import PROMPTED
 
 GOLDEN = Path(__file__).parent / "golden" / "losses.json"
-NAMES = ("train_loss", "grad_norm", "val_loss", "val_loss_shuffled_context", "val_accuracy", "em", "accuracy", "reward", "entropy")
+NAMES = (
+    "train_loss",
+    "grad_norm",
+    "val_loss",
+    "val_loss_shuffled_context",
+    "val_accuracy",
+    "em",
+    "accuracy",
+    "reward",
+    "entropy",
+)
 
 
 CHAIN = (train_assistants.SFT, train_assistants.REWARD, train_assistants.DPO, train_policies.GRPO, train_policies.PPO)
 GROUPS: dict[str, list[dict[str, Any]]] = {"lm": [toy.BASE]} | {
     exp["recipe"]: [{**exp, "loop": {**exp["loop"], "steps": 8, "eval_every": 4}}]
-    for exp in (toy.CROSSATTN, PROMPTED, FID, test_t5_pretrain.T5, test_seq2seq.EXP, test_metadata_lm.TOLD, train_pages.PAGES, *CHAIN)
+    for exp in (
+        toy.CROSSATTN,
+        PROMPTED,
+        FID,
+        test_t5_pretrain.T5,
+        test_seq2seq.EXP,
+        test_metadata_lm.TOLD,
+        train_pages.PAGES,
+        *CHAIN,
+    )
 }
 
 
@@ -44,8 +72,14 @@ def measure(folder: Path) -> dict[str, list[dict[str, float]]]:
     train_pages.write_data(folder / "data")
     train_assistants.write_data(folder / "data")
     train(folder)
-    rows = {name: [row for row in toy.rows(folder, exp_id(group[0])) if row["step"] % 4 == 0] for name, group in GROUPS.items()}
-    return {name: [{"step": row["step"], **{k: row[k] for k in NAMES if k in row}} for row in found] for name, found in rows.items()}
+    rows = {
+        name: [row for row in toy.rows(folder, exp_id(group[0])) if row["step"] % 4 == 0]
+        for name, group in GROUPS.items()
+    }
+    return {
+        name: [{"step": row["step"], **{k: row[k] for k in NAMES if k in row}} for row in found]
+        for name, found in rows.items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +106,9 @@ def test_every_recipe_goes_on_after_a_cut_with_the_same_bits(measured: tuple[Pat
     for name, (exp,) in GROUPS.items():
         run = folder / "runs" / exp_id(exp)
         *_, last = sorted((run / "checkpoints").glob("step-*"))
-        files = [last / part for part in ("model.safetensors", "optimizer.safetensors", "state.json")] + [run / "scores.jsonl"]
+        files = [last / part for part in ("model.safetensors", "optimizer.safetensors", "state.json")] + [
+            run / "scores.jsonl"
+        ]
         before[name] = {file: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
         shutil.rmtree(last)
         (run / "status.json").unlink()

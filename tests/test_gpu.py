@@ -1,4 +1,5 @@
-"""`python -m benchmarks.gpu`: with a GPU all of it; without one, items that cost little, so that it is whole on the day there is one."""
+"""`python -m benchmarks.gpu`: with a GPU all of it; without one, items that cost little, so that it is whole on the day
+there is one."""
 
 import json
 import subprocess
@@ -45,15 +46,23 @@ def test_without_a_gpu_it_tries_what_it_can_and_names_the_rest(tmp_path: Path):
 
 @pytest.mark.slow
 def test_a_training_needs_no_more_packages_than_are_carried_to_a_bare_machine(tmp_path: Path):
-    """torch, transformers, accelerate, pydantic, orjson, numpy and what they need, linked into a folder of their own."""
+    """torch, transformers, accelerate, pydantic, orjson, numpy and what they need, linked into a folder of their
+    own."""
     bare = tmp_path / "packages"
     link_packages(bare, ["torch", "transformers", "accelerate", "pydantic", "orjson", "numpy"])
-    code = f"from pathlib import Path; from tests import toy; import sys; toy.write_data(Path({str(tmp_path / 'data')!r})); "
+    code = (
+        f"from pathlib import Path; from tests import toy; import sys; "
+        f"toy.write_data(Path({str(tmp_path / 'data')!r})); "
+    )
     code += f"sys.exit(toy.main(['-e', 'base'], toy.GROUPS, Path({str(tmp_path)!r})))"
     variables = environment() | {"PYTHONPATH": f"{bare}:{ROOT}"}
-    done = subprocess.run([sys.executable, "-S", "-c", code], cwd=tmp_path, env=variables, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code], cwd=tmp_path, env=variables, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
-    refused = subprocess.run([sys.executable, "-S", "-c", "import panel"], cwd=tmp_path, env=variables, capture_output=True, check=False)
+    refused = subprocess.run(
+        [sys.executable, "-S", "-c", "import panel"], cwd=tmp_path, env=variables, capture_output=True, check=False
+    )
     assert refused.returncode == 1
 
 
@@ -74,7 +83,9 @@ def link_packages(folder: Path, names: list[str]) -> None:
         seen.add(name)
         for text in found.requires or ():
             needed = Requirement(text)
-            if (needed.marker is None or needed.marker.evaluate({"extra": ""})) and needed.name.lower().replace("_", "-") not in seen:
+            if (needed.marker is None or needed.marker.evaluate({"extra": ""})) and needed.name.lower().replace(
+                "_", "-"
+            ) not in seen:
                 names.append(needed.name)
         for top in {file.parts[0] for file in found.files or ()} - {"..", "__pycache__"}:
             source = Path(str(found.locate_file(top)))

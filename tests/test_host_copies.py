@@ -10,7 +10,17 @@ from torch import Tensor
 from transformers import masking_utils
 
 from src import host_copies
-from src.host_copies import change_both, host_copy, pick, pick_before, places, read_together, remember, to_device, write_beside
+from src.host_copies import (
+    change_both,
+    host_copy,
+    pick,
+    pick_before,
+    places,
+    read_together,
+    remember,
+    to_device,
+    write_beside,
+)
 
 SIZES = {
     "hidden_size": 16,
@@ -53,13 +63,17 @@ def test_transformers_makes_the_masks_that_it_would_make(name: str, padding: str
     config = CONFIGS[name]()
     config._attn_implementation = attention
     t5 = name == "t5"
-    model = (transformers.T5ForConditionalGeneration if t5 else transformers.AutoModelForCausalLM.from_config)(config).eval()
+    model = (transformers.T5ForConditionalGeneration if t5 else transformers.AutoModelForCausalLM.from_config)(
+        config
+    ).eval()
     mask, more = masks(WIDTHS[padding]), {"decoder_input_ids": IDS} if t5 else {}
     asked = model(input_ids=IDS, attention_mask=mask, use_cache=False, **more).logits
     told = model(input_ids=IDS, attention_mask=known(mask), use_cache=False, **more).logits
     assert torch.equal(asked[mask], told[mask])
     without = model(input_ids=IDS, use_cache=False, **more).logits
-    assert torch.equal(told[mask], without[mask]) == (padding == "nothing" or (padding == "right" and not t5)), "padding is seen"
+    assert torch.equal(told[mask], without[mask]) == (padding == "nothing" or (padding == "right" and not t5)), (
+        "padding is seen"
+    )
 
 
 @pytest.mark.parametrize("lengths", [(8,), (3, 5), (2, 2, 4)])
@@ -119,6 +133,10 @@ def test_copies_are_remembered_and_changed_together():
 
 
 def test_numbers_are_read_as_they_were_given():
-    parts = torch.tensor([1.5, 2.0], dtype=torch.float64), torch.zeros(0, dtype=torch.float64), torch.tensor([3.25], dtype=torch.float64)
+    parts = (
+        torch.tensor([1.5, 2.0], dtype=torch.float64),
+        torch.zeros(0, dtype=torch.float64),
+        torch.tensor([3.25], dtype=torch.float64),
+    )
     assert read_together(*parts) == [[1.5, 2.0], [], [3.25]]
     assert write_beside(torch.tensor(1.0), torch.tensor(0.5)).dtype == torch.float64

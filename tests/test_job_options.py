@@ -16,7 +16,12 @@ from tests import toy
 
 
 def experiment(seed: int, steps: int = 4, **data: Any) -> dict[str, Any]:
-    return {**toy.BASE, "seed": seed, "data": {**toy.BASE["data"], **data}, "loop": {**toy.BASE["loop"], "steps": steps}}
+    return {
+        **toy.BASE,
+        "seed": seed,
+        "data": {**toy.BASE["data"], **data},
+        "loop": {**toy.BASE["loop"], "steps": steps},
+    }
 
 
 QUICK, LONG = experiment(0), experiment(1, steps=100_000)
@@ -38,7 +43,9 @@ class World:
     def __init__(self, folder: Path, data: Path) -> None:
         self.folder, self.runs = folder, folder / "runs"
         (folder / "data").symlink_to(data)
-        self.root = toy.project(folder, f"EXP_GROUPS = {{'quick': [{QUICK!r}], 'long': [{LONG!r}], 'both': [{QUICK!r}, {LONG!r}]}}\n")
+        self.root = toy.project(
+            folder, f"EXP_GROUPS = {{'quick': [{QUICK!r}], 'long': [{LONG!r}], 'both': [{QUICK!r}, {LONG!r}]}}\n"
+        )
         (self.root / "job_configs.py").write_text(JOB_CONFIGS)
 
     def run(self, *words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
@@ -138,7 +145,10 @@ def test_a_failure_is_told_and_repaired(world: World, monkeypatch: pytest.Monkey
     ("words", "message"),
     [
         (["-e", "quick", "--job_option", "retry"], "--job_option retry: submits jobs. Add -j NAME"),
-        (["-e", "quick", "-j", "wrong", "--dry-run"], "JOB_CONFIGS['wrong'].overrides[0]: unknown key 'slits'. Did you mean 'slots'?"),
+        (
+            ["-e", "quick", "-j", "wrong", "--dry-run"],
+            "JOB_CONFIGS['wrong'].overrides[0]: unknown key 'slits'. Did you mean 'slots'?",
+        ),
         (["--job_option", "status"], "nothing to run: name a group with -e"),
     ],
 )
@@ -147,7 +157,12 @@ def test_mistakes_on_the_command_line(world: World, words: list[str], message: s
 
 
 def test_status_is_quick_and_loads_nothing_heavy(world: World):
-    command = [sys.executable, "-X", "importtime", *toy.command(world.root, ["-e", "both", "--job_option", "status"], world.folder)[1:]]
+    command = [
+        sys.executable,
+        "-X",
+        "importtime",
+        *toy.command(world.root, ["-e", "both", "--job_option", "status"], world.folder)[1:],
+    ]
     done = subprocess.run(command, capture_output=True, text=True, env=toy.environment(), check=True)
     loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert not loaded & {"torch", "numpy", "pandas", "transformers"}

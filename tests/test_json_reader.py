@@ -34,7 +34,9 @@ HERE = {
 """Modules that parse JSON which no user, file or server can damage."""
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, "[" * 600 + "]" * 600, '{"a":' * 300 + "1" + "}" * 300, '[{"a":' * 150 + "1" + "}]" * 150])
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, "[" * 600 + "]" * 600, '{"a":' * 300 + "1" + "}" * 300, '[{"a":' * 150 + "1" + "}]" * 150]
+)
 def test_deeply_nested_json_is_refused(text: str, tmp_path: Path):
     with pytest.raises(DataError, match=r"^place: "):
         files.parse_json(text, "place", DataError)
@@ -55,7 +57,8 @@ def test_many_brackets_without_depth_are_accepted():
 
 
 @pytest.mark.parametrize(
-    ("content", "where"), [(b"{\n1}", ":2: "), (b"\xff", "byte 0"), (b"1" * 5_000, "a.json: "), (b"", ":1: "), (b"[1", ":1: ")]
+    ("content", "where"),
+    [(b"{\n1}", ":2: "), (b"\xff", "byte 0"), (b"1" * 5_000, "a.json: "), (b"", ":1: "), (b"[1", ":1: ")],
 )
 def test_malformed_json_names_the_file_and_the_line(content: bytes, where: str, tmp_path: Path):
     path = tmp_path / "a.json"

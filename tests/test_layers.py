@@ -31,7 +31,8 @@ LEVELS: list[set[str]] = [
     {"src.recipes", "src.serving", "data_prep", "results"},
     {"trainval", "exp_configs", "job_configs"},
 ]
-# What a level allows and a layer must do without: data knows neither models nor loops, an experiment names models and metrics.
+# What a level allows and a layer must do without: data knows neither models nor loops, an experiment names models and
+# metrics.
 NOT = {
     "src.metrics": {"src.distributed", "src.weights"},
     "src.rewards": {"src.distributed", "src.experiments"},
@@ -125,7 +126,11 @@ def layer_of(name: str) -> str | None:
     parts = name.split(".")
     if parts[0] == "src":
         return ".".join(parts[:2])
-    return parts[0] if parts[0] in {"trainval", "exp_configs", "job_configs", "data_prep", "results", "tests", "benchmarks"} else None
+    return (
+        parts[0]
+        if parts[0] in {"trainval", "exp_configs", "job_configs", "data_prep", "results", "tests", "benchmarks"}
+        else None
+    )
 
 
 def upward(module: str, parsed: ast.Module) -> list[str]:
@@ -273,31 +278,48 @@ def test_no_broad_except_without_a_reason():
     broad = []
     for module, path in sources().items():
         lines = path.read_text(encoding="utf-8").splitlines()
-        handlers = [node for node in ast.walk(tree(path)) if isinstance(node, ast.ExceptHandler) and ours(module) and is_broad(node)]
-        broad += [f"{module}:{h.lineno}: {lines[h.lineno - 1].strip()}" for h in handlers if not reason.search(lines[h.lineno - 1])]
+        handlers = [
+            node
+            for node in ast.walk(tree(path))
+            if isinstance(node, ast.ExceptHandler) and ours(module) and is_broad(node)
+        ]
+        broad += [
+            f"{module}:{h.lineno}: {lines[h.lineno - 1].strip()}"
+            for h in handlers
+            if not reason.search(lines[h.lineno - 1])
+        ]
     assert not broad, "\n".join(broad)
 
 
 def is_broad(handler: ast.ExceptHandler) -> bool:
     """True for a handler that takes every error and does not end by raising it again, or another from it."""
     caught = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
-    every = any(kind is None or (isinstance(kind, ast.Name) and kind.id in {"Exception", "BaseException"}) for kind in caught)
+    every = any(
+        kind is None or (isinstance(kind, ast.Name) and kind.id in {"Exception", "BaseException"}) for kind in caught
+    )
     last = handler.body[-1]
-    again = isinstance(last, ast.Raise) and (last.exc is None or (isinstance(last.cause, ast.Name) and last.cause.id == handler.name))
+    again = isinstance(last, ast.Raise) and (
+        last.exc is None or (isinstance(last.cause, ast.Name) and last.cause.id == handler.name)
+    )
     return every and not again
 
 
 def test_file_names_are_specific():
     vague = [
-        str(path.relative_to(ROOT)) for path in sources().values() if FORBIDDEN_NAMES & set(path.relative_to(ROOT).with_suffix("").parts)
+        str(path.relative_to(ROOT))
+        for path in sources().values()
+        if FORBIDDEN_NAMES & set(path.relative_to(ROOT).with_suffix("").parts)
     ]
     assert not vague
 
 
 def vague_functions(module: str, parsed: ast.Module) -> list[str]:
-    """The functions whose whole name is a participle, a preposition or a pronoun. A property may be one: `writer.failed`."""
+    """The functions whose whole name is a participle, a preposition or a pronoun. A property may be one:
+    `writer.failed`."""
     functions = [node for node in ast.walk(parsed) if isinstance(node, ast.FunctionDef)]
-    functions = [f for f in functions if not any(ast.unparse(decorator).endswith("property") for decorator in f.decorator_list)]
+    functions = [
+        f for f in functions if not any(ast.unparse(decorator).endswith("property") for decorator in f.decorator_list)
+    ]
     return [
         f"{module}:{f.lineno}: {f.name}"
         for f in functions
@@ -335,12 +357,20 @@ def test_folders_stay_small():
         parts = path.relative_to(ROOT).parts
         for depth in range(2, len(parts)):
             entries.setdefault(Path(*parts[:depth]), set()).add(parts[depth])
-    crowded = {str(folder): len(names) for folder, names in entries.items() if folder.parts[0] == "src" and len(names) > MOST_ENTRIES}
+    crowded = {
+        str(folder): len(names)
+        for folder, names in entries.items()
+        if folder.parts[0] == "src" and len(names) > MOST_ENTRIES
+    }
     assert not crowded, "make a room of what belongs together"
 
 
 def test_a_file_is_an_idea_neither_a_crumb_nor_a_heap():
-    lines = {module: path.read_text(encoding="utf-8").count("\n") for module, path in sources().items() if module.startswith("src.")}
+    lines = {
+        module: path.read_text(encoding="utf-8").count("\n")
+        for module, path in sources().items()
+        if module.startswith("src.")
+    }
     entries = {module for table in TABLES for module in table.modules.values()}
     short = {module for module, count in lines.items() if count < LEAST_LINES} - entries
     assert short == SHORT.keys(), "fold it into the file that uses it, or give the reason in SHORT"
@@ -350,7 +380,10 @@ def test_a_file_is_an_idea_neither_a_crumb_nor_a_heap():
 def test_no_module_imports_itself_in_a_circle():
     """At import; a function may import what imports its module."""
     modules = {module for module in sources() if ours(module)}
-    needs = {module: {name for name in imported_at_import(sources()[module]) if name in modules and name != module} for module in modules}
+    needs = {
+        module: {name for name in imported_at_import(sources()[module]) if name in modules and name != module}
+        for module in modules
+    }
     while free := {module for module, others in needs.items() if not others}:
         needs = {module: others - free for module, others in needs.items() if module not in free}
     assert not needs
@@ -379,10 +412,19 @@ def check(data: DatasetConfig, places: Places, tokenizer) -> None:
 
 def test_a_misspelt_verb_is_a_type_error(tmp_path: Path):
     (tmp_path / "misspelt.py").write_text(MISSPELT)
-    settings = {"include": [str(tmp_path)], "extraPaths": [str(ROOT)], "typeCheckingMode": "standard", "pythonVersion": "3.11"}
+    settings = {
+        "include": [str(tmp_path)],
+        "extraPaths": [str(ROOT)],
+        "typeCheckingMode": "standard",
+        "pythonVersion": "3.11",
+    }
     (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
     command = [sys.executable, "-m", "basedpyright", "--pythonpath", sys.executable, "--project", str(tmp_path)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert re.search(r'misspelt\.py:7:\d+ - error: Cannot access attribute "chekc" for class "DatasetConfig"', done.stdout), done.stdout
-    assert re.search(r'misspelt\.py:8:\d+ - error: Cannot access attribute "smaple" for class "Dataset"', done.stdout), done.stdout
+    assert re.search(
+        r'misspelt\.py:7:\d+ - error: Cannot access attribute "chekc" for class "DatasetConfig"', done.stdout
+    ), done.stdout
+    assert re.search(
+        r'misspelt\.py:8:\d+ - error: Cannot access attribute "smaple" for class "Dataset"', done.stdout
+    ), done.stdout
     assert "2 errors" in done.stdout

@@ -1,4 +1,5 @@
-"""Rules on real logs and on lines as Slurm, the kernel, CUDA, NCCL and gloo print them; each event once, whatever happens to the log."""
+"""Rules on real logs and on lines as Slurm, the kernel, CUDA, NCCL and gloo print them; each event once, whatever
+happens to the log."""
 
 import json
 import os
@@ -31,7 +32,10 @@ LINES = {
     "cancelled": ["slurmstepd: error: *** STEP 1809579.0 ON r8i3n1 CANCELLED AT 2021-05-23T08:45:57 ***"],
     "host_out_of_memory": [
         "slurmstepd: error: Detected 1 oom-kill event(s) in StepId=17.0. Some of your processes may have been killed.",
-        "slurmstepd: error: Detected 2 oom_kill events in StepId=17.batch. Some of the step tasks have been OOM Killed.",
+        (
+            "slurmstepd: error: Detected 2 oom_kill events in StepId=17.batch. Some of the step tasks have been OOM "
+            "Killed."
+        ),
         "srun: error: n1: task 0: Out Of Memory",
         "slurmstepd: error: Exceeded job memory limit at some point.",
         "[12345.678] Out of memory: Killed process 4242 (python) total-vm:1234kB, anon-rss:12kB",
@@ -40,7 +44,10 @@ LINES = {
         "MemoryError",
     ],
     "device_out_of_memory": [
-        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB",
+        (
+            "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 "
+            "GiB"
+        ),
         "RuntimeError: CUDA error: out of memory",
         "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
     ],
@@ -55,19 +62,31 @@ LINES = {
         "RuntimeError: CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`",
     ],
     "collective_timeout": [
-        "[rank3]:[E101 10:00:00.1 ProcessGroupNCCL.cpp:632] [Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5, Op",
-        "RuntimeError: [../third_party/gloo/gloo/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv operation to complete",
+        (
+            "[rank3]:[E101 10:00:00.1 ProcessGroupNCCL.cpp:632] [Rank 3] Watchdog caught collective operation timeout: "
+            "WorkNCCL(SeqNum=5, Op"
+        ),
+        (
+            "RuntimeError: [../third_party/gloo/gloo/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv "
+            "operation to complete"
+        ),
         "torch.distributed.DistStoreError: Timed out after 61 seconds waiting for clients. 1/2 clients joined.",
     ],
     "peer_lost": [
         "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:4321",
-        "torch.distributed.DistBackendError: NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.hpp:268, remote process exited",
+        (
+            "torch.distributed.DistBackendError: NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.hpp:268, remote "
+            "process exited"
+        ),
         "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.",
     ],
     "disk_full": [
         FULL,
         "OSError: [Errno 122] Disk quota exceeded",
-        "runs/ab/scores.jsonl: cannot write: No space left on device. Nothing complete was lost; make room or choose another folder.",
+        (
+            "runs/ab/scores.jsonl: cannot write: No space left on device. Nothing complete was lost; make room or choose "
+            "another folder."
+        ),
         "RuntimeError: [enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0",
     ],
     "storage_error": ["OSError: [Errno 116] Stale file handle", "OSError: [Errno 30] Read-only file system: 'x'"],
@@ -136,7 +155,8 @@ def test_harmless_lines_match_no_rule():
 
 
 def test_real_logs_of_a_cluster(shared_data: Path):
-    """Two trainings of BigScience: one healthy to the end of its log, one that was cancelled by hand at the end of it."""
+    """Two trainings of BigScience: one healthy to the end of its log, one that was cancelled by hand at the end of
+    it."""
     folder = shared_data / "logs" / "bigscience_slurm_out"
     assert matches((folder / "meg_ds_3d_gpt2_perf_n16-ds-on.out").read_text()) == []
     text = (folder / "meg_gpt2_base_n4_dp1_tp4_pp4-1809579.out").read_bytes()
@@ -241,7 +261,9 @@ def test_bytes_that_are_no_text_and_lines_without_end(world: World):
     assert world.scan() == ["node_failure"]
     assert world.noted()[0]["line"] == f"\ufffd {NODE} \ufffd [0m"
     before = world.log.stat().st_size
-    world.write(b"\r".join(b"step %d" % i for i in range(400_000)) + b" " * (3 * events.LONGEST_LINE))  # a progress bar, no newline
+    world.write(
+        b"\r".join(b"step %d" % i for i in range(400_000)) + b" " * (3 * events.LONGEST_LINE)
+    )  # a progress bar, no newline
     world.write(b"x" * 5_000_000)
     assert world.scan() == []
     cursor = json.loads((world.run / events.CURSORS).read_text())[f"logs/{ID}.err.log"]
@@ -319,7 +341,12 @@ def test_the_table_shows_the_cause_and_not_its_consequences(world: World):
 
     assert shown() is None
     peer, memory, failed = LINES["peer_lost"][0], LINES["device_out_of_memory"][0], LINES["process_failed"][0]
-    for line, expected in ((peer, "peer_lost"), (memory, "device_out_of_memory"), (failed, "device_out_of_memory"), (FULL, "disk_full")):
+    for line, expected in (
+        (peer, "peer_lost"),
+        (memory, "device_out_of_memory"),
+        (failed, "device_out_of_memory"),
+        (FULL, "disk_full"),
+    ):
         world.write(f"{line}\n")
         world.scan()
         assert shown() == expected

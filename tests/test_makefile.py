@@ -48,7 +48,10 @@ def make(tmp_path: Path):
             check=False,
         )
         assert (done.returncode != 0) == (fail_on in record.read_text()), done.stderr
-        return [line.replace(" --quiet --no-compile --disable-pip-version-check", "") for line in record.read_text().splitlines()]
+        return [
+            line.replace(" --quiet --no-compile --disable-pip-version-check", "")
+            for line in record.read_text().splitlines()
+        ]
 
     return run
 
@@ -57,7 +60,9 @@ HASHED = "--no-deps --require-hashes -r "
 
 
 def torch_pin() -> str:
-    return next(line.split()[0] for line in (ROOT / "requirements.txt").read_text().splitlines() if line.startswith("torch=="))
+    return next(
+        line.split()[0] for line in (ROOT / "requirements.txt").read_text().splitlines() if line.startswith("torch==")
+    )
 
 
 def installed(lines: list[str]) -> list[str]:

@@ -1,8 +1,9 @@
-"""Save directories that an earlier version of the code has written go on, and end with the bits that it would have reached.
+"""Save directories that an earlier version of the code has written go on, and end with the bits that it would have
+reached.
 
-tests/golden/runs_of_73ce31a.tar.gz holds toy experiments: a finished parent, and two trainings that were stopped on the way. Its
-expected.json says how uninterrupted trainings by that version ended. outputs_of_73ce31a.tar.gz adds two finished runs with generated
-outputs; its outputs.json holds the part files that their interruption leaves.
+tests/golden/runs_of_73ce31a.tar.gz holds toy experiments: a finished parent, and two trainings that were stopped on the
+way. Its expected.json says how uninterrupted trainings by that version ended. outputs_of_73ce31a.tar.gz adds two
+finished runs with generated outputs; its outputs.json holds the part files that their interruption leaves.
 """
 
 import hashlib
@@ -47,9 +48,9 @@ def expected(folder: Path) -> dict[str, Any]:
 def end(folder: Path, name: str, expected: dict[str, Any]) -> tuple[dict[str, str], list[dict[str, Any]]]:
     """Hashes of the last checkpoint of an experiment, and its score rows."""
     last = folder / "runs" / expected[name]["exp_id"] / "checkpoints" / expected[name]["last"]
-    return {file: hashlib.sha256((last / file).read_bytes()).hexdigest() for file in expected[name]["sha256"]}, toy.evaluations(
-        folder, expected[name]["exp_id"]
-    )
+    return {
+        file: hashlib.sha256((last / file).read_bytes()).hexdigest() for file in expected[name]["sha256"]
+    }, toy.evaluations(folder, expected[name]["exp_id"])
 
 
 def test_ids_are_where_they_were(expected: dict[str, Any]):
@@ -67,13 +68,17 @@ def test_the_table_lists_them(folder: Path, expected: dict[str, Any]):
     assert not warnings
 
 
-def test_a_stopped_run_resumes_with_the_same_bits(folder: Path, expected: dict[str, Any], tmp_path_factory: pytest.TempPathFactory):
+def test_a_stopped_run_resumes_with_the_same_bits(
+    folder: Path, expected: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+):
     groups = {name: [output_by_name["experiment"]] for name, output_by_name in expected.items()}
     assert toy.main(["-e", "crossattn", "seed"], groups, folder) == 0
     anew = tmp_path_factory.mktemp("anew")
     toy.write_data(anew / "data")
     assert toy.main(["-e", "base"], groups, anew) == 0
-    same_machine = end(anew, "base", expected)[0] == expected["base"]["sha256"]  # the last bits depend on the processor and its libraries
+    same_machine = (
+        end(anew, "base", expected)[0] == expected["base"]["sha256"]
+    )  # the last bits depend on the processor and its libraries
     for name in ("crossattn", "seed"):
         hashes, scores = end(folder, name, expected)
         expected_rows = [json.loads(line) for line in expected[name]["scores.jsonl"].splitlines()]
@@ -103,7 +108,9 @@ def test_finished_outputs_are_not_generated_again(folder: Path, outputs: dict[st
 
 
 @pytest.mark.parametrize("name", ["answers", "predictions"])
-def test_interrupted_outputs_are_continued(folder: Path, outputs: dict[str, Any], name: str, caplog: pytest.LogCaptureFixture):
+def test_interrupted_outputs_are_continued(
+    folder: Path, outputs: dict[str, Any], name: str, caplog: pytest.LogCaptureFixture
+):
     run = folder / "runs" / outputs[name]["exp_id"]
     output = run / outputs[name]["folder"]
     before = {path.name: path.read_bytes() for path in output.iterdir()}

@@ -1,4 +1,5 @@
-"""Data order is a pure function of (seed, step): each sample once an epoch, for every world size and after every restart.
+"""Data order is a pure function of (seed, step): each sample once an epoch, for every world size and after every
+restart.
 
 Each test is of both ways to permute an epoch.
 """
@@ -86,7 +87,11 @@ def drawn(draw: random.Random) -> list[Branch]:
     """A chain of one to four rewinds."""
     steps = sorted(draw.sample(range(1, 60), draw.randint(1, 4)))
     return [
-        Branch(number=number, from_step=step, data=draw.choice(["same", "reshuffle", "reshuffle", f"skip:{draw.randint(1, 20)}"]))
+        Branch(
+            number=number,
+            from_step=step,
+            data=draw.choice(["same", "reshuffle", "reshuffle", f"skip:{draw.randint(1, 20)}"]),
+        )
         for number, step in enumerate(steps, start=1)
     ]
 
@@ -158,17 +163,23 @@ def test_a_permutation_without_memory_needs_none():
 
 
 def test_the_order_of_runs_made_before_is_unmoved():
-    assert list(islice(IndexedOrder(0, 1000, 4).keys(), 6)) == [(0, index) for index in np.random.default_rng([0, 0]).permutation(1000)[:6]]
+    assert list(islice(IndexedOrder(0, 1000, 4).keys(), 6)) == [
+        (0, index) for index in np.random.default_rng([0, 0]).permutation(1000)[:6]
+    ]
 
 
 LENGTHS = random.Random(0).choices(range(5, 500), k=330)
 
 
 def grouped(branches: Sequence[Branch] = ()) -> GroupedOrder:
-    return GroupedOrder(IndexedOrder(1, len(LENGTHS), per_step=8, branches=branches), lambda _, index: LENGTHS[index], group=4)
+    return GroupedOrder(
+        IndexedOrder(1, len(LENGTHS), per_step=8, branches=branches), lambda _, index: LENGTHS[index], group=4
+    )
 
 
-def read_steps(order: GroupedOrder, first: int, steps: int, micro_batch: int = 4, world_size: int = 1) -> list[list[list[Key]]]:
+def read_steps(
+    order: GroupedOrder, first: int, steps: int, micro_batch: int = 4, world_size: int = 1
+) -> list[list[list[Key]]]:
     """The micro-batches of each step, in the order of their numbers."""
     shares = [RankShare(8, micro_batch, rank, world_size) for rank in range(world_size)]
     streams = [order.micro_batches(first, share, {}) for share in shares]
@@ -183,7 +194,9 @@ def test_groups_of_like_lengths_read_what_the_steps_of_their_window_would():
         assert read == sorted(islice(order.order.keys(8 * begin), 400))
     padded = sum(max(LENGTHS[index] for _, index in batch) * 4 for step in steps for batch in step)
     assert padded < 1.03 * sum(LENGTHS[index] for step in steps for batch in step for _, index in batch)
-    assert max(LENGTHS[index] for _, index in steps[0][0]) == max(LENGTHS[index] for step in steps[:50] for b in step for _, index in b)
+    assert max(LENGTHS[index] for _, index in steps[0][0]) == max(
+        LENGTHS[index] for step in steps[:50] for b in step for _, index in b
+    )
 
 
 @pytest.mark.parametrize("first", [0, 3, 49, 50, 77])
@@ -192,7 +205,9 @@ def test_groups_do_not_depend_on_where_one_starts_nor_on_processes_nor_on_the_mi
     assert read_steps(grouped(), first, 100 - first) == whole
     assert read_steps(grouped(), first, 100 - first, world_size=2) == whole
     other = read_steps(grouped(), first, 100 - first, micro_batch=2)
-    assert [[key for batch in step for key in batch] for step in other] == [[key for batch in step for key in batch] for step in whole]
+    assert [[key for batch in step for key in batch] for step in other] == [
+        [key for batch in step for key in batch] for step in whole
+    ]
 
 
 def test_groups_after_a_rewind_pass_over_steps_and_are_not_permuted_again():

@@ -1,25 +1,29 @@
 """Numbers that the originals gave, in tests/golden/originals.json. How they were made, outside of this project:
 
-xc_cache: the blocks of ServiceNow/xc-cache (cross_attn_gptbigcode.py at 61b2b0b, cross_attn_llama.py at 0e90cb8) with transformers 4.39.3,
-copied by hand without the branches that these settings do not take, before the layers of a base of 4 layers,
-width 16, 4 heads (Llama: 2 of keys and values, inner width 24), 23 words, 64 positions; with
-"final" after them. Weights are `drawn` here by the same lines, from the names that they have there. Three questions, filled up on the
-right, each with two contexts that are encoded apart; six logits at the first and at the last token of each. The first contexts are of
+xc_cache: the blocks of ServiceNow/xc-cache (cross_attn_gptbigcode.py at 61b2b0b, cross_attn_llama.py at 0e90cb8) with
+transformers 4.39.3, copied by hand without the branches that these settings do not take, before the layers of a base of
+4 layers, width 16, 4 heads (Llama: 2 of keys and values, inner width 24), 23 words, 64 positions; with "final" after
+them. Weights are `drawn` here by the same lines, from the names that they have there. Three questions, filled up on the
+right, each with two contexts that are encoded apart; six logits at the first and at the last token of each. The first
+contexts are of
 one length: XC-Cache's rotary positions count the padding between contexts, ours do not.
 
-t5: package t5 0.9.4 with TensorFlow 2.21. Rows of `random_spans_helper`: inputs_length, noise_density, mean_noise_span_length, 1 extra
-token a span on both sides; its tokens_length, targets_length. `corruption`: noise_span_to_unique_sentinel and
-nonnoise_span_to_unique_sentinel of given masks, the first sentinel being 99. `text`: t5.data.preprocessors on invented rows in the
-layout of TensorFlow Datasets, called as get_glue_text_preprocessor does.
+t5: package t5 0.9.4 with TensorFlow 2.21. Rows of `random_spans_helper`: inputs_length, noise_density,
+mean_noise_span_length, 1 extra token a span on both sides; its tokens_length, targets_length. `corruption`:
+noise_span_to_unique_sentinel and nonnoise_span_to_unique_sentinel of given masks, the first sentinel being 99. `text`:
+t5.data.preprocessors on invented rows in the layout of TensorFlow Datasets, called as get_glue_text_preprocessor does.
 
 nanot5: AdamWScale of nanoT5 (copied_utils.py at 73b2e63, copied by hand too), in float64, and its
 cosine schedule: LinearLR from one half in 4 steps, then
 CosineAnnealingLR to 1e-5 in 16; learning rate 2e-2, no decay of the first two tensors and 0.1 of the others.
 
-trl: TRL 1.16.0, the losses of DPOTrainer and RewardTrainer for the numbers of `scored` below. pairs: loss_type, beta, label_smoothing, and
-the mean. rewards: margin, center_rewards_coefficient, and the mean, for 2 sin(2.3 i), the first half being chosen.
-trl_random: the same for random logits and rewards, those of `random_scored` below; before each the seed, which gives the shapes too.
-trl_grpo: `_compute_loss` of its GRPOTrainer on four rollouts of up to five tokens, of at most 8: tests/rl/test_policy_maths.py.
+trl: TRL 1.16.0, the losses of DPOTrainer and RewardTrainer for the numbers of `scored` below. pairs: loss_type, beta,
+label_smoothing, and the mean. rewards: margin, center_rewards_coefficient, and the mean, for 2 sin(2.3 i), the first
+half being chosen.
+trl_random: the same for random logits and rewards, those of `random_scored` below; before each the seed, which gives
+the shapes too.
+trl_grpo: `_compute_loss` of its GRPOTrainer on four rollouts of up to five tokens, of at most 8:
+tests/rl/test_policy_maths.py.
 """
 
 import json
@@ -54,11 +58,14 @@ def originals() -> dict[str, Any]:
 def drawn(name: str, shape: tuple[int, ...]) -> torch.Tensor:
     """Weights that are a function of their name and shape."""
     x = np.random.RandomState(zlib.crc32(name.encode())).standard_normal(shape)
-    return torch.tensor(x / 3 if len(shape) > 1 else 1 + x / 5 if "norm" in name or "ln_" in name else x / 5, dtype=torch.float32)
+    return torch.tensor(
+        x / 3 if len(shape) > 1 else 1 + x / 5 if "norm" in name or "ln_" in name else x / 5, dtype=torch.float32
+    )
 
 
 def scored(phase: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits of 8 answers of 9 tokens of 7, their ids, and which are learned; the first four are chosen, the others rejected."""
+    """Logits of 8 answers of 9 tokens of 7, their ids, and which are learned; the first four are chosen, the others
+    rejected."""
     logits = torch.sin(torch.arange(8 * 9 * 7, dtype=torch.float64) * 1.7 + phase) * 3
     mask = torch.zeros(8, 9, dtype=torch.bool)
     for row, (begin, end) in enumerate([(3, 9), (2, 6), (4, 9), (5, 7), (3, 5), (2, 9), (6, 9), (4, 8)]):

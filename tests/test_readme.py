@@ -20,7 +20,9 @@ DOCUMENTS = [*PAGES, *RESOURCES, "CONTRIBUTING.md", "CHANGELOG.md", "LOG.md"]
 LONGEST_LINE, MOST_LINES = 119, 120
 NEEDS = re.compile(r"# needs (GPUs|the hub|GPUs and the hub|a cluster)$", re.MULTILINE)
 """The mark of commands, in their comment or at the top of their block, that no test can carry out here."""
-ELSEWHERE = re.compile(r"hub:|google/|bigcode/|spiece|--nproc-per-node 8|-j (slurm|toolkit|ray)|^(accelerate|deepspeed|hf) ")
+ELSEWHERE = re.compile(
+    r"hub:|google/|bigcode/|spiece|--nproc-per-node 8|-j (slurm|toolkit|ray)|^(accelerate|deepspeed|hf) "
+)
 """What shows that a command needs such a thing."""
 
 
@@ -57,13 +59,16 @@ def test_relative_links_lead_somewhere(name: str):
 
 
 def commands(name: str, marked: bool = True) -> list[str]:
-    """Each command of the document's bash blocks, with what the block exports filled in. marked: with those that bear a mark."""
+    """Each command of the document's bash blocks, with what the block exports filled in. marked: with those that bear a
+    mark."""
     found = []
     for block in re.findall(r"```bash\n(.*?)```", (ROOT / name).read_text(), re.DOTALL):
         exported: dict[str, str] = {}
         first, _, _ = block.partition("\n")
         for line in re.sub(r"\s*\\\n\s*", " ", block).splitlines():
-            text = re.sub(r"\$(\w+)", lambda match, known=exported: known[match[1]], re.split("(?:^| +)#", line)[0].strip())
+            text = re.sub(
+                r"\$(\w+)", lambda match, known=exported: known[match[1]], re.split("(?:^| +)#", line)[0].strip()
+            )
             if text.startswith("export "):
                 exported |= dict(word.split("=", 1) for word in shlex.split(text)[1:])
             elif text and (marked or (not NEEDS.search(line) and not NEEDS.match(first))):
@@ -74,9 +79,12 @@ def commands(name: str, marked: bool = True) -> list[str]:
 EVERY = [line for name in PAGES for line in commands(name)]
 
 
-@pytest.mark.parametrize("line", sorted({line for line in EVERY if "trainval.py" in line and not re.search(r" -e \W?mine", line)}))
+@pytest.mark.parametrize(
+    "line", sorted({line for line in EVERY if "trainval.py" in line and not re.search(r" -e \W?mine", line)})
+)
 def test_commands_of_trainval_are_understood(line: str, capsys: pytest.CaptureFixture[str]):
-    """Their flags are known, their groups are there, and what --set changes is valid. tests/test_tutorial.py carries out group `mine`."""
+    """Their flags are known, their groups are there, and what --set changes is valid. tests/test_tutorial.py carries
+    out group `mine`."""
     words = shlex.split(line)
     words = words[words.index("trainval.py") + 1 :]
     args = arguments.parse(words, "", ROOT)
@@ -120,11 +128,18 @@ def test_launchers_have_the_verbs_that_contributing_shows(launcher: str):
     (row,) = re.findall(r"^\| launcher \|.*?`(submit\(.*?\))", text, re.MULTILINE)
     shown = [row, *re.findall(r"`((?:states|kill|find)\(.*?\))`", text)]
     module = import_module(f"src.launch.{launcher}.launcher")
-    found = {name: list(inspect.signature(getattr(module.Config, name)).parameters)[1:] for name in ("submit", "states", "kill", "find")}
-    assert {name: words.split(", ") for name, words in (re.findall(r"(\w+)\((.*)\)", verb)[0] for verb in shown)} == found
+    found = {
+        name: list(inspect.signature(getattr(module.Config, name)).parameters)[1:]
+        for name in ("submit", "states", "kill", "find")
+    }
+    assert {
+        name: words.split(", ") for name, words in (re.findall(r"(\w+)\((.*)\)", verb)[0] for verb in shown)
+    } == found
 
 
 def test_the_make_targets_named_exist():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    named = {word for name in DOCUMENTS for word in re.findall(r"^make ([a-z-]+)", (ROOT / name).read_text(), re.MULTILINE)}
+    named = {
+        word for name in DOCUMENTS for word in re.findall(r"^make ([a-z-]+)", (ROOT / name).read_text(), re.MULTILINE)
+    }
     assert {"demo", "test"} <= named <= targets

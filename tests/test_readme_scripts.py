@@ -1,8 +1,9 @@
-"""The two launch scripts of docs/crossattn.md, carried out whole and as they stand there: on this machine, and as jobs of the toolkit.
+"""The two launch scripts of docs/crossattn.md, carried out whole and as they stand there: on this machine, and as jobs
+of the toolkit.
 
-Other than there: the folders lie below a temporary one; the base is a random StarCoder of the same depth; a training has 2 steps;
-and three services are stand-ins that do what they are asked: the toolkit (its jobs are processes of this machine), haven's closed
-client, and the server of Weights & Biases.
+Other than there: the folders lie below a temporary one; the base is a random StarCoder of the same depth; a training
+has 2 steps; and three services are stand-ins that do what they are asked: the toolkit (its jobs are processes of this
+machine), haven's closed client, and the server of Weights & Biases.
 """
 
 import base64
@@ -72,7 +73,9 @@ def root(tmp_path_factory: pytest.TempPathFactory, weights_and_biases: Server) -
         (programs / name).write_text(f'#!/bin/sh\nexec {sys.executable} {words} "$@"\n')
         (programs / name).chmod(0o755)
     (programs / "activate").write_text('export CONDA_PREFIX=$1 PATH="$1/bin:$PATH"\n')  # as conda's does
-    (home / ".netrc").write_text(f"machine 127.0.0.1:{weights_and_biases.server_port}\n  login user\n  password {KEY}\n")
+    (home / ".netrc").write_text(
+        f"machine 127.0.0.1:{weights_and_biases.server_port}\n  login user\n  password {KEY}\n"
+    )
     (home / ".netrc").chmod(0o600)
     write_base(root, home / ".cache" / "huggingface" / "hub" / f"models--{BASE.replace('/', '--')}")
     write_data(root)
@@ -88,7 +91,9 @@ def write_base(root: Path, repository: Path) -> None:
     toy.write_data(root / "toy")
     tokenizer = AutoTokenizer.from_pretrained(root / "toy" / "toy_tokenizer")
     folder = repository / "snapshots" / "0123abc"
-    make_base("gpt_bigcode", vocab_size=len(tokenizer), num_hidden_layers=36, max_position_embeddings=8192).save_pretrained(folder)
+    make_base(
+        "gpt_bigcode", vocab_size=len(tokenizer), num_hidden_layers=36, max_position_embeddings=8192
+    ).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("0123abc")
@@ -100,7 +105,16 @@ def write_data(root: Path) -> None:
             file.writelines(json.dumps(question(first + i)) + "\n" for i in range(count))
     data = ["--data_path", str(root / "data"), "--name", "nq"]
     prepare_qa.main([*data, "--train", str(root / "nq-train.jsonl.gz"), "--val", str(root / "nq-dev.jsonl.gz")])
-    encode = ["-m", "data_prep.preproc_nq", "--embedding_model", BASE, "--maximum_input_length", "4096", "--model_dtype", "bfloat16"]
+    encode = [
+        "-m",
+        "data_prep.preproc_nq",
+        "--embedding_model",
+        BASE,
+        "--maximum_input_length",
+        "4096",
+        "--model_dtype",
+        "bfloat16",
+    ]
     command = [sys.executable, *encode, "--data_cache_path", str(root / "data")]
     subprocess.run(command, cwd=toy.ROOT, env=environment(root), check=True, capture_output=True, timeout=300)
 
@@ -118,15 +132,21 @@ def environment(root: Path) -> dict[str, str]:
 def carry_out(root: Path, text: str) -> str:
     """What `text` prints, run by bash in the project; every line of it must succeed."""
     command = ["bash", "-e", "-c", text]
-    done = subprocess.run(command, cwd=root / "project", env=environment(root), capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(
+        command, cwd=root / "project", env=environment(root), capture_output=True, text=True, timeout=600, check=False
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout + done.stderr
 
 
 def trained(runs: Path) -> dict[str, dict[str, Any]]:
-    """The last row of each run below `runs`, as our table, haven and the run itself all tell it. Every run must be done."""
+    """The last row of each run below `runs`, as our table, haven and the run itself all tell it. Every run must be
+    done."""
     found = {path.parent.name: path.parent for path in runs.glob("*/exp_dict.json")}
-    rows = {name: [json.loads(line) for line in (run / "scores.jsonl").read_text().splitlines()] for name, run in found.items()}
+    rows = {
+        name: [json.loads(line) for line in (run / "scores.jsonl").read_text().splitlines()]
+        for name, run in found.items()
+    }
     assert {json.loads((run / "status.json").read_text())["state"] for run in found.values()} == {"done"}
     assert {name: [row["step"] for row in own] for name, own in rows.items()} == {name: [1, 2] for name in found}
     last = {name: own[-1] for name, own in rows.items()}
@@ -162,7 +182,9 @@ def test_the_script_for_this_machine(root: Path, capsys: pytest.CaptureFixture[s
 
 def write_job_config(root: Path, server: Server, **values: Any) -> tuple[str, ...]:
     """The examples' entry `toolkit`, with its folders below `root`; returns the folders that its jobs see."""
-    (text,) = re.findall(r"```python\n(.*?)```", (toy.ROOT / "resources" / "job_configs" / "toolkit.md").read_text(), re.DOTALL)
+    (text,) = re.findall(
+        r"```python\n(.*?)```", (toy.ROOT / "resources" / "job_configs" / "toolkit.md").read_text(), re.DOTALL
+    )
     found: dict[str, Any] = {}
     exec(below(root, text), found)
     entry = found["JOB_CONFIGS"]["toolkit"] | values
@@ -189,13 +211,17 @@ def the_job(root: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("via", "gpus"), [("eai", 1), ("haven", 2)])
-def test_the_script_for_the_toolkit(root: Path, weights_and_biases: Server, capsys: pytest.CaptureFixture[str], via: str, gpus: int):
+def test_the_script_for_the_toolkit(
+    root: Path, weights_and_biases: Server, capsys: pytest.CaptureFixture[str], via: str, gpus: int
+):
     """One job, which trains on as many processes as it has GPUs, sends its scores, and is done."""
     if 0 < torch.cuda.device_count() < gpus:
         pytest.skip(f"its {gpus} processes want a GPU each, or a machine without any")
     mounts = write_job_config(root, weights_and_biases, via=via, gpus=gpus)
     text = script(root, "-j toolkit")
-    assert not [path for path in re.findall(rf"{root}[\w/.-]*", text) if not path.startswith(mounts)], "a job would not see these"
+    assert not [path for path in re.findall(rf"{root}[\w/.-]*", text) if not path.startswith(mounts)], (
+        "a job would not see these"
+    )
     carry_out(root, text)
     runs = root / "home" / "project" / "runs" / "crossattn_gptbigcode_nq"
     job = the_job(root)
@@ -205,7 +231,9 @@ def test_the_script_for_the_toolkit(root: Path, weights_and_biases: Server, caps
     start = json.loads((runs / name / "ledger.jsonl").read_text().partition("\n")[0])
     assert (start["world_size"], start["job"]) == (gpus, job["id"])
     setting = text.rpartition("python trainval.py")[0]
-    shown = carry_out(root, f"{setting}python trainval.py -e $EXP_GROUP --steps $NSTEPS -sb $EXP_SAVEDIR --job_option status")
+    shown = carry_out(
+        root, f"{setting}python trainval.py -e $EXP_GROUP --steps $NSTEPS -sb $EXP_SAVEDIR --job_option status"
+    )
     assert re.search(rf"^{name} +{GROUP} +done +{job['id']} .* 2/2 ", shown, re.MULTILINE), shown
     identity = json.loads((runs / name / "wandb.json").read_text())["id"]
     sent = weights_and_biases.runs[identity]

@@ -1,4 +1,5 @@
-"""Both ways: every line of the registry leads to a component of its interface, and every such component has its line."""
+"""Both ways: every line of the registry leads to a component of its interface, and every such component has its
+line."""
 
 import ast
 import contextlib
@@ -45,7 +46,10 @@ LINES = [(table, name) for table in TABLES for name in table.modules]
 def trees() -> dict[str, ast.Module]:
     """Dotted name -> syntax tree of every module of src."""
     paths = [path for path in sorted((ROOT / "src").rglob("*.py")) if not path.name.startswith(".")]
-    return {".".join(path.relative_to(ROOT).with_suffix("").parts): ast.parse(path.read_text(encoding="utf-8")) for path in paths}
+    return {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): ast.parse(path.read_text(encoding="utf-8"))
+        for path in paths
+    }
 
 
 @pytest.mark.parametrize(("table", "name"), LINES, ids=[f"{table.kind}-{name}" for table, name in LINES])
@@ -61,7 +65,9 @@ def test_every_config_of_an_interface_has_its_line(table: ComponentTable):
     folder = FOLDERS[table.kind]
     modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in sorted((ROOT / folder).rglob("*.py"))]
     configs = [getattr(import_module(module), "Config", None) for module in modules if not module.endswith("__main__")]
-    components = [cls for cls in configs if cls and issubclass(cls, INTERFACES[table.kind]) and not inspect.isabstract(cls)]
+    components = [
+        cls for cls in configs if cls and issubclass(cls, INTERFACES[table.kind]) and not inspect.isabstract(cls)
+    ]
     assert {cls.__module__ for cls in components} == set(table.modules.values())
 
 
@@ -74,7 +80,9 @@ def config_fields() -> Iterator[tuple[str, str, str]]:
     """(module, class, field) of every field of every Config class in src."""
     for module, tree in trees().items():
         for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef) and any(ast.unparse(parent).split(".")[-1].endswith("Config") for parent in node.bases):
+            if isinstance(node, ast.ClassDef) and any(
+                ast.unparse(parent).split(".")[-1].endswith("Config") for parent in node.bases
+            ):
                 for line in node.body:
                     if (
                         isinstance(line, ast.AnnAssign)
@@ -91,7 +99,11 @@ def reads(tree: ast.Module, excluded: str | None) -> set[str]:
     while waiting:
         node = waiting.pop()
         if isinstance(node, ast.ClassDef) and node.name == excluded:
-            waiting.extend(part for part in node.body if "validator" not in "".join(map(ast.unparse, getattr(part, "decorator_list", []))))
+            waiting.extend(
+                part
+                for part in node.body
+                if "validator" not in "".join(map(ast.unparse, getattr(part, "decorator_list", [])))
+            )
             continue
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
             found.add(node.attr)
@@ -131,7 +143,9 @@ def test_equal_parts_are_asked_once_within_a_block(tmp_path: Path):
         for split in ("train", "val"):
             (folder / f"{split}.jsonl").write_text('{"text": "a", "source": "b"}\n')
     places = Places(tmp_path, tmp_path)
-    first, second = (registry.bind(registry.DATASETS, {"name": "text", "corpus": "corpus", "sequence_tokens": 2}) for _ in range(2))
+    first, second = (
+        registry.bind(registry.DATASETS, {"name": "text", "corpus": "corpus", "sequence_tokens": 2}) for _ in range(2)
+    )
     with remember_calls():
         call_once(first.check, places)
         shutil.rmtree(tmp_path / "corpus")
@@ -150,7 +164,9 @@ def test_parts_that_mixtures_share_are_read_once_below_the_top_level(tmp_path: P
     bodies = [{"parts": {"shared": part}, "temperature": float(number)} for number in (1, 2, 3)]
     mixtures = [registry.bind(registry.DATASETS, {"name": "mixture", **body}) for body in bodies]
     opened: list[str] = []
-    sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" and str(tmp_path) in str(args[0]) else None)
+    sys.addaudithook(
+        lambda event, args: opened.append(str(args[0])) if event == "open" and str(tmp_path) in str(args[0]) else None
+    )
 
     def count(components: list[interfaces.DatasetConfig], memory: contextlib.AbstractContextManager[None]) -> int:
         opened.clear()

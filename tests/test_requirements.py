@@ -23,7 +23,8 @@ def pins(path: Path) -> dict[str, str]:
 
 
 def locked(name: str) -> dict[str, set[str]]:
-    """{package: versions} of a lock: several where the version of Python decides. Each of its entries must have hashes."""
+    """{package: versions} of a lock: several where the version of Python decides. Each of its entries must have
+    hashes."""
     found: dict[str, set[str]] = {}
     for entry in re.split(r"\n(?=\S)", (ROOT / name).read_text().strip()):
         if entry.startswith("#"):
@@ -37,7 +38,8 @@ def locked(name: str) -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize(
-    ("path", "lock"), [(path, "requirements-dev.lock") for path in FILES] + [(ROOT / "requirements.txt", "requirements.lock")]
+    ("path", "lock"),
+    [(path, "requirements-dev.lock") for path in FILES] + [(ROOT / "requirements.txt", "requirements.lock")],
 )
 def test_every_pin_is_locked_with_its_hashes(path: Path, lock: str):
     known = locked(lock)
@@ -59,7 +61,10 @@ def test_what_is_installed_first_is_not_changed_by_the_rest():
 
 def test_the_tests_have_what_each_feature_needs():
     included = re.findall(r"^-r (\S+)", (ROOT / "requirements-dev.txt").read_text(), re.MULTILINE)
-    assert [ROOT / name for name in included] == [ROOT / "requirements.txt", *(path for path in EXTRAS if path not in APART)]
+    assert [ROOT / name for name in included] == [
+        ROOT / "requirements.txt",
+        *(path for path in EXTRAS if path not in APART),
+    ]
 
 
 @pytest.mark.parametrize("path", EXTRAS, ids=lambda path: path.stem)

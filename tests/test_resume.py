@@ -25,7 +25,14 @@ STEPS = 40
 BASE = copy.deepcopy(toy.BASE)
 CHILD: dict[str, Any] = copy.deepcopy(toy.CROSSATTN)
 CHILD["model"] |= {"base": ref(BASE), "context_dropout_rate": 0.3}
-CHILD["loop"] |= {"steps": STEPS, "sequences_per_step": 8, "micro_batch": 2, "eval_every": 8, "schedule": "cosine", "warmup_rate": 0.1}
+CHILD["loop"] |= {
+    "steps": STEPS,
+    "sequences_per_step": 8,
+    "micro_batch": 2,
+    "eval_every": 8,
+    "schedule": "cosine",
+    "warmup_rate": 0.1,
+}
 EXP_CONFIGS = f"EXP_GROUPS = {{'base': [{BASE!r}], 'child': [{CHILD!r}]}}\n"
 ARGUMENTS = ["-e", "child", "--log_every", "2"]
 Started = subprocess.Popen[Any] | warm.Process
@@ -71,8 +78,16 @@ def fingerprints(folder: Path) -> dict[str, str]:
     """Hashes of everything that must come out the same."""
     run = folder / "runs" / exp_id(CHILD)
     last = run / "checkpoints" / f"step-{STEPS:08d}"
-    paths = [last / "model.safetensors", last / "optimizer.safetensors", last / "state.json", run / "scores.jsonl", run / "score_list.pkl"]
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in [*paths, run / "checkpoints" / "best.json"]}
+    paths = [
+        last / "model.safetensors",
+        last / "optimizer.safetensors",
+        last / "state.json",
+        run / "scores.jsonl",
+        run / "score_list.pkl",
+    ]
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in [*paths, run / "checkpoints" / "best.json"]
+    }
 
 
 def ranks(torchrun: Started) -> dict[int, psutil.Process]:
@@ -91,7 +106,11 @@ def ranks(torchrun: Started) -> dict[int, psutil.Process]:
 def start(root: Path, folder: Path, arguments: Sequence[str] = ARGUMENTS, processes: int = 2) -> warm.Process:
     """Its processes are forked from one that has the libraries loaded; what they print goes to `folder`/log."""
     (folder / "log").unlink(missing_ok=True)
-    _started.append(process := warm.Process(toy.command(root, arguments, folder, processes), toy.environment(), None, folder / "log"))
+    _started.append(
+        process := warm.Process(
+            toy.command(root, arguments, folder, processes), toy.environment(), None, folder / "log"
+        )
+    )
     return process
 
 
@@ -106,7 +125,9 @@ def finish(root: Path, folder: Path, arguments: Sequence[str] = ARGUMENTS, proce
 def start_anew(root: Path, folder: Path) -> subprocess.Popen[bytes]:
     """By the command line itself: every process loads all that it needs."""
     command, quiet = toy.command(root, ARGUMENTS, folder, processes=2), subprocess.DEVNULL
-    _started.append(process := subprocess.Popen(command, env=toy.environment(), stdout=quiet, stderr=quiet, start_new_session=True))
+    _started.append(
+        process := subprocess.Popen(command, env=toy.environment(), stdout=quiet, stderr=quiet, start_new_session=True)
+    )
     return process
 
 
@@ -152,15 +173,26 @@ def test_ten_kills_at_random_moments_change_nothing(started: tuple[Path, Path], 
         process = start_anew(root, folder) if moment == moments[-1] else start(root, folder)
         # Rows that an earlier attempt has left do not tell that this one has begun.
         at = max(moment * 2, steps_written(folder) + 2) if moment else 0
-        wait_until(lambda at=at, p=process: began(folder) and steps_written(folder) >= at and len(ranks(p)) == 2, process)
+        wait_until(
+            lambda at=at, p=process: began(folder) and steps_written(folder) >= at and len(ranks(p)) == 2, process
+        )
         time.sleep(draw.random() * (0.05 if moment else 0.15))
         everyone = ranks(process)
-        kill(process, [everyone[0]] if i % 3 == 0 else [everyone[1]] if i % 3 == 1 else [psutil.Process(process.pid), *everyone.values()])
+        kill(
+            process,
+            [everyone[0]]
+            if i % 3 == 0
+            else [everyone[1]]
+            if i % 3 == 1
+            else [psutil.Process(process.pid), *everyone.values()],
+        )
         assert json.loads((folder / "runs" / exp_id(CHILD) / "status.json").read_text())["state"] != "done"
     done = toy.run(root, ARGUMENTS, folder, processes=2)
     assert done.returncode == 0, done.stderr
     log = (folder / "runs" / exp_id(CHILD) / "logs" / "train.log").read_text()
-    assert log.count("continues from step") >= len(moments) - 2, "they were restarts from the beginning, not continuations"
+    assert log.count("continues from step") >= len(moments) - 2, (
+        "they were restarts from the beginning, not continuations"
+    )
     assert fingerprints(folder) == uninterrupted
 
 
@@ -187,7 +219,8 @@ def status(folder: Path) -> dict[str, Any]:
 
 
 def tell(torchrun: Started, everyone: dict[int, psutil.Process], victim: int | None, number: signal.Signals) -> None:
-    """Send a signal to one rank, or to torchrun, which passes it on to all; the training stands still until it has arrived."""
+    """Send a signal to one rank, or to torchrun, which passes it on to all; the training stands still until it has
+    arrived."""
     for rank in everyone.values():
         rank.suspend()
     # A thread that is not yet suspended would take the signal, and nothing would ever be pending.
@@ -201,7 +234,10 @@ def tell(torchrun: Started, everyone: dict[int, psutil.Process], victim: int | N
 
 def stands_still(process: psutil.Process) -> bool:
     """Whether every thread has been suspended."""
-    return all(stat.read_text().rpartition(")")[2].split()[0] == "T" for stat in Path(f"/proc/{process.pid}/task").glob("*/stat"))
+    return all(
+        stat.read_text().rpartition(")")[2].split()[0] == "T"
+        for stat in Path(f"/proc/{process.pid}/task").glob("*/stat")
+    )
 
 
 def pending(process: psutil.Process) -> int:
@@ -259,7 +295,8 @@ def test_a_process_that_is_stopped_while_it_starts_leaves_at_once(started: tuple
 
 
 def test_one_process_gives_the_numbers_of_two(started: tuple[Path, Path], uninterrupted: dict[str, str]):
-    """Token-weighted loss, gradient norm and dropout do not depend on how a step is shared: 1 x 4 or 2 x 2 micro-batches."""
+    """Token-weighted loss, gradient norm and dropout do not depend on how a step is shared: 1 x 4 or 2 x 2
+    micro-batches."""
     root, folder = started
     finish(root, folder, processes=1)
     one = toy.rows(folder, exp_id(CHILD))
@@ -275,13 +312,17 @@ def test_three_processes_continue_bit_for_bit(started: tuple[Path, Path]):
     """With three, sums depend on their order: the restarted run must add in the order of the first."""
     root, folder = started
     wide = {**CHILD, "seed": 3, "loop": {**CHILD["loop"], "steps": 8, "sequences_per_step": 6}}
-    (root / "exp_configs.py").write_text(f"EXP_GROUPS = {{'base': [{BASE!r}], 'child': [{CHILD!r}], 'wide': [{wide!r}]}}\n")
+    (root / "exp_configs.py").write_text(
+        f"EXP_GROUPS = {{'base': [{BASE!r}], 'child': [{CHILD!r}], 'wide': [{wide!r}]}}\n"
+    )
     run = folder / "runs" / exp_id(wide)
     contents = []
     for _ in range(2):
         finish(root, folder, ["-e", "wide", "--log_every", "2"], processes=3)
         last = run / "checkpoints" / "step-00000008"
-        contents.append([(last / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors", "state.json")])
+        contents.append(
+            [(last / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors", "state.json")]
+        )
         contents[-1].append((run / "scores.jsonl").read_bytes())
         shutil.rmtree(last)
         (run / "status.json").unlink()

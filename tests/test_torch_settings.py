@@ -1,4 +1,5 @@
-"""Settings of torch: made in one place, kept where the user has set them, recorded, and without a trace in a training on a CPU."""
+"""Settings of torch: made in one place, kept where the user has set them, recorded, and without a trace in a training
+on a CPU."""
 
 import json
 import os
@@ -30,7 +31,11 @@ def test_float32_is_float32_and_it_is_recorded():
     torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.benchmark = True
     torch_settings.make()
     settings = json.loads(json.dumps(torch_settings.describe()))
-    assert (settings["float32_matmul"], settings["cudnn_tf32"], settings["cudnn_benchmark"]) == ("highest", False, False)
+    assert (settings["float32_matmul"], settings["cudnn_tf32"], settings["cudnn_benchmark"]) == (
+        "highest",
+        False,
+        False,
+    )
     assert not settings["deterministic"]
     torch_settings.make(deterministic=True)
     assert torch_settings.describe()["deterministic"]
@@ -49,7 +54,9 @@ def test_settings_import_no_compiler_unless_deterministic():
 def test_an_allocator_set_by_the_user_stays(name: str):
     os.environ[name] = "max_split_size_mb:64"
     torch_settings.make()
-    assert {each: os.environ.get(each) for each in torch_settings.ALLOCATOR if each in os.environ} == {name: "max_split_size_mb:64"}
+    assert {each: os.environ.get(each) for each in torch_settings.ALLOCATOR if each in os.environ} == {
+        name: "max_split_size_mb:64"
+    }
 
 
 def test_variables_that_nobody_has_set_are_set_and_recorded():
@@ -62,7 +69,9 @@ def test_variables_that_nobody_has_set_are_set_and_recorded():
     }
 
 
-def test_the_flight_recorder_writes_into_each_run_or_where_the_user_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_flight_recorder_writes_into_each_run_or_where_the_user_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     for name in ("one", "other"):
         torch_settings.place_flight_recorder(tmp_path / name)
         assert os.environ[torch_settings.DUMP] == str(tmp_path / name / "flight_recorder_")

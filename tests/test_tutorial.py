@@ -18,7 +18,11 @@ from src.experiments.grid import grid
 from tests import toy
 from tests.test_readme import commands
 
-RESULTS = {"model.num_layers model.stride": "loop.learning_rate seed", "model.stride > 1": "seed < 1", "crossattn_tiny": "mine"}
+RESULTS = {
+    "model.num_layers model.stride": "loop.learning_rate seed",
+    "model.stride > 1": "seed < 1",
+    "crossattn_tiny": "mine",
+}
 """What stands in the commands of docs/results.md, and in those that are carried out on the runs of the tutorial."""
 LEFT_OUT = ("make demo", "make test", "source .venv", "python -c", "for path in", "python -m data_prep.stdlib_qa")
 """Commands that set up what the test has, or that have tests of their own."""
@@ -26,16 +30,23 @@ Carry = Callable[[str], str]
 
 
 @pytest.fixture
-def carry_out(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Carry:
-    """Carries out a command where data, a text and the experiments of a page are (the tutorial, or the parameter); gives what it prints."""
+def carry_out(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Carry:
+    """Carries out a command where data, a text and the experiments of a page are (the tutorial, or the parameter);
+    gives what it prints."""
     page = getattr(request, "param", "docs/tutorial.md")
     (block,) = re.findall(r"```python\n(MINE = .*?)```", (toy.ROOT / page).read_text(), re.DOTALL)
-    block, found = re.subn(r'"steps": \d+(.*"eval_every": )\d+', r'"steps": 4\g<1>2', block.replace("stdlib_tokenizer", "toy_tokenizer"))
+    block, found = re.subn(
+        r'"steps": \d+(.*"eval_every": )\d+', r'"steps": 4\g<1>2', block.replace("stdlib_tokenizer", "toy_tokenizer")
+    )
     assert found == 1
     written: dict[str, Any] = {"EXP_GROUPS": {}, "grid": grid}
     exec(block, written)
     toy.write_data(tmp_path / "results" / "data")
-    (tmp_path / "my.jsonl").write_text("".join(json.dumps({"text": f"the thing{i % 16} is red . " * 8}) + "\n" for i in range(60)))
+    (tmp_path / "my.jsonl").write_text(
+        "".join(json.dumps({"text": f"the thing{i % 16} is red . " * 8}) + "\n" for i in range(60))
+    )
     monkeypatch.chdir(tmp_path)
 
     def run(line: str) -> str:
@@ -51,11 +62,16 @@ def carry_out(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytes
     return run
 
 
-@pytest.mark.parametrize(("carry_out", "name"), [(name, name) for name in ("README.md", "docs/tutorial.md")], indirect=["carry_out"])
+@pytest.mark.parametrize(
+    ("carry_out", "name"), [(name, name) for name in ("README.md", "docs/tutorial.md")], indirect=["carry_out"]
+)
 def test_the_first_experiment(carry_out: Carry, name: str, tmp_path: Path):
     shown = {line: carry_out(line) for line in commands(name) if not line.startswith(LEFT_OUT)}
     assert len(shown) >= 5
-    ends = [[row["step"] for row in map(json.loads, path.read_text().splitlines())] for path in tmp_path.rglob("scores.jsonl")]
+    ends = [
+        [row["step"] for row in map(json.loads, path.read_text().splitlines())]
+        for path in tmp_path.rglob("scores.jsonl")
+    ]
     assert len(ends) >= 4
     assert all(steps == [2, 4] for steps in ends)
     (table,) = [out for line, out in shown.items() if "results.table" in line]
@@ -70,7 +86,11 @@ def test_the_commands_of_the_page_of_results(carry_out: Carry, tmp_path: Path):
         if "data_prep.tokenize" in line or line == "python trainval.py -e mine":
             carry_out(line)
     ids = sorted(path.parent.name for path in tmp_path.rglob("scores.jsonl"))
-    asked = [line for line in commands("docs/results.md") if "results." in line and not re.search("dashboard|answers|sweep", line)]
+    asked = [
+        line
+        for line in commands("docs/results.md")
+        if "results." in line and not re.search("dashboard|answers|sweep", line)
+    ]
     assert len(asked) >= 9
     for line in asked:
         for there, here in RESULTS.items():

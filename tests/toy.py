@@ -22,12 +22,29 @@ LONGEST = 600
 ROOT = Path(trainval.__file__).parent
 COLOURS = ["red", "blue", "green", "pink", "grey", "black", "white", "brown"]
 THINGS = [f"thing{i}" for i in range(16)]
-SPECIAL = ["<|endoftext|>", "<|pad|>", "<|user|>", "<|assistant|>", "<|C|>", "<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<unk>"]
+SPECIAL = [
+    "<|endoftext|>",
+    "<|pad|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|C|>",
+    "<fim_prefix>",
+    "<fim_middle>",
+    "<fim_suffix>",
+    "<unk>",
+]
 
 BASE: dict[str, Any] = {
     "recipe": "lm",
     "seed": 0,
-    "model": {"name": "gpt_bigcode", "tokenizer": "toy_tokenizer", "hidden_size": 32, "num_layers": 3, "num_heads": 2, "max_positions": 64},
+    "model": {
+        "name": "gpt_bigcode",
+        "tokenizer": "toy_tokenizer",
+        "hidden_size": 32,
+        "num_layers": 3,
+        "num_heads": 2,
+        "max_positions": 64,
+    },
     "data": {"name": "text", "corpus": "toy_text", "sequence_tokens": 16},
     "loop": {"steps": 12, "sequences_per_step": 8, "micro_batch": 2, "learning_rate": 1e-2, "eval_every": 4},
 }
@@ -53,7 +70,13 @@ def write_data(data: Path) -> Path:
     with new_directory(data / "toy_qa") as folder:
         for split, rows in splits.items():
             written = [
-                {"context": f"the {t} is {c} .", "question": "what is it ?", "answer": c, "sample_idx": i, "dataset": "toy"}
+                {
+                    "context": f"the {t} is {c} .",
+                    "question": "what is it ?",
+                    "answer": c,
+                    "sample_idx": i,
+                    "dataset": "toy",
+                }
                 for i, (t, c) in enumerate(rows)
             ]
             _write_rows(folder / f"{split}.jsonl", written)
@@ -112,9 +135,26 @@ def command(root: Path, arguments: Sequence[str], folder: Path, processes: int =
     """The command line that runs trainval.py of `root`, under torchrun for several processes."""
     python = [sys.executable]
     if processes > 1:
-        python += ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", "0", "--rdzv-backend", "c10d"]
+        python += [
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            str(processes),
+            "--master-port",
+            "0",
+            "--rdzv-backend",
+            "c10d",
+        ]
         python += ["--rdzv-endpoint", "localhost:0"]
-    return [*python, str(root / "trainval.py"), *arguments, "--data_path", str(folder / "data"), "-sb", str(folder / "runs")]
+    return [
+        *python,
+        str(root / "trainval.py"),
+        *arguments,
+        "--data_path",
+        str(folder / "data"),
+        "-sb",
+        str(folder / "runs"),
+    ]
 
 
 def run(
@@ -124,7 +164,9 @@ def run(
     return finished(command(root, arguments, folder, processes), environment() if variables is None else variables)
 
 
-def finished(words: Sequence[str], variables: Mapping[str, str], cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def finished(
+    words: Sequence[str], variables: Mapping[str, str], cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run a command that tests/warm.py knows to its end, with nothing but `variables` in its environment."""
     with tempfile.TemporaryDirectory() as kept:
         out, errors = Path(kept, "out"), Path(kept, "errors")
@@ -141,7 +183,9 @@ def finished(words: Sequence[str], variables: Mapping[str, str], cwd: Path | Non
 
 def run_cold(root: Path, arguments: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
     """Run `command` to its end as a user does: it loads what it needs. For what loads little."""
-    return subprocess.run(command(root, arguments, folder), capture_output=True, text=True, env=environment(), check=False)
+    return subprocess.run(
+        command(root, arguments, folder), capture_output=True, text=True, env=environment(), check=False
+    )
 
 
 def kill_midway(root: Path, arguments: Sequence[str], folder: Path, exp_id: str) -> None:
@@ -160,7 +204,9 @@ def kill_midway(root: Path, arguments: Sequence[str], folder: Path, exp_id: str)
 
 def environment() -> dict[str, str]:
     """One thread per process, nothing of a surrounding torchrun."""
-    return {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")} | {"OMP_NUM_THREADS": "1"}
+    return {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")} | {
+        "OMP_NUM_THREADS": "1"
+    }
 
 
 def rows(folder: Path, exp_id: str) -> list[dict[str, Any]]:

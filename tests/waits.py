@@ -1,11 +1,12 @@
 """Counts on a CPU how often a training step would wait for a GPU.
 
-What the training copies to its device stands for what is on a GPU, and so does all that is computed from it: `WaitCounter` follows the
-storages of tensors through every operation, also those of the backward pass. Reading such a tensor is a wait, and so is an operation
-whose result has as many entries as the values of such a tensor say. A copy to the device is a tensor of its own, as on a GPU.
+What the training copies to its device stands for what is on a GPU, and so does all that is computed from it:
+`WaitCounter` follows the storages of tensors through every operation, also those of the backward pass. Reading such a
+tensor is a wait, and so is an operation whose result has as many entries as the values of such a tensor say. A copy to
+the device is a tensor of its own, as on a GPU.
 
-Not seen: copies from memory that is not pinned, and waits inside kernels of a GPU alone. `python -m benchmarks.gpu --only synchronisations`
-counts all of them on a GPU.
+Not seen: copies from memory that is not pinned, and waits inside kernels of a GPU alone. `python -m benchmarks.gpu
+--only synchronisations` counts all of them on a GPU.
 """
 
 import os
@@ -26,7 +27,13 @@ from tests.conftest import ROOT
 aten = torch.ops.aten
 READS = {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default}
 SIZED_BY_VALUES = {
-    *(aten.nonzero.default, aten.nonzero_numpy.default, aten.masked_select.default, aten.bincount.default, aten.argwhere.default),
+    *(
+        aten.nonzero.default,
+        aten.nonzero_numpy.default,
+        aten.masked_select.default,
+        aten.bincount.default,
+        aten.argwhere.default,
+    ),
     *(aten._unique2.default, aten.unique_dim.default, aten.unique_consecutive.default, aten.repeat_interleave.Tensor),
     aten.masked_scatter_backward.default,
 }
@@ -73,7 +80,11 @@ class WaitCounter(TorchDispatchMode):
     def _waits(self, func: Any, args: Sequence[Any]) -> bool:
         if func in READS | SIZED_BY_VALUES:
             return any(self.is_on_device(arg) for arg in tree_leaves(args) if isinstance(arg, Tensor))
-        masks = [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)] if func in INDEXED else []
+        masks = (
+            [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
+            if func in INDEXED
+            else []
+        )
         return any(map(self.is_on_device, masks))
 
     def is_on_device(self, tensor: Tensor) -> bool:
@@ -95,7 +106,9 @@ class WaitCounter(TorchDispatchMode):
         training = next((frame for frame in frames if frame.f_code.co_name == STEP), None)
         if training is None or any(frame.f_code.co_name in STARTS for frame in frames):
             return
-        outside = [frame for frame in frames if not _file(frame).startswith((os.path.dirname(torch.__file__), __file__))]
+        outside = [
+            frame for frame in frames if not _file(frame).startswith((os.path.dirname(torch.__file__), __file__))
+        ]
         own = next(frame for frame in frames if _file(frame).startswith(str(ROOT / "src")))
         places = dict.fromkeys(f"{_short(_file(frame))}:{frame.f_lineno}" for frame in (outside[0], own))
         if training is not self._step:
@@ -116,7 +129,9 @@ class _Copies(TorchFunctionMode):
         super().__init__()
         self.counter = counter
 
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func in TO_HOST and self.counter.is_on_device(args[0]):
             self.counter.note(f"Tensor.{func.__name__}")
@@ -128,7 +143,12 @@ class _Copies(TorchFunctionMode):
         if func is Tensor.cpu:
             found = found.clone()
             self.counter.take_from_device(found)
-        if func in TO_DEVICE and kwargs.get("non_blocking") and isinstance(found, Tensor) and not self.counter.is_on_device(args[0]):
+        if (
+            func in TO_DEVICE
+            and kwargs.get("non_blocking")
+            and isinstance(found, Tensor)
+            and not self.counter.is_on_device(args[0])
+        ):
             found = found.clone() if found is args[0] else found
             self.counter.put_on_device(found)
         if func in TO_DEVICE and isinstance(found, nn.Parameter):

@@ -1,8 +1,8 @@
 """Trainings that start in a fraction of the time: their processes are forked from one that has the libraries loaded.
 
-The command is that of torchrun, accelerate or python, read by their own parsers and run by torchrun's own agent; trainval.py runs as it
-does there.
-Only this differs: a process is forked where it would be started anew. Nothing of ours is loaded before.
+The command is that of torchrun, accelerate or python, read by their own parsers and run by torchrun's own agent;
+trainval.py runs as it does there. Only this differs: a process is forked where it would be started anew. Nothing of
+ours is loaded before.
 """
 
 import argparse
@@ -40,13 +40,20 @@ class Process:
     """A started command, of which can be asked what subprocess.Popen is asked."""
 
     def __init__(
-        self, command: Sequence[str], environment: Mapping[str, str], cwd: Path | None, log: Path, errors: Path | None = None
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        cwd: Path | None,
+        log: Path,
+        errors: Path | None = None,
     ) -> None:
         """What it prints goes to `log`; what it prints as errors to `errors`, where that is given."""
         if not _context:
             _context.append(multiprocessing.get_context("forkserver"))
             _context[0].set_forkserver_preload(LIBRARIES)
-        self._process = _context[0].Process(target=_run, args=(list(command), dict(environment), cwd or Path.cwd(), log, errors or log))
+        self._process = _context[0].Process(
+            target=_run, args=(list(command), dict(environment), cwd or Path.cwd(), log, errors or log)
+        )
         self._process.start()
         assert self._process.pid is not None
         self.pid: int = self._process.pid
@@ -96,7 +103,9 @@ def torchrun(script: Path, arguments: Sequence[str], processes: int, log: Path, 
         "--rdzv-endpoint",
         "localhost:0",
     ]
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
     process = Process([sys.executable, *launcher, str(script), *arguments], environment, None, log)
     try:
         code = process.wait(timeout=seconds)

@@ -1,7 +1,7 @@
 """Columns of rows, filled into texts: the question, the answer, and properties of the answer.
 
-"{title}. {answers.text.0}" has the column `title` and the first item of `text` in the column `answers`. "{aliases|any}" is one item of a
-list, always the same one for the same row. `FILTERS` has more words like `any`.
+"{title}. {answers.text.0}" has the column `title` and the first item of `text` in the column `answers`. "{aliases|any}"
+is one item of a list, always the same one for the same row. `FILTERS` has more words like `any`.
 """
 
 import re
@@ -32,7 +32,8 @@ FILTERS: dict[str, Callable[[str], str]] = {
     "before_answer": lambda text: _CHOICE.sub("", text),
     "words": lambda text: " ".join(_BLANK_LINES.sub("\n", text).split(" ")[:MOST_WORDS]),
 }
-"""Changes of a text. words: the first 512, without blank lines. `any` selects one item of a list; without it the items are joined."""
+"""Changes of a text. words: the first 512, without blank lines. `any` selects one item of a list; without it the items
+are joined."""
 
 
 class Columns(Form):
@@ -106,7 +107,9 @@ def fill(text: str, row: Row, where: str) -> str:
         if isinstance(value, list):
             value = (pick(value, row, place[1]) if value else "") if "any" in names else " ".join(map(str, value))
         if isinstance(value, dict):
-            raise DataError(f"{where}: column {place[1]!r}: expected text, got an object with {', '.join(value) or 'nothing'}.")
+            raise DataError(
+                f"{where}: column {place[1]!r}: expected text, got an object with {', '.join(value) or 'nothing'}."
+            )
         text = "" if value is None else str(value)
         for name in names:
             text = FILTERS.get(name, str)(text)
@@ -121,7 +124,8 @@ def is_there(row: Row, path: str) -> bool:
 
 
 def look_up(row: Row, path: str, where: str) -> Any:
-    """Value at a dotted path of a row, such as "answers.text.0"; None if a list is shorter or a parent is null. A column that is named like
+    """Value at a dotted path of a row, such as "answers.text.0"; None if a list is shorter or a parent is null. A
+    column that is named like
     the path takes precedence: --columns gives such names.
 
     Raises:

@@ -64,7 +64,8 @@ class Scored(Form):
 
 
 class Wins(Form):
-    """Two summaries of a text and the choice of one. Summaries of a group of rows are ranked by the number of choices."""
+    """Two summaries of a text and the choice of one. Summaries of a group of rows are ranked by the number of
+    choices."""
 
     texts: Sequence[str] = Field(min_length=1)
     """Columns of the text; the first that is not null counts."""
@@ -78,7 +79,9 @@ class Wins(Form):
         rows, wins = rows_of(row), dict[str, int]()
         for each in rows:
             chosen = column(each, "choice", where)
-            texts = [text_of(summary, "text", f"{where}: summaries") for summary in objects_of(each, "summaries", where)]
+            texts = [
+                text_of(summary, "text", f"{where}: summaries") for summary in objects_of(each, "summaries", where)
+            ]
             if chosen not in (0, 1) or len(set(texts)) != 2 or len(texts) != 2 or not self._is_sure(each):
                 continue
             for place, summary in enumerate(texts):
@@ -93,7 +96,11 @@ class Wins(Form):
     def _is_sure(self, row: Row) -> bool:
         extra = row.get("extra")
         confidence = extra.get("confidence") if isinstance(extra, dict) else None
-        return self.least_confidence is None or not isinstance(confidence, int | float) or confidence >= self.least_confidence
+        return (
+            self.least_confidence is None
+            or not isinstance(confidence, int | float)
+            or confidence >= self.least_confidence
+        )
 
 
 def _number(row: Row, name: str, where: str) -> float:
@@ -104,12 +111,17 @@ def _number(row: Row, name: str, where: str) -> float:
 
 
 class Dialogues(Form):
-    """{"chosen", "rejected"}: texts of a dialogue. Each turn starts with "Human:" or "Assistant:" after an empty line."""
+    """{"chosen", "rejected"}: texts of a dialogue. Each turn starts with "Human:" or "Assistant:" after an empty
+    line."""
 
     def read(self, row: Row, where: str) -> Iterator[Row]:
         """See `Form.read`. A paragraph without a speaker continues the previous turn."""
         chosen, rejected = (self._turns(text_of(row, name, where)) for name in ("chosen", "rejected"))
-        if len(chosen) > 1 and chosen[:-1] == rejected[:-1] and chosen[-1]["role"] == rejected[-1]["role"] == "assistant":
+        if (
+            len(chosen) > 1
+            and chosen[:-1] == rejected[:-1]
+            and chosen[-1]["role"] == rejected[-1]["role"] == "assistant"
+        ):
             replies = ({"content": talk[-1]["content"], **changes_of(talk[-1])} for talk in (chosen, rejected))
             yield from pair(chosen[:-1], *replies)
 
@@ -127,13 +139,20 @@ class Dialogues(Form):
 
 
 class Endings(Form):
-    """{"ctx", "endings", "label"}: the text with the right ending against the text with a wrong one. There is no prompt."""
+    """{"ctx", "endings", "label"}: the text with the right ending against the text with a wrong one. There is no
+    prompt."""
 
     def read(self, row: Row, where: str) -> Iterator[Row]:
         """See `Form.read`."""
-        text, endings, label = text_of(row, "ctx", where), texts_of(row, "endings", where), str(column(row, "label", where))
+        text, endings, label = (
+            text_of(row, "ctx", where),
+            texts_of(row, "endings", where),
+            str(column(row, "label", where)),
+        )
         if not label.isdigit() or int(label) >= len(endings):
-            raise DataError(f"{where}: column 'label': expected the number of one of {len(endings)} endings, got {label!r}.")
+            raise DataError(
+                f"{where}: column 'label': expected the number of one of {len(endings)} endings, got {label!r}."
+            )
         others = [ending for place, ending in enumerate(endings) if place != int(label)]
         texts = endings[int(label)], pick(others, row)
         good, bad = (f"{text}{'' if ending[:1].isspace() else ' '}{ending}" for ending in texts)
@@ -149,7 +168,9 @@ class Augmented(Form):
     def read(self, row: Row, where: str) -> Iterator[Row]:
         """See `Form.read`."""
         replies = texts_of(row, "responses", where)
-        worse = [text for text in texts_of(row, "augmented", where) if text not in replies] if row.get("augmented") else []
+        worse = (
+            [text for text in texts_of(row, "augmented", where) if text not in replies] if row.get("augmented") else []
+        )
         if worse and row.get("split") != "val":
             replies = [*replies, pick(worse, row)]
         scores = {text: -float(place) for place, text in enumerate(replies)}

@@ -30,8 +30,8 @@ _REQUESTS = ("Go on.", "Please continue.", "And then?")
 class ShareGPT(Form):
     """{"conversations": [{"from": "human" or "gpt", "value"}]}, as Vicuna's release has them.
 
-    Conversations that start with the assistant, or with an empty answer, are skipped. An empty message of a person becomes a request to
-    continue.
+    Conversations that start with the assistant, or with an empty answer, are skipped. An empty message of a person
+    becomes a request to continue.
     """
 
     characters: int = Field(default=32_768, gt=0)
@@ -44,10 +44,16 @@ class ShareGPT(Form):
         for place, each in enumerate(objects_of(row, "conversations", where)):
             text = text_of(each, "value", where) if each.get("value") else ""
             if each.get("from") not in ("human", "gpt"):
-                raise DataError(f"{where}: conversations[{place}]: expected 'from' to be human or gpt, got {each.get('from')!r}.")
+                raise DataError(
+                    f"{where}: conversations[{place}]: expected 'from' to be human or gpt, got {each.get('from')!r}."
+                )
             if not text and each["from"] == "gpt":
                 return
-            text = remove_references(text.replace(r"\_", "_").replace(r"\*", "*")).strip() if text else pick(_REQUESTS, row, place)
+            text = (
+                remove_references(text.replace(r"\_", "_").replace(r"\*", "*")).strip()
+                if text
+                else pick(_REQUESTS, row, place)
+            )
             add_message(messages, "user" if each["from"] == "human" else "assistant", text, more=reasoning_of(each))
         messages = up_to_last_answer(messages)
         if messages and messages[0]["role"] == "user":
@@ -56,7 +62,8 @@ class ShareGPT(Form):
 
 
 class Soda(Form):
-    """{"narrative", "dialogue", "speakers"}: two speakers in turn. The narrative and the name of the second precede the first turn."""
+    """{"narrative", "dialogue", "speakers"}: two speakers in turn. The narrative and the name of the second precede the
+    first turn."""
 
     characters: int = Field(default=32_768, gt=0)
     """Maximum length of a turn; the rest is removed."""
@@ -87,14 +94,20 @@ class Marked(Form):
         user, assistant = map(re.escape, self.marks)
         _, *parts = re.split(rf"\s*({user}|{assistant})\s*", text_of(row, self.text, where))
         turns = [
-            ("user" if mark == self.marks[0] else "assistant", text.strip()) for mark, text in zip(parts[::2], parts[1::2], strict=True)
+            ("user" if mark == self.marks[0] else "assistant", text.strip())
+            for mark, text in zip(parts[::2], parts[1::2], strict=True)
         ]
         messages, valid = list[Row](), turns if self.whole else [*_good_pairs(turns)]
         for role, text in valid:
             add_message(messages, role, text)
         if messages and len(valid) < len(turns):
             add_change(messages[-1], "removed", len(turns) - len(valid))
-        if messages and messages[0]["role"] == "user" and len(messages) % 2 == 0 and all(each["content"] for each in messages):
+        if (
+            messages
+            and messages[0]["role"] == "user"
+            and len(messages) % 2 == 0
+            and all(each["content"] for each in messages)
+        ):
             yield {"messages": messages}
 
 
@@ -146,14 +159,19 @@ class Rounds(Form):
             return
         value = column(row, self.rounds, where)
         rounds = objects_of(value, "samples", where) if isinstance(value, dict) else objects_of(row, self.rounds, where)
-        texts = [text_of(each, name, f"{where}: {self.rounds}") for each in rounds for name in (self.user, self.assistant)]
+        texts = [
+            text_of(each, name, f"{where}: {self.rounds}") for each in rounds for name in (self.user, self.assistant)
+        ]
         system = text_of(row, self.system, where) if self.system else ""
         if texts and all(text.strip() for text in texts):
-            yield {"messages": [*([{"role": "system", "content": system}] if system.strip() else []), *alternate(texts)]}
+            yield {
+                "messages": [*([{"role": "system", "content": system}] if system.strip() else []), *alternate(texts)]
+            }
 
 
 class Prosocial(Form):
-    """{"context", "rots", "safety_annotations", "safety_annotation_reasons"}: a statement, answered by each rule of thumb."""
+    """{"context", "rots", "safety_annotations", "safety_annotation_reasons"}: a statement, answered by each rule of
+    thumb."""
 
     explained: bool = False
     """Whether to ask for the reason of each annotation instead."""
@@ -162,14 +180,22 @@ class Prosocial(Form):
         """See `Form.read`."""
         statement = text_of(row, "context", where)
         if not self.explained:
-            yield from ({"messages": alternate([statement, rule])} for rule in texts_of(row, "rots", where) if rule.strip())
+            yield from (
+                {"messages": alternate([statement, rule])} for rule in texts_of(row, "rots", where) if rule.strip()
+            )
             return
-        annotations, reasons = (texts_of(row, name, where) for name in ("safety_annotations", "safety_annotation_reasons"))
+        annotations, reasons = (
+            texts_of(row, name, where) for name in ("safety_annotations", "safety_annotation_reasons")
+        )
         for annotation, reason in zip(annotations, reasons, strict=False):
             if reason.strip():
                 label = annotation.strip("_ ").replace("_", " ")
                 prompt, answer = pick(_WHY, statement, annotation)
-                yield {"messages": alternate([text.format(statement=statement, label=label, reason=reason) for text in (prompt, answer)])}
+                yield {
+                    "messages": alternate(
+                        [text.format(statement=statement, label=label, reason=reason) for text in (prompt, answer)]
+                    )
+                }
 
 
 _WHY = (

@@ -1,4 +1,5 @@
-"""Layouts of many releases: messages, a prompt with its completion, Alpaca's, a chosen and a rejected reply, plain text."""
+"""Layouts of many releases: messages, a prompt with its completion, Alpaca's, a chosen and a rejected reply, plain
+text."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -19,14 +20,16 @@ from data_prep.conversation_forms.rows import (
 )
 from src.errors import DataError
 
-_NO_INPUT = re.compile(r"\W*(input\W+)?(no ?input(\W+(is\W+)?(required|needed|necessary|provided|given))?|n/a)\W*", re.IGNORECASE)
+_NO_INPUT = re.compile(
+    r"\W*(input\W+)?(no ?input(\W+(is\W+)?(required|needed|necessary|provided|given))?|n/a)\W*", re.IGNORECASE
+)
 
 
 class Messages(Form):
     """{"messages": [{"role", "content"}]}, or {"conversations": [{"from", "value"}]} as ShareGPT has it.
 
-    Consecutive messages of one role are joined by a line break; messages after the last answer are removed. "tool_calls" and reasoning of
-    messages and "tools" of the row are unchanged.
+    Consecutive messages of one role are joined by a line break; messages after the last answer are removed.
+    "tool_calls" and reasoning of messages and "tools" of the row are unchanged.
     """
 
     def read(self, row: Row, where: str) -> Iterator[Row]:
@@ -45,7 +48,10 @@ class Completion(Form):
 
     def read(self, row: Row, where: str) -> Iterator[Row]:
         """See `Form.read`."""
-        prompt, answer = messages_of(column(row, "prompt", where), where), messages_of(column(row, "completion", where), where, "assistant")
+        prompt, answer = (
+            messages_of(column(row, "prompt", where), where),
+            messages_of(column(row, "completion", where), where, "assistant"),
+        )
         if answer:
             yield {"messages": [*prompt, *answer], **_tools(row)}
 
@@ -71,11 +77,14 @@ class Alpaca(Form):
 
 
 class Pairs(Form):
-    """{"chosen", "rejected"} with {"prompt"} or {"conversations"}: texts, messages, or conversations that end with the reply."""
+    """{"chosen", "rejected"} with {"prompt"} or {"conversations"}: texts, messages, or conversations that end with the
+    reply."""
 
     def read(self, row: Row, where: str) -> Iterator[Row]:
         """See `Form.read`."""
-        chosen, rejected = (messages_of(column(row, name, where), where, "assistant") for name in ("chosen", "rejected"))
+        chosen, rejected = (
+            messages_of(column(row, name, where), where, "assistant") for name in ("chosen", "rejected")
+        )
         context = row.get("prompt", row.get("conversations"))
         prompt = chosen[:-1] if context is None else messages_of(context, where)
         if not (chosen and rejected) or chosen[-1]["role"] != "assistant" or rejected[-1]["role"] != "assistant":
@@ -92,7 +101,8 @@ class Pairs(Form):
 
 
 def _scores(row: Row) -> tuple[float, ...]:
-    """Scores of the chosen and the rejected reply, from "score_chosen" and "score_rejected" or from "margin"; () without them."""
+    """Scores of the chosen and the rejected reply, from "score_chosen" and "score_rejected" or from "margin"; ()
+    without them."""
     if row.get("score_chosen") is not None and row.get("score_rejected") is not None:
         return row["score_chosen"], row["score_rejected"]
     return (row["margin"], 0.0) if row.get("margin") is not None else ()
@@ -101,7 +111,9 @@ def _scores(row: Row) -> tuple[float, ...]:
 def _reply(message: Row, where: str) -> Row:
     """The content and the reasoning of an answer, and the counts of its changes."""
     if message.get("tool_calls"):
-        raise DataError(f"{where}: tool_calls: expected replies of text, got {str(message['tool_calls'])[:60]}. Remove the row.")
+        raise DataError(
+            f"{where}: tool_calls: expected replies of text, got {str(message['tool_calls'])[:60]}. Remove the row."
+        )
     return {"content": message["content"], **reasoning_of(message), **changes_of(message)}
 
 

@@ -14,7 +14,8 @@ T = TypeVar("T")
 SPLIT_NAME = "split_name"
 """Column that is added to every row: the name of its split on the hub, or of its file."""
 CHANGES = ("joined", "removed", "shortened")
-"""Changes of a conversation. `add_change` counts them on a message; preparation sums the counts and removes them from the row."""
+"""Changes of a conversation. `add_change` counts them on a message; preparation sums the counts and removes them from
+the row."""
 _CHANGE = "\0"
 """Start of the key of such a count, so that no key of a published message equals it."""
 ROLES: Mapping[str, str] = {
@@ -24,7 +25,8 @@ ROLES: Mapping[str, str] = {
 
 
 class Form(Config):
-    """A layout of published conversations or preferences; its fields are options of an entry of resources/conversations.
+    """A layout of published conversations or preferences; its fields are options of an entry of
+    resources/conversations.
 
     src/data/conversations/entries.py describes prepared rows.
     """
@@ -40,7 +42,9 @@ class Form(Config):
 
 def pick(choices: Sequence[T], *key: object) -> T:
     """Choose one of several by `key` only: the same one for the same row, on every machine."""
-    parts = [{name: part[name] for name in part if name != SPLIT_NAME} if isinstance(part, dict) else part for part in key]
+    parts = [
+        {name: part[name] for name in part if name != SPLIT_NAME} if isinstance(part, dict) else part for part in key
+    ]
     return draws("release", *(json.dumps(part, sort_keys=True, default=str) for part in parts)).choice(choices)
 
 
@@ -85,12 +89,15 @@ def _list_of(row: Row, name: str, where: str, kind: type[T], noun: str) -> list[
     value = column(row, name, where)
     wrong = value if not isinstance(value, list) else next((each for each in value if not isinstance(each, kind)), None)
     if not isinstance(value, list) or not all(isinstance(each, kind) for each in value):
-        raise DataError(f"{where}: column {name!r}: expected a list of {noun}, got {str(wrong)[:60]!r} ({type(wrong).__name__}).")
+        raise DataError(
+            f"{where}: column {name!r}: expected a list of {noun}, got {str(wrong)[:60]!r} ({type(wrong).__name__})."
+        )
     return value
 
 
 def messages_of(value: Any, where: str, role: str = "user") -> list[Row]:
-    """Messages of a text by `role`, of one message or of a list. Consecutive messages of one role are joined by a line break."""
+    """Messages of a text by `role`, of one message or of a list. Consecutive messages of one role are joined by a line
+    break."""
     if isinstance(value, str):
         return [{"role": role, "content": value}]
     messages = list[Row]()
@@ -101,8 +108,12 @@ def messages_of(value: Any, where: str, role: str = "user") -> list[Row]:
         calls = message.get("tool_calls") if isinstance(message, dict) else None
         text = "" if calls and text is None else text
         if not isinstance(speaker, str) or speaker not in ROLES or not isinstance(text, str):
-            raise DataError(f"{where}: expected messages with role and content, or from and value; got {str(message)[:80]!r}.")
-        add_message(messages, ROLES[speaker], text, calls, {**reasoning_of(message), **_links_of(message, ROLES[speaker])})
+            raise DataError(
+                f"{where}: expected messages with role and content, or from and value; got {str(message)[:80]!r}."
+            )
+        add_message(
+            messages, ROLES[speaker], text, calls, {**reasoning_of(message), **_links_of(message, ROLES[speaker])}
+        )
     return messages
 
 
@@ -116,8 +127,11 @@ def _links_of(message: Row, role: str) -> Row:
     return {name: message[name] for name in LINKS if role == "tool" and message.get(name)}
 
 
-def add_message(messages: list[Row], role: str, text: str, calls: Any = None, more: Mapping[str, Any] | None = None) -> None:
-    """Append a message, or join it to the last one if both have the same role and only text. calls: of tools. more: further keys."""
+def add_message(
+    messages: list[Row], role: str, text: str, calls: Any = None, more: Mapping[str, Any] | None = None
+) -> None:
+    """Append a message, or join it to the last one if both have the same role and only text. calls: of tools. more:
+    further keys."""
     last = messages[-1] if messages else {}
     if last.get("role") == role and role != "tool" and not calls and not more and "tool_calls" not in last:
         last["content"] += f"\n{text}"

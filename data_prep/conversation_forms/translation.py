@@ -1,4 +1,5 @@
-"""Pairs of texts in two languages as requests to translate one of them. Direction and wording depend on the pair of texts alone."""
+"""Pairs of texts in two languages as requests to translate one of them. Direction and wording depend on the pair of
+texts alone."""
 
 from collections.abc import Iterator
 from functools import lru_cache
@@ -18,7 +19,8 @@ _THREE_LETTERS = {"ara": "ar", "ita": "it", "nld": "nl", "tur": "tr", "ukr": "uk
 
 @lru_cache
 def load_requests() -> dict[str, Any]:
-    """{"english": requests in English, "languages": {code: {"name", "own": requests in the language}}}; {text} and {language} in each."""
+    """{"english": requests in English, "languages": {code: {"name", "own": requests in the language}}}; {text} and
+    {language} in each."""
     return read_yaml(REQUESTS, "requests")
 
 
@@ -43,19 +45,24 @@ class Translations(Form):
         """See `Form.read`."""
         texts = column(row, "translation", where)
         if not isinstance(texts, dict):
-            raise DataError(f"{where}: column 'translation': expected a text for each language, got {type(texts).__name__}.")
+            raise DataError(
+                f"{where}: column 'translation': expected a text for each language, got {type(texts).__name__}."
+            )
         yield from translate({code: text_of(texts, code, f"{where}: translation") for code in _codes(self.pair)})
 
 
 class DiveMT(Form):
-    """{"subject_id": "ita_…", "src_text", "tgt_text"}: from English into the language of three letters before the underscore."""
+    """{"subject_id": "ita_…", "src_text", "tgt_text"}: from English into the language of three letters before the
+    underscore."""
 
     def read(self, row: Row, where: str) -> Iterator[Row]:
         """See `Form.read`."""
         code = text_of(row, "subject_id", where).partition("_")[0]
         if code not in _THREE_LETTERS:
             raise DataError(f"{where}: subject_id: {unknown_text('language', code, _THREE_LETTERS)}")
-        yield from translate({"en": text_of(row, "src_text", where), _THREE_LETTERS[code]: text_of(row, "tgt_text", where)})
+        yield from translate(
+            {"en": text_of(row, "src_text", where), _THREE_LETTERS[code]: text_of(row, "tgt_text", where)}
+        )
 
 
 def _codes(pair: str) -> list[str]:
@@ -70,7 +77,8 @@ def _codes(pair: str) -> list[str]:
 
 
 def translate(texts: dict[str, str]) -> Iterator[Row]:
-    """A row that asks for one of two texts in the other language, unless one of them says nothing. texts: by the codes of languages."""
+    """A row that asks for one of two texts in the other language, unless one of them says nothing. texts: by the codes
+    of languages."""
     if not all(text.strip() for text in texts.values()):
         return
     requests, codes = load_requests(), list(texts)

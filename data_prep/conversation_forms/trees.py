@@ -1,6 +1,7 @@
 """Open-Assistant's trees of messages: their threads, and what people ranked in them.
 
-A row is a tree, {"tree_state", "prompt": {"text", "role", "replies": [...]}}, or a group of the messages of one, as the hub has them.
+A row is a tree, {"tree_state", "prompt": {"text", "role", "replies": [...]}}, or a group of the messages of one, as the
+hub has them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,8 +16,8 @@ _LABELS = ("quality", "humor", "creativity")
 
 
 class Threads(Form):
-    """The threads from a prompt to each last answer. Of several that a person says after one answer and nobody has answered, the first
-    counts."""
+    """The threads from a prompt to each last answer. Of several that a person says after one answer and nobody has
+    answered, the first counts."""
 
     languages: Sequence[str] = Field(default=["en"], min_length=1)
     """Of prompts."""
@@ -48,7 +49,11 @@ class Threads(Form):
         tree = _tree(rows_of(row), where)
         prompt = column(tree, "prompt", where)
         _check(prompt, f"{where}: prompt")
-        good = tree.get("tree_state") == "ready_for_export" and prompt.get("review_result") and prompt.get("lang") in self.languages
+        good = (
+            tree.get("tree_state") == "ready_for_export"
+            and prompt.get("review_result")
+            and prompt.get("lang") in self.languages
+        )
         return [{**prompt, "role": "user"}] if good and self.is_read(prompt) else []
 
     def is_read(self, message: Row) -> bool:
@@ -72,7 +77,9 @@ class Ranked(Threads):
         """See `Form.read`."""
 
         def walk(thread: list[Row]) -> Iterator[Row]:
-            ranked = [each for each in thread[-1].get("replies") or () if type(each.get("rank")) is int and self.is_read(each)]
+            ranked = [
+                each for each in thread[-1].get("replies") or () if type(each.get("rank")) is int and self.is_read(each)
+            ]
             if thread[-1]["role"] != "assistant" and len(ranked) > 1:
                 replies = [{**_message(reply), "rank": reply["rank"]} for reply in ranked]
                 for reply in replies:
@@ -101,7 +108,9 @@ def _tree(rows: list[Row], where: str) -> Row:
 def _check(message: Any, where: str) -> None:
     """Raises DataError where a message, or one below it, is none."""
     if not isinstance(message, dict):
-        raise DataError(f"{where}: expected a message with text and role, got {str(message)[:60]!r} ({type(message).__name__}).")
+        raise DataError(
+            f"{where}: expected a message with text and role, got {str(message)[:60]!r} ({type(message).__name__})."
+        )
     for name in ("text", "role"):
         text_of(message, name, where)
     if type(message.get("rank")) not in (int, type(None)):
@@ -119,7 +128,8 @@ def _message(message: Row) -> Row:
 
 
 def _label(labels: Row, name: str) -> Any:
-    """A label's value: of {name: {"value"}} as files have them, or of {"name": [...], "value": [...]} as the hub does."""
+    """A label's value: of {name: {"value"}} as files have them, or of {"name": [...], "value": [...]} as the hub
+    does."""
     names, values = labels.get("name"), labels.get("value")
     if isinstance(names, list) and isinstance(values, list):
         return next((value for each, value in zip(names, values, strict=False) if each == name), None)

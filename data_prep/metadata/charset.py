@@ -1,7 +1,7 @@
 """Decode web pages as the HTML standard does.
 
-The order is that of its encoding sniffing algorithm: byte order mark, HTTP header, declaration in the first 1,024 bytes, detection,
-windows-1252. Labels have their meaning on the web: ISO-8859-1 is windows-1252, gb2312 is gb18030.
+The order is that of its encoding sniffing algorithm: byte order mark, HTTP header, declaration in the first 1,024
+bytes, detection, windows-1252. Labels have their meaning on the web: ISO-8859-1 is windows-1252, gb2312 is gb18030.
 """
 
 import codecs
@@ -18,7 +18,9 @@ FALLBACK = "windows-1252"
 REPLACEMENT = "\ufffd"
 _BYTE_ORDER_MARKS = ((codecs.BOM_UTF8, "utf-8"), (codecs.BOM_UTF16_BE, "utf-16be"), (codecs.BOM_UTF16_LE, "utf-16le"))
 _HEADER_CHARSET = re.compile(r"""(?i);\s*charset\s*=\s*(?:"([^"]*)"|'([^']*)'|["']?([^\s"';,]+))""")
-_CONTENT_CHARSET = re.compile(rb"""(?i)charset[\t\n\f\r ]*=[\t\n\f\r ]*(?:"([^"]*)"|'([^']*)'|([^"'\t\n\f\r ;][^\t\n\f\r ;]*))""")
+_CONTENT_CHARSET = re.compile(
+    rb"""(?i)charset[\t\n\f\r ]*=[\t\n\f\r ]*(?:"([^"]*)"|'([^']*)'|([^"'\t\n\f\r ;][^\t\n\f\r ;]*))"""
+)
 _XML_ENCODING = re.compile(rb"""\A<\?xml[^>]*?encoding[\x00-\x20]*=[\x00-\x20]*(["'])([^>"']*?)\1[^>]*>""")
 _UTF_16_XML = ((b"<\0?\0x\0", "utf-16le"), (b"\0<\0?\0x", "utf-16be"))
 _MARKUP = re.compile(rb"<[^<>]*>|[\t\n\f\r <>]+")
@@ -28,7 +30,9 @@ _ATTRIBUTE = re.compile(
     rb"""(?:[\t\n\f\r ]*=[\t\n\f\r ]*(?:"(?P<double>[^"]*)"|'(?P<single>[^']*)'|(?P<bare>[^\t\n\f\r >"'][^\t\n\f\r >]*)|"""
     rb"""["'](?s:.*)|(?=>)))?"""
 )
-_SIGN = re.compile(rb"[^A-Za-z\x80-\xff]*(?:[\x80-\xff]|[A-Za-z]{0,2}[\xb0-\xb9\xbc-\xbe][A-Za-z]{0,2})[^A-Za-z\x80-\xff]*")
+_SIGN = re.compile(
+    rb"[^A-Za-z\x80-\xff]*(?:[\x80-\xff]|[A-Za-z]{0,2}[\xb0-\xb9\xbc-\xbe][A-Za-z]{0,2})[^A-Za-z\x80-\xff]*"
+)
 """A word with one sign, such as ©, m³ or 20±5 in windows-1252. In other encodings, the sign is a letter."""
 _LATIN = ("windows-1252", "iso-8859-2", "windows-1250", "windows-1254", "windows-1257", "windows-1258")
 """Candidates for words with few non-ASCII bytes. The first one counts if a text can be in several."""
@@ -62,8 +66,8 @@ _CHINESE = frozenset(
 )
 _KOREAN = frozenset("이다에의는로하을가고지서한은기으년대사시를리도인스일니습")
 _EAST_ASIAN = {"euc-jp": _KANA, "shift_jis": _KANA, "gb18030": _CHINESE, "big5": _CHINESE, "euc-kr": _KOREAN}
-"""Frequent characters of the languages by encoding. charset-normalizer takes short Chinese texts for Thai, and rejects Japanese pages
-with characters that Python's codecs do not have."""
+"""Frequent characters of the languages by encoding. charset-normalizer takes short Chinese texts for Thai, and rejects
+Japanese pages with characters that Python's codecs do not have."""
 _FREQUENT = frozenset("оеаинтсрвлкατοιενρσκηςάίόיוהלרבתמאשاليمونرتبةานรอกเงมยลวดทสต")
 """Frequent letters in Cyrillic, Greek, Hebrew, Arabic and Thai."""
 _PUNCTUATION = "„“”‚‘’‹›«»–—…•·¿¡§¦°©®™€£ªº\xa0"
@@ -189,7 +193,8 @@ def _meta_label(attributes: dict[bytes, bytes]) -> Iterator[str]:
 
 
 def _detect(page: bytes) -> str:
-    """Guess by bytes for UTF-16, ISO-2022-JP and UTF-8, by letters for Latin and East Asian scripts, else with charset-normalizer."""
+    """Guess by bytes for UTF-16, ISO-2022-JP and UTF-8, by letters for Latin and East Asian scripts, else with
+    charset-normalizer."""
     import charset_normalizer
 
     zeros = [page[side::2].count(0) for side in range(2)]
@@ -198,7 +203,9 @@ def _detect(page: bytes) -> str:
     if re.search(rb"\x1b\$[@B]", page):
         return "iso-2022-jp"
     text = page.decode("utf-8", "replace")
-    if text.count(REPLACEMENT) * 20 <= len(text) - len(text.encode("ascii", "ignore")):  # a page cut within a character is UTF-8, too
+    if text.count(REPLACEMENT) * 20 <= len(text) - len(
+        text.encode("ascii", "ignore")
+    ):  # a page cut within a character is UTF-8, too
         return "utf-8"
     words = b" ".join([word for word in _MARKUP.split(page) if not word.isascii() and not _SIGN.fullmatch(word)])
     if not words:
@@ -245,7 +252,8 @@ def _decode_as(page: bytes, encoding: str) -> str:
 
 
 def _decode_undefined(error: UnicodeError) -> tuple[str, int]:
-    """Decode a byte that Python leaves undefined: in Windows code pages, 80 to 9F are control characters; in GB 18030, 80 is the euro."""
+    """Decode a byte that Python leaves undefined: in Windows code pages, 80 to 9F are control characters; in GB 18030,
+    80 is the euro."""
     assert isinstance(error, UnicodeDecodeError)
     byte = error.object[error.start]
     if error.encoding.startswith("gb"):
@@ -259,13 +267,20 @@ _EUC_JP = re.compile("[\xa1-\xfe]{2}|\x8e[\xa1-\xdf]|\x8f[\xa1-\xfe]{2}|[\x80-\x
 
 @lru_cache(1)
 def _euc_jp_table() -> dict[str, str]:
-    """Map the bytes of EUC-JP to characters, including the extensions of Microsoft, which Python's codec does not have."""
+    """Map the bytes of EUC-JP to characters, including the extensions of Microsoft, which Python's codec does not
+    have."""
     table = {f"\x8e{chr(byte)}": chr(0xFF61 - 0xA1 + byte) for byte in range(0xA1, 0xE0)}
     for row in range(94):
         for cell in range(94):
             pair = bytes([0xA1 + row, 0xA1 + cell])
-            lead, trail = 0x81 + row // 2 + (0x40 if row >= 62 else 0), cell + (0x9F if row % 2 else 0x40 + (cell >= 63))
-            for key, encoded, codec in ((pair, bytes([lead, trail]), "cp932"), (b"\x8f" + pair, b"\x8f" + pair, "euc_jp")):
+            lead, trail = (
+                0x81 + row // 2 + (0x40 if row >= 62 else 0),
+                cell + (0x9F if row % 2 else 0x40 + (cell >= 63)),
+            )
+            for key, encoded, codec in (
+                (pair, bytes([lead, trail]), "cp932"),
+                (b"\x8f" + pair, b"\x8f" + pair, "euc_jp"),
+            ):
                 character = encoded.decode(codec, "ignore")
                 if len(character) == 1:
                     table[key.decode("latin-1")] = character

@@ -1,4 +1,5 @@
-"""What Wikipedia says of a website: the first sentence of the page that its host redirects to, or that bears its name."""
+"""What Wikipedia says of a website: the first sentence of the page that its host redirects to, or that bears its
+name."""
 
 import re
 import sqlite3
@@ -14,7 +15,9 @@ Row = dict[str, Any]
 COLUMNS = ("metadata_website_desc",)
 FEWEST_WORDS, MOST_WORDS = 5, 50
 _PARENTHESES = re.compile(r"\s*\((?:[^()]|\([^()]*\))*\)")
-_SENTENCE = re.compile(r".*?(?<!\b[A-Z])[.!?][\"')\]]*(?=\s+[A-Z]|\s*$)", re.DOTALL)  # a dot behind a single letter is of a name
+_SENTENCE = re.compile(
+    r".*?(?<!\b[A-Z])[.!?][\"')\]]*(?=\s+[A-Z]|\s*$)", re.DOTALL
+)  # a dot behind a single letter is of a name
 _NO_DESCRIPTION = re.compile(r".* refers? to.?:|\[\[\w+:", re.DOTALL)
 
 
@@ -27,7 +30,9 @@ class Descriptions:
             self._database = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
             self._database.execute("select 1 from paragraphs, redirects limit 1")
         except sqlite3.Error as error:
-            raise DataError(f"{path}: no index of Wikipedia ({error}). Make it with python -m data_prep.metadata.wiki_index.") from None
+            raise DataError(
+                f"{path}: no index of Wikipedia ({error}). Make it with python -m data_prep.metadata.wiki_index."
+            ) from None
         self.queries = 0
         """How often the index was asked."""
         self.of_host = lru_cache(1 << 16)(self._of_host)

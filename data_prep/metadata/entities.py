@@ -1,4 +1,5 @@
-"""Entities in a text. A linker is an object with one verb, `link(text)`; here one that looks mentions up in a dictionary.
+"""Entities in a text. A linker is an object with one verb, `link(text)`; here one that looks mentions up in a
+dictionary.
 
 Another, such as REL or a model of one's own, is a class with the same verb and a line in `extraction.EXTRACTORS`.
 """
@@ -20,7 +21,8 @@ class Linker(Protocol):
     """Finds entities."""
 
     def link(self, text: str) -> list[Row]:
-        """Items of the key "entity", in their order: spans of `text`, and titles of Wikipedia with underscores as values."""
+        """Items of the key "entity", in their order: spans of `text`, and titles of Wikipedia with underscores as
+        values."""
         ...
 
 
@@ -42,7 +44,9 @@ class DictionaryLinker:
             if end := next(ends, 0):
                 stop = words[end - 1][1]
                 value = self._titles[text[start:stop]]
-                found.append({"key": "entity", "type": "local", "char_start_idx": start, "char_end_idx": stop, "value": value})
+                found.append(
+                    {"key": "entity", "type": "local", "char_start_idx": start, "char_end_idx": stop, "value": value}
+                )
             at = end or at + 1
         return found
 

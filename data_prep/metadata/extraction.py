@@ -1,4 +1,5 @@
-"""Extract metadata from one file of pages: columns of its rows, written next to a digest of each row, all or nothing."""
+"""Extract metadata from one file of pages: columns of its rows, written next to a digest of each row, all or
+nothing."""
 
 import contextlib
 import glob
@@ -103,7 +104,9 @@ EXTRACTORS: dict[str, Extractor] = {
     "url": Extractor("UrlPreprocessor", url.COLUMNS, lambda row, options: url.extract(row, options.compatible)),
     "description": Extractor("WebsiteDescPreprocessor", description.COLUMNS, _describe),
     "entities": Extractor(
-        "EntityPreprocessor", entities.COLUMNS, lambda row, options: entities.extract(row, entities.read_linker(options.mentions))
+        "EntityPreprocessor",
+        entities.COLUMNS,
+        lambda row, options: entities.extract(row, entities.read_linker(options.mentions)),
     ),
     "text": Extractor("TextPreprocessor", text.COLUMNS, lambda row, options: text.extract(row, options.compatible)),
 }
@@ -171,13 +174,17 @@ def _write_part(part: Part, options: Options) -> None:
     report: dict[str, Any] = {"rows": 0, "empty": 0, "columns": [], "errors": errors}
     skipped, pages, columns, replaced = Counter[str](), Counter[str](), dict[str, None](), list[str]()
     names = part.rows, part.digests
-    temporary = [path.with_name(f".{path.name}.{os.getpid()}") for path in names]  # another process can do the same part
+    temporary = [
+        path.with_name(f".{path.name}.{os.getpid()}") for path in names
+    ]  # another process can do the same part
     with writing(part.stem), open(temporary[0], "wb") as rows, open(temporary[1], "wb") as digests:
         for number, (where, row) in enumerate(page_sources.read_rows(part.source, skipped, options.records), 1):
             try:
                 with processor_limit(options.page_seconds):
                     annotated = _annotate(_decode_page(row, where, pages, replaced), where, options, errors)
-                    if annotated.get("text", "html" not in options.extract):  # without an extractor of text, a missing text is an error
+                    if annotated.get(
+                        "text", "html" not in options.extract
+                    ):  # without an extractor of text, a missing text is an error
                         read_row(annotated, where)
                     else:
                         report["empty"] += 1
@@ -207,7 +214,8 @@ def _write_part(part: Part, options: Options) -> None:
 def _decode_page(row: Row, where: str, pages: Counter[str], replaced: list[str]) -> Row:
     """Return the row with its page as text.
 
-    pages: counts all pages, those with a guessed charset, with replacement characters. replaced: the places of the first of the latter.
+    pages: counts all pages, those with a guessed charset, with replacement characters. replaced: the places of the
+    first of the latter.
     """
     page = row.get(page_sources.HTML)
     if isinstance(page, page_sources.RawPage | bytes):
@@ -230,7 +238,9 @@ def _compact(row: Row, options: Options) -> Row:
     """Return the row without the fields that a reader derives, in the columns of the extractors."""
     names = {name for key in options.extract for name in EXTRACTORS[key].columns if name.startswith(PREFIX)}
     return {
-        name: [compact_item(name.removeprefix(PREFIX), item, row["text"]) for item in value] if name in names and value else value
+        name: [compact_item(name.removeprefix(PREFIX), item, row["text"]) for item in value]
+        if name in names and value
+        else value
         for name, value in row.items()
     }
 

@@ -1,7 +1,7 @@
 """Extract the text of an HTML page and its tags, by BigScience's rules (bsmetadata/preprocessing_tools/html_parser).
 
-Only the body is read. Removal rules drop elements with their content, chains of nested `div` elements become one, and the remaining tags
-become spans of the text. Time and memory are linear in the size of the page.
+Only the body is read. Removal rules drop elements with their content, chains of nested `div` elements become one, and
+the remaining tags become spans of the text. Time and memory are linear in the size of the page.
 """
 
 import contextlib
@@ -37,8 +37,10 @@ PARSED_AT_ONCE = 1 << 16
 MOST_ATTRIBUTES = 10_000
 """In one tag. The parser's time grows with their square, and it cannot be interrupted within a tag."""
 BLOCKS = _words(
-    "address article aside blockquote body button canvas caption col colgroup dd div dl dt embed fieldset figcaption figure footer form "
-    "h1 h2 h3 h4 h5 h6 header hgroup hr li map noscript object ol output p pre progress section table tbody textarea tfoot th thead tr "
+    "address article aside blockquote body button canvas caption col colgroup dd div dl dt embed fieldset figcaption "
+    "figure footer form "
+    "h1 h2 h3 h4 h5 h6 header hgroup hr li map noscript object ol output p pre progress section table tbody textarea "
+    "tfoot th thead tr "
     "ul video"
 )
 """Elements on lines of their own."""
@@ -137,7 +139,9 @@ def _no_garbage_collection() -> Iterator[None]:
 
 def _extract(source: str, rules: Sequence[RemovalRule]) -> Page:
     root = _parse(source)
-    head, footer, title = ([_markup(element) for element in _outermost(root, name)] for name in ("head", "footer", "title"))
+    head, footer, title = (
+        [_markup(element) for element in _outermost(root, name)] for name in ("head", "footer", "title")
+    )
     body = next(root.iter("body"), None)
     if body is None:
         return Page("", [], head, footer, title)
@@ -250,7 +254,8 @@ class _Cleaner:
         return any(rule.min_chars <= length and (rule.max_chars is None or length <= rule.max_chars) for rule in rules)
 
     def _measure(self, body: Any) -> None:
-        """Collapse white space outside of preformatted text, as the reference's minifier does, and measure each element."""
+        """Collapse white space outside of preformatted text, as the reference's minifier does, and measure each
+        element."""
         depth_of_pre, length = 0, 0
         begins = list[int]()
         for event, element in etree.iterwalk(body, events=("start", "end")):
@@ -358,7 +363,10 @@ def _text_and_tags(body: Any, folded: Mapping[Any, Mapping[str, Sequence[str]]])
                         "char_end_idx": at,
                         "relative_end_pos": place,
                         "value": name,
-                        "html_attrs": {"attrs": list(attributes), "values": [" ".join(values) for values in attributes.values()]},
+                        "html_attrs": {
+                            "attrs": list(attributes),
+                            "values": [" ".join(values) for values in attributes.values()],
+                        },
                     }
                 )
             content = element.tail

@@ -43,15 +43,26 @@ def list_files(names: Sequence[str]) -> list[Path]:
     files = list[Path]()
     for name in names:
         path = Path(name)
-        paths = sorted(path.iterdir()) if path.is_dir() else [path] if path.is_file() else [Path(each) for each in sorted(glob.glob(name))]
+        paths = (
+            sorted(path.iterdir())
+            if path.is_dir()
+            else [path]
+            if path.is_file()
+            else [Path(each) for each in sorted(glob.glob(name))]
+        )
         readable = [each for each in paths if each.name.endswith(KINDS)]
         if not readable:
-            raise DataError(f"{name}: {'no file here ends' if paths else 'no such file. Expected names that end'} with {', '.join(KINDS)}.")
+            raise DataError(
+                f"{name}: {'no file here ends' if paths else 'no such file. Expected names that end'} with "
+                f"{', '.join(KINDS)}."
+            )
         files += readable
     return files
 
 
-def read_rows(path: Path, counts: Counter[str] | None = None, records: Collection[str] = RECORDS[:1]) -> Iterator[tuple[str, Row]]:
+def read_rows(
+    path: Path, counts: Counter[str] | None = None, records: Collection[str] = RECORDS[:1]
+) -> Iterator[tuple[str, Row]]:
     """Yield ("FILE:LINE" or similar, row) for each row or page of a file.
 
     counts: incremented for each WARC record that is skipped, by its kind. records: the kinds of `RECORDS` to read.
@@ -75,7 +86,8 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Row]]:
                     yield f"{path}:{number}", jsonl.parse(line, f"{path}:{number}")
     except (EOFError, zlib.error, gzip.BadGzipFile) as bad:
         raise DataError(
-            f"{path}:{number + 1}: the file is cut or damaged here ({sources.first_line(bad).rstrip('.')}). Get it again."
+            f"{path}:{number + 1}: the file is cut or damaged here ({sources.first_line(bad).rstrip('.')}). Get it "
+            f"again."
         ) from None
 
 
@@ -86,7 +98,9 @@ def _warc_pages(path: Path, counts: Counter[str], kinds: Collection[str]) -> Ite
         from warcio.archiveiterator import ArchiveIterator
         from warcio.exceptions import ArchiveLoadFailed
     except ModuleNotFoundError:
-        raise DataError(f"{path}: reading WARC needs a package that is not installed: pip install -r {PACKAGES}") from None
+        raise DataError(
+            f"{path}: reading WARC needs a package that is not installed: pip install -r {PACKAGES}"
+        ) from None
     number = 0
     try:
         with reading(path, DataError), (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
@@ -110,7 +124,9 @@ def _warc_pages(path: Path, counts: Counter[str], kinds: Collection[str]) -> Ite
                 if getattr(record.raw_stream, "limit", 0):
                     raise zlib.error("it ends within a record")
     except AttributeError:  # warcio needs the address
-        raise DataError(f"{path}: record {number + 1}: a response without WARC-Target-URI. Get the file again.") from None
+        raise DataError(
+            f"{path}: record {number + 1}: a response without WARC-Target-URI. Get the file again."
+        ) from None
     except (ArchiveLoadFailed, zlib.error, gzip.BadGzipFile) as bad:
         why = sources.first_line(bad).rstrip(".")
         raise DataError(f"{path}: record {max(number, 1)} or the next: cut or damaged ({why}). Get it again.") from None
@@ -131,7 +147,9 @@ def _reason_to_skip(record: Any, kinds: Collection[str]) -> str:
         is_status = len(status) == 3 and status.isdigit()
         kind, name = f"{status[:1]}xx" if is_status else "", f"response {status if is_status else 'without status'}"
     else:
-        return "response without HTTP" if record.rec_type == "response" else record.rec_type or "record without WARC-Type"
+        return (
+            "response without HTTP" if record.rec_type == "response" else record.rec_type or "record without WARC-Type"
+        )
     if kind not in kinds:
         return name
     return "" if "html" in _type(record).partition(";")[0].lower() else f"{name} that is not HTML"
@@ -159,7 +177,8 @@ def _undecodable(record: Any, page: bytes) -> str:
 
 
 class _Gzip:
-    """A file that reports its end within a gzip stream as an error: warcio takes any EOFError for the end of the records."""
+    """A file that reports its end within a gzip stream as an error: warcio takes any EOFError for the end of the
+    records."""
 
     def __init__(self, file: Any) -> None:
         self._file = file

@@ -1,9 +1,11 @@
-"""Prepare rows with metadata: `python -m data_prep.metadata.prepare --name c4_html --train 'pages/*.warc.gz' --val held_out.warc.gz`.
+"""Prepare rows with metadata: `python -m data_prep.metadata.prepare --name c4_html --train 'pages/*.warc.gz' --val
+held_out.warc.gz`.
 
-The result is a folder below --data_path with train.jsonl and val.jsonl for the data set `metadata`, and manifest.json. A SOURCE is a
-file, a folder or a pattern of WARC, Parquet or JSON lines, plain or with gzip. `--extract html url text` extracts pages; rows of
-BigScience's layout have their metadata and are copied unchanged. Each source is processed once, on the cores of this machine or as a
-Slurm array. After a kill, start the command again: it resumes with the remaining sources.
+The result is a folder below --data_path with train.jsonl and val.jsonl for the data set `metadata`, and manifest.json.
+A SOURCE is a file, a folder or a pattern of WARC, Parquet or JSON lines, plain or with gzip. `--extract html url text`
+extracts pages; rows of BigScience's layout have their metadata and are copied unchanged. Each source is processed once,
+on the cores of this machine or as a Slurm array. After a kill, start the command again: it resumes with the remaining
+sources.
 """
 
 import argparse
@@ -35,22 +37,56 @@ from src.files import reading, sample_digest
 log = logging.getLogger(__name__)
 COMMAND = "python -m data_prep.metadata.prepare"
 ROOT = Path(__file__).resolve().parents[2]
-_SCRIPTS = [Path(module.__file__ or "") for module in (charset, description, entities, extraction, html, page_sources, text, url)]
+_SCRIPTS = [
+    Path(module.__file__ or "")
+    for module in (charset, description, entities, extraction, html, page_sources, text, url)
+]
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     command.add_data_path(parser)
     add = parser.add_argument
     add("--name", required=True, help="the new folder, which an experiment names as data.corpus")
-    add("--train", nargs="+", required=True, metavar="SOURCE", help="sources of the training split; those of --val are excluded")
+    add(
+        "--train",
+        nargs="+",
+        required=True,
+        metavar="SOURCE",
+        help="sources of the training split; those of --val are excluded",
+    )
     add("--val", nargs="+", required=True, metavar="SOURCE", help="sources of the validation split")
     add("--extract", nargs="+", default=[], choices=EXTRACTORS, help="extractors to run on each row (default: none)")
-    add("--wiki_index", type=Path, metavar="FILE", help="for --extract description: made by data_prep.metadata.wiki_index")
-    add("--mentions", type=Path, metavar="FILE", help="for --extract entities: a mention, a tab and a Wikipedia title per line")
-    add("--removal_rules", type=Path, metavar="FILE", help=f"for --extract html: YAML like {html.RULES_FILE.name} (default: that file)")
+    add(
+        "--wiki_index",
+        type=Path,
+        metavar="FILE",
+        help="for --extract description: made by data_prep.metadata.wiki_index",
+    )
+    add(
+        "--mentions",
+        type=Path,
+        metavar="FILE",
+        help="for --extract entities: a mention, a tab and a Wikipedia title per line",
+    )
+    add(
+        "--removal_rules",
+        type=Path,
+        metavar="FILE",
+        help=f"for --extract html: YAML like {html.RULES_FILE.name} (default: that file)",
+    )
     kinds = page_sources.RECORDS
-    add("--records", nargs="+", default=kinds[:1], choices=kinds, help="kinds of WARC records to read as pages (default: 2xx)")
-    add("--compatible", action="store_true", help="reproduce the reference's faults and layout, for its published strings")
+    add(
+        "--records",
+        nargs="+",
+        default=kinds[:1],
+        choices=kinds,
+        help="kinds of WARC records to read as pages (default: 2xx)",
+    )
+    add(
+        "--compatible",
+        action="store_true",
+        help="reproduce the reference's faults and layout, for its published strings",
+    )
     add(
         "--most_errors",
         type=float,
@@ -58,7 +94,13 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         metavar="R",
         help="maximum share of rows on which an extractor fails (default: %(default)s)",
     )
-    add("--most_replaced", type=float, default=0.01, metavar="R", help="maximum share of pages with U+FFFD (default: %(default)s)")
+    add(
+        "--most_replaced",
+        type=float,
+        default=0.01,
+        metavar="R",
+        help="maximum share of pages with U+FFFD (default: %(default)s)",
+    )
     add(
         "--page_seconds",
         type=float,
@@ -66,8 +108,20 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="processor time per page; slower ones are skipped (default: %(default)s)",
     )
-    add("--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="sources processed at once (default: the cores)")
-    add("--slurm", nargs="+", default=[], metavar="KEY=VALUE", help="run as a Slurm array: partition=cpu time=02:00:00 mem_per_cpu_gb=4 ..")
+    add(
+        "--workers",
+        type=int,
+        default=os.cpu_count() or 1,
+        metavar="N",
+        help="sources processed at once (default: the cores)",
+    )
+    add(
+        "--slurm",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        help="run as a Slurm array: partition=cpu time=02:00:00 mem_per_cpu_gb=4 ..",
+    )
 
 
 @dataclass(frozen=True)
@@ -94,7 +148,8 @@ def prepare(data_path: Path, request: Request) -> None:
     """Make the folder `data_path / request.name`, unless it exists and is made from the same sources.
 
     Raises:
-        DataError: a source is damaged, too many pages failed, or a document is in both splits. Finished sources stay for a restart.
+        DataError: a source is damaged, too many pages failed, or a document is in both splits. Finished sources stay
+            for a restart.
         ConfigError: the options do not go together.
     """
     for name, share in (("most_errors", request.most_errors), ("most_replaced", request.most_replaced)):
@@ -107,14 +162,19 @@ def prepare(data_path: Path, request: Request) -> None:
     settings, folder, (options, needed) = _settings(request.slurm), data_path / request.name, _options(request)
     held_out = page_sources.list_files(request.val)
     held = {path.resolve() for path in held_out}
-    splits = {"train": [path for path in page_sources.list_files(request.train) if path.resolve() not in held], "val": held_out}
+    splits = {
+        "train": [path for path in page_sources.list_files(request.train) if path.resolve() not in held],
+        "val": held_out,
+    }
     assert not held & {path.resolve() for path in splits["train"]}, "the validation files were subtracted"
     facts = {
         path: {"name": path.name, "bytes": path.stat().st_size, "sample": sample_digest(path)}
         for split_files in splits.values()
         for path in split_files
     }
-    sources.require_distinct((f"--{split} {path}", facts[path]) for split, split_files in splits.items() for path in split_files)
+    sources.require_distinct(
+        (f"--{split} {path}", facts[path]) for split, split_files in splits.items() for path in split_files
+    )
     if not splits["train"]:
         raise DataError("--train: all of its sources are in --val. Add sources for training.")
     made_from = {
@@ -134,12 +194,20 @@ def prepare(data_path: Path, request: Request) -> None:
         if command.is_made([folder], made_from):
             shutil.rmtree(beside)  # in case a command was killed at its end
             return
-        key = hashlib.sha256(orjson.dumps([needed, *(made_from[name] for name in ("last_year", "packages", "scripts_sha256"))])).hexdigest()
+        key = hashlib.sha256(
+            orjson.dumps([needed, *(made_from[name] for name in ("last_year", "packages", "scripts_sha256"))])
+        ).hexdigest()
         parts = {
             split: [extraction.part_of(path, {**facts[path], "by": key}, options, beside) for path in split_files]
             for split, split_files in splits.items()
         }
-        _run([part for split_files in parts.values() for part in split_files], options, request.workers, settings, beside / "datatrove")
+        _run(
+            [part for split_files in parts.values() for part in split_files],
+            options,
+            request.workers,
+            settings,
+            beside / "datatrove",
+        )
         command.make_folder(folder, COMMAND, made_from, lambda new: _join(parts, request, new))
     shutil.rmtree(beside)
 
@@ -156,7 +224,10 @@ def _options(request: Request) -> tuple[Options, dict[str, str]]:
         page_seconds=request.page_seconds,
     )
     needed = dict[str, str]()
-    for extractor, field, path in (("description", "wiki_index", request.wiki_index), ("entities", "mentions", request.mentions)):
+    for extractor, field, path in (
+        ("description", "wiki_index", request.wiki_index),
+        ("entities", "mentions", request.mentions),
+    ):
         if (extractor in options.extract) != (path is not None):
             raise ConfigError(f"--{field}: belongs to --extract {extractor}. Set both or neither.")
         if path:
@@ -199,7 +270,11 @@ def _run(parts: Sequence[Part], options: Options, workers: int, settings: dict[s
     failed = [part for part in missing if not part.report.exists()]
     if failed:
         unknown = "its process was killed, for example by the out-of-memory killer. Start again with fewer --workers"
-        raise DataError("\n".join(part.failure.read_text() if part.failure.exists() else f"{part.source}: {unknown}." for part in failed))
+        raise DataError(
+            "\n".join(
+                part.failure.read_text() if part.failure.exists() else f"{part.source}: {unknown}." for part in failed
+            )
+        )
 
 
 def _run_here(parts: Sequence[Part], options: Options, workers: int) -> None:
@@ -221,7 +296,9 @@ def _make_all(parts: Sequence[Part], options: Options, workers: int) -> bool:
     """Make the parts; False if a process was killed."""
     for leftover in (path for part in parts for path in part.leftovers()):
         leftover.unlink()
-    with concurrent.futures.ProcessPoolExecutor(min(workers, len(parts)), multiprocessing.get_context("forkserver")) as pool:
+    with concurrent.futures.ProcessPoolExecutor(
+        min(workers, len(parts)), multiprocessing.get_context("forkserver")
+    ) as pool:
         futures = [pool.submit(extraction.make_part, part, options) for part in parts]
         try:
             for future in concurrent.futures.as_completed(futures):
@@ -291,7 +368,8 @@ def _join(parts: dict[str, list[Part]], request: Request, new: Path) -> dict[str
     if pages["replaced"] / max(pages["all"], 1) > request.most_replaced:
         examples = [where for report in reports.values() for where in report["replaced"]][:3]
         raise DataError(
-            f"--most_replaced {request.most_replaced:g}: {pages['replaced']} of {pages['all']} pages have replacement characters (U+FFFD), "
+            f"--most_replaced {request.most_replaced:g}: {pages['replaced']} of {pages['all']} pages have "
+            f"replacement characters (U+FFFD), "
             f"{pages['guessed']} pages have a guessed charset. First: {', '.join(examples)}. "
             "Check the charsets that the pages declare, or raise the limit."
         )
@@ -302,15 +380,27 @@ def _join(parts: dict[str, list[Part]], request: Request, new: Path) -> dict[str
             for part in parts[split]:
                 _copy_rows(part, [column for column in columns if column not in reports[part]["columns"]], file)
     counts = {split: sum(reports[part]["rows"] for part in parts[split]) for split in jsonl.SPLITS}
-    totals = {"empty": sum(report["empty"] for report in reports.values()), "skipped": dict(skipped), "pages": dict(pages)}
+    totals = {
+        "empty": sum(report["empty"] for report in reports.values()),
+        "skipped": dict(skipped),
+        "pages": dict(pages),
+    }
     dropped = ", ".join(f"{count} {name}" for name, count in sorted(skipped.items()))
     for split, count in counts.items():
         if not count:
-            raise DataError(f"--{split}: no row has a text. Skipped: {dropped or 'nothing'}; {totals['empty']} rows are empty.")
-    errors = {name: sum(report["errors"][name][0] for report in reports.values()) for name in next(iter(reports.values()))["errors"]}
+            raise DataError(
+                f"--{split}: no row has a text. Skipped: {dropped or 'nothing'}; {totals['empty']} rows are empty."
+            )
+    errors = {
+        name: sum(report["errors"][name][0] for report in reports.values())
+        for name in next(iter(reports.values()))["errors"]
+    }
     print(f"{counts['train']} and {counts['val']} rows, {totals['empty']} without a text left out; errors: {errors}")
     if pages:
-        print(f"{pages['all']} pages, {pages['guessed']} with a guessed charset, {pages['replaced']} with replacement characters")
+        print(
+            f"{pages['all']} pages, {pages['guessed']} with a guessed charset, {pages['replaced']} with replacement "
+            f"characters"
+        )
     if skipped:
         print(f"skipped: {dropped}")
     return {"counts": counts, **totals, "errors": errors}
@@ -342,7 +432,8 @@ def _require_disjoint(parts: dict[str, list[Part]]) -> None:
             if digest in validation:
                 other, place = validation[digest]
                 raise DataError(
-                    f"{part.source}: row {number}: the same text as row {place} of {other.source}, which is for validation. "
+                    f"{part.source}: row {number}: the same text as row {place} of {other.source}, which is for "
+                    f"validation. "
                     "Remove one of them: validation must not contain training documents."
                 )
 
@@ -355,10 +446,14 @@ def _copy_rows(part: Part, missing: Sequence[str], file: BinaryIO) -> None:
             return
         for line in rows:
             row = orjson.loads(line)
-            file.write(line if "metadata" in row else orjson.dumps({**row, **{column: [] for column in missing}}) + b"\n")
+            file.write(
+                line if "metadata" in row else orjson.dumps({**row, **{column: [] for column in missing}}) + b"\n"
+            )
 
 
-main = command.main_of(COMMAND, __doc__, _add_options, lambda data_path, **options: prepare(data_path, Request(**options)))
+main = command.main_of(
+    COMMAND, __doc__, _add_options, lambda data_path, **options: prepare(data_path, Request(**options))
+)
 
 if __name__ == "__main__":
     sys.exit(main())

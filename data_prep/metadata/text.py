@@ -1,4 +1,5 @@
-"""What a text and its tags tell: its lengths, its title and its paragraphs (BigScience's rules, mended where they lose text)."""
+"""What a text and its tags tell: its lengths, its title and its paragraphs (BigScience's rules, mended where they lose
+text)."""
 
 import re
 from bisect import bisect_right
@@ -19,7 +20,10 @@ COLUMNS = (
 PARAGRAPH_TAGS = frozenset(
     re.findall(
         r"\w+",
-        "p div li ul ol hr pre blockquote dt dd dl menu figcaption figure h1 h2 h3 h4 h5 h6 nav article main section address aside",
+        (
+            "p div li ul ol hr pre blockquote dt dd dl menu figcaption figure h1 h2 h3 h4 h5 h6 nav article main section "
+            "address aside"
+        ),
     )
 )
 """Where one of these ends, a paragraph ends."""
@@ -36,7 +40,9 @@ def extract(row: Mapping[str, Any], compatible: bool = False) -> Row:
     text = row.get("text") or ""
     paragraphs = list(split_paragraphs(text, row.get("metadata_html") or []))
     return {
-        "metadata_generation_length_text": [{"key": "length", "type": "global", "value": str(len(text))}] if text else [],
+        "metadata_generation_length_text": [{"key": "length", "type": "global", "value": str(len(text))}]
+        if text
+        else [],
         "metadata_generation_length_sentence": list(sentence_lengths(text, compatible)),
         "metadata_title": title_items(row.get("html_title") or [], compatible),
         "metadata_paragraph": paragraphs,
@@ -79,7 +85,9 @@ def split_paragraphs(text: str, tags: Sequence[Mapping[str, Any]]) -> Iterator[R
     "marker" says what ended each: the tag, with "+lf" if its text was cut at lines, or "remainder" at the end.
     """
     begin = 0
-    ends = sorted((tag["char_end_idx"], tag["char_start_idx"], tag["value"]) for tag in tags if tag["value"] in PARAGRAPH_TAGS)
+    ends = sorted(
+        (tag["char_end_idx"], tag["char_start_idx"], tag["value"]) for tag in tags if tag["value"] in PARAGRAPH_TAGS
+    )
     for end, _, name in [*ends, (len(text), 0, "remainder")]:
         end = min(end + (name == "p"), len(text))  # with the line end behind it
         if end <= begin:
@@ -92,7 +100,8 @@ def split_paragraphs(text: str, tags: Sequence[Mapping[str, Any]]) -> Iterator[R
 
 
 def place_entities(entities: Sequence[Mapping[str, Any]], paragraphs: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
-    """Each entity once for each paragraph that holds it, with places in their order where several are of one paragraph."""
+    """Each entity once for each paragraph that holds it, with places in their order where several are of one
+    paragraph."""
     seen = set[tuple[int, int, str]]()
     counts: dict[int, count[int]] = defaultdict(count)
     starts = [paragraph["char_start_idx"] for paragraph in paragraphs]

@@ -1,4 +1,5 @@
-"""Extract metadata from the address of a page: the address, its source and a date (BigScience's rules, fixed where they lose text)."""
+"""Extract metadata from the address of a page: the address, its source and a date (BigScience's rules, fixed where they
+lose text)."""
 
 import calendar
 import re
@@ -13,7 +14,11 @@ COLUMNS = ("metadata_url", "metadata_generation_datasource", "metadata_timestamp
 FIRST_YEAR = 1983
 """Dates before it are ignored: there was no web."""
 _LAST_YEAR_OF_REFERENCE = 2021
-_MONTHS = {name.lower(): number for number in range(1, 13) for name in (calendar.month_name[number], calendar.month_abbr[number])}
+_MONTHS = {
+    name.lower(): number
+    for number in range(1, 13)
+    for name in (calendar.month_name[number], calendar.month_abbr[number])
+}
 _MONTHS["sept"] = 9
 _PART = re.compile(r"[-_+.&=]")
 
@@ -36,9 +41,11 @@ def _item(key: str, value: str) -> Row:
 
 
 def datasource(url: str, compatible: bool = False) -> str:
-    """Return the host and the words of each part of the path, "host > part > part", without numbers at the ends of a part.
+    """Return the host and the words of each part of the path, "host > part > part", without numbers at the ends of a
+    part.
 
-    The result is empty for an invalid address. compatible: a part that starts with a number is empty, and an empty path leaves " > ".
+    The result is empty for an invalid address. compatible: a part that starts with a number is empty, and an empty path
+    leaves " > ".
     """
     try:
         split = urlsplit(url)

@@ -1,7 +1,7 @@
 """A validation set for each type of metadata: `python -m data_prep.metadata.validation c4_html --columns html title`.
 
-Of a prepared corpus each gets a folder CORPUS-validation_metadata_COLUMN beside it, as the published ones are called: its validation split
-has the rows with that type, and no other type. The training split is the corpus's own.
+Of a prepared corpus each gets a folder CORPUS-validation_metadata_COLUMN beside it, as the published ones are called:
+its validation split has the rows with that type, and no other type. The training split is the corpus's own.
 """
 
 import argparse
@@ -49,12 +49,19 @@ def make_sets(data_path: Path, corpus: str, columns: Sequence[str], most: int | 
             raise DataError(f"--columns: no row of {source} has {column!r}.")
     files = read_manifest(folder, DataError)["files"]
     for column in columns:
-        made_from = {"corpus": {name: files[name]["sha256"] for name in ("train.jsonl", "val.jsonl")}, "column": column, "most": most}
+        made_from = {
+            "corpus": {name: files[name]["sha256"] for name in ("train.jsonl", "val.jsonl")},
+            "column": column,
+            "most": most,
+        }
 
         def fill(new: Path, column: str = column) -> dict[str, Any]:
             _share(folder / "train.jsonl", new / "train.jsonl")
             with open(new / "val.jsonl", "wb") as file:
-                rows = [orjson.dumps(row) + b"\n" for row, _ in zip(rows_with(source, column), range(most or sys.maxsize), strict=False)]
+                rows = [
+                    orjson.dumps(row) + b"\n"
+                    for row, _ in zip(rows_with(source, column), range(most or sys.maxsize), strict=False)
+                ]
                 file.writelines(rows)
             return {"counts": {"val": len(rows)}}
 
@@ -72,7 +79,10 @@ def rows_with(path: Path, column: str) -> Iterator[dict[str, Any]]:
                 if row["metadata"]:
                     yield row
             elif row.get(PREFIX + column):
-                yield {name: [] if name.startswith(PREFIX) and name != PREFIX + column else value for name, value in row.items()}
+                yield {
+                    name: [] if name.startswith(PREFIX) and name != PREFIX + column else value
+                    for name, value in row.items()
+                }
 
 
 def _share(source: Path, target: Path) -> None:

@@ -1,6 +1,7 @@
 """Weights of the types of metadata by how seldom they are: `python -m data_prep.metadata.weights c4_html`.
 
-What is printed goes into `data.weights` of an experiment with sampling "weighted". The weight of a type is the number of documents that
+What is printed goes into `data.weights` of an experiment with sampling "weighted". The weight of a type is the number
+of documents that
 have the most frequent one, over the number of those that have it: 1 for the most frequent. Only the ratios count.
 """
 
@@ -25,11 +26,16 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("corpus", help="name of the prepared folder below it")
     parser.add_argument("--columns", nargs="+", metavar="COLUMN", help="of which columns (default: all that a row has)")
     parser.add_argument(
-        "--documents", type=int, metavar="N", help="count in N of the training split, drawn with a fixed seed (default: all)"
+        "--documents",
+        type=int,
+        metavar="N",
+        help="count in N of the training split, drawn with a fixed seed (default: all)",
     )
 
 
-def count_columns(data_path: Path, corpus: str, columns: Sequence[str] | None = None, documents: int | None = None) -> Counter[str]:
+def count_columns(
+    data_path: Path, corpus: str, columns: Sequence[str] | None = None, documents: int | None = None
+) -> Counter[str]:
     """Of how many documents of the training split each column has an item.
 
     Raises:
@@ -41,7 +47,9 @@ def count_columns(data_path: Path, corpus: str, columns: Sequence[str] | None = 
     if documents is not None and documents < 1:
         raise ConfigError(f"--documents: expected at least 1, got {documents}.")
     chosen = (
-        range(len(rows)) if documents is None or documents >= len(rows) else sorted(random.Random(0).sample(range(len(rows)), documents))
+        range(len(rows))
+        if documents is None or documents >= len(rows)
+        else sorted(random.Random(0).sample(range(len(rows)), documents))
     )
     found = Counter[str]()
     for number in chosen:

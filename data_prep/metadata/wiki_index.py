@@ -1,7 +1,8 @@
-"""First paragraphs of Wikipedia's pages: `python -m data_prep.metadata.wiki_index enwiki-pages-articles.xml.bz2 --output wiki.sqlite`.
+"""First paragraphs of Wikipedia's pages: `python -m data_prep.metadata.wiki_index enwiki-pages-articles.xml.bz2
+--output wiki.sqlite`.
 
-The dump is of MediaWiki's XML export, plain or with bzip2 (dumps.wikimedia.org); it is read once, a page at a time. The index is one SQLite
-file, for `data_prep.metadata.prepare --extract description --wiki_index`.
+The dump is of MediaWiki's XML export, plain or with bzip2 (dumps.wikimedia.org); it is read once, a page at a time. The
+index is one SQLite file, for `data_prep.metadata.prepare --extract description --wiki_index`.
 """
 
 import argparse
@@ -56,7 +57,9 @@ def make_index(dump: Path, output: Path) -> None:
             database.executescript(_TABLES)
             for page in read_pages(dump):
                 if page.redirect is not None:
-                    database.execute("insert or ignore into redirects values (?, ?)", (page.title.lower(), page.redirect))
+                    database.execute(
+                        "insert or ignore into redirects values (?, ?)", (page.title.lower(), page.redirect)
+                    )
                     counts["redirects"] += 1
                 elif paragraph := first_paragraph(page.wikitext):
                     database.execute("insert or replace into paragraphs values (?, ?)", (page.title, paragraph))
@@ -89,7 +92,9 @@ def read_pages(dump: Path) -> Iterator[Page]:
     except FileNotFoundError:
         raise DataError(f"{dump}: no such file.") from None
     except (etree.XMLSyntaxError, EOFError, OSError) as bad:
-        raise DataError(f"{dump}: cut, damaged, or no XML ({' '.join(str(bad).split())[:200]}). Get it again.") from None
+        raise DataError(
+            f"{dump}: cut, damaged, or no XML ({' '.join(str(bad).split())[:200]}). Get it again."
+        ) from None
 
 
 def first_paragraph(wikitext: str) -> str:

@@ -1,11 +1,14 @@
-"""Questions with retrieved passages: the files of "Lost in the Middle" (Liu et al., 2023), oracle or not, and of Fusion-in-Decoder."""
+"""Questions with retrieved passages: the files of "Lost in the Middle" (Liu et al., 2023), oracle or not, and of
+Fusion-in-Decoder."""
 
 from collections.abc import Iterator
 from typing import Any
 
 from data_prep.qa_releases.question import Passage, Question, Skipped, clean_answers, field, identifier, passages, text
 
-DESCRIPTION = 'retrieved passages: {"question", "answers", "ctxs": [{"title", "text", "isgold"}]}, with or without "isgold"'
+DESCRIPTION = (
+    'retrieved passages: {"question", "answers", "ctxs": [{"title", "text", "isgold"}]}, with or without "isgold"'
+)
 
 
 def fits(record: dict[str, Any]) -> bool:
@@ -37,4 +40,6 @@ def questions(record: dict[str, Any], where: str) -> Iterator[Question | Skipped
 
 def _passage(found: dict[str, Any], where: str) -> Passage:
     useful = field(found, "isgold", bool, where) if found.get("isgold") is not None else None
-    return Passage(field(found, "text", str, where), field(found, "title", str, where) if found.get("title") else "", useful)
+    return Passage(
+        field(found, "text", str, where), field(found, "title", str, where) if found.get("title") else "", useful
+    )

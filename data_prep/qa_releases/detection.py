@@ -47,7 +47,9 @@ def layout_of(record: dict[str, Any], where: str, name: str | None) -> str:
     got = ", ".join(record) or "none"
     if name is not None:
         looks = f" It looks like {found}." if found else ""
-        raise DataError(f"{where}: not of the layout {name}, which is {LAYOUTS[name].DESCRIPTION}. Fields: {got}.{looks}")
+        raise DataError(
+            f"{where}: not of the layout {name}, which is {LAYOUTS[name].DESCRIPTION}. Fields: {got}.{looks}"
+        )
     if found is None:
         known = "".join(f"\n  {name}: {layout.DESCRIPTION}" for name, layout in LAYOUTS.items())
         raise DataError(f"{where}: of no layout that is known. Fields: {got}. Known:{known}")

@@ -1,11 +1,14 @@
-"""Dense Passage Retrieval (Karpukhin et al., 2020): passages that hold the answer, and passages that a retriever confused with them."""
+"""Dense Passage Retrieval (Karpukhin et al., 2020): passages that hold the answer, and passages that a retriever
+confused with them."""
 
 from collections.abc import Iterator
 from typing import Any
 
 from data_prep.qa_releases.question import Passage, Question, Skipped, clean_answers, field, passages, text
 
-DESCRIPTION = 'DPR: [{"question", "answers", "positive_ctxs": [{"title", "text"}], "hard_negative_ctxs", "negative_ctxs"}]'
+DESCRIPTION = (
+    'DPR: [{"question", "answers", "positive_ctxs": [{"title", "text"}], "hard_negative_ctxs", "negative_ctxs"}]'
+)
 MANY_DISTRACTORS = True
 """There are up to 150 for a question, so the user must choose a number."""
 
@@ -16,7 +19,8 @@ def fits(record: dict[str, Any]) -> bool:
 
 
 def questions(record: dict[str, Any], where: str) -> Iterator[Question | Skipped]:
-    """One question: the positive passages are useful; of the others the hard ones come first, as they are ranked in the file.
+    """One question: the positive passages are useful; of the others the hard ones come first, as they are ranked in the
+    file.
 
     Raises:
         DataError: a field is missing or malformed.
@@ -26,7 +30,11 @@ def questions(record: dict[str, Any], where: str) -> Iterator[Question | Skipped
         if name in record or useful:
             for i, c in enumerate(field(record, name, list[dict], where)):
                 place = f"{where}: {name}[{i}]"
-                found.append(Passage(field(c, "text", str, place), field(c, "title", str, place) if c.get("title") else "", useful))
+                found.append(
+                    Passage(
+                        field(c, "text", str, place), field(c, "title", str, place) if c.get("title") else "", useful
+                    )
+                )
     kept = passages(found)
     if not any(passage.useful for passage in kept):
         yield Skipped("no passage holds the answer")

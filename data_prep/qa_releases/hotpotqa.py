@@ -1,4 +1,5 @@
-"""HotpotQA, and 2WikiMultihopQA, which shares its layout: ten paragraphs a question, of which the supporting facts name the useful ones."""
+"""HotpotQA, and 2WikiMultihopQA, which shares its layout: ten paragraphs a question, of which the supporting facts name
+the useful ones."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,7 +7,10 @@ from typing import Any
 from data_prep.qa_releases.question import Passage, Question, Skipped, clean_answers, field, identifier, passages, text
 from src.errors import DataError
 
-DESCRIPTION = 'HotpotQA: [{"_id", "question", "answer", "supporting_facts": [[title, sentence]], "context": [[title, [sentence]]]}]'
+DESCRIPTION = (
+    'HotpotQA: [{"_id", "question", "answer", "supporting_facts": [[title, sentence]], "context": [[title, '
+    "[sentence]]]}]"
+)
 SHUFFLED = True
 """The order of the paragraphs may reveal the useful ones."""
 

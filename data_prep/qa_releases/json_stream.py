@@ -1,4 +1,5 @@
-"""Records of a JSON file of any size, one at a time: lines, a list, a list in an object, or columns; plain or compressed with gzip."""
+"""Records of a JSON file of any size, one at a time: lines, a list, a list in an object, or columns; plain or
+compressed with gzip."""
 
 import codecs
 import contextlib
@@ -30,14 +31,19 @@ Record = dict[str, Any]
 Bytes = BinaryIO | gzip.GzipFile
 
 
-def records(path: Path, columns: Sequence[str] = (), counts: Counter[str] | None = None) -> Iterator[tuple[str, Record]]:
-    """("FILE:LINE" or "FILE: item N", record) for all records of a file, in its order. One record is in memory at a time.
+def records(
+    path: Path, columns: Sequence[str] = (), counts: Counter[str] | None = None
+) -> Iterator[tuple[str, Record]]:
+    """("FILE:LINE" or "FILE: item N", record) for all records of a file, in its order. One record is in memory at a
+    time.
 
-    columns: members to read from a file of columns, {"name": {"0": value, "1": value}}. Each column has its keys in the same order.
+    columns: members to read from a file of columns, {"name": {"0": value, "1": value}}. Each column has its keys in the
+    same order.
     counts: gets the number of lines without a record as "blank".
 
     Raises:
-        DataError: the file is missing, empty, cut off or damaged, or a record is no JSON object; names the file and the place.
+        DataError: the file is missing, empty, cut off or damaged, or a record is no JSON object; names the file and the
+            place.
     """
     form, key = _form(path)
     if form == "lines":
@@ -54,7 +60,8 @@ def records(path: Path, columns: Sequence[str] = (), counts: Counter[str] | None
 
 @contextlib.contextmanager
 def open_bytes(path: Path, packed: bool | None = None) -> Iterator[Bytes]:
-    """The bytes of a file, decompressed if it is `packed` (None: if it has the signature of gzip). Raises DataError if it is damaged."""
+    """The bytes of a file, decompressed if it is `packed` (None: if it has the signature of gzip). Raises DataError if
+    it is damaged."""
     try:
         with reading(path, DataError):
             if packed is None:
@@ -79,7 +86,10 @@ def _form(path: Path) -> tuple[str, str | None]:
         if first == "[":
             return "list", None
         if first != "{":
-            raise DataError(f"{path}: {'empty' if not first else f'starts with {first!r}'}. Expected JSON: a list, an object, or lines.")
+            raise DataError(
+                f"{path}: {'empty' if not first else f'starts with {first!r}'}. Expected JSON: a list, an object, or "
+                f"lines."
+            )
         for key in text.members():
             first = text.peek()
             if first == "[" and key in LISTS:
@@ -127,7 +137,10 @@ def _rows_of_columns(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, 
     for cells in zip_longest(*readers, fillvalue=("nothing", None)):
         keys = [key for key, _ in cells]
         if len(set(keys)) > 1:
-            raise DataError(f"{path}: the columns {', '.join(columns)} have different next rows: {', '.join(keys)}. Get the file again.")
+            raise DataError(
+                f"{path}: the columns {', '.join(columns)} have different next rows: {', '.join(keys)}. Get the file "
+                f"again."
+            )
         yield f"{path}: row {keys[0]!r}", {column: value for column, (_, value) in zip(columns, cells, strict=True)}
 
 
@@ -198,12 +211,16 @@ class _Scanner:
                     continue
                 self._at += beyond
                 if cut_off:
-                    raise DataError(f"{self._path}: ends within a value, {self._place()}: it is cut off. Get it again.") from None
+                    raise DataError(
+                        f"{self._path}: ends within a value, {self._place()}: it is cut off. Get it again."
+                    ) from None
                 raise DataError(f"{self._path}: not valid JSON, {self._place()}: {bad.msg}.") from None
             except RecursionError:
                 raise DataError(f"{self._path}: nested too deep to be read, {self._place()}.") from None
             except ValueError as bad:
-                raise DataError(f"{self._path}: a number cannot be read, {self._place()}: {str(bad).split(';')[0]}.") from None
+                raise DataError(
+                    f"{self._path}: a number cannot be read, {self._place()}: {str(bad).split(';')[0]}."
+                ) from None
             if end == len(self._text) and type(value) in {int, float} and self._more():
                 continue  # the number can continue
             self._at = end
@@ -247,7 +264,9 @@ class _Scanner:
 
     def _syntax_error(self, expected: str) -> DataError:
         if not (got := self.peek()):
-            return DataError(f"{self._path}: ends {self._place()}, where {expected} should follow: it is cut off. Get it again.")
+            return DataError(
+                f"{self._path}: ends {self._place()}, where {expected} should follow: it is cut off. Get it again."
+            )
         return DataError(f"{self._path}: not valid JSON, {self._place()}: expected {expected}, got {got!r}.")
 
     def _place(self) -> str:
@@ -261,7 +280,9 @@ class _Scanner:
         try:
             text = self._decoder.decode(data, final=not data)
         except UnicodeDecodeError as bad:
-            raise DataError(f"{self._path}: not UTF-8 text, after character {self._passed + len(self._text)}: {bad.reason}.") from None
+            raise DataError(
+                f"{self._path}: not UTF-8 text, after character {self._passed + len(self._text)}: {bad.reason}."
+            ) from None
         self._ended = not data
         self._text = self._text[self._at :] + text
         self._passed += self._at

@@ -1,12 +1,26 @@
-"""MS MARCO question answering, v1.1 (lines) and v2.1 (columns): ten passages a query, some selected by the annotator."""
+"""MS MARCO question answering, v1.1 (lines) and v2.1 (columns): ten passages a query, some selected by the
+annotator."""
 
 from collections.abc import Iterator
 from typing import Any
 
-from data_prep.qa_releases.question import UNANSWERABLE, Passage, Question, Skipped, clean_answers, field, identifier, passages, text
+from data_prep.qa_releases.question import (
+    UNANSWERABLE,
+    Passage,
+    Question,
+    Skipped,
+    clean_answers,
+    field,
+    identifier,
+    passages,
+    text,
+)
 from src.errors import DataError
 
-DESCRIPTION = 'MS MARCO: {"query_id", "query", "passages": [{"is_selected", "passage_text", "url"}], "answers"}, in lines or in columns'
+DESCRIPTION = (
+    'MS MARCO: {"query_id", "query", "passages": [{"is_selected", "passage_text", "url"}], "answers"}, in '
+    "lines or in columns"
+)
 COLUMNS = ("query_id", "query", "passages", "answers")
 NO_ANSWER = "no answer present."
 

@@ -1,4 +1,5 @@
-"""Natural Questions (Kwiatkowski et al., 2019): the simplified lines, the original lines of html tokens, and rows of the hub."""
+"""Natural Questions (Kwiatkowski et al., 2019): the simplified lines, the original lines of html tokens, and rows of
+the hub."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -6,12 +7,25 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from data_prep.qa_releases.question import UNANSWERABLE, Passage, Question, Skipped, clean_answers, field, identifier, text
+from data_prep.qa_releases.question import (
+    UNANSWERABLE,
+    Passage,
+    Question,
+    Skipped,
+    clean_answers,
+    field,
+    identifier,
+    text,
+)
 from src.errors import DataError
 
-DESCRIPTION = 'Natural Questions: lines with "annotations" and "document_text" (simplified) or "document_tokens" (original)'
+DESCRIPTION = (
+    'Natural Questions: lines with "annotations" and "document_text" (simplified) or "document_tokens" (original)'
+)
 
-_TAG = re.compile(r"</?[A-Z][A-Za-z0-9]*(_[^>]*)?>")  # in the simplified text, where <Td colspan="2"> is <Td_colspan="2">
+_TAG = re.compile(
+    r"</?[A-Z][A-Za-z0-9]*(_[^>]*)?>"
+)  # in the simplified text, where <Td colspan="2"> is <Td_colspan="2">
 _SPELLED = {"YES": "Yes", "NO": "No", 1: "Yes", 0: "No"}  # of the release, and of rows of the hub
 _FEW = 2
 """Number of annotators who must have found an answer, if there are several; as in the release's own nq_eval.py."""
@@ -31,10 +45,11 @@ def fits(record: dict[str, Any]) -> bool:
 
 
 def questions(record: dict[str, Any], where: str) -> Iterator[Question | Skipped]:
-    """One question: the long answer is its context, short answers or yes or no its answers; with neither it is UNANSWERABLE.
+    """One question: the long answer is its context, short answers or yes or no its answers; with neither it is
+    UNANSWERABLE.
 
-    Text is tokens joined by spaces, without html. Of several annotators the first who gave an answer says the context; the
-    answers of all are accepted. Without a long answer there is no context.
+    Text is tokens joined by spaces, without html. Of several annotators the first who gave an answer says the context;
+    the answers of all are accepted. Without a long answer there is no context.
 
     Raises:
         DataError: a field is missing or malformed, or an answer lies outside the document.
@@ -75,7 +90,9 @@ class _Document:
         if start == end == -1:
             return ""
         if not (type(start) is int and type(end) is int and 0 <= start < end <= len(self.tokens)):
-            raise DataError(f"{self.where}: the {what} is said to be tokens {start!r} to {end!r} of {len(self.tokens)}.")
+            raise DataError(
+                f"{self.where}: the {what} is said to be tokens {start!r} to {end!r} of {len(self.tokens)}."
+            )
         return " ".join(word for i in range(start, end) if (word := self._word(i)) is not None).strip()
 
     def _word(self, index: int) -> str | None:
@@ -122,7 +139,9 @@ def _annotation(given: dict[str, Any], document: _Document) -> _Annotation:
     answers = [answer for span in short if (answer := document.words(span, "short answer"))]
     said = given.get("yes_no_answer")
     if said is not None and not isinstance(said, (str, int)):
-        raise DataError(f"{document.where}: field 'yes_no_answer': expected str or int, got {said!r:.60} ({type(said).__name__}).")
+        raise DataError(
+            f"{document.where}: field 'yes_no_answer': expected str or int, got {said!r:.60} ({type(said).__name__})."
+        )
     if not answers and said in _SPELLED:
         answers = [_SPELLED[said]]
     return _Annotation(document.words(long, "long answer"), tuple(answers))

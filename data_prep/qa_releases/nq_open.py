@@ -1,4 +1,5 @@
-"""NQ-open: questions with accepted answers and no context, for a filter of Natural Questions or for reading without contexts."""
+"""NQ-open: questions with accepted answers and no context, for a filter of Natural Questions or for reading without
+contexts."""
 
 from collections.abc import Iterator
 from typing import Any

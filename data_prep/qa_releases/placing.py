@@ -27,7 +27,9 @@ class Placing:
     def __post_init__(self) -> None:
         """Raises DataError for an invalid position or number."""
         if self.position not in POSITIONS and not (self.position.isascii() and self.position.isdigit()):
-            raise DataError(f"--position: expected one of {', '.join(POSITIONS)}, or a number from 0, got {self.position!r}.")
+            raise DataError(
+                f"--position: expected one of {', '.join(POSITIONS)}, or a number from 0, got {self.position!r}."
+            )
         if self.distractors is not None and self.distractors < 0:
             raise DataError(f"--distractors: expected a number from 0, got {self.distractors}.")
 
@@ -35,11 +37,15 @@ class Placing:
         """The question with its passages chosen and in order. If none is marked useful, only "random" moves them.
 
         Raises:
-            DataError: distractors are to be chosen, or the useful ones to be moved, and the release does not say which they are.
+            DataError: distractors are to be chosen, or the useful ones to be moved, and the release does not say which
+                they are.
         """
         unmarked = any(passage.useful is None for passage in question.passages)
         if unmarked and (self.distractors is not None or self.position not in {"given", "random"}):
-            raise DataError(f"{question.where}: useful passages are not marked here, so --distractors and --position have no meaning.")
+            raise DataError(
+                f"{question.where}: useful passages are not marked here, so --distractors and --position have no "
+                f"meaning."
+            )
         useful = [passage for passage in question.passages if passage.useful]
         others = [passage for passage in question.passages if not passage.useful]
         if self.distractors is not None:

@@ -1,4 +1,5 @@
-"""Questions that are prepared already, in the fields of prepared data: as published with `datasets`, or by data_prep.prepare_qa."""
+"""Questions that are prepared already, in the fields of prepared data: as published with `datasets`, or by
+data_prep.prepare_qa."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,7 +7,10 @@ from typing import Any
 from data_prep.qa_releases.question import Passage, Question, Skipped, clean_answers, field, identifier, passages, text
 from src.errors import DataError
 
-DESCRIPTION = 'prepared data: {"contexts_list", "titles_list", "useful_contexts", "question", "answer", "dataset"}, as xc-cache has it'
+DESCRIPTION = (
+    'prepared data: {"contexts_list", "titles_list", "useful_contexts", "question", "answer", "dataset"}, '
+    "as xc-cache has it"
+)
 DROPPED = ("encoder_hidden_states",)
 """Fields of many megabytes that are not read: `data_prep.preproc_nq` encodes contexts again."""
 
@@ -31,7 +35,8 @@ def questions(record: dict[str, Any], where: str) -> Iterator[Question | Skipped
         if len(values) != len(texts):
             raise DataError(f"{where}: field {name!r}: {len(values)} values for {len(texts)} contexts.")
     kept = passages(
-        Passage(passage, title, None if mark is None else bool(mark)) for passage, title, mark in zip(texts, titles, marks, strict=True)
+        Passage(passage, title, None if mark is None else bool(mark))
+        for passage, title, mark in zip(texts, titles, marks, strict=True)
     )
     if not kept:
         yield Skipped("no context has any text")

@@ -1,17 +1,31 @@
-"""SQuAD 1.1 and 2.0, and all that share their layout, such as XQuAD: articles of paragraphs with questions; or one row a question."""
+"""SQuAD 1.1 and 2.0, and all that share their layout, such as XQuAD: articles of paragraphs with questions; or one row
+a question."""
 
 from collections.abc import Iterator
 from typing import Any
 
-from data_prep.qa_releases.question import UNANSWERABLE, Passage, Question, clean_answers, field, identifier, passages, text
+from data_prep.qa_releases.question import (
+    UNANSWERABLE,
+    Passage,
+    Question,
+    clean_answers,
+    field,
+    identifier,
+    passages,
+    text,
+)
 from src.errors import DataError
 
-DESCRIPTION = 'SQuAD 1.1 or 2.0: {"data": [{"title", "paragraphs": [{"context", "qas": [{"id", "question", "answers"}]}]}]}'
+DESCRIPTION = (
+    'SQuAD 1.1 or 2.0: {"data": [{"title", "paragraphs": [{"context", "qas": [{"id", "question", "answers"}]}]}]}'
+)
 
 
 def fits(record: dict[str, Any]) -> bool:
     """True for an article, or a row {"id", "title", "context", "question", "answers"}."""
-    return "paragraphs" in record or ({"question", "answers"} <= record.keys() and isinstance(record.get("context"), str))
+    return "paragraphs" in record or (
+        {"question", "answers"} <= record.keys() and isinstance(record.get("context"), str)
+    )
 
 
 def questions(record: dict[str, Any], where: str) -> Iterator[Question]:
@@ -39,7 +53,9 @@ def _question(asked: dict[str, Any], title: str, context: str, where: str) -> Qu
         given = [field(answer, "text", str, where) for answer in field(asked, "answers", list[dict], where)]
     impossible = asked.get("is_impossible")
     if impossible is not None and not isinstance(impossible, bool):
-        raise DataError(f"{where}: field 'is_impossible': expected true or false, got {impossible!r} ({type(impossible).__name__}).")
+        raise DataError(
+            f"{where}: field 'is_impossible': expected true or false, got {impossible!r} ({type(impossible).__name__})."
+        )
     if not given and not impossible and not columns:
         raise DataError(f"{where}: no answers, and not marked 'is_impossible'.")
     return Question(

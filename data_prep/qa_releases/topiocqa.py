@@ -6,7 +6,9 @@ from typing import Any
 from data_prep.qa_releases.question import Passage, Question, Skipped, clean_answers, field, identifier, passages, text
 from src.errors import DataError
 
-DESCRIPTION = 'TopiOCQA: [{"Conversation_no", "Turn_no", "Context": [earlier questions and answers], "Question", "Answer"}]'
+DESCRIPTION = (
+    'TopiOCQA: [{"Conversation_no", "Turn_no", "Context": [earlier questions and answers], "Question", "Answer"}]'
+)
 
 
 def fits(record: dict[str, Any]) -> bool:
@@ -15,10 +17,11 @@ def fits(record: dict[str, Any]) -> bool:
 
 
 def questions(record: dict[str, Any], where: str) -> Iterator[Question | Skipped]:
-    """One turn. Its answer may be UNANSWERABLE, spelt as in the release. All turns of a conversation belong in one split.
+    """One turn. Its answer may be UNANSWERABLE, spelt as in the release. All turns of a conversation belong in one
+    split.
 
-    A file without gold passages tests whether a model remembers the conversation, not whether it reads; its first turns have
-    nothing to read and are skipped.
+    A file without gold passages tests whether a model remembers the conversation, not whether it reads; its first turns
+    have nothing to read and are skipped.
 
     Raises:
         DataError: a field is missing or malformed.
@@ -30,7 +33,9 @@ def questions(record: dict[str, Any], where: str) -> Iterator[Question | Skipped
     gold = record.get("Gold_passage")
     if gold is not None:
         gold = field(record, "Gold_passage", dict, where)
-        found = Passage(field(gold, "text", str, where), field(gold, "title", str, where) if gold.get("title") else "", useful=True)
+        found = Passage(
+            field(gold, "text", str, where), field(gold, "title", str, where) if gold.get("title") else "", useful=True
+        )
     else:
         said = "\n".join(f"{'A' if i % 2 else 'Q'}: {turn}" for i, turn in enumerate(turns))
         found = Passage(said, useful=True)

@@ -8,7 +8,9 @@ from data_prep.qa_releases.question import Passage, Question, Skipped, clean_ans
 from src.errors import DataError
 from src.files import reading
 
-DESCRIPTION = 'TriviaQA: {"Data": [{"QuestionId", "Question", "Answer": {"Value", "Aliases"}, "EntityPages", "SearchResults"}]}'
+DESCRIPTION = (
+    'TriviaQA: {"Data": [{"QuestionId", "Question", "Answer": {"Value", "Aliases"}, "EntityPages", "SearchResults"}]}'
+)
 
 _PAGES = {"EntityPages": "wikipedia", "SearchResults": "web"}
 """Lists of pages, each with the folder of their texts."""
@@ -80,6 +82,8 @@ def _read_evidence(evidence: Path, folder: str, name: str, where: str) -> str:
         with reading(path, DataError):
             return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise DataError(f"{where}: its text, {path}, is not there. --evidence names the folder that holds {folder}.") from None
+        raise DataError(
+            f"{where}: its text, {path}, is not there. --evidence names the folder that holds {folder}."
+        ) from None
     except UnicodeDecodeError as bad:
         raise DataError(f"{path}: not UTF-8 text: {bad.reason} at byte {bad.start}.") from None

@@ -1,13 +1,16 @@
-"""Convert documents in other layouts into tars: `python -m data_prep.tar_shards.convert LAYOUT FILE... --output FOLDER`.
+"""Convert documents in other layouts into tars: `python -m data_prep.tar_shards.convert LAYOUT FILE... --output
+FOLDER`.
 
-Layouts: tars of huggingface/smollm's vision/m4: wd (pages), icp (an image and its caption), sft (turns), vqav2_task_finetuning and docvqa
-(question and answer), ocr (scanned or printed pages); JSON lines with --images FOLDER: mmc4, obelics; Parquet files with the bytes of
+Layouts: tars of huggingface/smollm's vision/m4: wd (pages), icp (an image and its caption), sft (turns),
+vqav2_task_finetuning and docvqa (question and answer), ocr (scanned or printed pages); JSON lines with --images FOLDER:
+mmc4, obelics; Parquet files with the bytes of
 images: finevision, the_cauldron.
 
-Questions become parts KEY.NNN.prompt.txt, which are read and not learned; answers and other texts become KEY.NNN.text.txt. Images keep
-their bytes, and each is decoded once. A page is written without the images that are missing or cannot be decoded; other documents are
-dropped if they lose one, as are documents without a text, and pages that lose all images. A row in another layout is an error that names
-the row. The counts of rows read, written and dropped are printed and saved in converted.json. After an interruption, run the same command
+Questions become parts KEY.NNN.prompt.txt, which are read and not learned; answers and other texts become
+KEY.NNN.text.txt. Images keep their bytes, and each is decoded once. A page is written without the images that are
+missing or cannot be decoded; other documents are dropped if they lose one, as are documents without a text, and pages
+that lose all images. A row in another layout is an error that names the row. The counts of rows read, written and
+dropped are printed and saved in converted.json. After an interruption, run the same command
 again: it writes the same bytes.
 """
 
@@ -57,18 +60,39 @@ LAYOUTS = {
 def _add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("layout", choices=list(LAYOUTS), metavar="LAYOUT", help=", ".join(LAYOUTS))
-    add("inputs", nargs="+", type=Path, metavar="FILE", help="tars, JSON lines or Parquet files, in the order of their documents")
+    add(
+        "inputs",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="tars, JSON lines or Parquet files, in the order of their documents",
+    )
     add("--output", type=Path, required=True, metavar="FOLDER", help="where tars, indexes and shards.json are written")
     add("--images", type=Path, metavar="FOLDER", help="where the images are that are files")
-    add("--question", default=rows.QUESTION, metavar="TEXT", help="text that is read before an answer (default: %(default)r)")
+    add(
+        "--question",
+        default=rows.QUESTION,
+        metavar="TEXT",
+        help="text that is read before an answer (default: %(default)r)",
+    )
     add("--per_shard", type=int, default=1000, metavar="N", help="documents of a tar (default: %(default)s)")
     add("--seed", type=int, metavar="N", help="mix all documents, by this seed (default: their order stays)")
-    add("--source", default="", metavar="NAME", help="name under which a training counts the documents (default: the layout)")
-    add("--tokenizer", metavar="FOLDER", help="count the tokens of texts, so that training plans rows without reading documents")
+    add(
+        "--source",
+        default="",
+        metavar="NAME",
+        help="name under which a training counts the documents (default: the layout)",
+    )
+    add(
+        "--tokenizer",
+        metavar="FOLDER",
+        help="count the tokens of texts, so that training plans rows without reading documents",
+    )
 
 
 def convert(layout: str, inputs: Sequence[Path], output: Path, options: ReaderOptions, how: Writing) -> dict[str, int]:
-    """Write the documents of `inputs` as tars into `output`. Returns the counts of rows, documents and images, and of drops by reason.
+    """Write the documents of `inputs` as tars into `output`. Returns the counts of rows, documents and images, and of
+    drops by reason.
 
     Raises:
         DataError: a file is missing or damaged, a row is not as its layout says, or no document is left.
@@ -151,11 +175,19 @@ def _image(content: bytes) -> tuple[Part | None, str]:
 
 
 def _describe(tally: dict[str, int]) -> str:
-    return "; ".join(f"{name}: {count:,}" for name, count in tally.items() if name not in ("rows", "documents", "images"))
+    return "; ".join(
+        f"{name}: {count:,}" for name, count in tally.items() if name not in ("rows", "documents", "images")
+    )
 
 
 def _print(
-    layout: str, inputs: Sequence[Path], output: Path, images: Path | None, question: str, tokenizer: str | None, **how: Any
+    layout: str,
+    inputs: Sequence[Path],
+    output: Path,
+    images: Path | None,
+    question: str,
+    tokenizer: str | None,
+    **how: Any,
 ) -> None:
     from src.data.streaming.texts import TextTokens
     from src.data.text import tokenizers

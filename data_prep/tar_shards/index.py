@@ -1,16 +1,18 @@
 """Index tars of documents: `python -m data_prep.tar_shards.index shards/*.tar [--verify]`.
 
-Writes FILE.tar.idx next to each tar: the place of each document and its parts, the sizes of its images, and which documents are bad and
-why. Only headers and texts are read; --verify also decodes each image. A tar that is cut anywhere is an error; its index has the documents
-before the cut. Existing indexes are reused if their tar has the same size. If shards.json lists the sha256 of a tar, as for tars written
-by this project, --verify compares it, which detects every changed bit.
+Writes FILE.tar.idx next to each tar: the place of each document and its parts, the sizes of its images, and which
+documents are bad and why. Only headers and texts are read; --verify also decodes each image. A tar that is cut anywhere
+is an error; its index has the documents before the cut. Existing indexes are reused if their tar has the same size. If
+shards.json lists the sha256 of a tar, as for tars written by this project, --verify compares it, which detects every
+changed bit.
 
---output FOLDER writes the indexes and the list of tars, shards.json, into FOLDER. The tars can then be anywhere, such as s3://BUCKET/KEY or
-pipe:COMMAND, and are read once; existing indexes are reused unless the size or ETag of their tar has changed. With --slice I/N, as in a
-Slurm array, each of N commands indexes its share; the last one to finish writes shards.json.
+--output FOLDER writes the indexes and the list of tars, shards.json, into FOLDER. The tars can then be anywhere, such
+as s3://BUCKET/KEY or pipe:COMMAND, and are read once; existing indexes are reused unless the size or ETag of their tar
+has changed. With --slice I/N, as in a Slurm array, each of N commands indexes its share; the last one to finish writes
+shards.json.
 
-The last lines and shards.json count every member that is not read, by reason and suffix. --fields names members that the suffixes do not
-identify, and values in JSON members. Tars without a document that can be read are refused.
+The last lines and shards.json count every member that is not read, by reason and suffix. --fields names members that
+the suffixes do not identify, and values in JSON members. Tars without a document that can be read are refused.
 """
 
 import argparse
@@ -82,17 +84,38 @@ PLAIN = Making()
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    what = "tars of documents, not compressed: files, s3://BUCKET/KEY, pipe:COMMAND, patterns, ranges {000..123}, lists NAME.txt, folders"
+    what = (
+        "tars of documents, not compressed: files, s3://BUCKET/KEY, pipe:COMMAND, patterns, ranges {000..123}, "
+        "lists NAME.txt, folders"
+    )
     add("tars", nargs="+", metavar="SHARD", help=what)
-    add("--verify", action="store_true", help="decode each image once; documents with one that cannot be decoded are bad")
+    add(
+        "--verify",
+        action="store_true",
+        help="decode each image once; documents with one that cannot be decoded are bad",
+    )
     add("--processes", type=int, default=os.cpu_count() or 1, metavar="N", help="(default: one for each core)")
-    add("--output", type=Path, metavar="FOLDER", help="where indexes and shards.json are written (default: each index next to its tar)")
-    add("--tokenizer", metavar="FOLDER", help="count the tokens of each text, so that a training plans its rows without reading a tar")
+    add(
+        "--output",
+        type=Path,
+        metavar="FOLDER",
+        help="where indexes and shards.json are written (default: each index next to its tar)",
+    )
+    add(
+        "--tokenizer",
+        metavar="FOLDER",
+        help="count the tokens of each text, so that a training plans its rows without reading a tar",
+    )
     mapping = """members by kind: '{"image": ["input.jpg", "left.jpg"], "text": "json:caption"}' (default: by suffix); needs --output"""
     add("--fields", metavar="JSON", help=mapping)
     most = "larger images make a document bad, without decoding them (default: %(default)s)"
     add("--most_pixels", type=int, default=MOST_PIXELS, metavar="N", help=most)
-    add("--source", default="", metavar="NAME", help="with --output: the name under which a training counts the documents")
+    add(
+        "--source",
+        default="",
+        metavar="NAME",
+        help="with --output: the name under which a training counts the documents",
+    )
     add("--slice", default="0/1", metavar="I/N", help="index every N-th shard, starting with the I-th, counted from 0")
 
 
@@ -100,7 +123,8 @@ def index_tars(tars: Sequence[Path], processes: int = 1, how: Making = PLAIN) ->
     """Write the missing indexes, each next to its tar.
 
     Raises:
-        DataError: tars cannot be read or are cut (one line for each, after the rest was indexed), or nothing in them can be read.
+        DataError: tars cannot be read or are cut (one line for each, after the rest was indexed), or nothing in them
+            can be read.
         ConfigError: `processes` is below 1.
     """
     try:
@@ -109,8 +133,11 @@ def index_tars(tars: Sequence[Path], processes: int = 1, how: Making = PLAIN) ->
         _update_lists(tars)
 
 
-def index_into(output: Path, listed: Sequence[Listed], processes: int = 1, part: slice = slice(None), how: Making = PLAIN) -> list[Indexed]:
-    """Write the missing indexes into a folder, and shards.json once all are there. part: shards of the list to index now.
+def index_into(
+    output: Path, listed: Sequence[Listed], processes: int = 1, part: slice = slice(None), how: Making = PLAIN
+) -> list[Indexed]:
+    """Write the missing indexes into a folder, and shards.json once all are there. part: shards of the list to index
+    now.
 
     Raises:
         DataError: as `index_tars`.
@@ -135,7 +162,9 @@ def _index_all(index: Callable[[Any], Indexed], tars: Sequence[Any], processes: 
     errors, results = list[str](), list[Indexed]()
     workers = min(processes, len(tars))
     context = multiprocessing.get_context("forkserver")  # its server can have been started with another environment
-    with concurrent.futures.ProcessPoolExecutor(max(workers, 1), context, _set_environment, (dict(os.environ),)) as pool:
+    with concurrent.futures.ProcessPoolExecutor(
+        max(workers, 1), context, _set_environment, (dict(os.environ),)
+    ) as pool:
         futures = [pool.submit(index, tar) for tar in tars] if workers > 1 else []
         for number, tar in enumerate(tars):
             try:
@@ -144,7 +173,8 @@ def _index_all(index: Callable[[Any], Indexed], tars: Sequence[Any], processes: 
                 errors.append(str(error))
             except BrokenProcessPool:
                 raise RunError(
-                    f"--processes {processes}: a process was killed, maybe out of memory. Finished indexes remain: start again "
+                    f"--processes {processes}: a process was killed, maybe out of memory. Finished indexes remain: "
+                    f"start again "
                     "with fewer processes."
                 ) from None
             else:
@@ -157,7 +187,8 @@ def _index_all(index: Callable[[Any], Indexed], tars: Sequence[Any], processes: 
 
 
 def index_tar(tar: Path, how: Making) -> Indexed:
-    """Write the index of a tar if it is missing. The index of a tar listed in shards.json is only replaced if it changes.
+    """Write the index of a tar if it is missing. The index of a tar listed in shards.json is only replaced if it
+    changes.
 
     Raises:
         DataError: the tar cannot be read, or is verified and differs from the one that shards.json lists.
@@ -167,7 +198,12 @@ def index_tar(tar: Path, how: Making) -> Indexed:
         before = index
         with tar_index.open_tar(tar) as content:
             index = how.build(content)
-        if before is not None and listed and how.texts is None and before.documents["bad"].tolist() == index.documents["bad"].tolist():
+        if (
+            before is not None
+            and listed
+            and how.texts is None
+            and before.documents["bad"].tolist() == index.documents["bad"].tolist()
+        ):
             return index_report.summarize(tar, before)
         if before is not None and listed and how.texts is None:
             index.tokens, index.facts = before.tokens, before.facts | index.facts
@@ -185,7 +221,8 @@ def _is_as_listed(tar: Path) -> bool:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
             if digest != shard.sha256:
                 raise DataError(
-                    f"{tar}: damaged or replaced: its sha256 is {digest[:16]}, {manifest.NAME} lists {shard.sha256[:16]}. "
+                    f"{tar}: damaged or replaced: its sha256 is {digest[:16]}, {manifest.NAME} lists "
+                    f"{shard.sha256[:16]}. "
                     "Get or write it again."
                 )
             return True
@@ -197,9 +234,15 @@ def _update_lists(tars: Sequence[Path]) -> None:
     for folder in sorted({tar.parent for tar in tars}):
         if (folder / manifest.NAME).is_file():
             before = manifest.load(folder)
-            names = {tar.name for tar in tars if tar.parent == folder and tar.with_name(tar.name + tar_index.SUFFIX).is_file()}
+            names = {
+                tar.name
+                for tar in tars
+                if tar.parent == folder and tar.with_name(tar.name + tar_index.SUFFIX).is_file()
+            }
             shards = [
-                replace(shard, index_digest=tar_index.digest_of(folder / shard.index), **_describe_local(folder / shard.url))
+                replace(
+                    shard, index_digest=tar_index.digest_of(folder / shard.index), **_describe_local(folder / shard.url)
+                )
                 if shard.url in names and shard.index == shard.url + tar_index.SUFFIX
                 else shard
                 for shard in before.shards
@@ -222,7 +265,8 @@ def _describe_local(tar: Path) -> dict[str, Any]:
 
 
 def _is_newer(tar: Path, place: Path) -> bool:
-    """Whether a tar was written, moved or copied to its path after its index at a place. A copy can have an old modification time."""
+    """Whether a tar was written, moved or copied to its path after its index at a place. A copy can have an old
+    modification time."""
     return tar.stat().st_ctime_ns > place.with_name(place.name + tar_index.SUFFIX).stat().st_mtime_ns
 
 
@@ -257,7 +301,8 @@ def _fetch(source: Source, output: Path) -> Iterator[memoryview]:
 
 
 def _place(output: Path, one: Listed) -> Path:
-    """Path of an index in the folder, without ".idx". Tars with equal names in different places have different paths."""
+    """Path of an index in the folder, without ".idx". Tars with equal names in different places have different
+    paths."""
     name = re.sub(r"[^\w.-]", "_", "pipe" if one.url.startswith(PIPE) else one.url.rpartition("/")[2])[-100:]
     return output / f"{name}-{hashlib.sha256(one.url.encode()).hexdigest()[:16]}"
 
@@ -320,7 +365,10 @@ def _fields(text: str | None) -> Fields | None:
 def _slice(text: str) -> slice:
     number, _, count = text.partition("/")
     if not (number.isdecimal() and count.isdecimal() and int(number) < int(count)):
-        raise ConfigError(f"--slice {text}: expected I/N, with I from 0 to N - 1, such as $SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT.")
+        raise ConfigError(
+            f"--slice {text}: expected I/N, with I from 0 to N - 1, such as "
+            f"$SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT."
+        )
     return slice(int(number), None, int(count))
 
 

@@ -85,14 +85,16 @@ def require_documents(results: Sequence[Indexed]) -> None:
         reasons = "; ".join(f"{reason}: {count}" for reason, count in bad.items()) or "the tars are empty"
         example = '\'{"text": "json:caption"}\''
         raise DataError(
-            f"{where}: none of {documents} documents can be read ({reasons}). {unread} Name their text with --fields {example}."
+            f"{where}: none of {documents} documents can be read ({reasons}). {unread} Name their text with --fields "
+            f"{example}."
         )
 
 
 def lines(results: Sequence[Indexed]) -> list[str]:
     """Lines of the report: bad documents by tar, totals, mapped fields, and last every member that is not read."""
     report = [
-        f"{one.tar}: {one.bad.total()} of {one.documents} documents are bad: " + ", ".join(f"{r}: {n:,}" for r, n in one.bad.items())
+        f"{one.tar}: {one.bad.total()} of {one.documents} documents are bad: "
+        + ", ".join(f"{r}: {n:,}" for r, n in one.bad.items())
         for one in results
         if one.bad
     ]
@@ -104,12 +106,18 @@ def lines(results: Sequence[Indexed]) -> list[str]:
     for count, size, reason, suffix in unread[:_MOST_LINES]:
         report.append(f"not read: {count:,} {suffix or 'members'}, {size:,} bytes: {reason}")
     if rest := unread[_MOST_LINES:]:
-        report.append(f"not read: {sum(row[0] for row in rest):,} more of {len(rest)} suffixes: see passed_over in the index")
+        report.append(
+            f"not read: {sum(row[0] for row in rest):,} more of {len(rest)} suffixes: see passed_over in the index"
+        )
     report.append(f"{members:,} members: {sum(one.facts['read'][0] for one in results):,} read")
     return report
 
 
 def _unread(results: Sequence[Indexed]) -> list[tuple[int, int, str, str]]:
     """(Members, bytes, reason, suffix) of members that are not read, the most frequent first."""
-    rows = [(count[0], count[1], reason, suffix) for reason, suffixes in passed_over(results).items() for suffix, count in suffixes.items()]
+    rows = [
+        (count[0], count[1], reason, suffix)
+        for reason, suffixes in passed_over(results).items()
+        for suffix, count in suffixes.items()
+    ]
     return sorted(rows, key=lambda row: (-row[0], row[2], row[3]))

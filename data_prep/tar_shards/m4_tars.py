@@ -1,7 +1,8 @@
-"""Documents in the tars of huggingface/smollm's vision/m4: pages of the web, turns, pairs of image and caption, questions with answers.
+"""Documents in the tars of huggingface/smollm's vision/m4: pages of the web, turns, pairs of image and caption,
+questions with answers.
 
-Members are KEY.POSITION.text.txt, KEY.POSITION.image.jpeg and KEY.metadata.txt, or KEY.image.jpeg with KEY.text.txt, or with
-KEY.question.txt and KEY.answer.txt. An incomplete document is dropped; a tar that is cut is refused.
+Members are KEY.POSITION.text.txt, KEY.POSITION.image.jpeg and KEY.metadata.txt, or KEY.image.jpeg with KEY.text.txt, or
+with KEY.question.txt and KEY.answer.txt. An incomplete document is dropped; a tar that is cut is refused.
 """
 
 from collections.abc import Iterator, Sequence
@@ -52,11 +53,16 @@ def read_turns(path: Path, options: ReaderOptions) -> Iterator[Row]:
                 for name in ("user", "assistant"):
                     jsonl.check_type(turn.get(name), str, f"{where}: {name}")
                 turns.append((turn["user"], turn["assistant"]))
-        yield make_turns(key, [part.content for part in _images(members)], turns, options) if not bad else Row(key, [], bad)
+        yield (
+            make_turns(key, [part.content for part in _images(members)], turns, options)
+            if not bad
+            else Row(key, [], bad)
+        )
 
 
 def _documents(path: Path, options: ReaderOptions) -> Iterator[tuple[str, list[Member], str]]:
-    """Key, members by position, and why the document is bad, in which case it has no members. A key is the document's number in the tar."""
+    """Key, members by position, and why the document is bad, in which case it has no members. A key is the document's
+    number in the tar."""
     with tar_index.open_tar(path) as tar:
         index = build(tar)
         if "cut" in index.facts:

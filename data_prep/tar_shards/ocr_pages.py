@@ -1,7 +1,9 @@
-"""Pages with the lines of their texts, in the layout `ocr` of vision/m4 (pixparse's pdfa and idl): KEY.json with KEY.png or KEY.pdf.
+"""Pages with the lines of their texts, in the layout `ocr` of vision/m4 (pixparse's pdfa and idl): KEY.json with
+KEY.png or KEY.pdf.
 
-The JSON has "pages", each with its lines in "text" or in "lines": {"text"}. Every page becomes a document of its own: its image, and
-its lines. The pages of a PDF are drawn with 150 dots per inch in grey, as m4 does, by pypdfium2 (requirements/pdf.txt).
+The JSON has "pages", each with its lines in "text" or in "lines": {"text"}. Every page becomes a document of its own:
+its image, and its lines. The pages of a PDF are drawn with 150 dots per inch in grey, as m4 does, by pypdfium2
+(requirements/pdf.txt).
 """
 
 import io
@@ -40,7 +42,9 @@ def read_pages(path: Path, options: ReaderOptions) -> Iterator[Row]:
             for _, ending, begin, size in group:
                 suffix = ending.rpartition(".")[2].lower()
                 if suffix not in _READ or suffix in contents:
-                    options.passed_over[f"no known suffix: .{ending}" if suffix not in _READ else f"a second file: .{suffix}"] += 1
+                    options.passed_over[
+                        f"no known suffix: .{ending}" if suffix not in _READ else f"a second file: .{suffix}"
+                    ] += 1
                 else:
                     contents[suffix] = bytes(tar[begin : begin + size])
             yield from _pages(f"{number:08}", contents, f"{path}: document {name}")
@@ -83,7 +87,9 @@ def _draw(content: bytes) -> list[bytes] | None:
     try:
         import pypdfium2
     except ModuleNotFoundError:
-        raise ConfigError("ocr: the package that draws PDFs is not installed: pip install -r requirements/pdf.txt") from None
+        raise ConfigError(
+            "ocr: the package that draws PDFs is not installed: pip install -r requirements/pdf.txt"
+        ) from None
     drawn = list[bytes]()
     try:
         document = pypdfium2.PdfDocument(content)

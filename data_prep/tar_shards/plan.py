@@ -1,8 +1,10 @@
-"""What to expect of a training on streamed documents, before it: `python -m data_prep.tar_shards.plan FOLDER... --tokenizer FOLDER`.
+"""What to expect of a training on streamed documents, before it: `python -m data_prep.tar_shards.plan FOLDER...
+--tokenizer FOLDER`.
 
-FOLDERs are splits with shards.json; the other options are those of the data set `streamed`. Printed are how well rows are filled, what
-is left out, the rows that one process reads in a second, how many tars are open, memory, how far documents move, and recommended
-settings. Rows are made as training makes them, of a sample of documents, from the indexes alone; for the speed some rows are read.
+FOLDERs are splits with shards.json; the other options are those of the data set `streamed`. Printed are how well rows
+are filled, what is left out, the rows that one process reads in a second, how many tars are open, memory, how far
+documents move, and recommended settings. Rows are made as training makes them, of a sample of documents, from the
+indexes alone; for the speed some rows are read.
 """
 
 import argparse
@@ -54,23 +56,53 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("--rates", nargs="+", type=float, metavar="R", help="share of each source (default: by their documents)")
     add("--sequence_tokens", type=int, default=2048, metavar="N", help="tokens of a row (default: %(default)s)")
     add("--max_frames", type=int, default=64, metavar="N", help="frames of a row (default: %(default)s)")
-    add("--open_rows", type=int, default=16, metavar="N", help="rows that each lane fills at a time (default: %(default)s)")
+    add(
+        "--open_rows",
+        type=int,
+        default=16,
+        metavar="N",
+        help="rows that each lane fills at a time (default: %(default)s)",
+    )
     add("--shuffle", choices=("none", "shards", "window"), default="window", help="(default: %(default)s)")
     add("--window", type=int, default=10_000, metavar="N", help="documents that are mixed (default: %(default)s)")
-    add("--style", choices=("idefics3", "idefics2"), default="idefics3", help="the text around frames (default: %(default)s)")
+    add(
+        "--style",
+        choices=("idefics3", "idefics2"),
+        default="idefics3",
+        help="the text around frames (default: %(default)s)",
+    )
     add("--frame_size", type=int, default=384, metavar="N", help="pixels of a side of a frame (default: %(default)s)")
     add("--image_tokens", type=int, default=81, metavar="N", help="tokens of a frame (default: %(default)s)")
-    add("--max_size", type=int, default=1536, metavar="N", help="pixels of the longer side of an image (default: %(default)s)")
+    add(
+        "--max_size",
+        type=int,
+        default=1536,
+        metavar="N",
+        help="pixels of the longer side of an image (default: %(default)s)",
+    )
     add("--sequences_per_step", type=int, default=256, metavar="N", help="rows of a step (default: %(default)s)")
     add("--processes", type=int, default=8, metavar="N", help="of the training (default: %(default)s)")
-    add("--rows_per_second", type=float, metavar="R", help="that the models of all processes read (default: not compared)")
+    add(
+        "--rows_per_second",
+        type=float,
+        metavar="R",
+        help="that the models of all processes read (default: not compared)",
+    )
     add("--sample", type=int, default=4000, metavar="N", help="documents that are looked at (default: %(default)s)")
-    add("--measure", type=float, default=5.0, metavar="SECONDS", help="of reading rows; 0 for none (default: %(default)s)")
+    add(
+        "--measure",
+        type=float,
+        default=5.0,
+        metavar="SECONDS",
+        help="of reading rows; 0 for none (default: %(default)s)",
+    )
     add("--seed", type=int, default=0, metavar="N", help="of the order (default: %(default)s)")
     add("--output", type=Path, metavar="FILE", help="a plot: PNG, or another format that matplotlib knows")
 
 
-def open_data(folders: Sequence[Path], tokenizer: str, rates: Sequence[float] | None, options: dict[str, Any]) -> StreamedDataset:
+def open_data(
+    folders: Sequence[Path], tokenizer: str, rates: Sequence[float] | None, options: dict[str, Any]
+) -> StreamedDataset:
     """The data set that a training would read. options: of the data set, by name.
 
     Raises:
@@ -85,10 +117,13 @@ def open_data(folders: Sequence[Path], tokenizer: str, rates: Sequence[float] | 
     if rates is not None and len(rates) != len(names):
         raise ConfigError(f"--rates: expected {len(names)}, one for each folder, got {len(rates)}.")
     sources = {
-        name: {"path": name, **({"rate": rate} if rate else {})} for name, rate in zip(names, rates or [None] * len(names), strict=True)
+        name: {"path": name, **({"rate": rate} if rate else {})}
+        for name, rate in zip(names, rates or [None] * len(names), strict=True)
     }
     images = {name: options[name] for name in _IMAGES}
-    config = strict.load(Config, {"sources": sources, "images": images, **{name: options[name] for name in _DATA}}, "options")
+    config = strict.load(
+        Config, {"sources": sources, "images": images, **{name: options[name] for name in _DATA}}, "options"
+    )
     loaded = tokenizers.load(tokenizer, config.images.special_tokens())
     texts, made = TextTokens(loaded), ImageTokens(config.images, loaded)
     lists = {name: manifest.load(Path(name)) for name in sorted(names)}
@@ -103,31 +138,47 @@ def describe(simulation: Simulation, training: Training) -> list[str]:
     count, frames = len(rows.keys), sum(rows.frames) / len(rows.keys)
     pieces = sum(len(key) // 3 for key in rows.keys) / count
     lines = [
-        f"sample: {len(simulation.documents):,} of {len(data):,} documents; {count:,} rows of {config.sequence_tokens} tokens",
-        f"fill: {rows.fill:.3f}; with other open_rows: " + ", ".join(f"{n}: {fill:.3f}" for n, fill in simulation.fills.items()),
-        f"a row: {pieces:.1f} documents, {frames:.1f} frames of {config.max_frames}; {config.open_rows} are open in each lane",
+        (
+            f"sample: {len(simulation.documents):,} of {len(data):,} documents; {count:,} rows of "
+            f"{config.sequence_tokens} tokens"
+        ),
+        f"fill: {rows.fill:.3f}; with other open_rows: "
+        + ", ".join(f"{n}: {fill:.3f}" for n, fill in simulation.fills.items()),
+        (
+            f"a row: {pieces:.1f} documents, {frames:.1f} frames of {config.max_frames}; {config.open_rows} are open in "
+            f"each lane"
+        ),
     ]
     for own in simulation.by_source():
         share, tokens = max(1, own.documents), max(1, own.text_tokens + own.image_tokens)
         lines.append(
-            f"{own.name}: a document has {own.images / share:.1f} images and {tokens / share:.0f} tokens, {own.image_tokens / tokens:.0%} "
-            f"of images; {own.left_out / share:.2%} of documents are bad or left out by the rules, {own.too_long / share:.2%} lose parts "
+            f"{own.name}: a document has {own.images / share:.1f} images and {tokens / share:.0f} tokens, "
+            f"{own.image_tokens / tokens:.0%} "
+            f"of images; {own.left_out / share:.2%} of documents are bad or left out by the rules, "
+            f"{own.too_long / share:.2%} lose parts "
             f"as they are too long, in all {own.tokens_left_out / tokens:.2%} of tokens"
         )
         if not _is_counted(data, own.name):
-            lines.append(f"{own.name}: the indexes have no counts of this tokenizer's tokens: training reads each document twice")
+            lines.append(
+                f"{own.name}: the indexes have no counts of this tokenizer's tokens: training reads each document twice"
+            )
     for name, source in zip(data.source_names, planning.sources_of(simulation), strict=True):
         together = planning.shards_together(source, 2 * round(simulation.documents_a_step))
-        size = sum(shard.bytes for shard in data.documents[data.source_names.index(name)].manifest.shards) / len(source.sizes)
+        size = sum(shard.bytes for shard in data.documents[data.source_names.index(name)].manifest.shards) / len(
+            source.sizes
+        )
         moved = planning.moves(source, simulation.sample)
         lines.append(
-            f"{name}: up to {together} of {len(source.sizes)} tars are open, {together * size / 1e9:.2f} GB; a document moves by "
+            f"{name}: up to {together} of {len(source.sizes)} tars are open, {together * size / 1e9:.2f} GB; a "
+            f"document moves by "
             f"{sum(moved) / len(moved):,.0f} places on average, by {planning.quantile(moved, 0.95):,} at 95 %"
         )
     own_rows = -(-training.rows_a_step // training.processes)
     lines.append(
-        f"memory of a process: {_index_bytes(data) / 1e6:.1f} MB of indexes, {frames * 3 * side * side * 4 / 1e6:.2f} MB of frames a row, "
-        f"{own_rows} rows a step, {min(64, sum(len(d.manifest.shards) for d in data.documents))} files open at most for each source"
+        f"memory of a process: {_index_bytes(data) / 1e6:.1f} MB of indexes, "
+        f"{frames * 3 * side * side * 4 / 1e6:.2f} MB of frames a row, "
+        f"{own_rows} rows a step, {min(64, sum(len(d.manifest.shards) for d in data.documents))} files open at most "
+        f"for each source"
     )
     return lines
 
@@ -137,20 +188,29 @@ def recommend(simulation: Simulation, training: Training) -> list[str]:
     config, lines = simulation.data.config, list[str]()
     open_rows = simulation.enough_open_rows()
     if open_rows > config.open_rows:
-        lines.append(f"open_rows: {open_rows}. It fills {simulation.fills[open_rows]:.3f} of a row instead of {simulation.rows.fill:.3f}.")
+        lines.append(
+            f"open_rows: {open_rows}. It fills {simulation.fills[open_rows]:.3f} of a row instead of "
+            f"{simulation.rows.fill:.3f}."
+        )
     without = simulation.without_limit.fill
     if without > simulation.rows.fill + planning.ENOUGH:
         frames = simulation.enough_frames()
-        lines.append(f"max_frames: {frames}. Rows without a limit have no more, but for one in 100, and fill {without:.3f}.")
+        lines.append(
+            f"max_frames: {frames}. Rows without a limit have no more, but for one in 100, and fill {without:.3f}."
+        )
     long = sum(own.too_long for own in simulation.by_source()) / max(1, len(simulation.documents))
     if long > 0.01:
         tokens = simulation.enough_tokens()
-        lines.append(f"sequence_tokens: {tokens}. It has room for 99 of 100 documents; {long:.1%} are larger than a row or its frames.")
+        lines.append(
+            f"sequence_tokens: {tokens}. It has room for 99 of 100 documents; {long:.1%} are larger than a row or "
+            f"its frames."
+        )
     mixed = all(documents.manifest.facts.get("seed") is not None for documents in simulation.data.documents)
     wanted = _STEPS_A_WINDOW * round(simulation.documents_a_step)
     if not mixed and (config.shuffle != "window" or config.window < wanted):
         lines.append(
-            f"shuffle: window, window: {wanted}. It mixes the documents of {_STEPS_A_WINDOW} steps; the tars were written in order."
+            f"shuffle: window, window: {wanted}. It mixes the documents of {_STEPS_A_WINDOW} steps; the tars were "
+            f"written in order."
         )
     if training.rows_a_step % training.processes:
         lines.append(f"sequences_per_step: a multiple of {training.processes} processes.")
@@ -161,7 +221,8 @@ def compare(read: int, seconds: float, training: Training) -> list[str]:
     """The rows that were read in this process beside those that are wanted."""
     rate = read / seconds
     line = (
-        f"speed: {rate:.1f} rows/s of one process ({read} rows in {seconds:.1f} s), {rate * training.processes:.1f} of {training.processes}"
+        f"speed: {rate:.1f} rows/s of one process ({read} rows in {seconds:.1f} s), "
+        f"{rate * training.processes:.1f} of {training.processes}"
     )
     if training.rows_a_second is None:
         return [line]
@@ -169,7 +230,9 @@ def compare(read: int, seconds: float, training: Training) -> list[str]:
     more = f"wanted are {training.rows_a_second:.1f}: "
     if share <= 1:
         return [f"{line}; {more}{share:.0%} of the time of a core for each process"]
-    return [f"{line}; {more}{share:.1f} times as many. Make images smaller when they are converted, or take more processes."]
+    return [
+        f"{line}; {more}{share:.1f} times as many. Make images smaller when they are converted, or take more processes."
+    ]
 
 
 def _is_counted(data: StreamedDataset, name: str) -> bool:
@@ -220,7 +283,9 @@ def draw(simulation: Simulation) -> "Figure":
     return figure
 
 
-def _print(folders: Sequence[Path], tokenizer: str, rates: Sequence[float] | None, output: Path | None, **given: Any) -> None:
+def _print(
+    folders: Sequence[Path], tokenizer: str, rates: Sequence[float] | None, output: Path | None, **given: Any
+) -> None:
     for name in ("sequences_per_step", "processes", "sample"):
         if given[name] < 1:
             raise ConfigError(f"--{name}: expected at least 1, got {given[name]}.")
@@ -228,7 +293,9 @@ def _print(folders: Sequence[Path], tokenizer: str, rates: Sequence[float] | Non
     training = Training(given["sequences_per_step"], given["processes"], given["rows_per_second"])
     simulation = Simulation(data, given["seed"], training.rows_a_step, given["sample"])
     print("\n".join(describe(simulation, training)))
-    if given["measure"] > 0 and not any(shard.url.startswith(REMOTE) for own in data.documents for shard in own.manifest.shards):
+    if given["measure"] > 0 and not any(
+        shard.url.startswith(REMOTE) for own in data.documents for shard in own.manifest.shards
+    ):
         print("\n".join(compare(*simulation.read(given["measure"]), training)))
         print(f"this machine has {os.cpu_count()} cores")
     elif given["measure"] > 0:

@@ -1,6 +1,7 @@
 """Forecast of a training on streamed documents: how full rows are, drops, open tars, how far documents move.
 
-The lanes of the training make rows from a sample of documents. They read only the indexes of the tars if these have counts of tokens.
+The lanes of the training make rows from a sample of documents. They read only the indexes of the tars if these have
+counts of tokens.
 """
 
 import math
@@ -23,7 +24,8 @@ OPEN_ROWS = (1, 2, 4, 8, 16, 32)
 _LANES = 8
 """Lanes of a step that are simulated, at most."""
 _SETTLED = 2
-"""Times as many rows as are open that a lane makes before its rows count: those that it makes first are fuller than all later ones."""
+"""Times as many rows as are open that a lane makes before its rows count: those that it makes first are fuller than all
+later ones."""
 ENOUGH = 0.005
 """Share of a row: fills that differ by less are the same."""
 _NO_LIMIT = 1 << 40
@@ -118,7 +120,9 @@ class Simulation:
             raise ConfigError(f"--sample {self.sample}: too few documents to fill a row. Write a larger number.")
         results = [[pieces(document)[number] for _, document, number in _triples(key)] for key in keys]
         tokens = [sum(piece.tokens for piece in row) for row in results]
-        return Rows(keys, tokens, [sum(piece.frames for piece in row) for row in results], 1 - padding / (len(keys) * room[0]))
+        return Rows(
+            keys, tokens, [sum(piece.frames for piece in row) for row in results], 1 - padding / (len(keys) * room[0])
+        )
 
     @property
     def _per_lane(self) -> int:
@@ -131,7 +135,9 @@ class Simulation:
     @cached_property
     def documents(self) -> list[int]:
         """Those of the sample, each once, in no order that means anything."""
-        return sorted({lane.document(number)[1] for lane in self._lanes(self.packing) for number in range(self._per_lane)})
+        return sorted(
+            {lane.document(number)[1] for lane in self._lanes(self.packing) for number in range(self._per_lane)}
+        )
 
     @cached_property
     def lengths(self) -> list[int]:
@@ -203,7 +209,8 @@ def shard_order(source: Source) -> list[int]:
 def shards_together(source: Source, documents: int) -> int:
     """How many tars hold documents that are read at about the same time, at most.
 
-    That is two neighbouring windows, because lanes progress at different speeds; without windows, it is this number of `documents`.
+    That is two neighbouring windows, because lanes progress at different speeds; without windows, it is this number of
+    `documents`.
     """
     ends = list(accumulate(source.sizes[shard] for shard in shard_order(source)))
     windows = source.shuffle == "window"
@@ -213,7 +220,8 @@ def shards_together(source: Source, documents: int) -> int:
 
 
 def moves(source: Source, sample: int) -> list[int]:
-    """How many places documents are from where the order of the tars has them, for places of an epoch at even distances."""
+    """How many places documents are from where the order of the tars has them, for places of an epoch at even
+    distances."""
     order = shard_order(source)
     begins = dict(zip(order, accumulate((source.sizes[shard] for shard in order), initial=0), strict=False))
     results, count = list[int](), min(sample, source.count)

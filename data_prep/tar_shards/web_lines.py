@@ -1,7 +1,7 @@
 """Pages of the web as JSON lines, with their images as files of a folder: mmc4's and OBELICS' layouts.
 
-The file of an image has its name; if it has only a URL, the SHA-256 of the URL in hexadecimal digits and one of `ENDINGS`. Missing images
-are left out of their pages.
+The file of an image has its name; if it has only a URL, the SHA-256 of the URL in hexadecimal digits and one of
+`ENDINGS`. Missing images are left out of their pages.
 """
 
 import hashlib
@@ -24,7 +24,8 @@ def read_mmc4(path: Path, options: ReaderOptions) -> Iterator[Row]:
 
 
 def read_obelics(path: Path, options: ReaderOptions) -> Iterator[Row]:
-    """ "texts" and "images" of one length: at each place one of both has a value, the other None (HuggingFaceM4/OBELICS)."""
+    """ "texts" and "images" of one length: at each place one of both has a value, the other None
+    (HuggingFaceM4/OBELICS)."""
     return _read(path, lambda row, where: _obelics_parts(row, options, where))
 
 
@@ -48,7 +49,9 @@ def _mmc4_parts(row: dict[str, Any], options: ReaderOptions, where: str) -> list
     for number, info in enumerate(infos):
         place, info_path = info.get("matched_text_index"), f"{where}: image_info[{number}]"
         if type(place) is not int or not 0 <= place < len(texts):
-            raise DataError(f"{info_path}.matched_text_index: expected the number of one of {len(texts)} texts, got {place!r}.")
+            raise DataError(
+                f"{info_path}.matched_text_index: expected the number of one of {len(texts)} texts, got {place!r}."
+            )
         name = info.get("image_name") or info.get("raw_url")
         jsonl.check_type(name, str, f"{info_path}.image_name")
         before[place].append(Part("image", _image(name, options, info_path)))
@@ -61,12 +64,18 @@ def _obelics_parts(row: dict[str, Any], options: ReaderOptions, where: str) -> l
     for name, value in (("texts", texts), ("images", images)):
         jsonl.check_type(value, list, f"{where}: {name}")
     if len(texts) != len(images):
-        raise DataError(f"{where}: {len(texts)} texts and {len(images)} images: expected equal lengths, and null in one of the two.")
+        raise DataError(
+            f"{where}: {len(texts)} texts and {len(images)} images: expected equal lengths, and null in one of the two."
+        )
     parts = list[Part]()
     for number, (text, image) in enumerate(zip(texts, images, strict=True)):
         if (text is None) == (image is None):
-            raise DataError(f"{where}: at place {number}, expected a text or an image, got {'neither' if text is None else 'both'}.")
-        jsonl.check_type(image if text is None else text, str, f"{where}: {'images' if text is None else 'texts'}[{number}]")
+            raise DataError(
+                f"{where}: at place {number}, expected a text or an image, got {'neither' if text is None else 'both'}."
+            )
+        jsonl.check_type(
+            image if text is None else text, str, f"{where}: {'images' if text is None else 'texts'}[{number}]"
+        )
         parts.append(Part("image", _image(image, options, where)) if text is None else text_part(text))
     return parts
 

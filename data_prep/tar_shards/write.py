@@ -1,7 +1,7 @@
 """Writes tars of documents with their indexes and shards.json: the same bytes every time, and after any interruption.
 
-The members of a document are adjacent in a tar, in the order of their names, and its last member lists them. A folder is complete once it
-has shards.json; an interrupted command resumes if it is run with the same inputs.
+The members of a document are adjacent in a tar, in the order of their names, and its last member lists them. A folder
+is complete once it has shards.json; an interrupted command resumes if it is run with the same inputs.
 """
 
 import contextlib
@@ -68,7 +68,8 @@ class Writing:
 
 
 def write(folder: Path, documents: Iterable[Document], made_from: Mapping[str, Any], how: Writing) -> Manifest:
-    """Write documents, which need not fit into memory, into `folder`. made_from: JSON values on which their content depends.
+    """Write documents, which need not fit into memory, into `folder`. made_from: JSON values on which their content
+    depends.
 
     Where they are permuted, they are written twice: tars can be read in any order.
 
@@ -102,10 +103,15 @@ def _begin(folder: Path, made_from: Mapping[str, Any]) -> Manifest | None:
     complete = manifest.load(folder) if (folder / manifest.NAME).exists() else None
     before = complete.facts if complete else progress
     if before is None and folder.is_dir() and any(path.suffix in (".tar", ".idx") for path in folder.iterdir()):
-        raise DataError(f"{folder}: has tars, but neither shards.json nor writing.json. Name another folder, or delete it.")
+        raise DataError(
+            f"{folder}: has tars, but neither shards.json nor writing.json. Name another folder, or delete it."
+        )
     if before is not None and before != made_from:
         changed = sorted(key for key in {*before, *made_from} if before.get(key) != made_from.get(key))
-        raise DataError(f"{folder}: was written from something else ({', '.join(changed)} changed). Name another folder, or delete it.")
+        raise DataError(
+            f"{folder}: was written from something else ({', '.join(changed)} changed). Name another folder, or "
+            f"delete it."
+        )
     if complete is None:
         files.write_json(folder / _PROGRESS, dict(made_from))
     return complete
@@ -158,10 +164,19 @@ def _index(content: bytes, documents: int, how: Writing) -> tar_index.TarIndex:
     tar = memoryview(content)
     index = build(tar)
     bad = index.documents["bad"].tolist()
-    wrong = [(place, tar_index.REASONS[reason]) for place, reason in enumerate(bad) if reason not in (tar_index.GOOD, tar_index.NO_TEXT)]
+    wrong = [
+        (place, tar_index.REASONS[reason])
+        for place, reason in enumerate(bad)
+        if reason not in (tar_index.GOOD, tar_index.NO_TEXT)
+    ]
     if wrong or len(index) != documents:
-        problem = f"document {wrong[0][0]} of a tar: {wrong[0][1]}" if wrong else "two adjacent documents have the same key"
-        raise DataError(f"cannot be written: {problem}. Give each document a unique key, texts in UTF-8 and images that can be decoded.")
+        problem = (
+            f"document {wrong[0][0]} of a tar: {wrong[0][1]}" if wrong else "two adjacent documents have the same key"
+        )
+        raise DataError(
+            f"cannot be written: {problem}. Give each document a unique key, texts in UTF-8 and images that can be "
+            f"decoded."
+        )
     if how.texts:
         count_tokens(index, tar, how.texts)
     return index
@@ -175,7 +190,9 @@ def encode(document: Document) -> bytes:
     """
     key, parts = document
     if not key or set(key) & set("./\n\r\0") or not parts:
-        raise DataError(f"{key!r}: expected a key without dots, slashes and ends of lines, and at least one part, not {len(parts)}.")
+        raise DataError(
+            f"{key!r}: expected a key without dots, slashes and ends of lines, and at least one part, not {len(parts)}."
+        )
     if strange := [part.ending for part in parts if not (part.ending or "x").isalnum()]:
         raise DataError(f'{key!r}: expected the ending of a file, such as "png", got {strange[0]!r}.')
     width = max(3, len(str(len(parts) - 1)))

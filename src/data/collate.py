@@ -1,6 +1,7 @@
 """Pads lists of ids to tensors. Masks come from lengths, never from ids, so a padding id may also be a real token.
 
-Shapes: B samples, T tokens of the longest sample, C context chunks of the sample with most, S tokens of the longest chunk.
+Shapes: B samples, T tokens of the longest sample, C context chunks of the sample with most, S tokens of the longest
+chunk.
 """
 
 from collections.abc import Sequence
@@ -19,16 +20,25 @@ NOT_LEARNED = -100
 
 
 def pad_tokens(
-    ids: Sequence[Sequence[int]], loss_masks: Sequence[Sequence[bool]], pad_id: int, left: bool = False, length: int | None = None
+    ids: Sequence[Sequence[int]],
+    loss_masks: Sequence[Sequence[bool]],
+    pad_id: int,
+    left: bool = False,
+    length: int | None = None,
 ) -> TokenBatch:
-    """Pad B sequences to (B, T): on the right, or on the left for generation. length: T, by default that of the longest."""
+    """Pad B sequences to (B, T): on the right, or on the left for generation. length: T, by default that of the
+    longest."""
     input_ids, attention_mask = pad_ids(ids, pad_id, length or 0, left)
     loss_mask, _ = pad_ids(loss_masks, False, length or 0, left)
     return {"input_ids": input_ids, "attention_mask": attention_mask, "loss_mask": loss_mask.bool()}
 
 
 def pack_tokens(
-    ids: Sequence[Sequence[int]], loss_masks: Sequence[Sequence[bool]], lengths: Sequence[Sequence[int]], pad_id: int, length: int
+    ids: Sequence[Sequence[int]],
+    loss_masks: Sequence[Sequence[bool]],
+    lengths: Sequence[Sequence[int]],
+    pad_id: int,
+    length: int,
 ) -> PackedBatch:
     """Pad B rows of joined documents on the right to (B, length). lengths: tokens of each document, by row."""
     batch = pad_tokens(ids, loss_masks, pad_id, length=length)
@@ -39,7 +49,8 @@ def pack_tokens(
 
 
 def pad_chunks(samples: Sequence[Sequence[Sequence[int]]], pad_id: int) -> tuple[Tensor, Tensor]:
-    """Pad the context chunks of B samples on the right to ids (B, C, S) int64 and a mask (B, C, S), True on real tokens.
+    """Pad the context chunks of B samples on the right to ids (B, C, S) int64 and a mask (B, C, S), True on real
+    tokens.
 
     A sample with fewer chunks gets all-False mask rows, never another sample's chunk.
     """
@@ -55,7 +66,8 @@ def seq2seq(
     start_id: int,
     lengths: tuple[int, ...] = (0, 0),
 ) -> Seq2SeqBatch:
-    """Pad B inputs to (B, S) and B targets to (B, T) on the right. The decoder reads `start_id`, then the targets but the last.
+    """Pad B inputs to (B, S) and B targets to (B, T) on the right. The decoder reads `start_id`, then the targets but
+    the last.
 
     pad_id: what both read at padding; the labels there are `NOT_LEARNED`. lengths: S and T at least.
     """
@@ -72,7 +84,9 @@ def seq2seq(
     }
 
 
-def pad_ids(sequences: "Sequence[Sequence[int] | np.ndarray]", fill: int, length: int = 0, left: bool = False) -> tuple[Tensor, Tensor]:
+def pad_ids(
+    sequences: "Sequence[Sequence[int] | np.ndarray]", fill: int, length: int = 0, left: bool = False
+) -> tuple[Tensor, Tensor]:
     """Pad B lists with `fill`: (B, T) int64 with T >= length, and a mask (B, T), True on the sequences' own values."""
     lengths = torch.tensor([len(sequence) for sequence in sequences])
     T = max(int(lengths.max()), length)

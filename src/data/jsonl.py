@@ -23,7 +23,9 @@ from src.parsing import parse_json
 SPLITS = ("train", "val")
 _MADE_BY = {
     **{f"stdlib_{kind}": "python -m data_prep.stdlib_qa" for kind in ("qa", "text", "tokenizer")},
-    "stdlib_t5_tokenizer": "python -m data_prep.t5_tokenizer --from stdlib_tokenizer --name stdlib_t5_tokenizer --sentences 20",
+    "stdlib_t5_tokenizer": (
+        "python -m data_prep.t5_tokenizer --from stdlib_tokenizer --name stdlib_t5_tokenizer --sentences 20"
+    ),
 }
 _RELEASES_OF_CONVERSATIONS = Path(__file__).parents[2] / "resources" / "conversations"
 _RELEASES = "SQuAD, HotpotQA, Natural Questions, MS MARCO, TopiOCQA, TriviaQA"
@@ -53,7 +55,10 @@ def manifest_of(folder: Path) -> dict[str, Any]:
     states = {name: os.stat(folder / name) for name in map("{}.jsonl".format, SPLITS)}
     return {
         "files": {
-            name: {"bytes": state.st_size, "sha256": _hash_once(folder / name, state.st_size, state.st_mtime_ns, state.st_ino)}
+            name: {
+                "bytes": state.st_size,
+                "sha256": _hash_once(folder / name, state.st_size, state.st_mtime_ns, state.st_ino),
+            }
             for name, state in states.items()
         }
     }
@@ -108,13 +113,15 @@ def read_rows(
     group: "Callable[[dict[str, Any]], str] | None" = None,
     rules: str | None = None,
 ) -> "Rows":
-    """Rows of a JSONL file of a prepared data set, each a dict with at least `fields`. All are checked here, and parsed again on access.
+    """Rows of a JSONL file of a prepared data set, each a dict with at least `fields`. All are checked here, and parsed
+    again on access.
 
-    group: groups rows for `Rows.row_index`. rules: name and version of `check` and `group`. With it, one process checks the rows of a
-    large file once, the rest wait, and later starts map the saved index.
+    group: groups rows for `Rows.row_index`. rules: name and version of `check` and `group`. With it, one process checks
+    the rows of a large file once, the rest wait, and later starts map the saved index.
 
-    A type is str, int, float, bool or a list of one of them, as `list[str]`; True is not an int. A field of `optional` can be
-    absent or null. A blank line is refused like any line that is not JSON. `check(row, "FILE:LINE")` can refuse a row.
+    A type is str, int, float, bool or a list of one of them, as `list[str]`; True is not an int. A field of `optional`
+    can be absent or null. A blank line is refused like any line that is not JSON. `check(row, "FILE:LINE")` can refuse
+    a row.
 
     Raises:
         DataError: the folder is missing or incomplete, the file is missing or empty, or a line is malformed.
@@ -152,15 +159,20 @@ def read_rows(
             ends.append(ends[-1] + len(line))
         if len(ends) == 1:
             raise DataError(f"{path}: empty. It should have one JSON object on each line.")
-        rows.row_index = RowIndex(ends, groups, list(names)) if key is None else jsonl_index.write(path, key, ends, groups, list(names))
+        rows.row_index = (
+            RowIndex(ends, groups, list(names))
+            if key is None
+            else jsonl_index.write(path, key, ends, groups, list(names))
+        )
     return rows
 
 
 class Rows(Sequence[dict[str, Any]]):
-    """Rows of a checked JSONL file, parsed on access: twelve bytes of memory each, however long they are, or none with an index on disk.
+    """Rows of a checked JSONL file, parsed on access: twelve bytes of memory each, however long they are, or none with
+    an index on disk.
 
-    Can be pickled, copied and shared by forked workers: every read gives its own position in the file. If the file is replaced, this
-    object still reads the old one; a process that opens it again refuses other data.
+    Can be pickled, copied and shared by forked workers: every read gives its own position in the file. If the file is
+    replaced, this object still reads the old one; a process that opens it again refuses other data.
     """
 
     def __init__(self, path: Path, index: RowIndex, facts: object = None) -> None:
@@ -253,7 +265,9 @@ class Rows(Sequence[dict[str, Any]]):
             while len(data) < end - start and (more := os.pread(self.file, end - start - len(data), start + len(data))):
                 data += more
         if len(data) < end - start:
-            raise DataError(f"{self.path}: shorter than the {self.row_index.ends[-1]} bytes that were checked. Prepare it again.")
+            raise DataError(
+                f"{self.path}: shorter than the {self.row_index.ends[-1]} bytes that were checked. Prepare it again."
+            )
         return data
 
 
@@ -264,13 +278,16 @@ def count_lines(path: Path) -> int | None:
 
 
 def select_validation_rows(total: int, count: int, path: Path) -> list[int]:
-    """`count` of the indices 0..total-1 in an order that depends only on `total`: all experiments are scored on the same rows.
+    """`count` of the indices 0..total-1 in an order that depends only on `total`: all experiments are scored on the
+    same rows.
 
     Raises:
         DataError: there are fewer than `count` in `path`.
     """
     if count > total:
-        raise DataError(f"{path}: {count} validation samples are wanted, it has {total}. Ask for no more, or for null to take all.")
+        raise DataError(
+            f"{path}: {count} validation samples are wanted, it has {total}. Ask for no more, or for null to take all."
+        )
     return Random(f"validation/{total}").sample(range(total), total)[:count]
 
 
@@ -305,7 +322,9 @@ def check_text(text: str, where: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as bad:
-        raise DataError(f"{where}: \\u{ord(text[bad.start]):04x} at character {bad.start} is half of a surrogate pair, not text.") from None
+        raise DataError(
+            f"{where}: \\u{ord(text[bad.start]):04x} at character {bad.start} is half of a surrogate pair, not text."
+        ) from None
 
 
 def _describe(value: Any) -> str:
@@ -324,7 +343,10 @@ def _check_sizes(folder: Path) -> None:
         size = path.stat().st_size if path.is_file() else None
         if size != facts["bytes"]:
             got = "missing" if size is None else f"{size} bytes"
-            raise DataError(f"{path}: {got}, but {facts['bytes']} bytes were written. {preparation_hint(folder) or 'Prepare it again.'}")
+            raise DataError(
+                f"{path}: {got}, but {facts['bytes']} bytes were written. "
+                f"{preparation_hint(folder) or 'Prepare it again.'}"
+            )
 
 
 def preparation_hint(folder: Path) -> str:
@@ -350,8 +372,11 @@ def _known_corpora_hint(places: Places, name: str) -> str:
     names = [path.name for path in folders if (path / f"{SPLITS[0]}.jsonl").exists() or any(path.glob("*.ids"))]
     files = ", ".join(f"{split}.jsonl" for split in SPLITS)
     return (
-        f": {unknown_text('corpus', name, names)} These are prepared in {places.data}; a script of data_prep adds another, "
+        f": {unknown_text('corpus', name, names)} These are prepared in {places.data}; a script of data_prep adds "
+        f"another, "
         f"a folder with {files}, or --data_path names the folder that holds it. "
-        f"With --data_path {places.data} --name {name}, questions on contexts are prepared from their releases ({_RELEASES}) "
-        "by python -m data_prep.prepare_qa, tasks of GLUE and SuperGLUE by data_prep.prepare_task, text by data_prep.tokenize."
+        f"With --data_path {places.data} --name {name}, questions on contexts are prepared from their releases "
+        f"({_RELEASES}) "
+        "by python -m data_prep.prepare_qa, tasks of GLUE and SuperGLUE by data_prep.prepare_task, text by "
+        "data_prep.tokenize."
     )

@@ -1,4 +1,5 @@
-"""An index of a JSONL file: the end and the group of each row. Written once, when the rows are checked; later starts map it."""
+"""An index of a JSONL file: the end and the group of each row. Written once, when the rows are checked; later starts
+map it."""
 
 import contextlib
 import fcntl
@@ -65,7 +66,8 @@ def read(path: Path, key: Mapping[str, Any]) -> RowIndex | None:
 
 @contextlib.contextmanager
 def one_builder(file: BinaryIO) -> Iterator[None]:
-    """Only one process at a time runs the block for this data file, if its file system has locks; NFS has no locks for readers."""
+    """Only one process at a time runs the block for this data file, if its file system has locks; NFS has no locks for
+    readers."""
     with contextlib.suppress(OSError):
         fcntl.flock(file, fcntl.LOCK_EX)
     try:
@@ -75,8 +77,11 @@ def one_builder(file: BinaryIO) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_UN)
 
 
-def write(path: Path, key: Mapping[str, Any], ends: "array[int]", groups: "array[int]", names: Sequence[str]) -> RowIndex:
-    """Save an index next to `path`, or in the user's cache if that folder is not writable; return it mapped if it was saved.
+def write(
+    path: Path, key: Mapping[str, Any], ends: "array[int]", groups: "array[int]", names: Sequence[str]
+) -> RowIndex:
+    """Save an index next to `path`, or in the user's cache if that folder is not writable; return it mapped if it was
+    saved.
 
     ends, groups: arrays of type "Q" and "I".
 
@@ -103,7 +108,8 @@ def save(path: Path, key: Mapping[str, Any], data: bytes) -> Path | None:
 
 
 def places(path: Path, key: Mapping[str, Any]) -> list[Path]:
-    """Where a file derived from `path` can be saved: beside it, or in the user's cache. The name has a hash of the rules."""
+    """Where a file derived from `path` can be saved: beside it, or in the user's cache. The name has a hash of the
+    rules."""
     name = hashlib.sha256(json.dumps(key["rules"], sort_keys=True).encode()).hexdigest()[:8]
     whole = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "trainval"
@@ -121,7 +127,11 @@ def _map(place: Path, key: Mapping[str, Any]) -> RowIndex | None:
         middle = first + 8 * (rows + 1)
         ends, groups = view[first:middle].cast("Q"), view[middle:].cast("I")
         whole = (header["key"], len(ends), len(groups)) == (key, rows + 1, rows if names else 0)
-        return RowIndex(ends, groups, names, (place, key)) if whole and ends[0] == 0 and ends[rows] == key["bytes"] else None
+        return (
+            RowIndex(ends, groups, names, (place, key))
+            if whole and ends[0] == 0 and ends[rows] == key["bytes"]
+            else None
+        )
     except (OSError, DataError, ValueError, TypeError, KeyError, IndexError):
         return None
 

@@ -1,7 +1,8 @@
-"""The largest micro-batch that a data set can make, known from its config alone: for plans on paper, before any data are prepared.
+"""The largest micro-batch that a data set can make, known from its config alone: for plans on paper, before any data
+are prepared.
 
-Each sequence is as long as the data allow, and each token is learned, so what is planned is never too little. Encoded contexts,
-which may be large, are on torch's meta device.
+Each sequence is as long as the data allow, and each token is learned, so what is planned is never too little. Encoded
+contexts, which may be large, are on torch's meta device.
 """
 
 from typing import Any
@@ -25,10 +26,16 @@ def longest_batch(data: DatasetConfig, rows: int, config: Any) -> dict[str, Tens
     """
     parts = getattr(data, "parts_by_path", None)
     if parts:  # of a mixture, the part with the longest sequences
-        return max((longest_batch(part, rows, config) for part in parts.values()), key=lambda batch: batch["input_ids"].numel())
-    make = {DECODER: _tokens, CROSS_ATTENTION: _contexts, ENCODER_DECODER: _seq2seq, VISION_LANGUAGE: _image_rows}.get(data.reader)
+        return max(
+            (longest_batch(part, rows, config) for part in parts.values()), key=lambda batch: batch["input_ids"].numel()
+        )
+    make = {DECODER: _tokens, CROSS_ATTENTION: _contexts, ENCODER_DECODER: _seq2seq, VISION_LANGUAGE: _image_rows}.get(
+        data.reader
+    )
     if make is None or data.name == "rollouts":
-        raise ConfigError(f"--memory: a training on {data.name!r} data has no plan on paper yet. Plan one of the same model on text.")
+        raise ConfigError(
+            f"--memory: a training on {data.name!r} data has no plan on paper yet. Plan one of the same model on text."
+        )
     return make(data, rows, config)
 
 
@@ -39,7 +46,10 @@ def _lengths(data: Any, *fields: str) -> tuple[int, ...]:
     found: tuple[Any, ...] = data.batch_lengths() or tuple(getattr(data, field, None) for field in fields)
     if None in found:
         missing = fields[found.index(None)]
-        raise ConfigError(f"--memory: data.{missing} is not given, so the longest sequence is not known. Write it, or plan with --set.")
+        raise ConfigError(
+            f"--memory: data.{missing} is not given, so the longest sequence is not known. Write it, or plan with "
+            f"--set."
+        )
     return found
 
 
@@ -51,18 +61,30 @@ def _tokens(data: Any, rows: int, config: Any) -> dict[str, Tensor]:
         "attention_mask": _pad_one(data, mask_BT),
         "loss_mask": _loss_mask(mask_BT),
     }
-    return {**batch, "position_ids": _positions(rows, T)} if getattr(data, "open_rows", 0) or getattr(data, "apart", False) else batch
+    return (
+        {**batch, "position_ids": _positions(rows, T)}
+        if getattr(data, "open_rows", 0) or getattr(data, "apart", False)
+        else batch
+    )
 
 
 def _contexts(data: Any, rows: int, config: Any) -> dict[str, Tensor]:
     if data.chunked_contexts:
-        raise ConfigError("--memory: with data.chunked_contexts the number of contexts of a row is not known. Plan without, by --set.")
+        raise ConfigError(
+            "--memory: with data.chunked_contexts the number of contexts of a row is not known. Plan without, by --set."
+        )
     batch = _tokens(data, rows, config)
     mask_BS = _pad_one(data, torch.ones(rows, data.context_tokens, dtype=torch.bool))
     if data.encoded_contexts:
-        hidden_BPD = torch.empty(rows, data.context_tokens, config.get_text_config().hidden_size, dtype=config.dtype, device="meta")
+        hidden_BPD = torch.empty(
+            rows, data.context_tokens, config.get_text_config().hidden_size, dtype=config.dtype, device="meta"
+        )
         return {**batch, "context_hidden": hidden_BPD, "context_mask": mask_BS}
-    return {**batch, "context_ids": torch.zeros(rows, 1, data.context_tokens, dtype=torch.long), "context_mask": mask_BS[:, None]}
+    return {
+        **batch,
+        "context_ids": torch.zeros(rows, 1, data.context_tokens, dtype=torch.long),
+        "context_mask": mask_BS[:, None],
+    }
 
 
 def _seq2seq(data: Any, rows: int, config: Any) -> dict[str, Tensor]:

@@ -19,7 +19,8 @@ from src.kinds import CROSS_ATTENTION, FUSION_IN_DECODER
 
 @runtime_checkable
 class CollatedDataset(Dataset, Protocol):
-    """A data set with a `collation`. Data sets with equal ones can collate each other's samples, so parts of a mixture share a batch."""
+    """A data set with a `collation`. Data sets with equal ones can collate each other's samples, so parts of a mixture
+    share a batch."""
 
     @property
     def collation(self) -> Hashable:
@@ -52,7 +53,9 @@ class PartsConfig(DatasetConfig):
         kinds = {path: part.reader for path, part in self.parts_by_path.items()}
         for path, part in self.parts_by_path.items():
             if part.reader in (CROSS_ATTENTION, FUSION_IN_DECODER):
-                raise ValueError(f"{path}: {part.name!r} data have contexts, which need a recipe for a single data set.")
+                raise ValueError(
+                    f"{path}: {part.name!r} data have contexts, which need a recipe for a single data set."
+                )
         if len(set(kinds.values())) > 1:
             readers = ", ".join(f"{path} {kind}" for path, kind in kinds.items())
             raise ValueError(f"{self.parts_field}: one model cannot read all of them: {readers}.")
@@ -87,7 +90,8 @@ class PartsConfig(DatasetConfig):
         if len(set(lengths.values())) > 1:
             listed = ", ".join(f"{path} {' and '.join(map(str, tokens or ['?']))}" for path, tokens in lengths.items())
             raise ConfigError(
-                f"data.{self.parts_field}: loop.compile needs batches of one shape, but their sequences have different numbers of tokens: "
+                f"data.{self.parts_field}: loop.compile needs batches of one shape, but their sequences have "
+                f"different numbers of tokens: "
                 f"{listed}. Write the same lengths for all, or leave loop.compile out."
             )
 
@@ -96,14 +100,17 @@ class PartsConfig(DatasetConfig):
         return lengths.pop() if len(lengths) == 1 else None
 
     def check_parts(self, check: Callable[[DatasetConfig], None]) -> None:
-        """Raises one ConfigError with what `check` finds wrong in any part. Its messages name fields by their full path."""
+        """Raises one ConfigError with what `check` finds wrong in any part. Its messages name fields by their full
+        path."""
 
         def check_part(path: str, part: DatasetConfig) -> None:
             try:
                 check(part)
             except UserError as error:
                 lines = [re.sub(r"^data(?=:)|(?<![\w/.-])data(?=\.\w)", path, line) for line in str(error).split("\n")]
-                raise type(error)("\n".join(line if line.startswith(path) else f"{path}: {line}" for line in lines)) from None
+                raise type(error)(
+                    "\n".join(line if line.startswith(path) else f"{path}: {line}" for line in lines)
+                ) from None
 
         check_all(*(partial(check_part, f"data.{path}", part) for path, part in self.parts_by_path.items()))
 

@@ -1,7 +1,8 @@
 """Data sets that one training reads one after another: conditioning and then cooldown, curricula, annealing.
 
-Each phase begins with a new order of its own data, which no other phase changes; the optimizer and the learning rate go on. The validation
-split is that of the last phase, which the model is trained for in the end, so that the validation loss means one thing throughout.
+Each phase begins with a new order of its own data, which no other phase changes; the optimizer and the learning rate go
+on. The validation split is that of the last phase, which the model is trained for in the end, so that the validation
+loss means one thing throughout.
 """
 
 import hashlib
@@ -47,12 +48,18 @@ class Config(PartsConfig):
         begin = 0.0
         for number, phase in enumerate(self.phases):
             if (phase.until is None) != (number == len(self.phases) - 1):
-                advice = "leave it out: the last phase goes on to the end" if phase.until else "missing. Only the last phase has none"
+                advice = (
+                    "leave it out: the last phase goes on to the end"
+                    if phase.until
+                    else "missing. Only the last phase has none"
+                )
                 raise ValueError(f"phases[{number}].until: {advice}.")
             if phase.data.name == "phases":
                 raise ValueError(f"phases[{number}].data: it has phases of its own. Write all of them into one list.")
             if phase.until is not None and phase.until <= begin:
-                raise ValueError(f"phases[{number}].until: {phase.until:g} is not above {begin:g}, so the phase would never begin.")
+                raise ValueError(
+                    f"phases[{number}].until: {phase.until:g} is not above {begin:g}, so the phase would never begin."
+                )
             begin = phase.until or 1.0
         return self
 
@@ -76,7 +83,9 @@ class Config(PartsConfig):
         begins = [0, *(round(phase.until * steps) for phase in self.phases if phase.until is not None)]
         for number, (begin, end) in enumerate(pairwise([*begins, steps])):
             if begin >= end:
-                raise ConfigError(f"data.phases[{number}]: no step of loop.steps = {steps} reads it. Make its share larger.")
+                raise ConfigError(
+                    f"data.phases[{number}]: no step of loop.steps = {steps} reads it. Make its share larger."
+                )
         return begins
 
     def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> Dataset:
@@ -88,11 +97,14 @@ class Config(PartsConfig):
         if split != "train":
             return self.validation.build(places, tokenizer, split, seed)
         phases = enumerate(self.phases)
-        return PhasedDataset(self, [phase.data.build(places, tokenizer, split, phase_seed(seed, number)) for number, phase in phases])
+        return PhasedDataset(
+            self, [phase.data.build(places, tokenizer, split, phase_seed(seed, number)) for number, phase in phases]
+        )
 
 
 def phase_seed(seed: int, number: int) -> int:
-    """Of a phase's data and order. The first keeps `seed`, so that it is the training without phases up to where the second begins."""
+    """Of a phase's data and order. The first keeps `seed`, so that it is the training without phases up to where the
+    second begins."""
     return part_seed(seed, f"phases[{number}]") if number else seed
 
 
@@ -129,7 +141,9 @@ class PhasedDataset:
         """What the phase says, or the phase."""
         phase, own = self._place(*key)
         data = self.phases[phase]
-        return data.sample_source(*own) if self._names[phase] and isinstance(data, SourcedDataset) else f"phases[{phase}]"
+        return (
+            data.sample_source(*own) if self._names[phase] and isinstance(data, SourcedDataset) else f"phases[{phase}]"
+        )
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
         """A batch of samples of one phase."""
@@ -139,8 +153,9 @@ class PhasedDataset:
     def order(self, seed: int, per_step: int, steps: int, branches: Sequence[Branch]) -> "PhaseOrder":
         """See `orders.OrderedDataset`. A branch is one of the phase that reads the step after it.
 
-        But "skip:K" goes on into the phases that begin within K steps: what it is to pass over may be read there. So does each part of
-        "skip:K+L" by itself, and the phase where both begin passes over no more of L than it has read.
+        But "skip:K" goes on into the phases that begin within K steps: what it is to pass over may be read there. So
+        does each part of "skip:K+L" by itself, and the phase where both begin passes over no more of L than it has
+        read.
         """
         begins = self.config.begins(steps)
         orders = []
@@ -151,7 +166,9 @@ class PhasedDataset:
                     skips = [*branch.skips[:1], *(min(most, end - branch.from_step) for most in branch.skips[1:])]
                     passed = {"data": f"skip:{sum(skips)}"} if skips else {}
                     own.append(branch.model_copy(update={"from_step": branch.from_step - begin, **passed}))
-                elif skipped := sum(max(0, branch.from_step + each - begin) for each in branch.skips if branch.from_step < begin):
+                elif skipped := sum(
+                    max(0, branch.from_step + each - begin) for each in branch.skips if branch.from_step < begin
+                ):
                     own.append(branch.model_copy(update={"from_step": 0, "data": f"skip:{skipped}"}))
             orders.append(order_of(data, phase_seed(seed, number), per_step, end - begin, own))
         return PhaseOrder(orders, begins)
@@ -172,7 +189,8 @@ class PhasedDataset:
 class PhaseOrder:
     """An `orders.Order` of phases, which begin at fixed steps whatever branches there are.
 
-    An entry of the cursor is [phase, entry of the cursor of its order]. Entries that earlier phases have left behind are not read.
+    An entry of the cursor is [phase, entry of the cursor of its order]. Entries that earlier phases have left behind
+    are not read.
     """
 
     orders: Sequence[Order]
@@ -186,7 +204,11 @@ class PhaseOrder:
             step = max(first_step, self.begins[number])
             stream = self.orders[number].micro_batches(step - self.begins[number], share, _own(cursor, number))
             for keys, entries, counters in islice(stream, None if end is None else (end - step) * len(share.numbers)):
-                yield MicroBatch([(number, key) for key in keys], {name: [number, entry] for name, entry in entries.items()}, counters)
+                yield MicroBatch(
+                    [(number, key) for key in keys],
+                    {name: [number, entry] for name, entry in entries.items()},
+                    counters,
+                )
 
     def describe(self, step: int, cursor: Cursor) -> Mapping[str, Any]:
         """The phase, and what its order says."""

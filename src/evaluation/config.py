@@ -20,7 +20,9 @@ def score_names(metrics: Sequence[MetricConfig]) -> list[str]:
 def _require_distinct_scores(metrics: Sequence[MetricConfig]) -> None:
     twice = [name for name, count in Counter(score_names(metrics)).items() if count > 1]
     if twice:
-        raise ValueError(f"metrics: {', '.join(twice)} would be measured twice, and one of the values lost. Name each metric once.")
+        raise ValueError(
+            f"metrics: {', '.join(twice)} would be measured twice, and one of the values lost. Name each metric once."
+        )
 
 
 class Decoding(Config):
@@ -29,7 +31,8 @@ class Decoding(Config):
     num_beams: int = added_field(1, ge=1)
     """Beginnings of an answer that are kept at each token; of the finished ones the best is taken. 1: greedy."""
     length_penalty: float = added_field(1.0)
-    """Of beams: log-probabilities are divided by length ** length_penalty, so above 0 long answers are preferred. T5 has 0.6."""
+    """Of beams: log-probabilities are divided by length ** length_penalty, so above 0 long answers are preferred. T5
+    has 0.6."""
 
     @model_validator(mode="after")
     def _penalises_beams(self) -> Self:
@@ -65,15 +68,19 @@ class Answers(Decoding):
         return names + [name + answers.SHUFFLED for name in names if self.shuffled_context]
 
     def require(self, dataset: ContextDataset) -> None:
-        """Raises DataError if `dataset` has fewer questions than requested, ConfigError if it has no contexts to shuffle."""
+        """Raises DataError if `dataset` has fewer questions than requested, ConfigError if it has no contexts to
+        shuffle."""
         if self.shuffled_context and not dataset.reads_contexts:
             raise ConfigError("answers.shuffled_context: these data are read without contexts. Leave it out.")
         if self.questions > dataset.num_questions:
-            raise DataError(f"answers.questions: {self.questions} of a validation set of {dataset.num_questions}. Ask for fewer.")
+            raise DataError(
+                f"answers.questions: {self.questions} of a validation set of {dataset.num_questions}. Ask for fewer."
+            )
 
 
 class SampledAnswers(Config):
-    """Questions answered several times at each evaluation, by drawing from the model, and the metrics of the answers."""
+    """Questions answered several times at each evaluation, by drawing from the model, and the metrics of the
+    answers."""
 
     questions: int = Field(gt=0)
     """The first ones of the validation set."""
@@ -85,7 +92,8 @@ class SampledAnswers(Config):
     temperature: float = Field(default=1.0, gt=0)
     top_p: float = Field(default=1.0, gt=0, le=1)
     generation_batch: int = added_field(64, gt=0)
-    """Answers that are drawn together. What is drawn depends on it, and not on the micro-batch or the number of processes."""
+    """Answers that are drawn together. What is drawn depends on it, and not on the micro-batch or the number of
+    processes."""
 
     @model_validator(mode="after")
     def _scores_are_distinct(self) -> "SampledAnswers":
@@ -97,18 +105,21 @@ class SampledAnswers(Config):
         return [f"{name}_{kind}" for name in score_names(self.metrics) for kind in self.kinds()]
 
     def kinds(self) -> tuple[str, str, str]:
-        """Of the scores of a metric: the mean over all answers; half of its 95 % interval, over questions; the share of questions of
-        which an answer has the score 1 or more."""
+        """Of the scores of a metric: the mean over all answers; half of its 95 % interval, over questions; the share of
+        questions of which an answer has the score 1 or more."""
         return f"mean@{self.samples}", f"mean@{self.samples}_interval", f"pass@{self.samples}"
 
     def require(self, dataset: QuestionDataset) -> None:
         """Raises DataError if `dataset` has fewer questions than requested."""
         if self.questions > dataset.num_questions:
-            raise DataError(f"sampled.questions: {self.questions} of a validation set of {dataset.num_questions}. Ask for fewer.")
+            raise DataError(
+                f"sampled.questions: {self.questions} of a validation set of {dataset.num_questions}. Ask for fewer."
+            )
 
 
 class Inference(Decoding):
-    """All or some questions of a split, answered by the trained model (<run>/inference/<split>.jsonl), and their metrics.
+    """All or some questions of a split, answered by the trained model (<run>/inference/<split>.jsonl), and their
+    metrics.
 
     Which questions: first those of the `index_file`, of these the ones of `datasets`, of these the first `rows`.
     """
@@ -122,11 +133,13 @@ class Inference(Decoding):
     datasets: list[str] | None = Field(default=None, min_length=1)
     """Only the rows of these sources, named as in "em/<source>"; None for all."""
     index_file: str | None = Field(default=None, pattern=r"^\w[\w.-]*$")
-    """A file in the folder of the prepared data, with the number of a row of the split on each line, counted from 0; None for all rows."""
+    """A file in the folder of the prepared data, with the number of a row of the split on each line, counted from 0;
+    None for all rows."""
     best_answer: bool = False
     """Rows that ask one question on the same contexts count as one, with the best of their scores."""
     wrong_contexts: bool = added_field(False)
-    """A control: ask all questions again, each with another question's contexts: scores em_wrong_context, and em_gain, the difference."""
+    """A control: ask all questions again, each with another question's contexts: scores em_wrong_context, and em_gain,
+    the difference."""
 
     @model_validator(mode="after")
     def _scores_are_distinct(self) -> "Inference":
@@ -138,7 +151,8 @@ class Inference(Decoding):
 
         Raises:
             ConfigError: a source that no row is of.
-            DataError: nothing is left to ask, there are fewer rows than `rows`, or one of `row_indices` is no row's or is given twice.
+            DataError: nothing is left to ask, there are fewer rows than `rows`, or one of `row_indices` is no row's or
+                is given twice.
         """
         assert (row_indices is None) == (self.index_file is None)
         if self.datasets is not None:
@@ -149,9 +163,13 @@ class Inference(Decoding):
         place = f"inference.index_file: {self.index_file}"
         rows = answers.select_rows(dataset.source, dataset.num_questions, row_indices, self.datasets, place)
         if not rows:
-            raise DataError("inference: no row of the split is in inference.index_file and of inference.datasets: nothing to ask.")
+            raise DataError(
+                "inference: no row of the split is in inference.index_file and of inference.datasets: nothing to ask."
+            )
         if self.rows is not None and self.rows > len(rows):
-            raise DataError(f"inference.rows: {self.rows} of {len(rows)} that there are to choose from. Ask for fewer, or for null.")
+            raise DataError(
+                f"inference.rows: {self.rows} of {len(rows)} that there are to choose from. Ask for fewer, or for null."
+            )
         return rows[: self.rows]
 
 
@@ -159,8 +177,8 @@ class Answering(Decoding):
     """How an encoder-decoder answers the rows of a task, in evaluations and predictions."""
 
     by: Literal["generate", "rank", "teacher_forced"] = "generate"
-    """generate: token by token. rank: the likeliest of the task's answers. teacher_forced: the likeliest token at each place, given the
-    right ones before; predictions are then generated, as the right ones are not known there."""
+    """generate: token by token. rank: the likeliest of the task's answers. teacher_forced: the likeliest token at each
+    place, given the right ones before; predictions are then generated, as the right ones are not known there."""
     length_normalised: bool = False
     """Whether answers are ranked by their mean log-probability per token, not by that of the whole."""
 
@@ -174,10 +192,12 @@ class Answering(Decoding):
 
 
 class Predictions(Config):
-    """Rows of tasks that the trained model answers: <run>/predictions/<task>.<split>.jsonl, and of tests the files for GLUE's server."""
+    """Rows of tasks that the trained model answers: <run>/predictions/<task>.<split>.jsonl, and of tests the files for
+    GLUE's server."""
 
     checkpoint: Literal["best", "last"] = added_field("best")
-    """Whose weights answer: best, of the evaluation with the best `loop.best_metric`; last, of the end of the training."""
+    """Whose weights answer: best, of the evaluation with the best `loop.best_metric`; last, of the end of the
+    training."""
     splits: list[Literal["train", "val", "test"]] = Field(default=["val"], min_length=1)
     """Of every task that has them."""
     also: list[DatasetField] = []

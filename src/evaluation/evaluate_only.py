@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 def evaluate_only(model: nn.Module, run: Run, config: Evaluation, evaluate: Measure, finish: Measure) -> None:
     """Write the scores of `evaluate`, then add those of `finish`, which may take long and is resumable. Collective.
 
-    Both are called on every rank, with the model on its device and in eval mode. Every process has the whole model, whatever the command
-    line says of sharing it.
+    Both are called on every rank, with the model on its device and in eval mode. Every process has the whole model,
+    whatever the command line says of sharing it.
 
     Raises:
         distributed.TrainingStopped: a process was asked to stop, or a limit is reached.

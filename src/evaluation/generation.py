@@ -49,7 +49,8 @@ class AnswerGenerator:
 
     @torch.no_grad()
     def generate(self, batch: dict[str, Any], max_new_tokens: int, **options: Any) -> torch.Tensor:
-        """Tokens (B, T) generated greedily after the prompts, T <= max_new_tokens, padded with the end-of-text token. Collective.
+        """Tokens (B, T) generated greedily after the prompts, T <= max_new_tokens, padded with the end-of-text token.
+        Collective.
 
         options: for transformers' `generate`, which may say otherwise.
         """
@@ -66,7 +67,9 @@ class AnswerGenerator:
 
     def predictions(self, indices: Sequence[int], texts: Sequence[str]) -> list[Prediction]:
         """The questions with their answers, to be scored."""
-        return [scored_answers.make_prediction(self.dataset.row(i), text) for i, text in zip(indices, texts, strict=True)]
+        return [
+            scored_answers.make_prediction(self.dataset.row(i), text) for i, text in zip(indices, texts, strict=True)
+        ]
 
 
 def generated_counts(ids_BT: torch.Tensor, eos_id: int) -> list[int]:
@@ -75,7 +78,9 @@ def generated_counts(ids_BT: torch.Tensor, eos_id: int) -> list[int]:
     return (ends.logical_not().sum(1) + ends.any(1)).tolist()
 
 
-def gather_batches(answer: Callable[[Sequence[int]], Sequence[T]], indices: Sequence[int], batch_size: int) -> Iterator[list[T]]:
+def gather_batches(
+    answer: Callable[[Sequence[int]], Sequence[T]], indices: Sequence[int], batch_size: int
+) -> Iterator[list[T]]:
     """Results of `answer` for `indices`, in order; each yield holds one batch from every process. Collective.
 
     The same on every rank, and the same batches whatever the number of processes.
@@ -96,7 +101,8 @@ def gather_batches(answer: Callable[[Sequence[int]], Sequence[T]], indices: Sequ
 def evaluate(asked: Answers, generator: AnswerGenerator, shuffled: QuestionDataset | None = None) -> dict[str, float]:
     """Answer the first questions, and score the answers overall and by source: {"em": …, "em/nq": …}. Collective.
 
-    With `shuffled_context` also overall on `shuffled`, the same questions with other contexts: {"em_shuffled_context": …}.
+    With `shuffled_context` also overall on `shuffled`, the same questions with other contexts: {"em_shuffled_context":
+    …}.
 
     Raises:
         distributed.TrainingStopped: a process was asked to stop meanwhile.

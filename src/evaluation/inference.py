@@ -1,4 +1,5 @@
-"""The inference of a trained model: the questions of a split with its answers, <run>/inference/<split>.jsonl, and their scores.
+"""The inference of a trained model: the questions of a split with its answers, <run>/inference/<split>.jsonl, and their
+scores.
 
 A line is a row of the prepared data and `answer_pred`.
 """
@@ -47,7 +48,9 @@ def prepare(config: Inference, dataset: ContextDataset, row_indices: list[int] |
         UserError: there are no such rows, or no contexts that could be wrong.
         ImportError: a library of a metric is missing.
     """
-    answers.scores(config.metrics, [Prediction("a word", ["a word"], "a question", ["a context"], "a source")], config.best_answer)
+    answers.scores(
+        config.metrics, [Prediction("a word", ["a word"], "a question", ["a context"], "a source")], config.best_answer
+    )
     if config.wrong_contexts and not dataset.reads_contexts:
         raise ConfigError("inference.wrong_contexts: these data are read without contexts. Leave it out.")
     control = dataset.with_shuffled_contexts() if config.wrong_contexts else None
@@ -55,7 +58,8 @@ def prepare(config: Inference, dataset: ContextDataset, row_indices: list[int] |
 
 
 def make(run: Run, job: InferenceJob, generator: AnswerGenerator, inputs: Mapping[str, str]) -> dict[str, float]:
-    """Answer the questions that have no answer yet; returns the scores, {"inference/em": …, "inference/em/nq": …}. Collective.
+    """Answer the questions that have no answer yet; returns the scores, {"inference/em": …, "inference/em/nq": …}.
+    Collective.
 
     With `wrong_contexts` also {"inference/em_wrong_context": …, "inference/em_gain": …}.
 
@@ -91,7 +95,11 @@ def make(run: Run, job: InferenceJob, generator: AnswerGenerator, inputs: Mappin
     answered = ResumableOutputs(run, INFERENCE, PREDICTION, files, generator.batch_size).make(inputs, settings)
     if tokens:
         measured = speed.measure(generator, job.indices[0], most, tokens, seconds)
-        log.info("%.4g tokens/s, %.3g s to the first token.", measured["tokens_per_second"], measured["seconds_to_first_token"])
+        log.info(
+            "%.4g tokens/s, %.3g s to the first token.",
+            measured["tokens_per_second"],
+            measured["seconds_to_first_token"],
+        )
         distributed.broadcast_from_rank0(lambda: write_json(run.path / speed.FILE, measured))
     predictions = [generator.predictions(job.indices, texts) for texts in answered]
     scores, *wrong = distributed.broadcast_from_rank0(

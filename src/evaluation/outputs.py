@@ -1,8 +1,8 @@
 """Resumable outputs of a trained model: files <run>/<folder>/<name>.jsonl, complete or absent, after any interruption.
 
 The texts are first collected in <run>/<folder>.part.jsonl, from which an interrupted run resumes with any number of
-processes. Its first line, like the manifest of the folder, holds the key of the outputs: the weights, everything that the model is made
-from, the data and the settings. Outputs are reused only where the key is the same.
+processes. Its first line, like the manifest of the folder, holds the key of the outputs: the weights, everything that
+the model is made from, the data and the settings. Outputs are reused only where the key is the same.
 """
 
 import json
@@ -56,7 +56,8 @@ class ResumableOutputs:
     def make(self, inputs: Mapping[str, str], settings: Mapping[str, Any]) -> list[list[str]]:
         """The outputs of each file, generated if missing. Collective.
 
-        To be called when the last checkpoint is written: the weights are part of the key. inputs: `training.state.fingerprints` of the run.
+        To be called when the last checkpoint is written: the weights are part of the key. inputs:
+        `training.state.fingerprints` of the run.
         settings: what else the outputs depend on.
 
         Raises:
@@ -89,20 +90,28 @@ class ResumableOutputs:
     def _read_finished(self, key: dict[str, Any]) -> list[str] | None:
         """The outputs of a complete folder with this key; None without one."""
         folder = self.run.path / self.folder
-        if not folder.is_dir() or defect(folder) is not None or not key.items() <= read_manifest(folder, RunError).items():
+        if (
+            not folder.is_dir()
+            or defect(folder) is not None
+            or not key.items() <= read_manifest(folder, RunError).items()
+        ):
             return None
         texts = []
         for path in (folder / f"{file.name}.jsonl" for file in self.files):
             with reading(path):
                 lines = path.read_bytes().splitlines()
-            texts += [parse_json(line, f"{path}:{number}", RunError)[self.field] for number, line in enumerate(lines, 1)]
+            texts += [
+                parse_json(line, f"{path}:{number}", RunError)[self.field] for number, line in enumerate(lines, 1)
+            ]
         return texts
 
     def _generate(self, key: dict[str, Any]) -> list[str]:
         """Generate the outputs, continuing after those of an interrupted run."""
         texts = distributed.broadcast_from_rank0(lambda: self._begin(key))
         if texts:
-            log.info("%s: resumes after %d of %d inputs.", self.part, len(texts), sum(file.count for file in self.files))
+            log.info(
+                "%s: resumes after %d of %d inputs.", self.part, len(texts), sum(file.count for file in self.files)
+            )
         for file, local in list(zip(self.files, self._split_by_file(texts), strict=True)):
             for batch in file.generate(len(local)) if len(local) < file.count else ():
                 distributed.broadcast_from_rank0(lambda batch=batch: self._append(batch))
@@ -120,11 +129,14 @@ class ResumableOutputs:
         head = json.dumps(key, sort_keys=True).encode()
         texts = list(_texts(lines[1:])) if lines and lines[0] == head else []
         del texts[self._in_whole_batches(len(texts)) :]
-        write_atomic(self.part, b"".join(line + b"\n" for line in (head, *(json.dumps(text).encode() for text in texts))))
+        write_atomic(
+            self.part, b"".join(line + b"\n" for line in (head, *(json.dumps(text).encode() for text in texts)))
+        )
         return texts
 
     def _in_whole_batches(self, count: int) -> int:
-        """How many of the first `count` outputs are in complete batches, so that batches are those of an uninterrupted run."""
+        """How many of the first `count` outputs are in complete batches, so that batches are those of an uninterrupted
+        run."""
         total = 0
         for file in self.files:
             if count < file.count:

@@ -1,6 +1,8 @@
-"""The answers of a trained encoder-decoder to the rows of tasks: <run>/predictions/<task>.<split>.jsonl, and submissions to servers.
+"""The answers of a trained encoder-decoder to the rows of tasks: <run>/predictions/<task>.<split>.jsonl, and
+submissions to servers.
 
-A line is {"index", "input", "target", "prediction"} and, where there are classes, the number of the "class" (null: no label).
+A line is {"index", "input", "target", "prediction"} and, where there are classes, the number of the "class" (null: no
+label).
 """
 
 import json
@@ -101,15 +103,19 @@ def _write_submissions(splits: Sequence[TaskSplit], folder: Path, texts: Sequenc
         if some.split == UNLABELLED_SPLIT and wanted is not None:
             groups = _GROUPS.get(some.dataset.task.task.form or "")
             if groups and not all(groups.fullmatch(some.dataset.row(i).get("group") or "") for i in range(len(own))):
-                log.warning("%s: no %s, as its rows lack the numbers of the release. Prepare it again.", some.name, wanted.file)
+                log.warning(
+                    "%s: no %s, as its rows lack the numbers of the release. Prepare it again.", some.name, wanted.file
+                )
                 continue
             (folder / wanted.file).write_text(submission(some, own), encoding="utf-8", newline="\n")
 
 
 def submission(some: TaskSplit, texts: Sequence[str]) -> str:
-    """A submission for GLUE's server, tab-separated "index" and "prediction" with a header, or for SuperGLUE's, JSON lines.
+    """A submission for GLUE's server, tab-separated "index" and "prediction" with a header, or for SuperGLUE's, JSON
+    lines.
 
-    An answer that is no label is written as class 0, and one that is no number as the lowest: the server takes nothing else.
+    An answer that is no label is written as class 0, and one that is no number as the lowest: the server takes nothing
+    else.
     """
     task, wanted = some.dataset.task, some.dataset.task.task.submission
     rows = [some.dataset.row(number) for number in range(len(texts))]
@@ -147,7 +153,12 @@ def _multirc_lines(rows: Sequence[Mapping[str, Any]], labels: Sequence[str | int
         paragraph, question = row["group"].split("-")
         paragraphs.setdefault(paragraph, {}).setdefault(question, []).append({"idx": row["index"], "label": label})
     return [
-        json.dumps({"idx": int(paragraph), "passage": {"questions": [{"idx": int(q), "answers": found} for q, found in questions.items()]}})
+        json.dumps(
+            {
+                "idx": int(paragraph),
+                "passage": {"questions": [{"idx": int(q), "answers": found} for q, found in questions.items()]},
+            }
+        )
         for paragraph, questions in paragraphs.items()
     ]
 

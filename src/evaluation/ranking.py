@@ -28,7 +28,9 @@ class TaskPredictor:
     def batches(self, dataset: TaskDataset, indices: Sequence[int]) -> Iterator[list[str]]:
         """Answers to the rows `indices` of a data set: see `gather_batches`. Collective."""
         if self.config.by == "generate":
-            generator = AnswerGenerator(self.model, dataset, self.tokenizer, self.batch_size, self.device, self.config.decoding())
+            generator = AnswerGenerator(
+                self.model, dataset, self.tokenizer, self.batch_size, self.device, self.config.decoding()
+            )
             return ([text for text, _ in batch] for batch in generator.batches(indices, dataset.answer_tokens))
         answer = self._rank if self.config.by == "rank" else self._predict_with_targets
         return gather_batches(partial(answer, dataset), indices, self.batch_size)
@@ -50,13 +52,15 @@ class TaskPredictor:
 
     @torch.no_grad()
     def log_probabilities(self, dataset: TaskDataset, indices: Sequence[int]) -> Tensor:
-        """(B, A) float32: of each of the A answers of the task, end token included, in nats; per token if `length_normalised`."""
+        """(B, A) float32: of each of the A answers of the task, end token included, in nats; per token if
+        `length_normalised`."""
         prompts = [dataset.prompt(i) for i in indices]
         encoded, columns = None, []
         for answer in dataset.answer_ids:
             batch = to_device(dataset.collate_answers(prompts, answer), self.device)
             inputs = {name: batch[name] for name in ("attention_mask", "decoder_input_ids")}
-            # The encoder is not called on its own: where the model is shared, only a call of the whole gathers all of it.
+            # The encoder is not called on its own: where the model is shared, only a call of the whole gathers all of
+            # it.
             encoder = {"input_ids": batch["input_ids"]} if encoded is None else {"encoder_outputs": (encoded,)}
             out = self.model(**encoder, **inputs, use_cache=False)
             encoded = out.encoder_last_hidden_state

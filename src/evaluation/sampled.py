@@ -22,7 +22,13 @@ def evaluate(asked: SampledAnswers, generator: AnswerGenerator) -> dict[str, flo
         ConfigError: a metric gives all answers one score together.
         distributed.TrainingStopped: a process was asked to stop meanwhile.
     """
-    options = {"do_sample": True, "temperature": asked.temperature, "top_p": asked.top_p, "top_k": 0, "num_return_sequences": asked.samples}
+    options = {
+        "do_sample": True,
+        "temperature": asked.temperature,
+        "top_p": asked.top_p,
+        "top_k": 0,
+        "num_return_sequences": asked.samples,
+    }
 
     def answer(questions: Sequence[int]) -> list[list[str]]:
         torch.manual_seed(questions[0])
@@ -38,10 +44,15 @@ def evaluate(asked: SampledAnswers, generator: AnswerGenerator) -> dict[str, flo
     for metric in asked.metrics:
         for name, scores in metric.score(predictions).items():
             if not isinstance(scores, list):
-                raise ConfigError(f"sampled.metrics: {name!r} is a score of all answers together. Choose metrics of each answer.")
+                raise ConfigError(
+                    f"sampled.metrics: {name!r} is a score of all answers together. Choose metrics of each answer."
+                )
             groups = [scores[first : first + asked.samples] for first in range(0, len(scores), asked.samples)]
             means = [fmean(group) for group in groups]
             interval = _NORMAL_95 * stdev(means) / math.sqrt(len(means)) if len(means) > 1 else 0.0
             passed = fmean(max(group) >= 1 for group in groups)
-            found |= {f"{name}_{kind}": value for kind, value in zip(asked.kinds(), (fmean(means), interval, passed), strict=True)}
+            found |= {
+                f"{name}_{kind}": value
+                for kind, value in zip(asked.kinds(), (fmean(means), interval, passed), strict=True)
+            }
     return found

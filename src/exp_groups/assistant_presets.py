@@ -1,8 +1,10 @@
-"""The settings that Open-Assistant published for its models (model/model_training/configs of LAION-AI/Open-Assistant, January 2024).
+"""The settings that Open-Assistant published for its models (model/model_training/configs of LAION-AI/Open-Assistant,
+January 2024).
 
-A group is called by its section there, such as assistant_pythia-12b. Data sets are prepared by `python -m data_prep.prepare_conversations`
-under the names that they have here. Numbers of tokens, sequences, epochs and learning rates are the original's; its half precision is
-bfloat16 here, and an epoch has at most `MOST` samples of each data set, another part of it each time.
+A group is called by its section there, such as assistant_pythia-12b. Data sets are prepared by `python -m
+data_prep.prepare_conversations` under the names that they have here. Numbers of tokens, sequences, epochs and learning
+rates are the original's; its half precision is bfloat16 here, and an epoch has at most `MOST` samples of each data set,
+another part of it each time.
 """
 
 from collections.abc import Sequence
@@ -31,7 +33,8 @@ REWARD_MIX = {
 }
 REWARD_SAMPLES = 16_000 + 20_000 + 9_000 + 20_000 + 39_000 + 14_000
 """Conversations of an epoch of it, roughly: more or fewer change where the schedule ends, and nothing else."""
-# Section: (hub id, learning rate, tokens, sequences of a pass and passes of a process, epochs, warm-up steps, whether rows are packed)
+# Section: (hub id, learning rate, tokens, sequences of a pass and passes of a process, epochs, warm-up steps, whether
+# rows are packed)
 SFT: dict[str, tuple[str, float, int, int, int, int, int, bool]] = {
     "galactica-125m": ("facebook/galactica-125m", 5e-5, 512, 4, 2, 3, 600, False),
     "pythia-70m-deduped": ("EleutherAI/pythia-70m-deduped", 8e-6, 520, 2, 9, 3, 1000, True),
@@ -56,10 +59,18 @@ _SMALL = ("galactica-125m", "pythia-70m-deduped")
 _WRITING = {"template": "oasst"}
 
 
-def conversations(corpora: Sequence[str], tokens: int, packed: bool = False, random_offset: float = 0.8) -> dict[str, Any]:
+def conversations(
+    corpora: Sequence[str], tokens: int, packed: bool = False, random_offset: float = 0.8
+) -> dict[str, Any]:
     """The data of a supervised fine-tuning: one data set, or several, at most `MOST` samples of each in an epoch."""
     parts = {
-        name: {"name": "conversations", "corpus": name, "sequence_tokens": tokens, "random_offset": random_offset, "writing": _WRITING}
+        name: {
+            "name": "conversations",
+            "corpus": name,
+            "sequence_tokens": tokens,
+            "random_offset": random_offset,
+            "writing": _WRITING,
+        }
         for name in corpora
     }
     whole = parts[corpora[0]] if len(parts) == 1 else {
@@ -83,7 +94,13 @@ def sft(section: str, corpora: Sequence[str] = DEFAULT_MIX, **model: Any) -> dic
         "model": base,
         "data": conversations(corpora, tokens, packed),
         "loop": {
-            **loop(micro_batch, micro_batch * passes * (1 if section in _SMALL else DEVICES), samples * epochs, warmup, rate),
+            **loop(
+                micro_batch,
+                micro_batch * passes * (1 if section in _SMALL else DEVICES),
+                samples * epochs,
+                warmup,
+                rate,
+            ),
             **({} if packed else {"group_by_length": True}),
             **({"precision": "float32"} if section == "galactica-125m" else {}),
         },
@@ -91,7 +108,8 @@ def sft(section: str, corpora: Sequence[str] = DEFAULT_MIX, **model: Any) -> dic
 
 
 def loop(micro_batch: int, sequences: int, samples: int, warmup: int, rate: float) -> dict[str, Any]:
-    """Section "defaults", and what others change of it. sequences: of a step. samples: of all epochs; rows that are packed make more.
+    """Section "defaults", and what others change of it. sequences: of a step. samples: of all epochs; rows that are
+    packed make more.
 
     warmup: steps.
     """
@@ -119,7 +137,14 @@ def lora(section: str) -> dict[str, Any]:
     return override(
         sft("llama-13b"),
         {
-            "model": {"name": "lora", "rank": 16, "alpha": 32.0, "dropout_rate": 0.05, "target_modules": names, "base": base},
+            "model": {
+                "name": "lora",
+                "rank": 16,
+                "alpha": 32.0,
+                "dropout_rate": 0.05,
+                "target_modules": names,
+                "base": base,
+            },
             "loop": loop(micro_batch, micro_batch * passes * DEVICES, samples * 12, 300, 5e-5),
         },
     )
@@ -129,7 +154,13 @@ def reward(size: str) -> dict[str, Any]:
     """oasst-rm-1-pythia-SIZE: a reward model on ranked replies of several sources."""
     rate, epochs = REWARD[size]
     parts = {
-        name: {"name": "ranked_replies", "corpus": name, "sequence_tokens": 2048, "min_prompt_tokens": 256, "writing": _WRITING}
+        name: {
+            "name": "ranked_replies",
+            "corpus": name,
+            "sequence_tokens": 2048,
+            "min_prompt_tokens": 256,
+            "writing": _WRITING,
+        }
         for name in REWARD_MIX
     }
     base = {"name": "hf", "path": f"EleutherAI/pythia-{size}-deduped", "extra_tokens": CONTROL_TOKENS}
@@ -144,8 +175,8 @@ def reward(size: str) -> dict[str, Any]:
 
 
 def rlhf(policy: dict[str, Any], size: str) -> dict[str, Any]:
-    """pythia_rlhf and llama_rlhf: PPO with the reward model of a size. Rollouts of a step divide those of an iteration here: 128, not 18 of
-    each process. The KL is a mean over answers here, and over prompts and padding, too, there."""
+    """pythia_rlhf and llama_rlhf: PPO with the reward model of a size. Rollouts of a step divide those of an iteration
+    here: 128, not 18 of each process. The KL is a mean over answers here, and over prompts and padding, too, there."""
     prompts = {"name": "conversations", "corpus": "oasst_export", "sequence_tokens": 1520, "writing": _WRITING}
     return {
         "recipe": "ppo",
@@ -162,7 +193,12 @@ def rlhf(policy: dict[str, Any], size: str) -> dict[str, Any]:
             "long_prompts": "leave_out",
         },
         "rewards": [{"name": "reward_model", "model": ref(reward(size)), "template": "oasst"}],
-        "ppo": {"kl": {"weight": 0.1, "target": 6.0, "horizon": 10_000}, "clip": 0.4, "value_clip": 0.4, "reward_clip": 4.0},
+        "ppo": {
+            "kl": {"weight": 0.1, "target": 6.0, "horizon": 10_000},
+            "clip": 0.4,
+            "value_clip": 0.4,
+            "reward_clip": 4.0,
+        },
         "loop": {
             "steps": 10_000,
             "sequences_per_step": 128,
@@ -189,7 +225,9 @@ ROPE_SCALING = override(
         "data": conversations(DEFAULT_MIX, 4048, packed=True),
     },
 )  # fmt: skip
-FALCON_NTK = override(sft("falcon-7b"), {"model.base.rope": {"kind": "ntk", "factor": 2.0}, "data": conversations(DEFAULT_MIX, 4048)})
+FALCON_NTK = override(
+    sft("falcon-7b"), {"model.base.rope": {"kind": "ntk", "factor": 2.0}, "data": conversations(DEFAULT_MIX, 4048)}
+)
 
 GROUPS = {
     **{f"assistant_{section}": [sft(section)] for section in SFT},

@@ -7,7 +7,8 @@ from src.experiments.grid import override, ref
 _WRITING = {"template": "oasst"}
 _METRICS = [{"name": "expressions"}]
 
-# What the assistants begin with: every token of the standard library's doctests (python -m data_prep.stdlib_conversations).
+# What the assistants begin with: every token of the standard library's doctests (python -m
+# data_prep.stdlib_conversations).
 BASE_TINY: dict[str, Any] = {
     "recipe": "sft",
     "seed": 0,
@@ -139,8 +140,9 @@ def evaluation_of(trained: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-# Real questions, and a pretrained model of 260,000 parameters (data_prep.llama2c): GSM8K and Alpaca as data_prep.prepare_conversations
-# makes them of their releases. What the control lacks is the connection of question and answer.
+# Real questions, and a pretrained model of 260,000 parameters (data_prep.llama2c): GSM8K and Alpaca as
+# data_prep.prepare_conversations makes them of their releases. What the control lacks is the connection of question and
+# answer.
 REAL = ("alpaca", "gsm8k")
 STORIES = {"name": "hf", "path": "stories260k", "extra_tokens": ["<|prompter|>", "<|assistant|>", "<|system|>"]}
 
@@ -149,7 +151,14 @@ def real(seed: int, shuffled: bool) -> dict[str, Any]:
     """A fine-tuning on both; shuffled: with another question's answers."""
     more = {"shuffled_answers": True} if shuffled else {}
     parts = {
-        name: {"name": "conversations", "corpus": name, "sequence_tokens": 384, "val_samples": 150, "writing": _WRITING, **more}
+        name: {
+            "name": "conversations",
+            "corpus": name,
+            "sequence_tokens": 384,
+            "val_samples": 150,
+            "writing": _WRITING,
+            **more,
+        }
         for name in REAL
     }
     return {
@@ -176,7 +185,14 @@ def ranking_of(corpus: str, seed: int, shuffled: bool) -> dict[str, Any]:
             "writing": _WRITING,
             **more,
         },
-        "loop": {**BASE_TINY["loop"], "steps": 60, "sequences_per_step": 8, "micro_batch": 8, "learning_rate": 1e-3, "eval_every": 20},
+        "loop": {
+            **BASE_TINY["loop"],
+            "steps": 60,
+            "sequences_per_step": 8,
+            "micro_batch": 8,
+            "learning_rate": 1e-3,
+            "eval_every": 20,
+        },
     }
 
 

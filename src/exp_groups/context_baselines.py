@@ -10,7 +10,13 @@ PROMPTED_TINY = override(
     CROSSATTN_TINY,
     {
         "recipe": "prompted",
-        "model": {"name": "lora", "rank": 16, "alpha": 32.0, "target_modules": ["c_attn", "c_fc", "c_proj"], "base": ref(BASE_TINY)},
+        "model": {
+            "name": "lora",
+            "rank": 16,
+            "alpha": 32.0,
+            "target_modules": ["c_attn", "c_fc", "c_proj"],
+            "base": ref(BASE_TINY),
+        },
         "data": {"name": "prompted_qa", "contexts": "all", "context_tokens": 96, **TINY_QUESTIONS},
     },
 )
@@ -27,7 +33,13 @@ FID_TINY = override(
             "name": "fusion_in_decoder",
             "base": {
                 "name": "t5",
-                "random": {"tokenizer": "stdlib_tokenizer", "hidden_size": 128, "feed_forward_size": 256, "num_layers": 3, "num_heads": 4},
+                "random": {
+                    "tokenizer": "stdlib_tokenizer",
+                    "hidden_size": 128,
+                    "feed_forward_size": 256,
+                    "num_layers": 3,
+                    "num_heads": 4,
+                },
             },
         },
         "data": {
@@ -40,8 +52,8 @@ FID_TINY = override(
         },
     },
 )
-# Prompted Tulu 2: the adapters and rates of XC-Cache's larger configuration, which has its base in 8 bits, and as many context tokens
-# as cross-attention reads there. In bfloat16; run with --gradient_checkpointing.
+# Prompted Tulu 2: the adapters and rates of XC-Cache's larger configuration, which has its base in 8 bits, and as many
+# context tokens as cross-attention reads there. In bfloat16; run with --gradient_checkpointing.
 PROMPTED_TULU = override(
     CROSSATTN_TULU,
     {
@@ -78,8 +90,9 @@ PROMPTED_TULU_AS_IT_IS = {
     "evaluation": {"micro_batch": 1},
     "inference": QUESTIONS_ASKED,
 }
-# Fusion-in-Decoder with the options of XC-Cache's baselines/fid: passages of 512 tokens, 8 at most, 2 questions on each GPU, a
-# constant rate after 1,000 steps. The number of steps and of GPUs is not published: as many steps as for the others, 8 GPUs.
+# Fusion-in-Decoder with the options of XC-Cache's baselines/fid: passages of 512 tokens, 8 at most, 2 questions on each
+# GPU, a constant rate after 1,000 steps. The number of steps and of GPUs is not published: as many steps as for the
+# others, 8 GPUs.
 FID_T5 = {
     "recipe": "fid",
     "seed": 0,

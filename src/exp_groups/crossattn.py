@@ -1,4 +1,5 @@
-"""Cross-attention layers in a frozen code model: the tiny pair of the demo, and the published configurations (XC-Cache)."""
+"""Cross-attention layers in a frozen code model: the tiny pair of the demo, and the published configurations
+(XC-Cache)."""
 
 from src.experiments.grid import override, ref
 
@@ -32,7 +33,14 @@ CROSSATTN_TINY = {
     "recipe": "crossattn",
     "seed": 0,
     "model": {"name": "cross_attention", "num_layers": 2, "stride": 1, "base": ref(BASE_TINY)},
-    "data": {"name": "qa", "corpus": "stdlib_qa", "context_tokens": 96, "sequence_tokens": 64, "loss_on": "answer", "val_samples": 192},
+    "data": {
+        "name": "qa",
+        "corpus": "stdlib_qa",
+        "context_tokens": 96,
+        "sequence_tokens": 64,
+        "loss_on": "answer",
+        "val_samples": 192,
+    },
     "loop": {
         "steps": 120,
         "sequences_per_step": 16,
@@ -45,9 +53,9 @@ CROSSATTN_TINY = {
     "answers": {"questions": 32, "max_new_tokens": 12, "metrics": [{"name": "squad"}]},
 }
 
-# XC-Cache on Natural Questions (arXiv 2404.15420): the sizes, placements and rates of its released configurations. Needs the
-# base model, the prepared data and GPUs. A step reads what one GPU read between two updates there. All are in bfloat16, which needs no
-# loss scale and can be shared by processes; the smaller ones were published in float16.
+# XC-Cache on Natural Questions (arXiv 2404.15420): the sizes, placements and rates of its released configurations.
+# Needs the base model, the prepared data and GPUs. A step reads what one GPU read between two updates there. All are in
+# bfloat16, which needs no loss scale and can be shared by processes; the smaller ones were published in float16.
 CROSSATTN = {
     "recipe": "crossattn",
     "seed": 0,
@@ -60,7 +68,14 @@ CROSSATTN = {
         "context_dropout_rate": 0.3,
         "base": {"name": "hf", "path": "TabbyML/SantaCoder-1B", "dtype": "bfloat16"},
     },
-    "data": {"name": "qa", "corpus": "nq", "context_tokens": 2048, "sequence_tokens": 512, "loss_on": "all", "include_contexts": True},
+    "data": {
+        "name": "qa",
+        "corpus": "nq",
+        "context_tokens": 2048,
+        "sequence_tokens": 512,
+        "loss_on": "all",
+        "include_contexts": True,
+    },
     "loop": {
         "steps": 25_000,
         "sequences_per_step": 16,
@@ -198,7 +213,8 @@ GROUPS = {
     "crossattn_starchat-alpha": [CROSSATTN_STARCHAT],
     "crossattn_tulu-7b": [CROSSATTN_TULU],
     "crossattn_tulu-13b": [override(CROSSATTN_TULU, {"model.base.path": "allenai/tulu-2-dpo-13b"})],
-    # XC-Cache's code gives Mistral blocks the heads of the base, whatever its configuration says, and the MLP of the smaller ones.
+    # XC-Cache's code gives Mistral blocks the heads of the base, whatever its configuration says, and the MLP of the
+    # smaller ones.
     "crossattn_mistral-7b": [
         override(
             CROSSATTN_TULU,
@@ -229,7 +245,10 @@ GROUPS = {
         }.items()
     },
     "crossattn_starcoder2-7b": [
-        override(CROSSATTN_STARCODERBASE_3B, {"model.num_layers": 8, "model.stride": 4, "model.base.path": "bigcode/starcoder2-7b"})
+        override(
+            CROSSATTN_STARCODERBASE_3B,
+            {"model.num_layers": 8, "model.stride": 4, "model.base.path": "bigcode/starcoder2-7b"},
+        )
     ],
     **{
         f"crossattn_tulu-7b_{n}x{s}": [override(CROSSATTN_TULU_ABLATION, {"model.num_layers": n, "model.stride": s})]

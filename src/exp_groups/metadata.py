@@ -4,8 +4,8 @@ from typing import Any
 
 from src.experiments.grid import override
 
-# Pieces of the standard library's documentation (python -m data_prep.stdlib_pages). Half of them have their HTML and, with probability 0.5
-# each, address and title. Layout tags are dropped, and links, which split sentences.
+# Pieces of the standard library's documentation (python -m data_prep.stdlib_pages). Half of them have their HTML and,
+# with probability 0.5 each, address and title. Layout tags are dropped, and links, which split sentences.
 METADATA_TINY: dict[str, Any] = {
     "recipe": "metadata_lm",
     "seed": 0,
@@ -46,10 +46,11 @@ METADATA_TINY: dict[str, Any] = {
     "gains": {"columns": ["html", "url", "title"], "documents": 300},
 }
 
-# BigScience's metadata project (github.com/bigscience-workshop/metadata, hydra_configs/v2.yaml and deepspeed_configs/v2.json), with the
-# reference's order and tokens. The corpus is bs-modeling-metadata/c4-en-html-with-metadata, which data_prep.metadata.prepare reads.
-# html_rate 0.25 is the written rate: 13 % of the documents have HTML. The reference inverts it and has HTML in 87 %: without html_rate,
-# the weights give 51 %.
+# BigScience's metadata project (github.com/bigscience-workshop/metadata, hydra_configs/v2.yaml and
+# deepspeed_configs/v2.json), with the reference's order and tokens. The corpus is
+# bs-modeling-metadata/c4-en-html-with-metadata, which data_prep.metadata.prepare reads. html_rate 0.25 is the written
+# rate: 13 % of the documents have HTML. The reference inverts it and has HTML in 87 %: without html_rate, the weights
+# give 51 %.
 STARTS = {"html": "<HTML>", "entity_paragraph": "<ENTITY_CHAIN>"}
 ENDS = {"html": "</HTML>", "entity_paragraph": " </ENTITY_CHAIN> "}
 WEIGHTS = {
@@ -79,7 +80,16 @@ GPT2_XL_V2: dict[str, Any] = {
         "val_documents": 1024,
         "writing": {
             "linearisation": "compatible",
-            "keys": ["html", "timestamp", "website_description", "title", "url", "datasource", "length", "entity_paragraph"],
+            "keys": [
+                "html",
+                "timestamp",
+                "website_description",
+                "title",
+                "url",
+                "datasource",
+                "length",
+                "entity_paragraph",
+            ],
             "announce": True,
             "announced": {"entity_paragraph": "entity"},
             "html": {
@@ -109,8 +119,8 @@ GPT2_XL_V2: dict[str, Any] = {
     "gains": {"columns": list(WEIGHTS), "documents": 1_500, "prompt": True},
 }
 
-# Metadata conditioning then cooldown (Gao et al. 2025, arXiv 2501.01956): 90 % of the steps with the address before each document, the
-# rest without. The baseline never has metadata. Both are evaluated without.
+# Metadata conditioning then cooldown (Gao et al. 2025, arXiv 2501.01956): 90 % of the steps with the address before
+# each document, the rest without. The baseline never has metadata. Both are evaluated without.
 HOST = {"url": "host", "keys": ["url"], "separators": {"prefix_end": "\n\n"}}
 MECO: dict[str, Any] = {
     "recipe": "metadata_lm",
@@ -123,7 +133,14 @@ MECO: dict[str, Any] = {
         "num_heads": 16,
         "max_positions": 8192,
     },
-    "data": {"name": "metadata", "corpus": "dclm_pages", "sequence_tokens": 8192, "open_rows": 64, "columns": ["url"], "writing": HOST},
+    "data": {
+        "name": "metadata",
+        "corpus": "dclm_pages",
+        "sequence_tokens": 8192,
+        "open_rows": 64,
+        "columns": ["url"],
+        "writing": HOST,
+    },
     "loop": {
         "steps": 40_000,
         "sequences_per_step": 512,

@@ -4,7 +4,8 @@ from typing import Any
 
 from src.experiments.grid import grid, override
 
-# Pages of handwritten digits (python -m data_prep.digit_pages): which digits stand between the words, and what their sum is.
+# Pages of handwritten digits (python -m data_prep.digit_pages): which digits stand between the words, and what their
+# sum is.
 INTERLEAVED_TINY: dict[str, Any] = {
     "recipe": "interleaved",
     "seed": 0,
@@ -48,7 +49,12 @@ INTERLEAVED_TINY: dict[str, Any] = {
 # With photographs and their captions among the pages, as docs/streaming.md prepares them from released tars.
 INTERLEAVED_PHOTOGRAPHS = override(
     INTERLEAVED_TINY,
-    {"data.sources": {"digits": {"path": "digit_pages", "rate": 3.0}, "photographs": {"path": "photographs", "rate": 1.0}}},
+    {
+        "data.sources": {
+            "digits": {"path": "digit_pages", "rate": 3.0},
+            "photographs": {"path": "photographs", "rate": 1.0},
+        }
+    },
 )
 
 GROUPS = {

@@ -2,9 +2,15 @@
 
 from src.experiments.grid import grid, override, seeds
 
-# A study on real questions that one core can carry out: a decoder of 260 thousand parameters that knows children's stories is to
-# answer from 192 tokens of Wikipedia. Data and base: `make study`.
-STUDY_DATA = {"corpus": "squad_nq", "context_tokens": 192, "sequence_tokens": 96, "loss_on": "answer", "val_samples": 256}
+# A study on real questions that one core can carry out: a decoder of 260 thousand parameters that knows children's
+# stories is to answer from 192 tokens of Wikipedia. Data and base: `make study`.
+STUDY_DATA = {
+    "corpus": "squad_nq",
+    "context_tokens": 192,
+    "sequence_tokens": 96,
+    "loss_on": "answer",
+    "val_samples": 256,
+}
 STUDY_BASE = {"name": "hf", "path": "stories260k"}
 STUDY_CROSSATTN = {
     "recipe": "crossattn",
@@ -20,7 +26,13 @@ STUDY_CROSSATTN = {
         "warmup_rate": 0.1,
         "eval_every": 150,
     },
-    "inference": {"split": "val", "rows": 128, "max_new_tokens": 16, "metrics": [{"name": "squad"}], "wrong_contexts": True},
+    "inference": {
+        "split": "val",
+        "rows": 128,
+        "max_new_tokens": 16,
+        "metrics": [{"name": "squad"}],
+        "wrong_contexts": True,
+    },
 }
 STUDY_PROMPTED = override(
     STUDY_CROSSATTN,
@@ -34,7 +46,11 @@ STUDY_PROMPTED = override(
 STUDY_CLOSED_BOOK = override(
     STUDY_PROMPTED,
     {
-        "data": {"name": "prompted_qa", "contexts": "none", **{key: STUDY_DATA[key] for key in STUDY_DATA if key != "context_tokens"}},
+        "data": {
+            "name": "prompted_qa",
+            "contexts": "none",
+            **{key: STUDY_DATA[key] for key in STUDY_DATA if key != "context_tokens"},
+        },
         "inference.wrong_contexts": False,
     },
 )
@@ -55,7 +71,9 @@ GROUPS = {
         for rate in (4e-3, 8e-3, 1.6e-2)
         for norm in (1.0, 100.0)
     ],
-    "study_crossattn": seeds([override(e, {"loop.learning_rate": 4e-3}) if e["model"]["num_layers"] == 5 else e for e in BLOCKS], 3),
+    "study_crossattn": seeds(
+        [override(e, {"loop.learning_rate": 4e-3}) if e["model"]["num_layers"] == 5 else e for e in BLOCKS], 3
+    ),
     "study_prompted": seeds([STUDY_PROMPTED, STUDY_CLOSED_BOOK], 3),
     "study_untrained": [
         *seeds([override(STUDY_CROSSATTN, UNTRAINED)], 3),

@@ -4,7 +4,8 @@ from typing import Any
 
 from src.experiments.grid import override, ref, seeds
 
-# A small T5 learns on this machine to fill gaps in the source of Python's standard library, in about five minutes of one core.
+# A small T5 learns on this machine to fill gaps in the source of Python's standard library, in about five minutes of
+# one core.
 TINY_TEXT = {"corpus": "stdlib_text", "input_tokens": 128, "val_sequences": 128}
 TINY_DENOISERS = [
     {"rate": 1.0, "mode": "[NLU]", "mean_span_tokens": 3.0, "noise_density": 0.15},
@@ -40,8 +41,8 @@ T5_TINY: dict[str, Any] = {
 
 T5_TINY_SHORT = override(T5_TINY, {"loop.steps": 1_000, "loop.eval_every": 250})
 
-# nanoT5's recipe (Nawrot 2023, arXiv 2309.02373): T5 v1.1-base on C4, 2^16 steps of 128 sequences, in bfloat16. The corpus is made by
-# data_prep.tokenize, the tokenizer by data_prep.t5_tokenizer from T5's SentencePiece model.
+# nanoT5's recipe (Nawrot 2023, arXiv 2309.02373): T5 v1.1-base on C4, 2^16 steps of 128 sequences, in bfloat16. The
+# corpus is made by data_prep.tokenize, the tokenizer by data_prep.t5_tokenizer from T5's SentencePiece model.
 T5_V1_1_BASE: dict[str, Any] = {
     "recipe": "t5_pretrain",
     "seed": 0,
@@ -147,12 +148,20 @@ T5_BASE_GLUE = override(
     },
 )
 
-# Super-Natural-Instructions as nanoT5 fine-tunes on it: 100 instances of 757 tasks, two epochs in steps of 8, without clipping.
+# Super-Natural-Instructions as nanoT5 fine-tunes on it: 100 instances of 757 tasks, two epochs in steps of 8, without
+# clipping.
 T5_BASE_SNI = override(
     T5_BASE_TASK,
     {
         "model.path": "google/t5-v1_1-base",
-        "data": {"name": "task", "task": "sni", "corpus": "sni", "input_tokens": 1024, "target_tokens": 128, "long_targets": "cut"},
+        "data": {
+            "name": "task",
+            "task": "sni",
+            "corpus": "sni",
+            "input_tokens": 1024,
+            "target_tokens": 128,
+            "long_targets": "cut",
+        },
         "loop.steps": 18_900,
         "loop.sequences_per_step": 8,
         "loop.learning_rate": 5e-5,
@@ -225,7 +234,12 @@ def budget(steps: int, warmup: int) -> dict[str, Any]:
     """nanoT5's recipe for so many steps of 256 sequences, in halves."""
     return override(
         T5_V1_1_BASE,
-        {"loop.steps": steps, "loop.warmup_rate": warmup / steps, "loop.sequences_per_step": 256, "loop.eval_every": steps // 4},
+        {
+            "loop.steps": steps,
+            "loop.warmup_rate": warmup / steps,
+            "loop.sequences_per_step": 256,
+            "loop.eval_every": steps // 4,
+        },
     )
 
 
@@ -247,9 +261,14 @@ GROUPS: dict[str, list[dict[str, Any]]] = {
     "t5_base_sni": [T5_BASE_SNI],
     **{f"t5_tiny_{name}": tiny_task(name) for name in ("rte", "sst2", "cola")},
     "t5_tiny_codedoc": beside_random_weights(T5_TINY_CODE),
-    "t5_tiny_codename": beside_random_weights(override(T5_TINY_CODE, {"data.task": "codename", "data.corpus": "codename"})),
+    "t5_tiny_codename": beside_random_weights(
+        override(T5_TINY_CODE, {"data.task": "codename", "data.corpus": "codename"})
+    ),
     "t5_tiny_objectives": [
-        override(T5_TINY_SHORT, {"data": {"name": "prefix_lm", "corpus": "stdlib_text", "sequence_tokens": 157, "val_sequences": 128}}),
+        override(
+            T5_TINY_SHORT,
+            {"data": {"name": "prefix_lm", "corpus": "stdlib_text", "sequence_tokens": 157, "val_sequences": 128}},
+        ),
         override(T5_TINY_SHORT, {"data": {"name": "ul2", "denoisers": TINY_DENOISERS, **TINY_TEXT}}),
         override(T5_TINY_SHORT, {"data": {"name": "depth", **TINY_TEXT, "target_tokens": 128}}),
     ],
@@ -258,6 +277,8 @@ GROUPS: dict[str, list[dict[str, Any]]] = {
         *(override(T5_TINY_SHORT, {"loop.schedule": schedule}) for schedule in ("cosine", "inverse_sqrt")),
     ],
     "t5_v1_1_base_ul2": [
-        override(T5_V1_1_BASE, {"data": {"name": "ul2", "corpus": "c4_en_t5", "input_tokens": 400}, "loop.compile": False})
+        override(
+            T5_V1_1_BASE, {"data": {"name": "ul2", "corpus": "c4_en_t5", "input_tokens": 400}, "loop.compile": False}
+        )
     ],
 }

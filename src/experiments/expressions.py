@@ -1,10 +1,13 @@
-"""Conditions on rows, such as `model.stride > 2 and state == 'done'`: parsed by Python's parser, never evaluated by Python.
+"""Conditions on rows, such as `model.stride > 2 and state == 'done'`: parsed by Python's parser, never evaluated by
+Python.
 
-An expression is made of dotted names, numbers, texts, lists, None (or null), True and False (or true, false), the comparisons
-== != < <= > >= in, not in, also chained (0 < x < 1), and, or, not, parentheses, and two calls: `matches(name, 'regular expression')`,
-which searches a text (RE2, in linear time), and `value('em/nq')` for a name that is no dotted name.
+An expression is made of dotted names, numbers, texts, lists, None (or null), True and False (or true, false), the
+comparisons == != < <= > >= in, not in, also chained (0 < x < 1), and, or, not, parentheses, and two calls:
+`matches(name, 'regular expression')`, which searches a text (RE2, in linear time), and `value('em/nq')` for a name that
+is no dotted name.
 
-A name that a row lacks is None. Comparing the order of None, or of a text and a number, gives False. True equals no number.
+A name that a row lacks is None. Comparing the order of None, or of a text and a number, gives False. True equals no
+number.
 """
 
 import ast
@@ -71,7 +74,9 @@ class _Parser:
         except SyntaxError as error:
             self.refuse_at((error.offset or len(self.line) + 1) - 1, self.advice(error))
         except (RecursionError, MemoryError, ValueError):
-            raise ConfigError(f"{self.where}: nested more than {MAX_DEPTH} deep, or with a zero byte: {self.line[:60]!r}.") from None
+            raise ConfigError(
+                f"{self.where}: nested more than {MAX_DEPTH} deep, or with a zero byte: {self.line[:60]!r}."
+            ) from None
         return Query(self.text, frozenset(self.names), value)
 
     def compile_node(self, node: ast.expr) -> _Value:
@@ -81,9 +86,9 @@ class _Parser:
                 return lambda _: constant
             case ast.Name() | ast.Attribute():
                 return self.name(node)
-            case ast.UnaryOp(op=ast.USub() | ast.UAdd() as sign, operand=ast.Constant(value=int() | float() as number)) if not isinstance(
-                number, bool
-            ):
+            case ast.UnaryOp(
+                op=ast.USub() | ast.UAdd() as sign, operand=ast.Constant(value=int() | float() as number)
+            ) if not isinstance(number, bool):
                 signed = -number if isinstance(sign, ast.USub) else number
                 return lambda _: signed
             case ast.UnaryOp(op=ast.Not(), operand=operand):
@@ -132,15 +137,20 @@ class _Parser:
         match node:
             case ast.Call(func=ast.Name(id="value"), args=[ast.Constant(value=str() as name)], keywords=[]):
                 return self.look_up(name)
-            case ast.Call(func=ast.Name(id="matches"), args=[searched, ast.Constant(value=str() as pattern) as given], keywords=[]):
+            case ast.Call(
+                func=ast.Name(id="matches"), args=[searched, ast.Constant(value=str() as pattern) as given], keywords=[]
+            ):
                 text = self.compile_node(searched)
                 try:
                     search = compile_pattern(pattern).search
                 except ValueError as error:
                     self.refuse(given, str(error))
-                return lambda row: isinstance(value := text(row), str) and search(value.encode(errors="replace").decode()) is not None
+                return lambda row: (
+                    isinstance(value := text(row), str) and search(value.encode(errors="replace").decode()) is not None
+                )
         return self.refuse(
-            node, f"the only calls are matches(name, 'regular expression') and value('name'), got {ast.unparse(node)[:40]!r}"
+            node,
+            f"the only calls are matches(name, 'regular expression') and value('name'), got {ast.unparse(node)[:40]!r}",
         )
 
     def advice(self, error: SyntaxError) -> str:
@@ -166,7 +176,10 @@ class _Parser:
 def _depth(tree: ast.expr) -> int:
     depth, level = 0, [tree]
     while level:
-        depth, level = depth + 1, [child for node in level for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)]
+        depth, level = (
+            depth + 1,
+            [child for node in level for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)],
+        )
     return depth
 
 

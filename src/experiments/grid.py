@@ -76,7 +76,8 @@ def grid(base: Experiment, axes: Axes, where: Callable[[Experiment], bool] | Non
     `where` selects the experiments for which it is true. A value that is a list stays a list. The dicts share nothing.
 
     Raises:
-        ConfigError: a `base` that is no dict, a path that is neither in it nor a field of its config, or an axis without values.
+        ConfigError: a `base` that is no dict, a path that is neither in it nor a field of its config, or an axis
+            without values.
     """
     _check_axes(axes, "grid")
     experiments = _fill(base, axes, itertools.product(*axes.values()))
@@ -88,12 +89,15 @@ def zip_axes(base: Experiment, axes: Axes) -> list[Experiment]:
     """One experiment for each position in the axes: the first values together, the second values together, and so on.
 
     Raises:
-        ConfigError: axes of different lengths, a path that is neither in `base` nor a field of its config, or an axis without values.
+        ConfigError: axes of different lengths, a path that is neither in `base` nor a field of its config, or an axis
+            without values.
     """
     _check_axes(axes, "zip_axes")
     lengths = {path: len(values) for path, values in axes.items()}
     if len(set(lengths.values())) > 1:
-        raise ConfigError(f"zip_axes: axes of equal length are needed, got {', '.join(f'{p}: {n}' for p, n in lengths.items())}.")
+        raise ConfigError(
+            f"zip_axes: axes of equal length are needed, got {', '.join(f'{p}: {n}' for p, n in lengths.items())}."
+        )
     return _fill(base, axes, zip(*axes.values(), strict=True))
 
 
@@ -111,13 +115,18 @@ def seeds(experiments: Iterable[Experiment], seeds: int | Sequence[int]) -> list
 
 
 def ref(parent: Experiment, checkpoint: str = "last") -> dict[str, Any]:
-    """The model dict of the model that `parent` trained. It holds the parent's id, so a changed parent makes another child.
+    """The model dict of the model that `parent` trained. It holds the parent's id, so a changed parent makes another
+    child.
 
     Raises:
         ConfigError: `parent` is not a valid experiment.
     """
     check_values(parent, "ref")
-    return {"name": "experiment", "exp_id": exp_id(canonical_dict(parent, load_experiment(parent, "ref"))), "checkpoint": checkpoint}
+    return {
+        "name": "experiment",
+        "exp_id": exp_id(canonical_dict(parent, load_experiment(parent, "ref"))),
+        "checkpoint": checkpoint,
+    }
 
 
 def set_path(exp: Experiment, path: str, value: Any, must_exist: bool) -> Experiment:
@@ -144,8 +153,8 @@ def parse_assignment(text: str) -> tuple[str, Any]:
     """Split "loop.steps=20" into ("loop.steps", 20). A value that is not JSON is a string.
 
     Raises:
-        ConfigError: no "=" or nothing before it; a number, true, false or null in another spelling than JSON's; a value that is nested
-            too deeply or a number of thousands of digits.
+        ConfigError: no "=" or nothing before it; a number, true, false or null in another spelling than JSON's; a value
+            that is nested too deeply or a number of thousands of digits.
     """
     path, equals, value = text.partition("=")
     if not equals or not path.strip():
@@ -161,7 +170,9 @@ def parse_assignment(text: str) -> tuple[str, Any]:
         return path.strip(), value
     except (RecursionError, ValueError):
         shown = f"{value[:30]}... ({len(value)} characters)"
-        raise ConfigError(f"--set: {path.strip()}: nested too deeply, or a number of too many digits: {shown}.") from None
+        raise ConfigError(
+            f"--set: {path.strip()}: nested too deeply, or a number of too many digits: {shown}."
+        ) from None
 
 
 def _json_spelling(text: str) -> str | None:
@@ -187,12 +198,20 @@ def parse_assignments(texts: Iterable[str]) -> list[list[tuple[str, Any]]]:
     Raises:
         ConfigError: a value with commas that is not JSON; and as `parse_assignment`.
     """
-    axes = [(path, _values(path, text.partition("=")[2], value)) for text in texts for path, value in [parse_assignment(text)]]
-    return [list(zip((path for path, _ in axes), values, strict=True)) for values in itertools.product(*(each for _, each in axes))]
+    axes = [
+        (path, _values(path, text.partition("=")[2], value))
+        for text in texts
+        for path, value in [parse_assignment(text)]
+    ]
+    return [
+        list(zip((path for path, _ in axes), values, strict=True))
+        for values in itertools.product(*(each for _, each in axes))
+    ]
 
 
 def _values(path: str, text: str, value: Any) -> list[Any]:
-    """The values of a sweep, or the only one. text: the argument after "="; it is the value itself if it is not JSON."""
+    """The values of a sweep, or the only one. text: the argument after "="; it is the value itself if it is not
+    JSON."""
     if value != text or "," not in text:
         return [value]
     try:
@@ -200,10 +219,13 @@ def _values(path: str, text: str, value: Any) -> list[Any]:
     except (ValueError, RecursionError):
         bare = text.strip()
         is_list = bare.startswith("[") and bare.endswith("]")
-        parts = ",".join(_spell_in_json(part.strip()) for part in bare[is_list : len(bare) - is_list].split(",") if part.strip())
+        parts = ",".join(
+            _spell_in_json(part.strip()) for part in bare[is_list : len(bare) - is_list].split(",") if part.strip()
+        )
         several, one = f"[{parts}]" if is_list else parts, json.dumps(text)
         raise ConfigError(
-            f"--set: {path}: {shorten(text)} is not JSON. For a {'list' if is_list else 'sweep'} write {_quote(path, several)}, "
+            f"--set: {path}: {shorten(text)} is not JSON. For a {'list' if is_list else 'sweep'} write "
+            f"{_quote(path, several)}, "
             f"for one text {_quote(path, one)}."
         ) from None
 
@@ -246,7 +268,8 @@ def _combine(base: Any, values: Iterable[tuple[str, Any]], must_exist: bool = Tr
 
 
 def _copy(value: Any) -> Any:
-    """A copy of JSON values, five times as fast as copy.deepcopy. Values of other types are refused later, by their path."""
+    """A copy of JSON values, five times as fast as copy.deepcopy. Values of other types are refused later, by their
+    path."""
     if type(value) is dict:
         return {key: _copy(item) for key, item in value.items()}
     return [_copy(item) for item in value] if type(value) is list else value
@@ -267,7 +290,9 @@ def _assign(exp: Experiment, path: str, value: Any, must_exist: bool) -> None:
         if key not in place:
             place[key] = _default_of(exp, keys[: depth + 1], path)
         if not isinstance(place[key], dict):
-            raise ConfigError(f"{path}: {'.'.join(keys[: depth + 1])} is {place[key]!r}, not a dict, so nothing can be set below it.")
+            raise ConfigError(
+                f"{path}: {'.'.join(keys[: depth + 1])} is {place[key]!r}, not a dict, so nothing can be set below it."
+            )
         place = place[key]
 
 
@@ -295,7 +320,9 @@ def _check_axes(axes: Axes, where: str) -> None:
         if not isinstance(values, list):
             raise ConfigError(f"{where}: {path}: expected a list of values, got {describe_value(values)}.")
         if not values:
-            raise ConfigError(f"{where}: {path}: an axis without values makes no experiment. Give it values or drop it.")
+            raise ConfigError(
+                f"{where}: {path}: an axis without values makes no experiment. Give it values or drop it."
+            )
     for first, second in itertools.combinations(axes, 2):
         if first.startswith(second + "."):
             raise ConfigError(f"{where}: {second}: it would overwrite {first}. Put the axis {second} first.")

@@ -1,4 +1,5 @@
-"""The id of an experiment: haven's hash of its dict. Only dicts that haven hashes faithfully and JSON can hold have one."""
+"""The id of an experiment: haven's hash of its dict. Only dicts that haven hashes faithfully and JSON can hold have
+one."""
 
 import hashlib
 import math
@@ -17,7 +18,9 @@ def exp_id(exp: dict[str, Any]) -> str:
 
     Two dicts that differ only in types, such as 1 and "1", share an id: `RunDir.open` compares the dicts themselves.
     """
-    return hashlib.md5("".join(f"{key}/{_text(exp[key])}" for key in sorted(exp)).encode(), usedforsecurity=False).hexdigest()
+    return hashlib.md5(
+        "".join(f"{key}/{_text(exp[key])}" for key in sorted(exp)).encode(), usedforsecurity=False
+    ).hexdigest()
 
 
 def _text(value: Any) -> str:
@@ -45,10 +48,14 @@ def _check_depth(value: Any, where: str) -> None:
     for _ in range(DEEPEST + 1):
         # Each once, or a cycle would multiply.
         holders = {id(holder): holder for holder in level if isinstance(holder, (dict, list, tuple))}
-        level = [item for holder in holders.values() for item in (holder.values() if isinstance(holder, dict) else holder)]
+        level = [
+            item for holder in holders.values() for item in (holder.values() if isinstance(holder, dict) else holder)
+        ]
         if not level:
             return
-    raise ConfigError(f"{where}: expected dicts and lists at most {DEEPEST} deep, got deeper ones, or one that holds itself.")
+    raise ConfigError(
+        f"{where}: expected dicts and lists at most {DEEPEST} deep, got deeper ones, or one that holds itself."
+    )
 
 
 def _check_dict(value: dict[Any, Any], where: str) -> None:
@@ -75,7 +82,8 @@ def _check(value: Any, where: str) -> None:
     elif value is not None and type(value) not in (bool, int, float):
         hint = " Write a list instead." if isinstance(value, (tuple, set, frozenset)) else ""
         raise ConfigError(
-            f"{where}: expected a JSON value (dict, list, str, int, float, bool or None), got {_describe_value(value)}.{hint}"
+            f"{where}: expected a JSON value (dict, list, str, int, float, bool or None), got "
+            f"{_describe_value(value)}.{hint}"
         )
 
 
@@ -86,7 +94,9 @@ def _check_list(value: list[Any], where: str) -> None:
     for place, item in enumerate(value):
         below = f"{where}[{place}]"
         if type(item) is list and _holds_dict(item):
-            raise ConfigError(f"{below}: a list inside a list must not hold dicts: their key order would change the id.")
+            raise ConfigError(
+                f"{below}: a list inside a list must not hold dicts: their key order would change the id."
+            )
         _check(item, below)
 
 

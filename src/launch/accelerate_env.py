@@ -1,7 +1,8 @@
 """What `accelerate launch` tells a training, in the words of our own command line.
 
-Its options arrive as environment variables (accelerate/utils/launch.py, version 1.15). How processes share the model is a choice of
-the command line here too, so `take` gives it; what an experiment decides is checked against it; what we do not do is refused.
+Its options arrive as environment variables (accelerate/utils/launch.py, version 1.15). How processes share the model is
+a choice of the command line here too, so `take` gives it; what an experiment decides is checked against it; what we do
+not do is refused.
 """
 
 from collections.abc import MutableMapping
@@ -46,23 +47,32 @@ class Choices:
     fsdp: bool = False
     """As --fsdp."""
     told: dict[str, str | float] = field(default_factory=dict)
-    """What the experiment decides, by name: precision, gradient_accumulation_steps and max_grad_norm, where something was said."""
+    """What the experiment decides, by name: precision, gradient_accumulation_steps and max_grad_norm, where something
+    was said."""
 
 
-def take_choices(environment: MutableMapping[str, str], processes: int, deepspeed: Path | None = None, fsdp: bool = False) -> Choices:
-    """The choices of `accelerate launch` and of our own options `deepspeed` and `fsdp`, for one of `processes` processes.
+def take_choices(
+    environment: MutableMapping[str, str], processes: int, deepspeed: Path | None = None, fsdp: bool = False
+) -> Choices:
+    """The choices of `accelerate launch` and of our own options `deepspeed` and `fsdp`, for one of `processes`
+    processes.
 
-    Accelerate's variables leave `environment`, so that neither it nor transformers acts on them; `--cpu` hides the GPUs.
+    Accelerate's variables leave `environment`, so that neither it nor transformers acts on them; `--cpu` hides the
+    GPUs.
 
     Raises:
-        ConfigError: an option asks for what we do not do, or contradicts another; says which, and what to write instead.
+        ConfigError: an option asks for what we do not do, or contradicts another; says which, and what to write
+            instead.
     """
     zero, sharded = _is_on(environment, "ACCELERATE_USE_DEEPSPEED"), _is_on(environment, "ACCELERATE_USE_FSDP")
     refused = [
-        f"accelerate launch --{name.removeprefix('ACCELERATE_').lower()}: expected {expected or 'nothing'}, got {value}. Only the number "
-        "of processes, the precision, --use_deepspeed and --use_fsdp are taken from accelerate: write the rest in the experiment."
+        f"accelerate launch --{name.removeprefix('ACCELERATE_').lower()}: expected {expected or 'nothing'}, got "
+        f"{value}. Only the number "
+        "of processes, the precision, --use_deepspeed and --use_fsdp are taken from accelerate: write the rest in "
+        "the experiment."
         for name, expected in _FIXED.items()
-        if (sharded or not name.startswith("FSDP_")) and (value := environment.get(name, "").lower()) not in ("", expected)
+        if (sharded or not name.startswith("FSDP_"))
+        and (value := environment.get(name, "").lower()) not in ("", expected)
         if (name, value) != ("FSDP_RESHARD_AFTER_FORWARD", "full_shard")
     ]
     if refused:
@@ -91,22 +101,31 @@ def _deepspeed_json(environment: MutableMapping[str, str]) -> Path:
     if given != "none":
         if said:
             names = " and ".join("--" + name.removeprefix(_ZERO).lower() for name in said)
-            raise ConfigError(f"accelerate launch --deepspeed_config_file {given}: {names} belong into that file. Leave them out.")
+            raise ConfigError(
+                f"accelerate launch --deepspeed_config_file {given}: {names} belong into that file. Leave them out."
+            )
         return Path(given)
     stage, optimizer, weights = (environment.get(name, default) for name, default in _SHAPE.items())
     if (stage, optimizer, weights) not in _STAGES:
         raise ConfigError(
-            f"accelerate launch --zero_stage {stage} --offload_optimizer_device {optimizer} --offload_param_device {weights}: "
-            f"known are {', '.join(' '.join(known) for known in _STAGES)}. For others give a json with --deepspeed_config_file."
+            f"accelerate launch --zero_stage {stage} --offload_optimizer_device {optimizer} --offload_param_device "
+            f"{weights}: "
+            f"known are {', '.join(' '.join(known) for known in _STAGES)}. For others give a json with "
+            f"--deepspeed_config_file."
         )
     return RESOURCES / _STAGES[stage, optimizer, weights]
 
 
 def _check_process_count(environment: MutableMapping[str, str]) -> None:
     """With --cpu accelerate sets an address for several processes to meet at, and then starts one."""
-    if _is_on(environment, "ACCELERATE_USE_CPU") and environment.get("MASTER_ADDR") == "127.0.0.1" and "MASTER_PORT" in environment:
+    if (
+        _is_on(environment, "ACCELERATE_USE_CPU")
+        and environment.get("MASTER_ADDR") == "127.0.0.1"
+        and "MASTER_PORT" in environment
+    ):
         raise ConfigError(
-            "accelerate launch --cpu starts one process whatever --num_processes says. Write --multi_gpu in place of --cpu, which "
+            "accelerate launch --cpu starts one process whatever --num_processes says. Write --multi_gpu in place of "
+            "--cpu, which "
             "starts them without a GPU too, or --num_processes 1 with MASTER_ADDR unset."
         )
 
@@ -117,11 +136,16 @@ def _read_settings(environment: MutableMapping[str, str]) -> dict[str, str | flo
     precision = environment.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     if precision != "no":
         told["precision"] = _PRECISIONS.get(precision, precision)
-    for name, variable in (("gradient_accumulation_steps", "GRADIENT_ACCUMULATION_STEPS"), ("max_grad_norm", "GRADIENT_CLIPPING")):
+    for name, variable in (
+        ("gradient_accumulation_steps", "GRADIENT_ACCUMULATION_STEPS"),
+        ("max_grad_norm", "GRADIENT_CLIPPING"),
+    ):
         value = environment.get("ACCELERATE_" + variable, "auto").lower()
         if value not in ("auto", "none", ""):
             try:
                 told[name] = float(value)
             except ValueError:
-                raise ConfigError(f"accelerate launch --{variable.lower()}: expected a number or auto, got {value!r}.") from None
+                raise ConfigError(
+                    f"accelerate launch --{variable.lower()}: expected a number or auto, got {value!r}."
+                ) from None
     return told

@@ -47,7 +47,8 @@ class Request:
     root: Path
     """The folder that holds trainval.py."""
     command: Callable[[str], Sequence[str]]
-    """exp_id -> trainval.py and its arguments, never with a reset: a job can start several times and resumes each time."""
+    """exp_id -> trainval.py and its arguments, never with a reset: a job can start several times and resumes each
+    time."""
     python_binary: str | None = None
     reset: int = 0
     leave_out: Sequence[Path] = ()
@@ -66,16 +67,21 @@ def run(request: Request, target: Resources, option: str = "run") -> None:
     """Submit by `option`: "run" never started, stopped or lost experiments; "retry" failed or lost experiments, and
     those skipped by a queue that failures stopped; "reset" all of them from the start.
 
-    Queued and running jobs are skipped, except that "reset" kills them first, or refuses if the state of one is unknown.
-    Returns when the jobs are queued, or have ended if the launcher waits for them.
+    Queued and running jobs are skipped, except that "reset" kills them first, or refuses if the state of one is
+    unknown. Returns when the jobs are queued, or have ended if the launcher waits for them.
 
     Raises:
-        LaunchError: refused by the launcher; a parent that has failed, or is a job of another launcher; jobs that do not end.
+        LaunchError: refused by the launcher; a parent that has failed, or is a job of another launcher; jobs that do
+            not end.
     """
     with submissions.lock(request.runs):
         submissions.refuse(submissions.reconcile(request.runs), [item.exp_id for item in request.planned])
         if option == "reset":
-            _kill(request.runs, [item.exp_id for item in request.planned if item.exp_id in request.chosen], all_or_none=True)
+            _kill(
+                request.runs,
+                [item.exp_id for item in request.planned if item.exp_id in request.chosen],
+                all_or_none=True,
+            )
         rows = {row.exp_id: row for row in status.table(request.runs, [item.exp_id for item in request.planned], ACT)}
         todo = _choose(request, rows, option)
         if not todo:
@@ -93,7 +99,9 @@ def _choose(request: Request, rows: Mapping[str, Row], option: str) -> list[Plan
     for item in request.planned:
         row = rows[item.exp_id]
         orphaned = option == "retry" and row.state in ("never", "stopped") and not row.doubt
-        if (orphaned and not todo.keys().isdisjoint(references.parent_ids(item.exp))) or _needs_job(request, row, option):
+        if (orphaned and not todo.keys().isdisjoint(references.parent_ids(item.exp))) or _needs_job(
+            request, row, option
+        ):
             todo[item.exp_id] = item
     return list(todo.values())
 
@@ -111,7 +119,12 @@ def _needs_job(request: Request, row: Row, option: str) -> bool:
     if row.state in states or (option == "retry" and retried):
         return True
     hint = _HINTS.get(row.state, f"it is {row.state}, not failed")
-    log.info("%s: %s%s", row.exp_id, hint, f" ({row.reason})" if row.reason and row.state in ("failed", "stopped", "unknown") else "")
+    log.info(
+        "%s: %s%s",
+        row.exp_id,
+        hint,
+        f" ({row.reason})" if row.reason and row.state in ("failed", "stopped", "unknown") else "",
+    )
     return False
 
 
@@ -165,13 +178,17 @@ def _jobs_to_await(request: Request, target: Resources, todo: Sequence[Planned])
                     waits.append(job.job_id)
                 else:
                     wrong.append(
-                        f"{item.where}: it starts from experiment {parent}, which is {row.state} as job {row.job_id} of the "
-                        f"launcher {job.launcher.name}; {target.launcher.name} cannot wait for that. Wait yourself, or use that launcher."
+                        f"{item.where}: it starts from experiment {parent}, which is {row.state} as job {row.job_id} "
+                        f"of the "
+                        f"launcher {job.launcher.name}; {target.launcher.name} cannot wait for that. Wait yourself, "
+                        f"or use that launcher."
                     )
             else:
                 reason = f" ({row.reason})" if row.reason else ""
                 how = "Repair it first: --job_option retry" if row.state == "failed" else "Run it first"
-                wrong.append(f"{item.where}: it starts from experiment {parent}, which is {row.state}, not done{reason}. {how}.")
+                wrong.append(
+                    f"{item.where}: it starts from experiment {parent}, which is {row.state}, not done{reason}. {how}."
+                )
         waits_by_id[item.exp_id] = tuple(waits)
     if wrong:
         raise LaunchError("\n".join(dict.fromkeys(wrong)))
@@ -179,7 +196,8 @@ def _jobs_to_await(request: Request, target: Resources, todo: Sequence[Planned])
 
 
 def _submit(request: Request, target: Resources, jobs: Sequence[Job], new: Sequence[Path]) -> list[str]:
-    """Record the intent, submit the jobs, record their ids. new: save directories to remove again if their jobs are refused."""
+    """Record the intent, submit the jobs, record their ids. new: save directories to remove again if their jobs are
+    refused."""
     resolved = registry.resolved_dict(target.launcher, key="launcher")
     commands = {job.exp_id: job.args for job in jobs}
     submission = submissions.create(request.runs, resolved, target.name, jobs[0].cwd.name, commands)
@@ -216,12 +234,20 @@ def throttle(runs: Path, exp_ids: Sequence[str], max_running: int) -> None:
         LaunchError: none is queued, a launcher cannot, or a scheduler does not answer or refuses.
     """
     tracked, wrong = track(runs, exp_ids)
-    queued = [(job.launcher, job.job_id) for job in tracked.values() if job.launcher and job.seen and job.seen.state == "queued"]
+    queued = [
+        (job.launcher, job.job_id)
+        for job in tracked.values()
+        if job.launcher and job.seen and job.seen.state == "queued"
+    ]
     if not queued:
-        raise LaunchError("\n".join(dict.fromkeys(wrong.values())) or "--job_option throttle: none of these experiments is queued.")
+        raise LaunchError(
+            "\n".join(dict.fromkeys(wrong.values())) or "--job_option throttle: none of these experiments is queued."
+        )
     for launcher, job_ids in tracking.group_by_scheduler(queued):
         launcher.throttle(job_ids, max_running)
-    log.info("throttled: %d queued, %s at a time", len(queued), f"at most {max_running}" if max_running else "any number")
+    log.info(
+        "throttled: %d queued, %s at a time", len(queued), f"at most {max_running}" if max_running else "any number"
+    )
 
 
 def _kill(runs: Path, exp_ids: Sequence[str], all_or_none: bool = False) -> None:
@@ -233,7 +259,9 @@ def _kill(runs: Path, exp_ids: Sequence[str], all_or_none: bool = False) -> None
         if exp_id in alive or exp_id in wrong:
             continue
         if job and job.seen and job.is_unknown and not _is_done(runs / exp_id):
-            wrong[exp_id] = f"{exp_id}: the state of job {job.job_id} is unknown, so it is not killed: {job.seen.reason}"
+            wrong[exp_id] = (
+                f"{exp_id}: the state of job {job.job_id} is unknown, so it is not killed: {job.seen.reason}"
+            )
         else:
             log.info("%s: %s", exp_id, _why_no_job(runs / exp_id))
     if wrong and all_or_none:

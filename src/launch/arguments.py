@@ -38,10 +38,18 @@ def make_parser(about: str, root: Path) -> argparse.ArgumentParser:
     )
     what = parser.add_argument_group("what to run")
     groups = what.add_argument(
-        "-e", "--exp_group", "--exp_group_list", nargs="+", default=[], metavar="GROUP", help="groups of exp_configs.py, or GROUP[3]"
+        "-e",
+        "--exp_group",
+        "--exp_group_list",
+        nargs="+",
+        default=[],
+        metavar="GROUP",
+        help="groups of exp_configs.py, or GROUP[3]",
     )
     groups.completer = _complete_names("exp_configs", "EXP_GROUPS")  # type: ignore[attr-defined]  argcomplete's
-    what.add_argument("--exp_id", metavar="ID", help="one experiment, by the name of its save directory or the beginning of it")
+    what.add_argument(
+        "--exp_id", metavar="ID", help="one experiment, by the name of its save directory or the beginning of it"
+    )
     what.add_argument(
         "--set",
         nargs="+",
@@ -50,16 +58,31 @@ def make_parser(about: str, root: Path) -> argparse.ArgumentParser:
         metavar="a.b=value",
         help="change values in each experiment (another id); a.b=1,2,3 makes one of each",
     )
-    what.add_argument("--where", metavar="EXPR", help="only experiments for which it holds, such as \"seed == 0 and state == 'failed'\"")
-    what.add_argument("--steps", type=int, metavar="N", help="short for --set loop.steps=N")
-    what.add_argument("--with-parents", "--with_parents", action="store_true", help="first run the experiments that these start from")
-    what.add_argument("--list", action="store_true", help="print the groups, or the experiments of -e, and exit")
-    what.add_argument("--dry-run", "--dry_run", action="store_true", help="check everything that can be checked, print the plan, and exit")
     what.add_argument(
-        "--memory", action="store_true", help="with --dry-run: also what a GPU would hold, tokens a second and hours; loads no weights"
+        "--where",
+        metavar="EXPR",
+        help="only experiments for which it holds, such as \"seed == 0 and state == 'failed'\"",
+    )
+    what.add_argument("--steps", type=int, metavar="N", help="short for --set loop.steps=N")
+    what.add_argument(
+        "--with-parents", "--with_parents", action="store_true", help="first run the experiments that these start from"
+    )
+    what.add_argument("--list", action="store_true", help="print the groups, or the experiments of -e, and exit")
+    what.add_argument(
+        "--dry-run",
+        "--dry_run",
+        action="store_true",
+        help="check everything that can be checked, print the plan, and exit",
+    )
+    what.add_argument(
+        "--memory",
+        action="store_true",
+        help="with --dry-run: also what a GPU would hold, tokens a second and hours; loads no weights",
     )
     what.add_argument("--gpus", type=int, metavar="N", help="with --memory: of so many GPUs (default: 1)")
-    what.add_argument("--gpu", metavar="NAME", help='with --memory: their kind, such as H100 or "RTX 4090" (default: H100)')
+    what.add_argument(
+        "--gpu", metavar="NAME", help='with --memory: their kind, such as H100 or "RTX 4090" (default: H100)'
+    )
     _add_place(parser, root)
     _add_wandb(parser)
     return parser
@@ -68,21 +91,49 @@ def make_parser(about: str, root: Path) -> argparse.ArgumentParser:
 def _add_place(parser: argparse.ArgumentParser, root: Path) -> None:
     where = parser.add_argument_group("where and how")
     where.add_argument(
-        "-sb", "--savedir_base", type=Path, default=root / "results" / "runs", metavar="DIR", help="save directories (results/runs)"
+        "-sb",
+        "--savedir_base",
+        type=Path,
+        default=root / "results" / "runs",
+        metavar="DIR",
+        help="save directories (results/runs)",
     )
-    where.add_argument("--data_path", type=Path, default=root / "results" / "data", metavar="DIR", help="prepared data sets (results/data)")
-    where.add_argument("-r", "--reset", type=int, choices=(0, 1), default=0, help="1: back up the run and start over")
-    where.add_argument("--log_every", type=int, metavar="N", help="steps between score rows (default: 10; each evaluation has one)")
     where.add_argument(
-        "--save_every", type=int, metavar="N", help="steps between checkpoints (default: each evaluation, and --log_every if that is given)"
+        "--data_path",
+        type=Path,
+        default=root / "results" / "data",
+        metavar="DIR",
+        help="prepared data sets (results/data)",
+    )
+    where.add_argument("-r", "--reset", type=int, choices=(0, 1), default=0, help="1: back up the run and start over")
+    where.add_argument(
+        "--log_every", type=int, metavar="N", help="steps between score rows (default: 10; each evaluation has one)"
+    )
+    where.add_argument(
+        "--save_every",
+        type=int,
+        metavar="N",
+        help="steps between checkpoints (default: each evaluation, and --log_every if that is given)",
     )
     places = where.add_argument(
-        "-j", "--j", "--job_scheduler", dest="job_scheduler", metavar="NAME", help="a launcher of job_configs.py; none: run here"
+        "-j",
+        "--j",
+        "--job_scheduler",
+        dest="job_scheduler",
+        metavar="NAME",
+        help="a launcher of job_configs.py; none: run here",
     )
     places.completer = _complete_names("job_configs", "JOB_CONFIGS")  # type: ignore[attr-defined]
-    where.add_argument("--job_option", choices=JOB_OPTIONS, default="run", help="what to do with the jobs (default: run, with -j)")
     where.add_argument(
-        "--state", nargs="+", default=[], choices=STATES, metavar="STATE", help="with --job_option status: only these, such as failed lost"
+        "--job_option", choices=JOB_OPTIONS, default="run", help="what to do with the jobs (default: run, with -j)"
+    )
+    where.add_argument(
+        "--state",
+        nargs="+",
+        default=[],
+        choices=STATES,
+        metavar="STATE",
+        help="with --job_option status: only these, such as failed lost",
     )
     where.add_argument("--json", action="store_true", help="with --job_option status: as JSON, for programs")
     where.add_argument(
@@ -94,12 +145,25 @@ def _add_place(parser: argparse.ArgumentParser, root: Path) -> None:
         help="with --job_option status: again (30), until none is alive",
     )
     where.add_argument(
-        "--max_running", type=int, metavar="N", help="with --job_option throttle: how many of a queued Slurm array run at a time; 0: any"
+        "--max_running",
+        type=int,
+        metavar="N",
+        help="with --job_option throttle: how many of a queued Slurm array run at a time; 0: any",
     )
-    where.add_argument("--python_binary", metavar="COMMAND", help='with -j: "torchrun --nproc-per-node NGPUS"; NGPUS is filled in there')
-    where.add_argument("--stop_after", type=float, metavar="SECONDS", help="stop gracefully, resumable, this long after the start")
-    where.add_argument("--max_host_memory", type=float, metavar="SHARE", help="stop gracefully when this share is in use, such as 0.9")
-    where.add_argument("--num_workers", type=int, metavar="N", help="data-loading processes per rank (default: 2 with a GPU)")
+    where.add_argument(
+        "--python_binary",
+        metavar="COMMAND",
+        help='with -j: "torchrun --nproc-per-node NGPUS"; NGPUS is filled in there',
+    )
+    where.add_argument(
+        "--stop_after", type=float, metavar="SECONDS", help="stop gracefully, resumable, this long after the start"
+    )
+    where.add_argument(
+        "--max_host_memory", type=float, metavar="SHARE", help="stop gracefully when this share is in use, such as 0.9"
+    )
+    where.add_argument(
+        "--num_workers", type=int, metavar="N", help="data-loading processes per rank (default: 2 with a GPU)"
+    )
     where.add_argument(
         "--micro_batch",
         "--micro-batch",
@@ -107,15 +171,28 @@ def _add_place(parser: argparse.ArgumentParser, root: Path) -> None:
         metavar="N",
         help="instead of loop.micro_batch, for this start: same id, no dropout",
     )
-    where.add_argument("--statistics_every", type=int, metavar="N", default=50, help="steps between statistics; 0: none (default: 50)")
+    where.add_argument(
+        "--statistics_every", type=int, metavar="N", default=50, help="steps between statistics; 0: none (default: 50)"
+    )
     where.add_argument("--keep_last", type=int, metavar="N", help="newest checkpoints to keep (default: 2)")
-    where.add_argument("--keep_every", type=int, metavar="N", help="also keep those at multiples of N steps (default: none)")
+    where.add_argument(
+        "--keep_every", type=int, metavar="N", help="also keep those at multiples of N steps (default: none)"
+    )
     where.add_argument("--keep_best", type=int, metavar="N", help="and the N best by loop.best_metric (default: 1)")
     where.add_argument("--deepspeed", type=Path, metavar="JSON", help="shard the model with DeepSpeed ZeRO")
     where.add_argument("--fsdp", action="store_true", help="shard the model with FSDP2")
-    where.add_argument("--fsdp_replicas", type=int, metavar="N", help="shard within each of N equal parts of the processes (default: 1)")
-    where.add_argument("--tensor_parallel", type=int, metavar="N", help="with --fsdp: cut matrices between N neighbours (default: 1)")
-    where.add_argument("--fsdp_sharded_gradients", action="store_true", help="hold no whole gradients between the passes of a step")
+    where.add_argument(
+        "--fsdp_replicas",
+        type=int,
+        metavar="N",
+        help="shard within each of N equal parts of the processes (default: 1)",
+    )
+    where.add_argument(
+        "--tensor_parallel", type=int, metavar="N", help="with --fsdp: cut matrices between N neighbours (default: 1)"
+    )
+    where.add_argument(
+        "--fsdp_sharded_gradients", action="store_true", help="hold no whole gradients between the passes of a step"
+    )
     where.add_argument(
         "--gradient_checkpointing",
         nargs="?",
@@ -124,8 +201,14 @@ def _add_place(parser: argparse.ArgumentParser, root: Path) -> None:
         help="recompute layers in the backward pass; selective: all but products",
     )
     where.add_argument("--offload_activations", action="store_true", help="keep saved activations in host memory")
-    where.add_argument("--deterministic", action="store_true", help="only algorithms of torch that give the same bits each time; slower")
-    where.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # appended by deepspeed and old launchers; LOCAL_RANK is used
+    where.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="only algorithms of torch that give the same bits each time; slower",
+    )
+    where.add_argument(
+        "--local_rank", type=int, help=argparse.SUPPRESS
+    )  # appended by deepspeed and old launchers; LOCAL_RANK is used
 
 
 def _add_wandb(parser: argparse.ArgumentParser) -> None:
@@ -134,7 +217,13 @@ def _add_wandb(parser: argparse.ArgumentParser) -> None:
     logs.add_argument("--wandb_project_name", metavar="NAME", help="project")
     logs.add_argument("--wandb_run_name", metavar="NAME", help="name that it shows (default: the group)")
     logs.add_argument(
-        "--wandb_log_gradients", nargs="?", type=_flag, const=True, default=False, metavar="true|false", help="histograms of gradients"
+        "--wandb_log_gradients",
+        nargs="?",
+        type=_flag,
+        const=True,
+        default=False,
+        metavar="true|false",
+        help="histograms of gradients",
     )
 
 
@@ -160,13 +249,17 @@ def check(args: argparse.Namespace, processes: int) -> None:
     if args.job_scheduler in ("None", "0"):
         args.job_scheduler = None
     if not args.list and not args.exp_group and not args.exp_id:
-        raise ConfigError("nothing to run: name a group with -e, or an experiment with --exp_id. --list shows the groups.")
+        raise ConfigError(
+            "nothing to run: name a group with -e, or an experiment with --exp_id. --list shows the groups."
+        )
     if args.exp_group and args.exp_id:
         raise ConfigError("-e and --exp_id: give one of them.")
     if args.job_option in ("reset", "retry") and not args.job_scheduler:
         raise ConfigError(f"--job_option {args.job_option}: submits jobs. Add -j NAME, a launcher of job_configs.py.")
     if args.job_option != "status" and (args.state or args.json or args.watch is not None):
-        raise ConfigError("--state, --json and --watch: say how --job_option status shows experiments. Add it, or leave them out.")
+        raise ConfigError(
+            "--state, --json and --watch: say how --job_option status shows experiments. Add it, or leave them out."
+        )
     if (args.job_option == "throttle") != (args.max_running is not None):
         raise ConfigError("--job_option throttle and --max_running N: each needs the other.")
     if args.max_running is not None and args.max_running < 0:
@@ -174,20 +267,31 @@ def check(args: argparse.Namespace, processes: int) -> None:
     if args.watch is not None and not args.watch > 0:
         raise ConfigError(f"--watch: expected seconds above 0, got {args.watch:g}.")
     if args.python_binary and not args.job_scheduler:
-        raise ConfigError("--python_binary: only launched jobs use it. Add -j NAME, or start trainval.py with that command itself.")
+        raise ConfigError(
+            "--python_binary: only launched jobs use it. Add -j NAME, or start trainval.py with that command itself."
+        )
     if args.job_scheduler and processes > 1:
         raise ConfigError(
-            "-j: each process that torchrun started would submit. Start trainval.py with python; put torchrun in --python_binary."
+            "-j: each process that torchrun started would submit. Start trainval.py with python; put torchrun in "
+            "--python_binary."
         )
     if args.job_option != "run" and processes > 1:
-        raise ConfigError(f"--job_option {args.job_option}: each process that torchrun started would do it. Start trainval.py with python.")
+        raise ConfigError(
+            f"--job_option {args.job_option}: each process that torchrun started would do it. Start trainval.py with "
+            f"python."
+        )
     if args.wandb_entity_name and not args.wandb_project_name:
-        raise ConfigError("--wandb_entity_name: without --wandb_project_name nothing would be sent. Give both, or neither to log to files.")
+        raise ConfigError(
+            "--wandb_entity_name: without --wandb_project_name nothing would be sent. Give both, or neither to log "
+            "to files."
+        )
     for name in ("log_every", "save_every"):
         if (every := getattr(args, name)) is not None and every < 1:
             raise ConfigError(f"--{name}: expected a number of steps >= 1, got {every}.")
     if args.statistics_every < 0:
-        raise ConfigError(f"--statistics_every: expected a number of steps, or 0 for none, got {args.statistics_every}.")
+        raise ConfigError(
+            f"--statistics_every: expected a number of steps, or 0 for none, got {args.statistics_every}."
+        )
     if args.stop_after is not None and not args.stop_after > 0:
         raise ConfigError(f"--stop_after: expected seconds above 0, got {args.stop_after:g}.")
     if args.max_host_memory is not None and not 0 < args.max_host_memory < 1:
@@ -204,7 +308,9 @@ def check(args: argparse.Namespace, processes: int) -> None:
     for name in ("fsdp_replicas", "tensor_parallel"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise ConfigError(f"--{name}: expected a number of at least 1, got {value}.")
-    if args.dry_run and not args.fsdp and "ACCELERATE_USE_FSDP" not in os.environ:  # `Options.check_parts` asks for a training
+    if (
+        args.dry_run and not args.fsdp and "ACCELERATE_USE_FSDP" not in os.environ
+    ):  # `Options.check_parts` asks for a training
         from src.runs.context import refuse_without_fsdp
 
         refuse_without_fsdp(args)
@@ -214,13 +320,17 @@ def _check_memory(args: argparse.Namespace) -> None:
     if args.memory and not args.dry_run:
         raise ConfigError("--memory: it is planned, and nothing runs. Add --dry-run.")
     if not args.memory and (args.gpus is not None or args.gpu):
-        raise ConfigError("--gpus and --gpu: say for which GPUs --memory plans. Add --dry-run --memory, or leave them out.")
+        raise ConfigError(
+            "--gpus and --gpu: say for which GPUs --memory plans. Add --dry-run --memory, or leave them out."
+        )
     if args.gpus is not None and args.gpus < 1:
         raise ConfigError(f"--gpus: expected a number of at least 1, got {args.gpus}.")
     if args.memory and (args.tensor_parallel or 1) > 1:
         raise ConfigError("--memory: what --tensor_parallel saves is not planned. Leave one of the two out.")
     if args.memory and args.offload_activations:
-        raise ConfigError("--memory: what --offload_activations leaves on a GPU is not planned. Leave one of the two out.")
+        raise ConfigError(
+            "--memory: what --offload_activations leaves on a GPU is not planned. Leave one of the two out."
+        )
 
 
 def training_options(args: argparse.Namespace, processes: int) -> "Options":
@@ -236,7 +346,11 @@ def training_options(args: argparse.Namespace, processes: int) -> "Options":
     choices = accelerate_env.take_choices(os.environ, processes, args.deepspeed, args.fsdp)
     wanted = args.wandb_entity_name or args.wandb_project_name or args.wandb_run_name or args.wandb_log_gradients
     wanted = wanted or "WANDB_SWEEP_ID" in os.environ  # a trial of `wandb agent`
-    wandb = Wandb(args.wandb_entity_name, args.wandb_project_name, args.wandb_run_name, args.wandb_log_gradients) if wanted else None
+    wandb = (
+        Wandb(args.wandb_entity_name, args.wandb_project_name, args.wandb_run_name, args.wandb_log_gradients)
+        if wanted
+        else None
+    )
     options = Options(
         log_every=args.log_every,
         save_every=args.save_every,
@@ -251,7 +365,13 @@ def training_options(args: argparse.Namespace, processes: int) -> "Options":
         statistics_every=args.statistics_every,
         limits=Limits(args.stop_after and time.monotonic() + args.stop_after, args.max_host_memory),
         num_workers=args.num_workers,
-        keep=RotationRule(**{name: value for name in ("last", "every", "best") if (value := getattr(args, f"keep_{name}")) is not None}),
+        keep=RotationRule(
+            **{
+                name: value
+                for name in ("last", "every", "best")
+                if (value := getattr(args, f"keep_{name}")) is not None
+            }
+        ),
         launcher_settings=choices.told,
     )
     options.check_parts(processes)

@@ -31,7 +31,9 @@ count_failure() {{  # $1 the exit code, $2 seconds since the start
 }}
 """
 """Bash by which the jobs of a submission tell each other that it is to stop, after $MOST quick failures in a row."""
-_OF_TORCHRUN = re.compile(r"RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE)_(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
+_OF_TORCHRUN = re.compile(
+    r"RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE)_(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
+)
 _NGPUS = re.compile(r"(?<![\w${])NGPUS(?!\w)")
 _COUNT_GPUS = (
     'export GPUS_HERE=$(if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then tr , \'\\n\' <<< "$CUDA_VISIBLE_DEVICES";'
@@ -39,7 +41,10 @@ _COUNT_GPUS = (
     ' [ "$GPUS_HERE" -gt 0 ] || GPUS_HERE=1;'
 )
 # DeepSpeed must be told that a machine has no GPU.
-_WITHOUT_GPU = '[ -n "${DS_ACCELERATOR+set}${CUDA_VISIBLE_DEVICES:+set}" ] || nvidia-smi -L > /dev/null 2>&1 || export DS_ACCELERATOR=cpu;'
+_WITHOUT_GPU = (
+    '[ -n "${DS_ACCELERATOR+set}${CUDA_VISIBLE_DEVICES:+set}" ] || nvidia-smi -L > /dev/null 2>&1 || '
+    "export DS_ACCELERATOR=cpu;"
+)
 # DeepSpeed's starters die of signals that their processes handle, and kill these before they have written a checkpoint.
 _DEAF = """bash -c 'trap "" TERM USR1; exec "$@"' _ """
 _WORLD_INFO = (
@@ -57,8 +62,11 @@ _SHARING = {"--use_deepspeed", "--use_fsdp", "--multi_gpu", "--config_file"}
 """Options of accelerate that choose how the model is distributed."""
 
 
-# What looks like a key by its name, unless its value is a number, a switch or a file; and what looks like one by its value.
-_SECRET_NAME = re.compile(r"(?:^|_)(?:API)?(?:KEY|CREDENTIALS?|AUTH|PASS)(?:$|_)|(?:TOKEN|SECRET|PASSWORD|PASSWD)(?:$|_)", re.IGNORECASE)
+# What looks like a key by its name, unless its value is a number, a switch or a file; and what looks like one by its
+# value.
+_SECRET_NAME = re.compile(
+    r"(?:^|_)(?:API)?(?:KEY|CREDENTIALS?|AUTH|PASS)(?:$|_)|(?:TOKEN|SECRET|PASSWORD|PASSWD)(?:$|_)", re.IGNORECASE
+)
 _PASSWORD = re.compile("PASSWORD|PASSWD|SECRET", re.IGNORECASE)
 _HARMLESS = re.compile(r"\d{0,6}|true|false|yes|no|on|off", re.IGNORECASE)
 _FILE = re.compile(r"(?:~|\.{1,2}|/[\w.-]+)/.*", re.DOTALL)
@@ -78,7 +86,10 @@ def _looks_like_a_key(name: str, value: str) -> bool:
 def check_no_key(text: str) -> str:
     """`text`, a line of a job's script. Raises ValueError where something in it looks like a key."""
     if _SECRET_VALUE.search(text):
-        raise ValueError("it holds what looks like a key, which everybody who sees the job's files would see. Export it where you submit.")
+        raise ValueError(
+            "it holds what looks like a key, which everybody who sees the job's files would see. Export it where you "
+            "submit."
+        )
     return text
 
 
@@ -90,8 +101,10 @@ def _check_variables(environment: dict[str, str]) -> dict[str, str]:
             raise ValueError(f"the value of {name} holds a zero byte, which no environment can.")
         if _looks_like_a_key(name, value):
             raise ValueError(
-                f"{name} looks like a secret, and everybody who sees the job or its files would see it. Export it where you submit (jobs "
-                "of local and slurm inherit that), put it into the account's secret store, or where the job finds it, such as ~/.netrc."
+                f"{name} looks like a secret, and everybody who sees the job or its files would see it. Export it "
+                f"where you submit (jobs "
+                "of local and slurm inherit that), put it into the account's secret store, or where the job finds "
+                "it, such as ~/.netrc."
             )
     return environment
 
@@ -123,7 +136,9 @@ class Processes(Config):
     @model_validator(mode="after")
     def _check_starter(self) -> "Processes":
         if self.starter == "python" and (self.per_node, self.nodes) != (1, 1):
-            raise ValueError("the starter python starts one process. Choose torchrun, deepspeed or accelerate for several.")
+            raise ValueError(
+                "the starter python starts one process. Choose torchrun, deepspeed or accelerate for several."
+            )
         return self
 
 
@@ -132,13 +147,14 @@ def shell_line(job: Job, processes: Processes | None = None, environment: Mappin
 
     Each of several nodes runs it, with the variables MASTER_ADDR, MASTER_PORT, NODE_RANK and NNODES set.
 
-    The exit code is `STOPPED` if the job stopped gracefully: if its save directory says so, as torchrun turns every other code into 1, or
-    if SIGTERM or SIGUSR1 came before it could handle them. It is `INTERRUPTED` if a person stopped it, and 0 if the run was done before
-    the command failed, as when a signal comes while the processes end. bash itself outlives both signals. Where the command failed before
-    its save directory had a status, or one but from here, this says "failed" in it, for those who cannot ask the scheduler.
+    The exit code is `STOPPED` if the job stopped gracefully: if its save directory says so, as torchrun turns every
+    other code into 1, or if SIGTERM or SIGUSR1 came before it could handle them. It is `INTERRUPTED` if a person
+    stopped it, and 0 if the run was done before the command failed, as when a signal comes while the processes end.
+    bash itself outlives both signals. Where the command failed before its save directory had a status, or one but from
+    here, this says "failed" in it, for those who cannot ask the scheduler.
 
-    NGPUS in `job.python_binary`, which replaces the starter, becomes the number of GPUs of the machine that runs the line:
-    those of CUDA_VISIBLE_DEVICES if set, else those of `nvidia-smi -L`, at least 1.
+    NGPUS in `job.python_binary`, which replaces the starter, becomes the number of GPUs of the machine that runs the
+    line: those of CUDA_VISIBLE_DEVICES if set, else those of `nvidia-smi -L`, at least 1.
     """
     processes = processes or Processes()
     exports = [f"export {name}={shlex.quote(value)};" for name, value in (environment or {}).items()]
@@ -167,11 +183,15 @@ if [ $JOB_CODE -ne 0 ]; then
     }} 2> /dev/null ;; esac
 fi
 exit $JOB_CODE"""
-    return f"{' '.join([stopping, *_torchrun_variables(processes), *exports, *before])}\n{start} {shlex.join(job.args)}{ending}"
+    return (
+        f"{' '.join([stopping, *_torchrun_variables(processes), *exports, *before])}\n{start} "
+        f"{shlex.join(job.args)}{ending}"
+    )
 
 
 def without_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
-    """`environment` without torchrun's variables: a job is no rank of the torchrun that may have started this process."""
+    """`environment` without torchrun's variables: a job is no rank of the torchrun that may have started this
+    process."""
     return {name: value for name, value in environment.items() if not _OF_TORCHRUN.fullmatch(name)}
 
 
@@ -205,18 +225,23 @@ def _starter_command(processes: Processes) -> tuple[list[str], str]:
         start = shlex.quote(f"{folder}/{processes.starter}") if folder else f"{python} -m {_MODULES[processes.starter]}"
         several = processes.nodes > 1
         if processes.starter == "torchrun":
-            found = '--nnodes "$NNODES" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT"'
+            found = (
+                '--nnodes "$NNODES" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT"'
+            )
             flags = f"{found if several else '--standalone'} --nproc-per-node {each}"
         elif processes.starter == "accelerate":
-            # --cpu with several processes would silently start one; --multi_gpu works without a GPU too, but beside no other way.
+            # --cpu with several processes would silently start one; --multi_gpu works without a GPU too, but beside no
+            # other way.
             given = {word.partition("=")[0] for word in processes.arguments}
             many = "" if given & _SHARING else "--multi_gpu"
             before.append(
-                f'JOB_WORLD=$(({processes.nodes} * {each.strip(chr(34))})); JOB_MANY=; [ "$JOB_WORLD" -lt 2 ] || JOB_MANY={many};'
+                f'JOB_WORLD=$(({processes.nodes} * {each.strip(chr(34))})); JOB_MANY=; [ "$JOB_WORLD" -lt 2 ] || '
+                f"JOB_MANY={many};"
             )
             found = '--machine_rank "$NODE_RANK" --main_process_ip "$MASTER_ADDR" --main_process_port "$MASTER_PORT"'
             flags = (
-                f'$JOB_MANY --num_processes "$JOB_WORLD" --num_machines {processes.nodes} {found if several else "--main_process_port 0"}'
+                f'$JOB_MANY --num_processes "$JOB_WORLD" --num_machines {processes.nodes} '
+                f"{found if several else '--main_process_port 0'}"
             )
             flags += "" if "--config_file" in given else " --mixed_precision no --dynamo_backend no"
             start += " launch" if folder else ""
@@ -225,7 +250,10 @@ def _starter_command(processes: Processes) -> tuple[list[str], str]:
             before.append(_WITHOUT_GPU)
             start = f"{_DEAF}{python} -m deepspeed.launcher.launch"
             world = f'--world_info="$({python} -c {shlex.quote(_WORLD_INFO)} "$NNODES" {each})"'
-            flags = f'{world} --node_rank="$NODE_RANK" --master_addr="$MASTER_ADDR" --master_port="$MASTER_PORT" --no_local_rank'
+            flags = (
+                f'{world} --node_rank="$NODE_RANK" --master_addr="$MASTER_ADDR" --master_port="$MASTER_PORT" '
+                f"--no_local_rank"
+            )
         else:
             before.append(f"{_WITHOUT_GPU} JOB_PORT=$({python} -c {shlex.quote(_FREE_PORT)});")
             start = _DEAF + start

@@ -31,9 +31,11 @@ class Job:
     log_dir: Path
     """What the job prints is appended to <log_dir>/<exp_id>.out.log and <exp_id>.err.log."""
     python_binary: str | None = None
-    """Bash before `args`, such as "source activate ENV ; torchrun --nproc-per-node NGPUS ". None: as the launcher's config says."""
+    """Bash before `args`, such as "source activate ENV ; torchrun --nproc-per-node NGPUS ". None: as the launcher's
+    config says."""
     after: tuple[str, ...] = ()
-    """Ids of experiments that must be completed before it starts; those not before it in the same submission are ignored."""
+    """Ids of experiments that must be completed before it starts; those not before it in the same submission are
+    ignored."""
     after_jobs: tuple[str, ...] = ()
     """Job ids of the same launcher, from earlier submissions, that must be completed before it starts."""
     resources: "LauncherConfig | None" = None
@@ -67,9 +69,11 @@ class LauncherConfig(Component):
 
     @abstractmethod
     def submit(self, jobs: Sequence[Job], folder: Path, note: Note) -> list[str]:
-        """Queue `jobs`, parents before children; their job ids, in the same order. folder: of the submission, for the launcher's files.
+        """Queue `jobs`, parents before children; their job ids, in the same order. folder: of the submission, for the
+        launcher's files.
 
-        Calls `note` with the ids as soon as there are any, so that no queued job is forgotten. Each job appends its output to its logs.
+        Calls `note` with the ids as soon as there are any, so that no queued job is forgotten. Each job appends its
+        output to its logs.
 
         Raises:
             LaunchError: the scheduler refuses or does not answer. What was queued is cancelled.
@@ -96,14 +100,16 @@ class LauncherConfig(Component):
     def find(self, folder: Path, exp_ids: Sequence[str]) -> dict[str, str]:
         """{experiment id: job id} of the jobs that an interrupted submission with this folder has queued, noted or not.
 
-        `status` stops waiting for it after some seconds, and the call goes on alone: what depends on its answer is done by `forbid`.
+        `status` stops waiting for it after some seconds, and the call goes on alone: what depends on its answer is done
+        by `forbid`.
 
         Raises:
             LaunchError: the scheduler does not answer.
         """
 
     def forbid(self, folder: Path, exp_ids: Sequence[str]) -> None:
-        """Keep jobs that `find` did not find from starting: a request for them may still be on its way to the scheduler.
+        """Keep jobs that `find` did not find from starting: a request for them may still be on its way to the
+        scheduler.
 
         Raises:
             RunError: the disk refuses.
@@ -131,7 +137,10 @@ class LauncherConfig(Component):
         Raises:
             LaunchError: this launcher cannot, or the scheduler refuses.
         """
-        raise LaunchError(f"launcher {self.name}: how many jobs run at a time is fixed when they are submitted. Only Slurm can change it.")
+        raise LaunchError(
+            f"launcher {self.name}: how many jobs run at a time is fixed when they are submitted. Only Slurm can "
+            f"change it."
+        )
 
 
 def bind_launcher(raw: object) -> LauncherConfig:
@@ -140,7 +149,8 @@ def bind_launcher(raw: object) -> LauncherConfig:
 
 
 def ask(calls: Sequence[Callable[[], T]], seconds: float | None) -> list[T | LaunchError]:
-    """What each call to a scheduler returns, or its LaunchError. Those that take longer than `seconds` are left alone; None: none is."""
+    """What each call to a scheduler returns, or its LaunchError. Those that take longer than `seconds` are left alone;
+    None: none is."""
 
     def answer(call: Callable[[], T]) -> T | LaunchError:
         try:

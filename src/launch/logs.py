@@ -19,9 +19,11 @@ _SHORT = 8
 log = logging.getLogger(__name__)
 
 
-def follow(runs: Path, exp_ids: Sequence[str], lines: int = LINES, sleep: Callable[[float], None] = time.sleep) -> Iterator[str]:
-    """The last `lines` lines of each log of the experiments, then every line as it is written, until none is queued or running any more.
-    At the end, those that have printed nothing are logged.
+def follow(
+    runs: Path, exp_ids: Sequence[str], lines: int = LINES, sleep: Callable[[float], None] = time.sleep
+) -> Iterator[str]:
+    """The last `lines` lines of each log of the experiments, then every line as it is written, until none is queued or
+    running any more. At the end, those that have printed nothing are logged.
 
     With several experiments, each line starts with the first characters of the id.
     """
@@ -51,7 +53,12 @@ def follow(runs: Path, exp_ids: Sequence[str], lines: int = LINES, sleep: Callab
         sleep(POLL_SECONDS)
     for row in rows:
         if not any(map(_size, _log_files(runs, row.exp_id))):
-            log.info("%s: has printed nothing; its state is %s%s", row.exp_id, row.state, f" ({row.reason})" if row.reason else "")
+            log.info(
+                "%s: has printed nothing; its state is %s%s",
+                row.exp_id,
+                row.state,
+                f" ({row.reason})" if row.reason else "",
+            )
 
 
 def _log_files(runs: Path, exp_id: str) -> list[Path]:

@@ -17,7 +17,8 @@ UNALIKE = ("steps", "sequences_per_step", "micro_batch", "optimizer", "label_smo
 
 
 def plan_all(planned: Sequence[Planned], places: Places, machines: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Lines of the table, and what is wrong with experiments that have no plan. Experiments whose plans are alike share a line.
+    """Lines of the table, and what is wrong with experiments that have no plan. Experiments whose plans are alike share
+    a line.
 
     Those that train nothing are left out, beside others that do.
     """
@@ -38,7 +39,10 @@ def plan_all(planned: Sequence[Planned], places: Places, machines: Mapping[str, 
 
 def _key(item: Planned) -> str:
     loop = item.exp.get("loop") or {}
-    return json.dumps([item.exp["recipe"], item.exp["model"], item.exp["data"], {name: loop.get(name) for name in UNALIKE}], sort_keys=True)
+    return json.dumps(
+        [item.exp["recipe"], item.exp["model"], item.exp["data"], {name: loop.get(name) for name in UNALIKE}],
+        sort_keys=True,
+    )
 
 
 def _name(same: Sequence[Planned]) -> str:
@@ -49,7 +53,13 @@ def _cells(plan: Any) -> list[str]:
     numbers = [*(plan.parts[part] for part in PARTS), plan.total]
     speed = "?" if plan.tokens_per_second is None else f"{plan.tokens_per_second:,.0f}"
     hours = "?" if plan.hours is None else f"{plan.hours:,.1f}" if plan.hours >= 1 else f"{plan.hours:.2g}"
-    return [_count(plan.parameters), _count(plan.trained), *(f"{number / 2**30:.2f}" for number in numbers), speed, hours]
+    return [
+        _count(plan.parameters),
+        _count(plan.trained),
+        *(f"{number / 2**30:.2f}" for number in numbers),
+        speed,
+        hours,
+    ]
 
 
 def _count(parameters: int) -> str:
@@ -58,12 +68,19 @@ def _count(parameters: int) -> str:
 
 
 def _table(rows: list[list[str]], machines: Mapping[str, Any]) -> list[str]:
-    sharing = f"ZeRO by {machines['deepspeed'].name}" if machines["deepspeed"] else "FSDP2" if machines["fsdp"] else "DDP"
+    sharing = (
+        f"ZeRO by {machines['deepspeed'].name}" if machines["deepspeed"] else "FSDP2" if machines["fsdp"] else "DDP"
+    )
     kind = f"{machines['gpus']} x {machines['gpu']}" + (f", {sharing}" if machines["gpus"] > 1 else "")
-    recomputed = f", {machines['gradient_checkpointing']} gradient checkpointing" if machines["gradient_checkpointing"] else ""
+    recomputed = (
+        f", {machines['gradient_checkpointing']} gradient checkpointing" if machines["gradient_checkpointing"] else ""
+    )
     head = ["experiment", "parameters", "trained", *PARTS, "GiB", "tokens/s", "hours"]
     return [
-        f"{kind}{recomputed}. Parameters in millions; GiB of each GPU, where every sequence is as long as the data allow;",
+        (
+            f"{kind}{recomputed}. Parameters in millions; GiB of each GPU, where every sequence is as long as the data "
+            f"allow;"
+        ),
         "tokens/s of all GPUs and hours at 40 % of their peak; ?: the model's operations or the peak are not known.",
         *aligned_lines([head, *rows]),
     ]

@@ -47,7 +47,8 @@ class Resources:
         return None if raw is self.raw else bind_at(raw, self.where)
 
     def check_names(self, experiments: Iterable[Mapping[str, Any]]) -> None:
-        """Raises ConfigError, with the nearest name, if an override uses a name that is in none of the `experiments`."""
+        """Raises ConfigError, with the nearest name, if an override uses a name that is in none of the
+        `experiments`."""
         names = {name for exp in experiments for name in flatten(exp)}
         for i, (where, _) in enumerate(self.overrides):
             for name in sorted(where.names - names):
@@ -88,8 +89,12 @@ def load_named(name: str, runs: Path, experiments: Iterable[Mapping[str, Any]]) 
     """
     entries = top_level("job_configs", "JOB_CONFIGS")
     if name not in entries:
-        examples = ", ".join(sorted(f"{_EXAMPLES}/{path.name}" for path in Path(__file__).parents[2].joinpath(_EXAMPLES).glob("*.md")))
-        raise ConfigError(f"-j: {unknown_text('job config', name, entries)} Add it to job_configs.py; examples: {examples}.")
+        examples = ", ".join(
+            sorted(f"{_EXAMPLES}/{path.name}" for path in Path(__file__).parents[2].joinpath(_EXAMPLES).glob("*.md"))
+        )
+        raise ConfigError(
+            f"-j: {unknown_text('job config', name, entries)} Add it to job_configs.py; examples: {examples}."
+        )
     target = load(name, entries[name], runs, os.environ.get(ENV_PATH))
     target.check_names(experiments)
     target.launcher.check()
@@ -124,10 +129,18 @@ def bind_at(raw: Mapping[str, Any], where: str) -> LauncherConfig:
 
 def with_submissions(launcher: LauncherConfig, folder: Path) -> LauncherConfig:
     """The launcher with the current folder of the submissions, if it stores state there."""
-    return launcher.model_copy(update={_SUBMISSIONS: str(folder)}) if _SUBMISSIONS in type(launcher).model_fields else launcher
+    return (
+        launcher.model_copy(update={_SUBMISSIONS: str(folder)})
+        if _SUBMISSIONS in type(launcher).model_fields
+        else launcher
+    )
 
 
 def _merge(raw: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """`raw` with `changes`; dicts are merged key by key."""
-    both = {key: _merge(raw[key], value) for key, value in changes.items() if isinstance(value, dict) and isinstance(raw.get(key), dict)}
+    both = {
+        key: _merge(raw[key], value)
+        for key, value in changes.items()
+        if isinstance(value, dict) and isinstance(raw.get(key), dict)
+    }
     return {**raw, **changes, **both}

@@ -48,7 +48,8 @@ class Row:
     job_id: str | None
     log: Path | None
     doubt: str = ""
-    """Why the scheduler could not be queried; empty if it could. The state is then the last known one, and nothing is submitted."""
+    """Why the scheduler could not be queried; empty if it could. The state is then the last known one, and nothing is
+    submitted."""
 
 
 RowCache = ReadCache[tuple[Row, TrackedJob | None]]
@@ -56,7 +57,8 @@ RowCache = ReadCache[tuple[Row, TrackedJob | None]]
 
 
 def select_runs(path: Path, group: str | None = None) -> tuple[Path, list[str]]:
-    """The folder of save directories, and the selected ids: all in `path`, or `path` itself if it is one or the prefix of an id.
+    """The folder of save directories, and the selected ids: all in `path`, or `path` itself if it is one or the prefix
+    of an id.
 
     Raises:
         ConfigError: no such folder, no run in it, or none of `group`.
@@ -71,7 +73,9 @@ def select_runs(path: Path, group: str | None = None) -> tuple[Path, list[str]]:
         with reading(path):
             runs, names = path, sorted(name for name in os.listdir(path) if _ID.fullmatch(name))
         if not names:
-            raise ConfigError(f"{path}: no runs in it. Their save directories are named by the 32 hex digits of their ids.")
+            raise ConfigError(
+                f"{path}: no runs in it. Their save directories are named by the 32 hex digits of their ids."
+            )
     if group is None:
         return runs, names
     groups = {name: metadata.read_groups(runs / name) for name in names}
@@ -86,8 +90,8 @@ def table(runs: Path, exp_ids: Sequence[str], question: Question = LOOK, saved: 
 
     saved: rows of ended experiments to reuse.
 
-    Runs that are done, or held by a living process of this machine, need no scheduler. Each scheduler is queried once for
-    the rest. Interrupted submissions are reconciled first, unless another process is submitting.
+    Runs that are done, or held by a living process of this machine, need no scheduler. Each scheduler is queried once
+    for the rest. Interrupted submissions are reconciled first, unless another process is submitting.
     """
     began = time.monotonic()
     trouble = _reconcile(runs, question)
@@ -102,7 +106,11 @@ def table(runs: Path, exp_ids: Sequence[str], question: Question = LOOK, saved: 
     for exp_id in unread:
         job = tracked.get(exp_id)
         row = rows[exp_id] = _row(runs, exp_id, job, wrong.get(exp_id) or trouble.get(exp_id) or "")
-        if saved and not row.doubt and (row.state == "done" or (row.state in ("failed", "stopped") and not _has_parents(runs / exp_id))):
+        if (
+            saved
+            and not row.doubt
+            and (row.state == "done" or (row.state in ("failed", "stopped") and not _has_parents(runs / exp_id)))
+        ):
             saved.save(exp_id, marks, (row, job))
     return [rows[exp_id] for exp_id in exp_ids]
 
@@ -116,7 +124,8 @@ def _has_parents(run: Path) -> bool:
 
 
 _reconciled: dict[Path, tuple[float, dict[str, str]]] = {}
-"""By folder of runs: when its interrupted submissions were last reconciled, and the unresolved experiments with a message."""
+"""By folder of runs: when its interrupted submissions were last reconciled, and the unresolved experiments with a
+message."""
 
 
 def _reconcile(runs: Path, question: Question) -> dict[str, str]:
@@ -143,7 +152,8 @@ def _is_settled(run: Path) -> bool:
 
 
 def _row(runs: Path, exp_id: str, tracked: TrackedJob | None, doubt: str) -> Row:
-    """The row of one experiment. Its save directory is read after the scheduler was queried, so that no end is missed."""
+    """The row of one experiment. Its save directory is read after the scheduler was queried, so that no end is
+    missed."""
     run = runs / exp_id
     status: dict[str, Any] = {}
     beat = lease.heartbeat_seconds(run)
@@ -162,10 +172,16 @@ def _row(runs: Path, exp_id: str, tracked: TrackedJob | None, doubt: str) -> Row
     with contextlib.suppress(PermissionError):  # of an unreadable directory
         complaint = complaint if (run / metadata.EXP_DICT).exists() else ""
     last, more = _try_read(lambda: scores.last_row(run / scores.SCORES) or {}, {})
-    if state in ("failed", "stopped", "lost", "queued") and (parent := _failed_parents(runs, exp)) and parent not in reason:
+    if (
+        state in ("failed", "stopped", "lost", "queued")
+        and (parent := _failed_parents(runs, exp))
+        and parent not in reason
+    ):
         reason = f"{reason}; {parent}" if reason else parent
     starts = _try_read(lambda: metadata.attempts(run), 0)[0]
-    event, damaged = _try_read(lambda: events.latest_problem(run, starts), None) if state not in ("done", "never") else (None, "")
+    event, damaged = (
+        _try_read(lambda: events.latest_problem(run, starts), None) if state not in ("done", "never") else (None, "")
+    )
     notes = [text for text in (reason, events.describe(event) if event else "", complaint, more, damaged) if text]
     loop = exp.get("loop") if isinstance(exp.get("loop"), dict) else {}
     groups = metadata.read_groups(run)
@@ -188,11 +204,18 @@ def _row(runs: Path, exp_id: str, tracked: TrackedJob | None, doubt: str) -> Row
 
 
 def _resolve_state(
-    run: Path, local_state: str, status: Mapping[str, Any], tracked: TrackedJob | None, beat: float | None, doubt: str = ""
+    run: Path,
+    local_state: str,
+    status: Mapping[str, Any],
+    tracked: TrackedJob | None,
+    beat: float | None,
+    doubt: str = "",
 ) -> tuple[State, str]:
-    """State and reason: "done" if the save directory says so; else the state from the scheduler; else that of the directory.
+    """State and reason: "done" if the save directory says so; else the state from the scheduler; else that of the
+    directory.
 
-    own: `metadata.state_of` the save directory. beat: `lease.heartbeat_seconds`. doubt: why the scheduler could not be queried.
+    own: `metadata.state_of` the save directory. beat: `lease.heartbeat_seconds`. doubt: why the scheduler could not be
+    queried.
     """
     message = str(status.get("reason") or "")
     if local_state == "lost":
@@ -218,7 +241,10 @@ def _resolve_state(
         gone = lease.lost_contact(run) or "its process is gone"
         return "lost", f"job {tracked.job_id} is no longer known to the scheduler, and {gone}"
     if scheduled.state == "completed":
-        return "failed", f"{scheduled.word or 'COMPLETED'} says the scheduler, but the run is not done (its state: {local_state})"
+        return (
+            "failed",
+            f"{scheduled.word or 'COMPLETED'} says the scheduler, but the run is not done (its state: {local_state})",
+        )
     if scheduled.state in ("failed", "cancelled"):
         word = scheduled.word if scheduled.word and scheduled.word.lower() not in (scheduled.state, "") else ""
         reason = ": ".join(text for text in (word, scheduled.reason) if text)
@@ -262,7 +288,8 @@ def logs_of(runs: Path, exp_id: str) -> list[Path]:
 
 
 def tail(log: Path, lines: int, end: int | None = None) -> str:
-    """The last `lines` lines of a file, or of its first `end` bytes, without reading all of it; "" if there is no file."""
+    """The last `lines` lines of a file, or of its first `end` bytes, without reading all of it; "" if there is no
+    file."""
     piece = 64 * 1024
     try:
         with reading(log), open(log, "rb") as file:
@@ -279,7 +306,8 @@ def tail(log: Path, lines: int, end: int | None = None) -> str:
 
 
 def format_table(rows: Iterable[Row], differences: Mapping[str, str] | None = None) -> list[str]:
-    """The rows as lines of a table, with a header and without empty columns. differences: distinguishing settings by id."""
+    """The rows as lines of a table, with a header and without empty columns. differences: distinguishing settings by
+    id."""
     distinctions = differences or {}
     head = ("id", "group", "state", "job", "node", "time", "starts", "step", "loss", "beat", "differs by", "reason")
     lines = [_cells(row, distinctions.get(row.exp_id, "")) for row in rows]
@@ -296,7 +324,10 @@ def to_json(rows: Iterable[Row], differences: Mapping[str, str]) -> str:
 def summarize(rows: Sequence[Row]) -> str:
     """ "12 experiments: 3 running, 9 done", in the order of `STATES`."""
     counts = {state: sum(row.state == state for row in rows) for state in STATES}
-    return f"{len(rows)} experiment{'s' * (len(rows) != 1)}: {', '.join(f'{count} {state}' for state, count in counts.items() if count)}"
+    return (
+        f"{len(rows)} experiment{'s' * (len(rows) != 1)}: "
+        f"{', '.join(f'{count} {state}' for state, count in counts.items() if count)}"
+    )
 
 
 def _cells(row: Row, difference: str) -> tuple[str, ...]:
@@ -305,7 +336,20 @@ def _cells(row: Row, difference: str) -> tuple[str, ...]:
     reason = row.reason.replace("\n", " ")
     starts = str(row.attempts) if row.attempts else ""
     spent, beat = _format_duration(row.seconds), _format_duration(row.heartbeat_seconds)
-    return row.exp_id, row.group or "-", row.state, row.job_id or "", row.node, spent, starts, step, loss, beat, difference, reason
+    return (
+        row.exp_id,
+        row.group or "-",
+        row.state,
+        row.job_id or "",
+        row.node,
+        spent,
+        starts,
+        step,
+        loss,
+        beat,
+        difference,
+        reason,
+    )
 
 
 def _format_duration(seconds: float | None) -> str:

@@ -1,4 +1,5 @@
-"""The log of submissions, written before and after: an interrupted submission leaves neither orphaned nor duplicate jobs."""
+"""The log of submissions, written before and after: an interrupted submission leaves neither orphaned nor duplicate
+jobs."""
 
 import contextlib
 import fcntl
@@ -94,9 +95,13 @@ def lock(runs: Path, wait_seconds: float = LOCK_SECONDS) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() > until:
-                    raise LaunchError(f"{folder}: another submission has held the lock for {wait_seconds:g} s. Try again later.") from None
+                    raise LaunchError(
+                        f"{folder}: another submission has held the lock for {wait_seconds:g} s. Try again later."
+                    ) from None
             except OSError as error:
-                raise LaunchError(f"{folder}: this file system offers no locks (flock: {error.strerror}). Choose another folder.") from None
+                raise LaunchError(
+                    f"{folder}: this file system offers no locks (flock: {error.strerror}). Choose another folder."
+                ) from None
             if not reported:
                 log.info("%s: waiting for another submission to end", folder)
                 reported = True
@@ -106,7 +111,9 @@ def lock(runs: Path, wait_seconds: float = LOCK_SECONDS) -> Iterator[None]:
         os.close(descriptor)
 
 
-def create(runs: Path, launcher: Mapping[str, Any], job_config: str, snapshot: str, commands: Mapping[str, Sequence[str]]) -> Submission:
+def create(
+    runs: Path, launcher: Mapping[str, Any], job_config: str, snapshot: str, commands: Mapping[str, Sequence[str]]
+) -> Submission:
     """Record the intent to submit. commands: exp_id -> trainval.py and its arguments.
 
     Raises:
@@ -117,7 +124,13 @@ def create(runs: Path, launcher: Mapping[str, Any], job_config: str, snapshot: s
     name = f"{now:%Y%m%d-%H%M%S}-{now.microsecond:05x}{uuid.uuid4().hex[:3]}"  # sorted by time
     folder = runs.resolve() / FOLDER / name
     shown = {exp_id: shlex.join(words) for exp_id, words in commands.items()}
-    intent = {"launcher": launcher, "job_config": job_config, "snapshot": snapshot, "experiments": list(commands), "commands": shown}
+    intent = {
+        "launcher": launcher,
+        "job_config": job_config,
+        "snapshot": snapshot,
+        "experiments": list(commands),
+        "commands": shown,
+    }
     with writing(folder):
         folder.mkdir(parents=True)
     write_json(folder / INTENT, {**intent, "created": now.isoformat(timespec="seconds")})
@@ -125,7 +138,8 @@ def create(runs: Path, launcher: Mapping[str, Any], job_config: str, snapshot: s
 
 
 def _without_variables(launcher: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of a launcher without the variables of its jobs and the setup of their scripts, which can hold secrets."""
+    """The config of a launcher without the variables of its jobs and the setup of their scripts, which can hold
+    secrets."""
     return {key: value for key, value in launcher.items() if key not in ("environment", "setup")}
 
 
@@ -141,9 +155,17 @@ def read(runs: Path, name: str) -> Submission:
     result = read_json(folder / INTENT, LaunchError)
     try:
         experiments = tuple(map(str, result["experiments"]))
-        return Submission(folder, _without_variables(result["launcher"]), str(result["snapshot"]), experiments, dict(result["commands"]))
+        return Submission(
+            folder,
+            _without_variables(result["launcher"]),
+            str(result["snapshot"]),
+            experiments,
+            dict(result["commands"]),
+        )
     except (AttributeError, KeyError, TypeError, ValueError):
-        raise LaunchError(f"{folder / INTENT}: expected the intent of a submission. Look for its jobs by hand.") from None
+        raise LaunchError(
+            f"{folder / INTENT}: expected the intent of a submission. Look for its jobs by hand."
+        ) from None
 
 
 def note(submission: Submission, jobs: Mapping[str, str], complete: bool = False) -> None:
@@ -183,7 +205,8 @@ def _submission_names(runs: Path) -> list[str]:
 
 
 def reconcile(runs: Path, seconds: float | None = None) -> list[UnresolvedSubmission]:
-    """Ask the launchers of interrupted submissions for their jobs, and note them; the ones left unresolved. Call it under `lock`.
+    """Ask the launchers of interrupted submissions for their jobs, and note them; the ones left unresolved. Call it
+    under `lock`.
 
     seconds: how long to wait for their schedulers, all together; None: as long as the launchers do.
 
@@ -233,10 +256,14 @@ def _reconcile_one(runs: Path, submission: Submission, seconds: float | None) ->
         raise result
     with _in_doubt():
         launcher.forbid(submission.folder, [exp_id for exp_id in submission.experiments if exp_id not in result])
-    log.info("%s: was interrupted; %d of its %d jobs are there", submission.name, len(result), len(submission.experiments))
+    log.info(
+        "%s: was interrupted; %d of its %d jobs are there", submission.name, len(result), len(submission.experiments)
+    )
     before = _read_noted_jobs(submission.folder)
     if before is None:  # damaged: if an experiment was submitted again since, the later job counts
-        result = {exp_id: job_id for exp_id, job_id in result.items() if _submission_of(runs / exp_id) <= submission.name}
+        result = {
+            exp_id: job_id for exp_id, job_id in result.items() if _submission_of(runs / exp_id) <= submission.name
+        }
     _note_in_runs(submission, result)
     note(submission, result, complete=True)
 

@@ -1,4 +1,5 @@
-"""The jobs of experiments, and what their schedulers say of them: one question to each scheduler for any number of jobs."""
+"""The jobs of experiments, and what their schedulers say of them: one question to each scheduler for any number of
+jobs."""
 
 import threading
 import time
@@ -59,7 +60,8 @@ def track(
 ) -> tuple[dict[str, TrackedJob], dict[str, str]]:
     """The jobs of these experiments and what went wrong, by experiment. All jobs of a scheduler are asked for at once.
 
-    A job that its save directory does not name, such as a removed one, counts only while it is queued or running, or may be.
+    A job that its save directory does not name, such as a removed one, counts only while it is queued or running, or
+    may be.
 
     settled: experiments whose state is known without a scheduler, which is not asked for their jobs.
     """
@@ -71,7 +73,9 @@ def track(
                 noted[exp_id] = job
         except UserError as error:
             wrong[exp_id] = str(error)
-    elsewhere = submissions.last_jobs(runs, [exp_id for exp_id in exp_ids if exp_id not in noted and exp_id not in settled])
+    elsewhere = submissions.last_jobs(
+        runs, [exp_id for exp_id in exp_ids if exp_id not in noted and exp_id not in settled]
+    )
     noted |= {exp_id: {"job_id": job_id, "submission": name} for exp_id, (job_id, name) in elsewhere.items()}
     open_ids = [exp_id for exp_id in noted if exp_id not in settled]
     launchers: dict[str, LauncherConfig] = {}
@@ -94,9 +98,16 @@ def track(
                 wrong[exp_id] = str(answer)
             elif (state := answer.get(noted[exp_id]["job_id"])) is not None:
                 seen[exp_id] = state
-    tracked = {exp_id: TrackedJob(job["job_id"], job["submission"], known.get(exp_id), seen.get(exp_id)) for exp_id, job in noted.items()}
-    tracked = {exp_id: job for exp_id, job in tracked.items() if exp_id not in elsewhere or job.is_alive or job.is_unknown}
-    return tracked, {exp_id: text for exp_id, text in wrong.items() if exp_id not in tracked or not tracked[exp_id].is_alive}
+    tracked = {
+        exp_id: TrackedJob(job["job_id"], job["submission"], known.get(exp_id), seen.get(exp_id))
+        for exp_id, job in noted.items()
+    }
+    tracked = {
+        exp_id: job for exp_id, job in tracked.items() if exp_id not in elsewhere or job.is_alive or job.is_unknown
+    }
+    return tracked, {
+        exp_id: text for exp_id, text in wrong.items() if exp_id not in tracked or not tracked[exp_id].is_alive
+    }
 
 
 def same_scheduler(one: LauncherConfig, other: LauncherConfig) -> bool:
@@ -117,7 +128,8 @@ Answer = dict[str, SchedulerState] | LaunchError
 
 
 class _Memory:
-    """The last answer of each scheduler, for all threads of this process. One of them asks, the others wait for its answer."""
+    """The last answer of each scheduler, for all threads of this process. One of them asks, the others wait for its
+    answer."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -135,7 +147,9 @@ _memory = _Memory()
 def _ask_states(runs: Path, asked: Sequence[tuple[LauncherConfig, list[str]]], question: Question) -> list[Answer]:
     """What each launcher says of its jobs."""
     if question.max_age_seconds <= 0:
-        return ask([lambda launcher=launcher, ids=ids: launcher.states(ids) for launcher, ids in asked], question.seconds)
+        return ask(
+            [lambda launcher=launcher, ids=ids: launcher.states(ids) for launcher, ids in asked], question.seconds
+        )
     with _memory.lock:
         keys = [(runs.resolve(), launcher.name, launcher.scheduler()) for launcher, _ in asked]
         found = [_memory.find(key, ids, question.max_age_seconds) for key, (_, ids) in zip(keys, asked, strict=True)]

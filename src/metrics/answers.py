@@ -16,7 +16,8 @@ INFERENCE = "inference"
 SHUFFLED = "_shuffled_context"
 """Ending of the names of scores at an evaluation, of answers that were given with another question's contexts."""
 WRONG, GAIN = "_wrong_context", "_gain"
-"""Ends of the names of scores: of answers that were given with another question's contexts, and of the difference to the right ones."""
+"""Ends of the names of scores: of answers that were given with another question's contexts, and of the difference to
+the right ones."""
 
 
 def make_prediction(row: Mapping[str, Any], prediction: str) -> Prediction:
@@ -35,7 +36,8 @@ def contexts(row: Mapping[str, Any]) -> list[str]:
 
 
 def source(row: Mapping[str, Any]) -> str:
-    """What scores are grouped by: the dataset a row came from, with its kind of question where it has one, as "stdlib_calls"."""
+    """What scores are grouped by: the dataset a row came from, with its kind of question where it has one, as
+    "stdlib_calls"."""
     return f"{row['dataset']}_{row['kind']}" if row.get("kind") else row["dataset"]
 
 
@@ -61,9 +63,14 @@ def read_row_indices(path: Path) -> list[int]:
 
 
 def select_rows(
-    source_of: Callable[[int], str], count: int, numbers: Sequence[int] | None, sources: Sequence[str] | None, place: str
+    source_of: Callable[[int], str],
+    count: int,
+    numbers: Sequence[int] | None,
+    sources: Sequence[str] | None,
+    place: str,
 ) -> list[int]:
-    """Which of `count` rows: those that `numbers` lists, in its order, and of these the ones of one of `sources`. None: all.
+    """Which of `count` rows: those that `numbers` lists, in its order, and of these the ones of one of `sources`. None:
+    all.
 
     Raises:
         DataError: one of `numbers` is out of range or repeated; names `place`.
@@ -82,7 +89,9 @@ def best_over_references(reference_scores: Callable[[str, str], float], answer: 
     return max(reference_scores(answer.text, reference) for reference in answer.references)
 
 
-def scores(metrics: Iterable[MetricConfig], answers: Sequence[Prediction], best_answer: bool = False) -> dict[str, float]:
+def scores(
+    metrics: Iterable[MetricConfig], answers: Sequence[Prediction], best_answer: bool = False
+) -> dict[str, float]:
     """Means over all answers and, where these are of several sources, over each source: {"em": …, "em/nq": …}.
 
     A score of a complete set, such as BLEU, is computed for all answers, and for those of each source.
@@ -112,11 +121,15 @@ def scores(metrics: Iterable[MetricConfig], answers: Sequence[Prediction], best_
             by_question = question_scores(each, questions)
             result[name] = _mean(by_question)
             for part in parts:
-                result[f"{name}/{part}"] = _mean([value for value, s in zip(by_question, sources, strict=True) if s == part])
+                result[f"{name}/{part}"] = _mean(
+                    [value for value, s in zip(by_question, sources, strict=True) if s == part]
+                )
     return result
 
 
-def answer_scores(metrics: Iterable[MetricConfig], answers: Sequence[Prediction], best_answer: bool = False) -> dict[str, list[float]]:
+def answer_scores(
+    metrics: Iterable[MetricConfig], answers: Sequence[Prediction], best_answer: bool = False
+) -> dict[str, list[float]]:
     """The scores of each answer by name, without those of a complete set. `scores` takes their means over questions."""
     accepted = group_by_question(answers, best_answer)[1]
     result = [metric.score(accepted) for metric in metrics]
@@ -136,18 +149,25 @@ def control_scores(scores: Mapping[str, float], control: Mapping[str, float]) ->
 
 
 def group_by_question(answers: Sequence[Prediction], best_answer: bool) -> tuple[list[list[int]], Sequence[Prediction]]:
-    """The indices of the answers to each question, in the order of first appearance; and the answers with all accepted references.
+    """The indices of the answers to each question, in the order of first appearance; and the answers with all accepted
+    references.
 
-    best_answer: rows of one source with one question on the same contexts are one question. An answer to any of them can match the
-    references of all, and the highest score counts. Else each row is a question.
+    best_answer: rows of one source with one question on the same contexts are one question. An answer to any of them
+    can match the references of all, and the highest score counts. Else each row is a question.
     """
     if not best_answer:
         return [[i] for i in range(len(answers))], answers
     groups: dict[Any, list[int]] = {}
     for i, answer in enumerate(answers):
         groups.setdefault((answer.source, answer.question, tuple(answer.contexts)), []).append(i)
-    accepted = {i: list(dict.fromkeys(r for j in group for r in answers[j].references)) for group in groups.values() for i in group}
-    return list(groups.values()), [Prediction(a.text, accepted[i], a.question, a.contexts, a.source) for i, a in enumerate(answers)]
+    accepted = {
+        i: list(dict.fromkeys(r for j in group for r in answers[j].references))
+        for group in groups.values()
+        for i in group
+    }
+    return list(groups.values()), [
+        Prediction(a.text, accepted[i], a.question, a.contexts, a.source) for i, a in enumerate(answers)
+    ]
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -1,4 +1,5 @@
-"""METEOR of generated text (Banerjee and Lavie 2005) with exact and stem matches, by the library nltk. It has no synonyms, see `score`."""
+"""METEOR of generated text (Banerjee and Lavie 2005) with exact and stem matches, by the library nltk. It has no
+synonyms, see `score`."""
 
 from collections.abc import Sequence
 
@@ -15,12 +16,13 @@ class Config(MetricConfig):
     def score(self, answers: Sequence[Prediction]) -> dict[str, list[float]]:
         """{"meteor"} of each answer, between 0 and 1, with nltk's weights: alpha 0.9, beta 3, gamma 0.5.
 
-        METEOR proper also matches synonyms, by WordNet, which would have to be downloaded. It is never used, even where it is installed,
-        so that the same answers have the same scores on every machine.
+        METEOR proper also matches synonyms, by WordNet, which would have to be downloaded. It is never used, even where
+        it is installed, so that the same answers have the same scores on every machine.
 
-        Words are split as in the Penn Treebank. Of several references the one with the best value counts. Two texts without words agree. A
-        perfect answer of m words has 1 - 0.5 / m³, as the penalty for word order is never zero: one right word scores 0.5.
-        nltk matches a word that the reference repeats with its last place there, not with the one that disturbs the order least.
+        Words are split as in the Penn Treebank. Of several references the one with the best value counts. Two texts
+        without words agree. A perfect answer of m words has 1 - 0.5 / m³, as the penalty for word order is never zero:
+        one right word scores 0.5. nltk matches a word that the reference repeats with its last place there, not with
+        the one that disturbs the order least.
         """
         from nltk.stem.porter import PorterStemmer
         from nltk.tokenize.destructive import NLTKWordTokenizer

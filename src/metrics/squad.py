@@ -18,8 +18,8 @@ class Config(MetricConfig):
     def score(self, answers: Sequence[Prediction]) -> dict[str, list[float]]:
         """{"em", "f1", "precision", "recall"}, of each answer, between 0 and 1.
 
-        em takes any of the references, the others the one with the best F1. Words are those of `normalise`; two empty answers agree
-        (Rajpurkar et al. 2016, arXiv:1606.05250, section 6.1, and the SQuAD 2.0 script).
+        em takes any of the references, the others the one with the best F1. Words are those of `normalise`; two empty
+        answers agree (Rajpurkar et al. 2016, arXiv:1606.05250, section 6.1, and the SQuAD 2.0 script).
         """
         rows = [_score(answer) for answer in answers]
         return {name: [row[place] for row in rows] for place, name in enumerate(_NAMES)}

@@ -30,7 +30,12 @@ def from_dict(raw: Mapping[str, Any]) -> Architecture | None:
     if None in found.values():
         return None
     heads = raw.get("num_key_value_heads") or (1 if raw.get("multi_query") else found["num_heads"])
-    return Architecture(**found, num_key_value_heads=heads, max_positions=_first_given(raw, _MAX_POSITIONS), head_size=raw.get("head_dim"))
+    return Architecture(
+        **found,
+        num_key_value_heads=heads,
+        max_positions=_first_given(raw, _MAX_POSITIONS),
+        head_size=raw.get("head_dim"),
+    )
 
 
 def _check(key: str, value: Any) -> None:

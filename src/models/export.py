@@ -1,9 +1,10 @@
 """Exports a trained model for other programs: adapters are merged into the weights, and the tokenizer is copied.
 
-A plain model is saved as a transformers model. Of a cross-attention model the new blocks are saved in the layout of XC-Cache, whose own
-loader needs --with_base; and the base in base/ if it has adapters, was trained, or is nowhere else.
+A plain model is saved as a transformers model. Of a cross-attention model the new blocks are saved in the layout of
+XC-Cache, whose own loader needs --with_base; and the base in base/ if it has adapters, was trained, or is nowhere else.
 
-A model that reads images is saved with the processor of its frames: AutoModelForImageTextToText and AutoProcessor load the folder.
+A model that reads images is saved with the processor of its frames: AutoModelForImageTextToText and AutoProcessor load
+the folder.
 
 With --standalone a cross-attention model is instead a folder that transformers loads by itself, with its code:
 AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).generate(input_ids, context=context_ids).
@@ -36,10 +37,19 @@ log = logging.getLogger(__name__)
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-def export(source: Path, target: Path, places: Places, dtype: str | None = None, with_base: bool = False, standalone: bool = False) -> None:
-    """Write the model of the run or checkpoint `source` to the new folder `target`. dtype: of the weights; None: as trained.
+def export(
+    source: Path,
+    target: Path,
+    places: Places,
+    dtype: str | None = None,
+    with_base: bool = False,
+    standalone: bool = False,
+) -> None:
+    """Write the model of the run or checkpoint `source` to the new folder `target`. dtype: of the weights; None: as
+    trained.
 
-    with_base: write the weights of a cross-attention model's base beside those of its blocks. standalone: write all of it, with its code.
+    with_base: write the weights of a cross-attention model's base beside those of its blocks. standalone: write all of
+    it, with its code.
 
     Raises:
         ConfigError: `target` exists, or no other program can load the model.
@@ -65,10 +75,13 @@ def export(source: Path, target: Path, places: Places, dtype: str | None = None,
             standalone_model.save(model, made)
         elif isinstance(model, CrossAttentionLM):
             as_it_was = not merged and not model.settings.train_all_params
-            _write_blocks(model, made, target, _find_base(model.settings.base, places) if as_it_was else None, with_base)
+            _write_blocks(
+                model, made, target, _find_base(model.settings.base, places) if as_it_was else None, with_base
+            )
         elif with_base or standalone:
             raise ConfigError(
-                f"--{'with_base' if with_base else 'standalone'}: is for cross-attention models, whose base is another model. Leave it out."
+                f"--{'with_base' if with_base else 'standalone'}: is for cross-attention models, whose base is "
+                f"another model. Leave it out."
             )
         else:
             _write(model, made, folder)
@@ -107,7 +120,9 @@ def _write(model: Any, made: Path, folder: Path) -> None:
     elif isinstance(model, PreTrainedModel):
         model.save_pretrained(made)
     elif not isinstance(model, RewardModel):  # which is written when its tokenizer is there
-        raise ConfigError(f"{folder}: its model is a {type(model).__name__}, which no other program knows. Load it with this project.")
+        raise ConfigError(
+            f"{folder}: its model is a {type(model).__name__}, which no other program knows. Load it with this project."
+        )
 
 
 def _write_blocks(model: Any, made: Path, target: Path, base: str | None, with_base: bool) -> None:
@@ -116,7 +131,9 @@ def _write_blocks(model: Any, made: Path, target: Path, base: str | None, with_b
         base = str((target / "base").resolve())
         model.base.save_pretrained(made / "base")
     if lacks := xc_cache_weights.unlike_reference(model):
-        log.warning("%s: XC-Cache's own code cannot load it: it has no %s. This project can.", target, ", no ".join(lacks))
+        log.warning(
+            "%s: XC-Cache's own code cannot load it: it has no %s. This project can.", target, ", no ".join(lacks)
+        )
     xc_cache_weights.save(model, made, base, with_base)
 
 
@@ -125,7 +142,13 @@ def _find_base(base: ModelConfig, places: Places) -> str | None:
     if not isinstance(base, hf.Config) or base.quantization:
         return None
     local = places.data / base.path
-    return str(local.resolve()) if local.is_dir() else str(Path(base.path).resolve()) if Path(base.path).is_dir() else base.path
+    return (
+        str(local.resolve())
+        if local.is_dir()
+        else str(Path(base.path).resolve())
+        if Path(base.path).is_dir()
+        else base.path
+    )
 
 
 def push(folder: Path, repository: str) -> None:
@@ -143,7 +166,9 @@ def push(folder: Path, repository: str) -> None:
         found = api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Export")
     except (HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled, OSError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise ConfigError(f"--push_to_hub {repository}: not uploaded ({reason}). {folder} is whole; `hf upload` sends it later.") from None
+        raise ConfigError(
+            f"--push_to_hub {repository}: not uploaded ({reason}). {folder} is whole; `hf upload` sends it later."
+        ) from None
     log.info("%s: uploaded to %s.", folder, found)
 
 
@@ -153,12 +178,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("source", type=Path, help="a run, the beginning of its id, or one of its checkpoints")
     parser.add_argument("target", type=Path, help="the new folder")
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as trained)")
-    parser.add_argument("--with_base", action="store_true", help="of a cross-attention model: write the base's weights too")
-    parser.add_argument("--standalone", action="store_true", help="of a cross-attention model: a folder that transformers loads by itself")
+    parser.add_argument(
+        "--with_base", action="store_true", help="of a cross-attention model: write the base's weights too"
+    )
+    parser.add_argument(
+        "--standalone",
+        action="store_true",
+        help="of a cross-attention model: a folder that transformers loads by itself",
+    )
     parser.add_argument("--push_to_hub", metavar="REPO", help="upload the folder to this repository of the hub, too")
     parser.add_argument("--data_path", type=Path, default=PLACES.data, metavar="DIR", help="prepared data sets")
     parser.add_argument(
-        "-sb", "--savedir_base", type=Path, default=PLACES.runs, metavar="DIR", help="save directories of the model's parents"
+        "-sb",
+        "--savedir_base",
+        type=Path,
+        default=PLACES.runs,
+        metavar="DIR",
+        help="save directories of the model's parents",
     )
     args = parser.parse_args(argv)
 

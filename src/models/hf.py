@@ -38,11 +38,13 @@ ON_GPU = ("flash_attention_2", "flex_attention")
 
 
 class RotaryScaling(StrictConfig):
-    """How a model with rotary positions reads more tokens than it was trained on. It is part of what `save_pretrained` writes."""
+    """How a model with rotary positions reads more tokens than it was trained on. It is part of what `save_pretrained`
+    writes."""
 
     kind: Literal["linear", "dynamic", "yarn", "ntk"]
-    """linear: positions are divided by `factor` (Chen et al. 2023, arXiv 2306.15595). ntk: the base of the frequencies is multiplied by
-    factor^(d / (d - 2)), d being the rotated width of a head. dynamic: the same, growing with the length. yarn: arXiv 2309.00071."""
+    """linear: positions are divided by `factor` (Chen et al. 2023, arXiv 2306.15595). ntk: the base of the frequencies
+    is multiplied by factor^(d / (d - 2)), d being the rotated width of a head. dynamic: the same, growing with the
+    length. yarn: arXiv 2309.00071."""
     factor: float = Field(gt=1)
     """Times as many tokens."""
 
@@ -54,9 +56,13 @@ class RotaryScaling(StrictConfig):
         """
         given = getattr(config, "rope_parameters", None)
         if not isinstance(given, dict) or "rope_theta" not in given:
-            raise ConfigError(f"model.rope: the family {config.model_type!r} has no rotary positions of one kind. Leave it out.")
+            raise ConfigError(
+                f"model.rope: the family {config.model_type!r} has no rotary positions of one kind. Leave it out."
+            )
         if given.get("rope_type", "default") != "default":
-            raise ConfigError(f"model.rope: its rotary positions are scaled already ({given['rope_type']}). Leave it out.")
+            raise ConfigError(
+                f"model.rope: its rotary positions are scaled already ({given['rope_type']}). Leave it out."
+            )
         if self.kind == "ntk":
             head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
             width = int(head * given.get("partial_rotary_factor", 1.0))
@@ -70,19 +76,22 @@ class Config(ModelConfig):
     """Which model, and the type of its weights in memory."""
 
     path: str = Field(min_length=1)
-    """Hub id such as "bigcode/starcoderbase-1b", or a folder made by save_pretrained: its name below `--data_path`, or a path."""
+    """Hub id such as "bigcode/starcoderbase-1b", or a folder made by save_pretrained: its name below `--data_path`, or
+    a path."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     revision: str | None = None
     """Branch, tag or commit of the hub id; None for main."""
     quantization: Literal["8bit", "4bit"] | None = None
-    """Matrices in 8 bits (LLM.int8(), arXiv 2208.07339) or in 4 (NF4, arXiv 2305.14314), by bitsandbytes: for a base that is frozen."""
+    """Matrices in 8 bits (LLM.int8(), arXiv 2208.07339) or in 4 (NF4, arXiv 2305.14314), by bitsandbytes: for a base
+    that is frozen."""
     attention: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] | None = added_field(None)
     """Transformers' implementation of attention; None: its choice, which is sdpa where the family has it."""
     extra_tokens: list[str] | None = added_field(None)
     """Control tokens that are new in its vocabulary."""
 
     tokenizer: str | None = added_field(None, min_length=1)
-    """Folder below `--data_path` of a prepared tokenizer that has the model's own tokens and new ones; None: the model's own tokenizer."""
+    """Folder below `--data_path` of a prepared tokenizer that has the model's own tokens and new ones; None: the
+    model's own tokenizer."""
     rope: RotaryScaling | None = added_field(None)
     """None: as config.json has them."""
 
@@ -132,8 +141,19 @@ class Config(ModelConfig):
                 **({"config": self._scaled_config(places)} if self.rope else {}),
             )
         except (SafetensorError, pickle.UnpicklingError, EOFError, RuntimeError) as error:
-            raise CheckpointError(f"{_find_weights(folder)}: damaged or of another model ({_first_line(error)}). Get it again.") from error
-        except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, OSError, ImportError, StrictDataclassError) as error:
+            raise CheckpointError(
+                f"{_find_weights(folder)}: damaged or of another model ({_first_line(error)}). Get it again."
+            ) from error
+        except (
+            ValueError,
+            TypeError,
+            KeyError,
+            AttributeError,
+            ArithmeticError,
+            OSError,
+            ImportError,
+            StrictDataclassError,
+        ) as error:
             # Raised by a value in config.json that fits no model.
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise ConfigError(f"{folder / 'config.json'}: no model can be made of it ({reason[:300]}).") from error
@@ -154,7 +174,8 @@ class Config(ModelConfig):
         return model.requires_grad_(False)
 
     def build_unfilled(self, places: Places) -> "PreTrainedModel":
-        """As `build`, for FSDP2: without weights where each process can read its part of them from the files, as from safetensors.
+        """As `build`, for FSDP2: without weights where each process can read its part of them from the files, as from
+        safetensors.
 
         Raises:
             UserError: as `build`.
@@ -182,12 +203,18 @@ class Config(ModelConfig):
         import torch
 
         if self.quantization:
-            raise ConfigError(f"model.quantization: {self.quantization!r} weights have no plan on paper. Plan without it, by --set.")
+            raise ConfigError(
+                f"model.quantization: {self.quantization!r} weights have no plan on paper. Plan without it, by --set."
+            )
         make = _maker(made_by)
-        attention = {"attn_implementation": "eager"} if self.attention == "eager" else {}  # the others save what sdpa does
+        attention = (
+            {"attn_implementation": "eager"} if self.attention == "eager" else {}
+        )  # the others save what sdpa does
         model = make(self._scaled_config(places), dtype=getattr(torch, self.dtype), **attention)
         if self.extra_tokens or self.tokenizer:
-            tokenizer.grow_embeddings(model, self.tokenizer_folder(places) or self.folder(places), self.extra_tokens or ())
+            tokenizer.grow_embeddings(
+                model, self.tokenizer_folder(places) or self.folder(places), self.extra_tokens or ()
+            )
         return model
 
     def _scaled_config(self, places: Places) -> Any:
@@ -205,7 +232,9 @@ class Config(ModelConfig):
             return None
         if self.quantization == "8bit":
             return BitsAndBytesConfig(load_in_8bit=True)
-        return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=getattr(torch, self.dtype))
+        return BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=getattr(torch, self.dtype)
+        )
 
     def is_frozen(self) -> bool:
         """Whether it cannot be trained itself, only what is around it."""
@@ -215,21 +244,29 @@ class Config(ModelConfig):
         self.require_files(places)
         path = self.folder(places) / "config.json"
         if read_json(path, ConfigError).get("is_encoder_decoder") is True:
-            raise ConfigError(f"{path}: of an encoder-decoder, and 'hf' reads decoders. The model part 't5' reads a T5.")
+            raise ConfigError(
+                f"{path}: of an encoder-decoder, and 'hf' reads decoders. The model part 't5' reads a T5."
+            )
 
     def require_files(self, places: Places) -> None:
         """As `check`, for a model of any kind."""
         self.architecture(places)
         folder = self.folder(places)
         if self.quantization is not None and find_spec("bitsandbytes") is None:
-            raise ConfigError(f"quantization {self.quantization!r} needs a package that is not installed: pip install -r {BITSANDBYTES}")
+            raise ConfigError(
+                f"quantization {self.quantization!r} needs a package that is not installed: pip install -r "
+                f"{BITSANDBYTES}"
+            )
         self._check_attention(places)
         if self.tokenizer:
             tokenizer.require(places.data / self.tokenizer)
         if self.rope:
             self._scaled_config(places)
         if self._local_folder(places) is not None and self.revision is not None:
-            raise ConfigError(f"{self.path!r} is a folder, so revision {self.revision!r} would be ignored. Remove it, or name a hub id.")
+            raise ConfigError(
+                f"{self.path!r} is a folder, so revision {self.revision!r} would be ignored. Remove it, or name a "
+                f"hub id."
+            )
         if places.on_paper:
             return
         weights = _find_weights(folder)
@@ -242,11 +279,15 @@ class Config(ModelConfig):
     def _check_attention(self, places: Places) -> None:
         """Raises ConfigError where the implementation of attention is not installed, or the family lacks it."""
         if self.attention == "flash_attention_2" and find_spec("flash_attn") is None:
-            raise ConfigError(f"model.attention: {self.attention!r} needs a package that is not installed: pip install flash-attn")
+            raise ConfigError(
+                f"model.attention: {self.attention!r} needs a package that is not installed: pip install flash-attn"
+            )
         sizes = call_once(self.architecture, places)
         if sizes and sizes.model_type in WITHOUT.get(self.attention or "", ()):
             instead = "eager" if self.attention == "sdpa" or sizes.model_type in WITHOUT["sdpa"] else "sdpa"
-            raise ConfigError(f"model.attention: the family {sizes.model_type!r} has no {self.attention!r}. Take {instead!r}.")
+            raise ConfigError(
+                f"model.attention: the family {sizes.model_type!r} has no {self.attention!r}. Take {instead!r}."
+            )
 
     def check_device(self) -> None:
         import torch
@@ -274,9 +315,13 @@ class Config(ModelConfig):
         path = self.folder(places) / "config.json"
         raw = read_json(path, ConfigError)
         if not isinstance(raw, dict):
-            raise ConfigError(f"{path}: expected a dict, got {type(raw).__name__}. Name a folder that save_pretrained made.")
+            raise ConfigError(
+                f"{path}: expected a dict, got {type(raw).__name__}. Name a folder that save_pretrained made."
+            )
         if "model_type" not in raw:
-            raise ConfigError(f'{path}: "model_type" is missing, so its family is not known. Name a folder that save_pretrained made.')
+            raise ConfigError(
+                f'{path}: "model_type" is missing, so its family is not known. Name a folder that save_pretrained made.'
+            )
         return raw
 
     def load_config(self, places: Places) -> Any:
@@ -293,7 +338,9 @@ class Config(ModelConfig):
             return AutoConfig.from_pretrained(self.folder(places), local_files_only=True)
         except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
-            raise ConfigError(f"{self.folder(places) / 'config.json'}: no model can be made of it ({reason[:300]}).") from error
+            raise ConfigError(
+                f"{self.folder(places) / 'config.json'}: no model can be made of it ({reason[:300]})."
+            ) from error
 
     def architecture(self, places: Places) -> Architecture | None:
         try:
@@ -308,10 +355,11 @@ class Config(ModelConfig):
         return kv_cache_size.decoder_bytes(self.architecture(places), value_bytes)
 
     def fingerprint(self, places: Places) -> str:
-        """sha256 over config.json and the weight files that `build` loads, the same for a hub id and for a copy of its files.
+        """sha256 over config.json and the weight files that `build` loads, the same for a hub id and for a copy of its
+        files.
 
-        Of a weight file count name, size and `files.sample_digest`: 6 MiB at most are read of many gigabytes. Further training or merged
-        adapters are detected; a change of a few bytes may not be.
+        Of a weight file count name, size and `files.sample_digest`: 6 MiB at most are read of many gigabytes. Further
+        training or merged adapters are detected; a change of a few bytes may not be.
 
         Raises:
             UserError: what `check` raises.
@@ -328,7 +376,9 @@ class Config(ModelConfig):
         given = self._local_folder(places)
         if given is not None:
             if not (given / "config.json").is_file():
-                raise ConfigError(f"{self.path!r} is a folder without a config.json. Name one that save_pretrained made.")
+                raise ConfigError(
+                    f"{self.path!r} is a folder without a config.json. Name one that save_pretrained made."
+                )
             return given
         repository = _hub_cache() / f"models--{self.path.replace('/', '--')}"
         name = self.revision or "main"
@@ -346,11 +396,14 @@ class Config(ModelConfig):
     def _local_folder(self, places: Places) -> Path | None:
         """The folder `path`, below the prepared data or as given; None where it is a hub id."""
         candidates = (places.data / self.path, Path(self.path))
-        return next((path for path in candidates if os.path.isdir(path)), None)  # unlike Path.is_dir, False for a name that is too long
+        return next(
+            (path for path in candidates if os.path.isdir(path)), None
+        )  # unlike Path.is_dir, False for a name that is too long
 
 
 def _hub_cache() -> Path:
-    """Hugging Face's cache of the hub, by its own environment variables; importing huggingface_hub to ask takes a sixth of a second."""
+    """Hugging Face's cache of the hub, by its own environment variables; importing huggingface_hub to ask takes a sixth
+    of a second."""
     home = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "huggingface"
     hub = Path(os.environ.get("HF_HOME", home)) / "hub"
     return Path(os.environ.get("HF_HUB_CACHE", hub)).expanduser()
@@ -373,7 +426,9 @@ def _weight_files(weights: Path) -> list[Path]:
     index = read_json(weights, CheckpointError)
     listed = index.get("weight_map") if isinstance(index, dict) else None
     if not (isinstance(listed, dict) and listed and all(isinstance(name, str) for name in listed.values())):
-        raise CheckpointError(f'{weights}: not an index: expected a dict "weight_map" from weights to file names. Get it again.')
+        raise CheckpointError(
+            f'{weights}: not an index: expected a dict "weight_map" from weights to file names. Get it again.'
+        )
     return [weights.parent / name for name in sorted(set(listed.values()))]
 
 

@@ -24,7 +24,8 @@ PLACES = Places(ROOT / "results" / "data", ROOT / "results" / "runs")
 
 
 def load(source: str | Path, places: Places = PLACES) -> tuple[Any, Any]:
-    """The model of a checkpoint, or of the newest whole checkpoint of a run, to answer with: in eval mode; and its tokenizer.
+    """The model of a checkpoint, or of the newest whole checkpoint of a run, to answer with: in eval mode; and its
+    tokenizer.
 
     New blocks, which are trained in float32, are in the type of their base.
 
@@ -50,7 +51,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--device", help="such as cuda (default: the first GPU, or the CPU)")
     add("--data_path", type=Path, default=PLACES.data, metavar="DIR", help="prepared data sets")
-    add("-sb", "--savedir_base", type=Path, default=PLACES.runs, metavar="DIR", help="save directories of the model's parents")
+    add(
+        "-sb",
+        "--savedir_base",
+        type=Path,
+        default=PLACES.runs,
+        metavar="DIR",
+        help="save directories of the model's parents",
+    )
 
 
 def move(model: Any, device: str | None) -> None:
@@ -84,7 +92,8 @@ def require_8bit(device: str | None) -> str:
 
 
 def quantize(model: Any, device: str) -> Any:
-    """A model of transformers with its matrices in 8 bits (LLM.int8()), on a device; adapters are merged into them first.
+    """A model of transformers with its matrices in 8 bits (LLM.int8()), on a device; adapters are merged into them
+    first.
 
     Raises:
         ConfigError: it is a model of another kind, or quantized already; or torch cannot use the device here.

@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685) in a frozen model: config, injection and merging.
 
-A matrix W of the base becomes W + alpha / rank * B A, where only A and B are trained and saved. B starts at zero, so that training
-starts at the base's own output.
+A matrix W of the base becomes W + alpha / rank * B A, where only A and B are trained and saved. B starts at zero, so
+that training starts at the base's own output.
 """
 
 import logging
@@ -49,25 +49,36 @@ class Config(ModelConfig):
     target_modules: list[str] = Field(min_length=1)
     """Names of the matrices, such as "q_proj": in all layers."""
     base: ModelField
-    """The model that is frozen, but for the embeddings of new tokens. In a cross-attention model the decoder gets the adapters,
-    and the blocks are trained as without."""
+    """The model that is frozen, but for the embeddings of new tokens. In a cross-attention model the decoder gets the
+    adapters, and the blocks are trained as without."""
     dropout_rate: float = Field(default=0.0, ge=0, lt=1)
     """Dropout of an adapter's inputs in training."""
 
     @model_validator(mode="after")
     def _each_adapter_once(self) -> "Config":
         if self.base.name == "lora":
-            raise ValueError("base: a new adapter around a new adapter is one of a higher rank. Write one, with all target_modules.")
+            raise ValueError(
+                "base: a new adapter around a new adapter is one of a higher rank. Write one, with all target_modules."
+            )
         if self.base.trains_base():
-            raise ValueError("base: it has train_all_params, which adapters would undo: all but them is frozen. Leave one of the two out.")
+            raise ValueError(
+                "base: it has train_all_params, which adapters would undo: all but them is frozen. Leave one of the "
+                "two out."
+            )
         if isinstance(self.base, CrossAttention) and self.base.cache_contexts:
-            raise ValueError("base: it has cache_contexts, but adapters change the decoder's states of a context. Leave it out there.")
+            raise ValueError(
+                "base: it has cache_contexts, but adapters change the decoder's states of a context. Leave it out "
+                "there."
+            )
         if self.dropout_rate and self.base.kind(None) == CROSS_ATTENTION:
-            raise ValueError("dropout_rate: the decoder of a cross-attention model drops nothing, so it would be ignored. Remove it.")
+            raise ValueError(
+                "dropout_rate: the decoder of a cross-attention model drops nothing, so it would be ignored. Remove it."
+            )
         return self
 
     def build(self, places: Places) -> "nn.Module":
-        """The base, frozen, with adapters in it. A is drawn from torch's global generator, after the base's weights; B is zero.
+        """The base, frozen, with adapters in it. A is drawn from torch's global generator, after the base's weights; B
+        is zero.
 
         Adapters that the base was trained with are merged into its weights first.
 
@@ -105,12 +116,15 @@ class Config(ModelConfig):
         with appear_filled(decoder):
             inject_adapter_in_model(settings, decoder)  # freezes all the rest of it
         for parameter in decoder.parameters():
-            if parameter.requires_grad:  # in float32 whatever the base's type: small steps would be lost in the rounding
+            if (
+                parameter.requires_grad
+            ):  # in float32 whatever the base's type: small steps would be lost in the rounding
                 parameter.data = parameter.data.float()
         return model
 
     def _new_rows(self, places: Places, decoder: Any) -> dict[str, list[int]] | None:
-        """Ids of the base's new tokens. Their rows are trained: in the embedding, and in the output matrix if not tied."""
+        """Ids of the base's new tokens. Their rows are trained: in the embedding, and in the output matrix if not
+        tied."""
         ids = [*self.base.new_token_ids(places)]
         if not ids:
             return None
@@ -144,7 +158,9 @@ def merge(model: "nn.Module") -> int:
     from peft.tuners.lora import LoraLayer
     from peft.utils.other import TrainableTokensWrapper
 
-    for name, wrapped in [(name, layer) for name, layer in model.named_modules() if isinstance(layer, TrainableTokensWrapper)]:
+    for name, wrapped in [
+        (name, layer) for name, layer in model.named_modules() if isinstance(layer, TrainableTokensWrapper)
+    ]:
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, wrapped.unload_and_optionally_merge_module(True, True, None))
     adapted = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, LoraLayer)]
@@ -166,7 +182,8 @@ def _decoder(model: "nn.Module") -> Any:
 
 
 def _matrices(decoder: Any) -> Iterator[tuple[str, "nn.Module"]]:
-    """(dotted name, module) of the matrices that can be adapted: all except the output matrix, which can be tied to the embedding."""
+    """(dotted name, module) of the matrices that can be adapted: all except the output matrix, which can be tied to the
+    embedding."""
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 

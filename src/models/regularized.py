@@ -1,6 +1,8 @@
-"""A decoder that is kept from changing too much: dropout behind attention and feed-forward parts, and layers that are not trained.
+"""A decoder that is kept from changing too much: dropout behind attention and feed-forward parts, and layers that are
+not trained.
 
-Neither changes a weight's name: a checkpoint has the weights that are trained, and an exported model has all, without hooks.
+Neither changes a weight's name: a checkpoint has the weights that are trained, and an exported model has all, without
+hooks.
 """
 
 from collections.abc import Iterator
@@ -28,11 +30,13 @@ class Config(ModelConfig):
     residual_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout of what each layer's attention and feed-forward part add to its input, in training."""
     dropout_by_layer: Literal["same", "growing"] = "same"
-    """growing: layer i of L, from 0 on, has i / (L - 1) of the rate (LIMA, Zhou et al. 2023, arXiv 2305.11206, section 3)."""
+    """growing: layer i of L, from 0 on, has i / (L - 1) of the rate (LIMA, Zhou et al. 2023, arXiv 2305.11206, section
+    3)."""
     frozen_layers: int = Field(default=0, ge=0)
     """The first so many layers are not trained."""
     frozen_embeddings: bool = False
-    """Whether the embeddings are not trained, of tokens and of positions; nor the output matrix where it is the same one."""
+    """Whether the embeddings are not trained, of tokens and of positions; nor the output matrix where it is the same
+    one."""
 
     @model_validator(mode="after")
     def _something_is_kept(self) -> "Config":
@@ -40,13 +44,20 @@ class Config(ModelConfig):
             raise ValueError("base: put 'lora' around 'regularized'.")
         self.base.require_kind(DECODER, None, "base")
         if not (self.residual_dropout or self.frozen_layers or self.frozen_embeddings):
-            raise ValueError("expected residual_dropout, frozen_layers or frozen_embeddings; without them it is its base.")
+            raise ValueError(
+                "expected residual_dropout, frozen_layers or frozen_embeddings; without them it is its base."
+            )
         if self.dropout_by_layer == "growing" and not self.residual_dropout:
             raise ValueError("dropout_by_layer: without residual_dropout nothing grows. Leave it out.")
         if (self.frozen_layers or self.frozen_embeddings) and self.base.has_random_weights():
-            raise ValueError("base: its weights are random, and what is frozen would never be learned. Freeze parts of a trained model.")
+            raise ValueError(
+                "base: its weights are random, and what is frozen would never be learned. Freeze parts of a trained "
+                "model."
+            )
         if self.frozen_embeddings and self.base.new_tokens():
-            raise ValueError("frozen_embeddings: the base has extra_tokens, which would not be learned. Leave one of the two out.")
+            raise ValueError(
+                "frozen_embeddings: the base has extra_tokens, which would not be learned. Leave one of the two out."
+            )
         return self
 
     def build(self, places: Places) -> "nn.Module":
@@ -80,14 +91,20 @@ class Config(ModelConfig):
         call_once(self.base.check, places)
         self.base.check_kind(DECODER, places, "model.base")
         if self.frozen_embeddings and self.base.new_token_ids(places):
-            raise ConfigError("model.frozen_embeddings: the base's tokenizer has new tokens, which would not be learned. Leave one out.")
+            raise ConfigError(
+                "model.frozen_embeddings: the base's tokenizer has new tokens, which would not be learned. Leave one "
+                "out."
+            )
         sizes = self.architecture(places)
         if sizes:
             self._require_layers(sizes.num_layers)
 
     def _require_layers(self, there: int) -> None:
         if self.frozen_layers >= there:
-            raise ConfigError(f"model.frozen_layers: {self.frozen_layers} of {there} layers leave none to train. Write a smaller number.")
+            raise ConfigError(
+                f"model.frozen_layers: {self.frozen_layers} of {there} layers leave none to train. Write a smaller "
+                f"number."
+            )
 
     def architecture(self, places: Places) -> Architecture | None:
         return call_once(self.base.architecture, places)
@@ -113,7 +130,9 @@ def _layers(decoder: Any) -> "list[nn.Module]":
     wanted = decoder.config.num_hidden_layers
     found = [part for part in decoder.base_model.modules() if isinstance(part, nn.ModuleList) and len(part) == wanted]
     if not found:
-        raise ConfigError(f"model.base: the layers of {decoder.config.model_type!r} were not found, so it cannot be regularized.")
+        raise ConfigError(
+            f"model.base: the layers of {decoder.config.model_type!r} were not found, so it cannot be regularized."
+        )
     return list(found[0])
 
 
@@ -137,5 +156,7 @@ def _add_dropout(layer: "nn.Module", rate: float) -> None:
         parts = [part for name, part in layer.named_children() if name in names]
         if len(parts) != 1:
             known = ", ".join(name for name, _ in layer.named_children())
-            raise ConfigError(f"model.residual_dropout: a layer of the base has the parts {known}, and none of {', '.join(names)}.")
+            raise ConfigError(
+                f"model.residual_dropout: a layer of the base has the parts {known}, and none of {', '.join(names)}."
+            )
         parts[0].register_forward_hook(drop)

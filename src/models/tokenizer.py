@@ -1,4 +1,5 @@
-"""Tokenizers in prepared folders, from which models with random weights get their vocabulary, and how a vocabulary grows."""
+"""Tokenizers in prepared folders, from which models with random weights get their vocabulary, and how a vocabulary
+grows."""
 
 import os
 from collections.abc import Sequence
@@ -32,11 +33,14 @@ def require(folder: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if not os.path.isfile(folder / name):  # unlike Path.is_file, False for a name that is too long
             made = "python -m data_prep.stdlib_qa makes stdlib_tokenizer, data_prep.t5_tokenizer one for T5"
-            raise DataError(f"{folder}: no tokenizer here ({name} is missing). Prepare it ({made}), or name another --data_path.")
+            raise DataError(
+                f"{folder}: no tokenizer here ({name} is missing). Prepare it ({made}), or name another --data_path."
+            )
 
 
 def end_ids(tokenizer: Any) -> list[int]:
-    """Its end token, and the control token that its chat template writes behind an answer, where that is another one."""
+    """Its end token, and the control token that its chat template writes behind an answer, where that is another
+    one."""
     from jinja2 import TemplateError
 
     ends, mark = [tokenizer.eos_token_id], "\x02"
@@ -48,18 +52,25 @@ def end_ids(tokenizer: Any) -> list[int]:
     except (TemplateError, TypeError, KeyError, IndexError, AttributeError, ValueError):
         return ends  # it writes no such conversation
     controls = _control_ids(tokenizer)
-    behind = next((index for index in tokenizer(after, add_special_tokens=False)["input_ids"] if index in controls), ends[0])
+    behind = next(
+        (index for index in tokenizer(after, add_special_tokens=False)["input_ids"] if index in controls), ends[0]
+    )
     return list(dict.fromkeys([*ends, behind]))
 
 
 def write_ends(folder: Path) -> None:
-    """Let generation by the model in `folder` end where its tokenizer's chat template does, if it has one; for programs that serve it."""
+    """Let generation by the model in `folder` end where its tokenizer's chat template does, if it has one; for programs
+    that serve it."""
     path, tokenizer = folder / "generation_config.json", load(folder)
     if not path.is_file() or tokenizer.chat_template is None:
         return
     config = read_json(path, DataError)
     ends, known = end_ids(tokenizer), config.get("eos_token_id")
-    ends += [index for index in (known if isinstance(known, list) else [known]) if index in _control_ids(tokenizer) and index not in ends]
+    ends += [
+        index
+        for index in (known if isinstance(known, list) else [known])
+        if index in _control_ids(tokenizer) and index not in ends
+    ]
     pad = ends[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     write_json(path, {**config, "eos_token_id": ends if len(ends) > 1 else ends[0], "pad_token_id": pad})
 
@@ -71,7 +82,8 @@ def _control_ids(tokenizer: Any) -> set[int]:
 def grow_embeddings(model: Any, folder: Path, extra: Sequence[str]) -> None:
     """Give the model embeddings of all tokens of the tokenizer in `folder` and of `extra`, where it has fewer.
 
-    New ones are drawn from torch's global generator with mean and covariance of the others, as transformers does by itself.
+    New ones are drawn from torch's global generator with mean and covariance of the others, as transformers does by
+    itself.
     """
     num_tokens = len(load(folder, extra))
     if model.get_input_embeddings().num_embeddings < num_tokens:

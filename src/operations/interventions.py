@@ -1,17 +1,17 @@
 """Interventions in a run that goes wrong: rewind, undo, and hold its job.
 
 python -m src.operations.interventions rewind RUN --to 2000 --data skip:50 --lr x0.75 --why "loss spike at 2140"
-python -m src.operations.interventions undo RUN                     as it was before the last rewind or deny, to the byte
-python -m src.operations.interventions deny RUN LIST                from here on, leave out the documents that a file lists (streamed data)
-python -m src.operations.interventions rollback-evals RUN [--to STEP]
-python -m src.operations.interventions hold RUN / release RUN       Slurm does not start its job, until it is released
-python -m src.operations.interventions ledger RUN                   who did what, when and why
+python -m src.operations.interventions undo RUN                     as it was before the last rewind or deny, to the
+byte python -m src.operations.interventions deny RUN LIST                from here on, leave out the documents that a
+file lists (streamed data) python -m src.operations.interventions rollback-evals RUN [--to STEP] python -m
+src.operations.interventions hold RUN / release RUN       Slurm does not start its job, until it is released python -m
+src.operations.interventions ledger RUN                   who did what, when and why
 
-To stop a run, make a file `stop` in its save directory: see src/training/stopping/stop_conditions.py. A changed learning rate is applied by
-src/runs/history/branches.py.
+To stop a run, make a file `stop` in its save directory: see src/training/stopping/stop_conditions.py. A changed
+learning rate is applied by src/runs/history/branches.py.
 
-RUN is a save directory, or the beginning of an id in --runs. `--dry-run` prints the plan and changes nothing. An interrupted command is
-finished by the next one, or by the next start of the run.
+RUN is a save directory, or the beginning of an id in --runs. `--dry-run` prints the plan and changes nothing. An
+interrupted command is finished by the next one, or by the next start of the run.
 """
 
 import argparse
@@ -62,11 +62,14 @@ def find(name: str, runs: Path) -> Path:
     if len(found) == 1:
         return found[0].resolve()
     many = f": {', '.join(path.name for path in found)}. Write more of the id" if found else ""
-    raise RunError(f"{name}: {len(found) or 'no'} experiments in {runs} are called that, and it is no save directory{many}.")
+    raise RunError(
+        f"{name}: {len(found) or 'no'} experiments in {runs} are called that, and it is no save directory{many}."
+    )
 
 
 def change(run: Path, decide: "Decide", is_same: "IsSame", dry_run: bool) -> list[str]:
-    """Under the lease of `run`: finish an interrupted change, then make the one that `decide` plans, unless it `is_same` as the other.
+    """Under the lease of `run`: finish an interrupted change, then make the one that `decide` plans, unless it
+    `is_same` as the other.
 
     Raises:
         RunError: the run is alive.
@@ -99,7 +102,9 @@ def _rewind(run: Path, options: argparse.Namespace) -> list[str]:
         raise ConfigError(f"--to: expected a step of at least 1, got {options.to}. To begin anew: trainval.py … -r 1.")
 
     def branch(number: int) -> Branch:
-        return Branch(number=number, from_step=options.to, data=data, learning_rate=rate, reset_optimizer=options.reset_optimizer)
+        return Branch(
+            number=number, from_step=options.to, data=data, learning_rate=rate, reset_optimizer=options.reset_optimizer
+        )
 
     def decide() -> Plan:
         return rewind.plan(run, branch(archive.next_number(run)), options.why, options.new_wandb_run)
@@ -121,22 +126,33 @@ def _deny(run: Path, options: argparse.Namespace) -> list[str]:
         entries = branches.parse_denied(options.list.read_text(), str(options.list))
     newest = checkpoints.newest_whole(run)
     if newest is None:
-        raise RunError(f"{run}: has no whole checkpoint from which the list could hold. Leave the documents out of the data.")
+        raise RunError(
+            f"{run}: has no whole checkpoint from which the list could hold. Leave the documents out of the data."
+        )
     step = checkpoints.step_of(newest)
 
     def branch(number: int) -> Branch:
         before = [branch for branch in branches.read(run) if branch.from_step == step]
         base = before[-1] if before else Branch(number=number, from_step=step)
-        return base.model_copy(update={"number": number, "denied": [*dict.fromkeys([*(base.denied or ()), *entries])], "wandb": None})
+        return base.model_copy(
+            update={"number": number, "denied": [*dict.fromkeys([*(base.denied or ()), *entries])], "wandb": None}
+        )
 
     def decide() -> Plan:
         return rewind.plan(run, branch(archive.next_number(run)), options.why)
 
-    return change(run, decide, lambda ended: ended["event"] == "rewind" and ended["branch"].get("denied") == entries, options.dry_run)
+    return change(
+        run,
+        decide,
+        lambda ended: ended["event"] == "rewind" and ended["branch"].get("denied") == entries,
+        options.dry_run,
+    )
 
 
 def _undo(run: Path, options: argparse.Namespace) -> list[str]:
-    return change(run, lambda: rewind.plan_undo(run, options.why), lambda ended: ended["event"] == "undo", options.dry_run)
+    return change(
+        run, lambda: rewind.plan_undo(run, options.why), lambda ended: ended["event"] == "undo", options.dry_run
+    )
 
 
 def _rollback(run: Path, options: argparse.Namespace) -> list[str]:
@@ -157,7 +173,10 @@ def _hold(run: Path, options: argparse.Namespace) -> list[str]:
     earlier = [event for event in ledger.read(run) if event["event"] in ("hold", "release")]
     job_id, launcher = _find_job(run)
     if not launcher.holds_jobs:
-        raise LaunchError(f"{run}: the launcher {launcher.name!r} of job {job_id} has no {verb}: only Slurm's jobs can wait in a queue.")
+        raise LaunchError(
+            f"{run}: the launcher {launcher.name!r} of job {job_id} has no {verb}: only Slurm's jobs can wait in a "
+            f"queue."
+        )
     (launcher.hold if verb == "hold" else launcher.release)([job_id])
     ledger.append(run, ledger.event(verb, job=job_id, why=options.why, commit=ledger.commit()))
     line = f"{run}: {'held' if verb == 'hold' else 'released'} job {job_id}"
@@ -205,21 +224,30 @@ def _parser() -> argparse.ArgumentParser:
     made = {name: commands.add_parser(name, help=text) for name, text in _HELP.items()}
     for name, command in made.items():
         command.add_argument("run", metavar="RUN", help="save directory, or the beginning of an id")
-        command.add_argument("--runs", type=Path, default=RUNS, metavar="DIR", help=f"folder of save directories (default: {RUNS})")
+        command.add_argument(
+            "--runs", type=Path, default=RUNS, metavar="DIR", help=f"folder of save directories (default: {RUNS})"
+        )
         if name != "ledger":
             command.add_argument("--why", default="", metavar="TEXT", help="for the ledger")
         if name in ("rewind", "deny", "undo", "rollback-evals"):
             command.add_argument("--dry-run", action="store_true", help="print the plan and change nothing")
     back = made["rewind"]
     back.add_argument("--to", type=int, required=True, metavar="STEP", help="of an intact checkpoint")
-    back.add_argument("--data", default="same", metavar="same|skip:K|reshuffle", help="the data from there on (default: same)")
+    back.add_argument(
+        "--data", default="same", metavar="same|skip:K|reshuffle", help="the data from there on (default: same)"
+    )
     back.add_argument("--lr", metavar="x0.75|=1e-4|hold0:K", help=branches.LEARNING_RATES)
     back.add_argument("--reset-optimizer", action="store_true", help="reset its moments, once")
     back.add_argument("--new-wandb-run", action="store_true", help="log to another Weights & Biases run from there on")
     made["deny"].add_argument(
-        "list", type=Path, metavar="LIST", help='a file with lines "source NAME", "shard SOURCE URL" or "document NUMBER SOURCE URL"'
+        "list",
+        type=Path,
+        metavar="LIST",
+        help='a file with lines "source NAME", "shard SOURCE URL" or "document NUMBER SOURCE URL"',
     )
-    made["rollback-evals"].add_argument("--to", type=int, metavar="STEP", help="remove rows after it (default: the newest checkpoint's)")
+    made["rollback-evals"].add_argument(
+        "--to", type=int, metavar="STEP", help="remove rows after it (default: the newest checkpoint's)"
+    )
     made["ledger"].add_argument("--json", action="store_true", help="one complete event per line")
     return parser
 

@@ -1,11 +1,14 @@
-"""Watches trainings: which is hung, dead or diverging, and what their logs say. Each incident is recorded once, in <run>/events.jsonl.
+"""Watches trainings: which is hung, dead or diverging, and what their logs say. Each incident is recorded once, in
+<run>/events.jsonl.
 
 python -m src.operations.watchdog results/runs --once                  for cron
-python -m src.operations.watchdog results/runs -e base_tiny --every 60 --notify 'mail -s "$WATCHDOG_RULE $WATCHDOG_RUN" me'
+python -m src.operations.watchdog results/runs -e base_tiny --every 60 --notify 'mail -s "$WATCHDOG_RULE $WATCHDOG_RUN"
+me'
 
-A run is hung when its process lives but its last step is older than FACTOR times its median step, plus the time of an evaluation; it
-is dead when its process is gone without a final status. The command of --notify gets each new event as JSON on its standard input.
-With --once the exit code is 0 if nothing is wrong, 3 for a new incident or an unreadable run, 4 if all are known, 1 for a wrong command.
+A run is hung when its process lives but its last step is older than FACTOR times its median step, plus the time of an
+evaluation; it is dead when its process is gone without a final status. The command of --notify gets each new event as
+JSON on its standard input. With --once the exit code is 0 if nothing is wrong, 3 for a new incident or an unreadable
+run, 4 if all are known, 1 for a wrong command.
 """
 
 import argparse
@@ -101,18 +104,23 @@ def pace(run: Path, beat: heartbeat.Beat | None) -> Pace:
 
 
 def judge(run: Path, row: Row, limits: Limits) -> Verdict:
-    """Judge the run in the save directory `run`, given its row of the status table. Raises RunError if status.json is damaged."""
+    """Judge the run in the save directory `run`, given its row of the status table. Raises RunError if status.json is
+    damaged."""
     state, reason, step = row.state, row.reason, row.step
     if state == "lost":
         state, reason = "dead", reason or "its process is gone, and has not said why"
     elif state == "running":
         status = metadata.read_status(run)
         beat = heartbeat.read(run)
-        state, reason, step = _judge_running(run, row, status, beat if beat and beat.attempt == row.attempts else None, limits)
+        state, reason, step = _judge_running(
+            run, row, status, beat if beat and beat.attempt == row.attempts else None, limits
+        )
     return Verdict(row.exp_id, state, reason, row.attempts, step)
 
 
-def _judge_running(run: Path, row: Row, status: dict[str, Any], beat: heartbeat.Beat | None, limits: Limits) -> tuple[str, str, int | None]:
+def _judge_running(
+    run: Path, row: Row, status: dict[str, Any], beat: heartbeat.Beat | None, limits: Limits
+) -> tuple[str, str, int | None]:
     """(state, reason, last step) of a run that is running by its scheduler or its save directory."""
     silent = row.heartbeat_seconds
     dead = lease.holder_is_dead(run)
@@ -120,7 +128,9 @@ def _judge_running(run: Path, row: Row, status: dict[str, Any], beat: heartbeat.
         return "dead", f"no sign of life from {lease.holder_host(run)} for {_format_seconds(silent)}", row.step
     if status["state"] != "running" or dead:
         # The job runs but its training does not (again) yet: torchrun restarts it, modules are loaded.
-        waits = min((seconds for seconds in (row.seconds, _age(run / metadata.STATUS)) if seconds is not None), default=0.0)
+        waits = min(
+            (seconds for seconds in (row.seconds, _age(run / metadata.STATUS)) if seconds is not None), default=0.0
+        )
         if waits > limits.start_seconds:
             return "hung", f"its job runs, and no process of it has trained for {_format_seconds(waits)}", row.step
         return "running", "", row.step
@@ -133,7 +143,11 @@ def _judge_running(run: Path, row: Row, status: dict[str, Any], beat: heartbeat.
             return "running", "", row.step
         return "hung", f"no step since it was started {_format_seconds(age)} ago{_silence_note(silent)}", row.step
     at_rest = 3 * measured.pause if measured.pause is not None else limits.start_seconds
-    allowed = max(limits.least_seconds, limits.factor * (measured.step or 0.0)) + at_rest + (measured.row if beat is None else 0.0)
+    allowed = (
+        max(limits.least_seconds, limits.factor * (measured.step or 0.0))
+        + at_rest
+        + (measured.row if beat is None else 0.0)
+    )
     if age <= allowed:
         return "running", "", step
     usual = f"a step takes {_format_seconds(measured.step)}" if measured.step else "the time per step is unknown"
@@ -159,7 +173,9 @@ def _format_seconds(seconds: float) -> str:
     return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s" if seconds < 600 else f"{seconds / 60:.0f} min"
 
 
-def inspect_runs(runs: Path, exp_ids: Sequence[str], limits: Limits) -> tuple[list[Verdict], list[tuple[str, events.Event]], list[str]]:
+def inspect_runs(
+    runs: Path, exp_ids: Sequence[str], limits: Limits
+) -> tuple[list[Verdict], list[tuple[str, events.Event]], list[str]]:
     """Judge each run, scan its logs, and record new events: the verdicts, (id, new event), and errors."""
     verdicts, new, trouble = [], [], []
     for row in launch_status.table(runs, exp_ids):
@@ -171,7 +187,9 @@ def inspect_runs(runs: Path, exp_ids: Sequence[str], limits: Limits) -> tuple[li
             verdicts.append(verdict)
             logs = launch_status.logs_of(runs, row.exp_id)
             new += [(row.exp_id, event) for event in events.scan(run, logs, row.attempts, ended=row.state not in ALIVE)]
-            new += [(row.exp_id, event) for event in [*events.scan_ledger(run, row.attempts), *_note_incident(run, verdict)]]
+            new += [
+                (row.exp_id, event) for event in [*events.scan_ledger(run, row.attempts), *_note_incident(run, verdict)]
+            ]
         except UserError as error:
             trouble.append(str(error))
     return verdicts, new, trouble
@@ -184,7 +202,11 @@ def _note_incident(run: Path, verdict: Verdict) -> list[events.Event]:
         at = f":{verdict.step}" if verdict.state == "hung" else ""
         incident = f"{verdict.state}:{verdict.attempt}{at}"
         event = {"rule": verdict.state, "severity": "error", "line": verdict.reason, **facts, "incident": incident}
-    elif verdict.state in ("running", "done") and (last := events.latest_problem(run, verdict.attempt)) and last["rule"] == "hung":
+    elif (
+        verdict.state in ("running", "done")
+        and (last := events.latest_problem(run, verdict.attempt))
+        and last["rule"] == "hung"
+    ):
         event = {"rule": "recovered", "severity": "info", "line": f"continues after: {last['line']}", **facts}
         event["incident"] = f"recovered:{last['incident']}"
     else:
@@ -194,11 +216,22 @@ def _note_incident(run: Path, verdict: Verdict) -> list[events.Event]:
 
 def notify(command: str, exp_id: str, event: events.Event) -> None:
     """Run a shell command with the event on its standard input. A failure is only logged."""
-    environment = {**os.environ, "WATCHDOG_RUN": exp_id, "WATCHDOG_RULE": str(event["rule"]), "WATCHDOG_SEVERITY": str(event["severity"])}
+    environment = {
+        **os.environ,
+        "WATCHDOG_RUN": exp_id,
+        "WATCHDOG_RULE": str(event["rule"]),
+        "WATCHDOG_SEVERITY": str(event["severity"]),
+    }
     text = json.dumps({"exp_id": exp_id, **event}) + "\n"
     try:
         done = subprocess.run(
-            ["/bin/sh", "-c", command], input=text, text=True, capture_output=True, env=environment, timeout=_NOTIFY_SECONDS, check=False
+            ["/bin/sh", "-c", command],
+            input=text,
+            text=True,
+            capture_output=True,
+            env=environment,
+            timeout=_NOTIFY_SECONDS,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         log.warning("--notify: %s", error)
@@ -213,10 +246,22 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("runs", type=Path, metavar="RUNS", help="folder of save directories, or one of them")
     parser.add_argument("-e", "--group", metavar="GROUP", help="only the runs of this group")
     parser.add_argument("--once", action="store_true", help="look once; see the exit code above")
-    parser.add_argument("--every", type=float, default=60.0, metavar="SECONDS", help="repeat at this interval (default: 60)")
-    parser.add_argument("--factor", type=float, default=10.0, help="allowed age of the last step, in median steps (default: 10)")
-    parser.add_argument("--least", type=float, default=60.0, metavar="SECONDS", help="allowed age however fast the steps are (default: 60)")
-    parser.add_argument("--start", type=float, default=1800.0, metavar="SECONDS", help="allowed until the first step (default: 1800)")
+    parser.add_argument(
+        "--every", type=float, default=60.0, metavar="SECONDS", help="repeat at this interval (default: 60)"
+    )
+    parser.add_argument(
+        "--factor", type=float, default=10.0, help="allowed age of the last step, in median steps (default: 10)"
+    )
+    parser.add_argument(
+        "--least",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="allowed age however fast the steps are (default: 60)",
+    )
+    parser.add_argument(
+        "--start", type=float, default=1800.0, metavar="SECONDS", help="allowed until the first step (default: 1800)"
+    )
     parser.add_argument("--notify", metavar="COMMAND", help="shell command for each new warning or error")
     return parser.parse_args(argv)
 

@@ -1,4 +1,5 @@
-"""Recipe `dpo`: direct preference optimisation (Rafailov et al. 2023, arXiv 2305.18290) on the best and the worst reply."""
+"""Recipe `dpo`: direct preference optimisation (Rafailov et al. 2023, arXiv 2305.18290) on the best and the worst
+reply."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -35,7 +36,8 @@ class Preference(StrictConfig):
 
     reference: Literal["stored", "adapters_off"] = added_field("stored")
     """The reference log-probabilities. stored: computed once and saved in the run. adapters_off: computed in each step
-    by model `lora` without its adapters, for texts that change in each epoch (tags with dropout) or too many replies to store."""
+    by model `lora` without its adapters, for texts that change in each epoch (tags with dropout) or too many replies to
+    store."""
 
     @model_validator(mode="after")
     def _nothing_is_ignored(self) -> "Preference":
@@ -62,17 +64,20 @@ class Config(Pretraining):
                 raise ValueError(f"{path}: this recipe reads pairs: 'ranked_replies' with max_replies 2.")
             if data.writing.tags and data.writing.tags.dropout and self.preference.reference == "stored":
                 raise ValueError(
-                    f"{path}.writing.tags.dropout: another text in each epoch has no stored reference. Write 0, or with model 'lora' "
+                    f"{path}.writing.tags.dropout: another text in each epoch has no stored reference. Write 0, or "
+                    f"with model 'lora' "
                     "preference.reference: adapters_off."
                 )
         if self.preference.reference == "adapters_off" and self.model.name != "lora":
             raise ValueError(
-                "preference.reference: only model 'lora' has adapters to switch off. Put it around the model, or write stored."
+                "preference.reference: only model 'lora' has adapters to switch off. Put it around the model, or "
+                "write stored."
             )
         return self
 
     def prepare(self, model: Any, train: Any, val: Any, run: Run) -> tuple[Any, Any]:
-        """Add the log-probabilities of the initial model, the reference, unless the reference is the model without its adapters."""
+        """Add the log-probabilities of the initial model, the reference, unless the reference is the model without its
+        adapters."""
         if self.preference.reference == "adapters_off":
             return train, val
         from src.training.preferences.reference import WithReference, with_references
@@ -83,8 +88,9 @@ class Config(Pretraining):
         return WithReference(train, logps), WithReference(val, logps)
 
     def loss(self) -> Callable[..., Any]:
-        """Summed loss; and by name, over pairs: accuracy, the share in which the chosen answer has gained more on the reference than the
-        rejected one, beyond rounding; margin, beta times by how much; chosen_logratio and rejected_logratio, each one's gain."""
+        """Summed loss; and by name, over pairs: accuracy, the share in which the chosen answer has gained more on the
+        reference than the rejected one, beyond rounding; margin, beta times by how much; chosen_logratio and
+        rejected_logratio, each one's gain."""
         from src.training.preferences.losses import answer_logps, pair_loss
         from src.training.preferences.reference import adapters_off, model_logits
 
@@ -100,7 +106,8 @@ class Config(Pretraining):
             differ = places(change_both(lambda ranks: ranks[::2] != ranks[1::2], batch["ranks"]))
 
             def pairs(values: torch.Tensor) -> list[torch.Tensor]:
-                """Values of the chosen and of the rejected answers, without ties. With shuffled ranks some are swapped."""
+                """Values of the chosen and of the rejected answers, without ties. With shuffled ranks some are
+                swapped."""
                 both = values[::2], values[1::2]
                 return [torch.where(first < second, *order)[differ] for order in (both, both[::-1])]
 
@@ -118,7 +125,12 @@ class Config(Pretraining):
             if preference.sft_weight:
                 loss = loss - preference.sft_weight * pairs(sums.logps / sums.tokens)[0].sum()
             chosen, rejected = pairs(ratios.detach())
-            values_by_name = ((chosen > rejected + _ROUNDING).float(), preference.beta * (chosen - rejected), chosen, rejected)
+            values_by_name = (
+                (chosen > rejected + _ROUNDING).float(),
+                preference.beta * (chosen - rejected),
+                chosen,
+                rejected,
+            )
             count = torch.tensor(float(len(chosen)))
             return loss, {name: (each.sum(), count) for name, each in zip(self.reported, values_by_name, strict=True)}
 

@@ -1,4 +1,5 @@
-"""Recipe `fid`: Fusion-in-Decoder answers questions: an encoder reads each passage separately, the decoder reads all of them together."""
+"""Recipe `fid`: Fusion-in-Decoder answers questions: an encoder reads each passage separately, the decoder reads all of
+them together."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar

@@ -1,7 +1,9 @@
-"""Recipe `grpo`: a policy learns from the better of several answers to the same prompt (Shao et al. 2024, arXiv 2402.03300).
+"""Recipe `grpo`: a policy learns from the better of several answers to the same prompt (Shao et al. 2024, arXiv
+2402.03300).
 
-The settings cover its variants: Dr. GRPO is by_deviation False with normalisation "room"; DAPO normalisation "tokens" with clip_high above
-clip_low; GSPO ratio "sequence"; RLOO baseline "others", by_deviation False, ratio "sequence_sum", normalisation "rollouts", kl_in "reward".
+The settings cover its variants: Dr. GRPO is by_deviation False with normalisation "room"; DAPO normalisation "tokens"
+with clip_high above clip_low; GSPO ratio "sequence"; RLOO baseline "others", by_deviation False, ratio "sequence_sum",
+normalisation "rollouts", kl_in "reward".
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,9 +36,11 @@ class Settings(StrictConfig):
     kl_weight: float = Field(default=0.0, ge=0)
     """Weight of the divergence from the reference; 0: there is no reference."""
     kl_in: Literal["loss", "reward"] = added_field("loss")
-    """Where the divergence is subtracted: as k3 in the loss of each token, or as k1, summed over the answer, from its reward."""
+    """Where the divergence is subtracted: as k3 in the loss of each token, or as k1, summed over the answer, from its
+    reward."""
     corrected_kl: bool = added_field(False)
-    """Whether to weight each token's divergence in the loss by its ratio: without bias after several steps on the same rollouts."""
+    """Whether to weight each token's divergence in the loss by its ratio: without bias after several steps on the same
+    rollouts."""
     dual_clip: float | None = added_field(None, gt=1)
     """Maximum ratio where the advantage is negative, for example 3; None for no maximum."""
     reference: Literal["copy", "adapters_off"] = "copy"
@@ -58,9 +62,14 @@ class Config(PolicyTraining):
         if self.model.name == "with_values":
             raise ValueError("model: this recipe needs no values. Take the base of 'with_values'.")
         if self.grpo.kl_weight and self.grpo.reference == "adapters_off" and self.model.name != "lora":
-            raise ValueError("grpo.reference: only model 'lora' has adapters to switch off. Put it around the model, or write copy.")
+            raise ValueError(
+                "grpo.reference: only model 'lora' has adapters to switch off. Put it around the model, or write copy."
+            )
         if self.grpo.corrected_kl and not (self.grpo.kl_weight and self.grpo.kl_in == "loss"):
-            raise ValueError("grpo.corrected_kl: needs a divergence in the loss: kl_weight above 0 and kl_in 'loss'. Or leave it out.")
+            raise ValueError(
+                "grpo.corrected_kl: needs a divergence in the loss: kl_weight above 0 and kl_in 'loss'. Or leave it "
+                "out."
+            )
         if self.grpo.kl_in == "reward" and not self.grpo.kl_weight:
             raise ValueError("grpo.kl_in: 'reward' needs kl_weight above 0. Set it, or leave kl_in out.")
         return self
@@ -71,7 +80,8 @@ class Config(PolicyTraining):
 
     @property
     def needs_sampled_logps(self) -> bool:
-        """Not where an iteration is one step: the policy that learns is the one that has sampled, and all ratios are 1."""
+        """Not where an iteration is one step: the policy that learns is the one that has sampled, and all ratios are
+        1."""
         if self.grpo.kl_weight and self.grpo.kl_in == "reward":
             return True
         return self.loop is None or self.rollouts.passes * self.rollouts.rollouts > self.loop.sequences_per_step
@@ -107,12 +117,15 @@ class Config(PolicyTraining):
         return count(batch["learned"], self.grpo.normalisation, self.rollouts.max_new_tokens)
 
     def token_losses(self, model: Any, batch: "Mapping[str, torch.Tensor]") -> Any:
-        """The clipped loss, less the entropy; over learned tokens: clipped, entropy, and kl where there is a reference."""
+        """The clipped loss, less the entropy; over learned tokens: clipped, entropy, and kl where there is a
+        reference."""
         from src.rl import losses
         from src.rl.policy import score_tokens
 
         grpo, learned = self.grpo, batch["learned"]
-        scored = score_tokens(model, batch, self.rollouts.sampling.temperature, entropy_gradient=grpo.entropy_weight > 0)
+        scored = score_tokens(
+            model, batch, self.rollouts.sampling.temperature, entropy_gradient=grpo.entropy_weight > 0
+        )
         policy = losses.policy_loss(
             scored.logps,
             batch.get("logps", scored.logps.detach()),

@@ -62,22 +62,30 @@ class Config(Pretraining):
                 for number, kind in enumerate(streamed.COUNTED)
             }
             counted["cache_hits"] = batch["cached"][0], batch["cached"][1]
-            return summed, {**counted, **{f"loss/{name}": (by_source[i, 0], by_source[i, 1]) for i, name in enumerate(names)}}
+            return summed, {
+                **counted,
+                **{f"loss/{name}": (by_source[i, 0], by_source[i, 1]) for i, name in enumerate(names)},
+            }
 
         return loss_and_sums
 
     def count(self, batch: "Mapping[str, torch.Tensor]") -> float:
-        return float(batch["loss_weights"][batch["loss_mask"]].sum()) if "loss_weights" in batch else super().count(batch)
+        return (
+            float(batch["loss_weights"][batch["loss_mask"]].sum()) if "loss_weights" in batch else super().count(batch)
+        )
 
     def begin(self, train: Dataset, val: Any, run: Run) -> Mapping[str, str]:
-        """Check what is asked, and pass over what the run has found to be unreadable. Returns digests of samples of the tars."""
+        """Check what is asked, and pass over what the run has found to be unreadable. Returns digests of samples of the
+        tars."""
         if self.answers:
             self.answers.require(val)
         if not isinstance(train, streamed.StreamedDataset):
             return {}
         train.quarantine.open(run.path)
         sources = zip(train.source_names, train.documents, strict=True)
-        return {f"content of data.sources.{name}": manifest.sample_digest(documents.manifest) for name, documents in sources}
+        return {
+            f"content of data.sources.{name}": manifest.sample_digest(documents.manifest) for name, documents in sources
+        }
 
     def score_names(self) -> list[str]:
         return [*super().score_names(), SHUFFLED, *(self.answers.score_names() if self.answers else [])]
@@ -92,12 +100,14 @@ class Config(Pretraining):
         images, sizes = self.data.images, self.model.frame_sizes(places)
         if sizes and sizes != (images.frame_size, images.image_tokens):
             raise ConfigError(
-                f"data.images: the model reads frames of {sizes[0]} pixels a side as {sizes[1]} tokens each, and frame_size is "
+                f"data.images: the model reads frames of {sizes[0]} pixels a side as {sizes[1]} tokens each, and "
+                f"frame_size is "
                 f"{images.frame_size} and image_tokens {images.image_tokens}."
             )
 
     def more_scores(self, val: Any, scorer: Scorer) -> dict[str, float]:
-        """val_loss_shuffled_context: that of the same documents with other documents' images; and the scores of `answers`."""
+        """val_loss_shuffled_context: that of the same documents with other documents' images; and the scores of
+        `answers`."""
         if not val.reads_contexts:
             return scorer.answers(self.answers, val) if self.answers else {}
         shuffled = val.with_shuffled_contexts()

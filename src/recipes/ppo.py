@@ -1,4 +1,5 @@
-"""Recipe `ppo`: proximal policy optimisation (Schulman et al. 2017, arXiv 1707.06347) of a policy that answers prompts."""
+"""Recipe `ppo`: proximal policy optimisation (Schulman et al. 2017, arXiv 1707.06347) of a policy that answers
+prompts."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -66,7 +67,9 @@ class Config(PolicyTraining):
         if self.model.name != "with_values":
             raise ValueError(f"model: expected 'with_values' around the policy, got {self.model.name!r}.")
         if self.ppo.kl and self.ppo.kl.reference == "adapters_off" and self.policy_config.name != "lora":
-            raise ValueError("ppo.kl.reference: only model 'lora' has adapters to switch off. Put it around base, or write copy.")
+            raise ValueError(
+                "ppo.kl.reference: only model 'lora' has adapters to switch off. Put it around base, or write copy."
+            )
         return self
 
     @property
@@ -85,7 +88,8 @@ class Config(PolicyTraining):
         return model.base
 
     def estimate(self, rollouts: "Rollouts", cursor: "Cursor") -> "Estimates":
-        """Generalised advantages of the scaled rewards less the KL; the next weight of the KL, and the scale of the rewards."""
+        """Generalised advantages of the scaled rewards less the KL; the next weight of the KL, and the scale of the
+        rewards."""
         import torch
 
         from src.rl import advantages
@@ -95,7 +99,10 @@ class Config(PolicyTraining):
         sampled, logps, values = tokens["sampled"], tokens["logps"], tokens["values"]
         kl, weight = torch.zeros_like(logps), 0.0
         if ppo.kl:
-            kl, weight = advantages.kl_terms(logps, tokens["reference_logps"], ppo.kl.estimate), cursor.get("kl_weight", ppo.kl.weight)
+            kl, weight = (
+                advantages.kl_terms(logps, tokens["reference_logps"], ppo.kl.estimate),
+                cursor.get("kl_weight", ppo.kl.weight),
+            )
             kl = torch.where(sampled, kl, 0.0)
         scores, moments = self._scale(rollouts.scores, cursor)
         learned = sampled
@@ -115,7 +122,14 @@ class Config(PolicyTraining):
         if ppo.kl and ppo.kl.target:
             mean = float(kl.sum() / sampled.sum())
             changes["kl_weight"] = advantages.next_kl_weight(weight, mean, len(scores), ppo.kl.target, ppo.kl.horizon)
-        columns = {"learned": learned, "advantages": worth, "logps": logps, "values": values, "returns": gains.returns, "kl": kl}
+        columns = {
+            "learned": learned,
+            "advantages": worth,
+            "logps": logps,
+            "values": values,
+            "returns": gains.returns,
+            "kl": kl,
+        }
         facts = {"explained_variance": torch.full_like(scores, explained)}
         facts |= {"kl_weight": torch.full_like(scores, weight)} if ppo.kl else {}
         return Estimates(columns, facts, {**changes, **moments})
@@ -134,10 +148,13 @@ class Config(PolicyTraining):
                 moments = moments + Moments.measure(scores, torch.ones_like(scores, dtype=torch.bool))
             state["reward_moments"] = [moments.count, moments.total, moments.squares]
             scores = scores / (moments.deviation or 1.0)
-        return (scores if self.ppo.reward_clip is None else scores.clamp(-self.ppo.reward_clip, self.ppo.reward_clip)), state
+        return (
+            scores if self.ppo.reward_clip is None else scores.clamp(-self.ppo.reward_clip, self.ppo.reward_clip)
+        ), state
 
     def token_losses(self, model: Any, batch: "Mapping[str, torch.Tensor]") -> Any:
-        """Clipped losses of policy and values, less the entropy; over learned tokens: kl, clipped, entropy, value_loss."""
+        """Clipped losses of policy and values, less the entropy; over learned tokens: kl, clipped, entropy,
+        value_loss."""
         from src.rl import losses
         from src.rl.policy import score_tokens
 

@@ -22,7 +22,8 @@ class Ranking(StrictConfig):
     l2: float = Field(default=0.001, ge=0)
     """Weight of the squared rewards."""
     margin: Annotated[float, Field(ge=0)] | Literal["scores"] = 0.0
-    """How far the reward of the better reply should be ahead; "scores": by the difference of the replies' "score" in the data."""
+    """How far the reward of the better reply should be ahead; "scores": by the difference of the replies' "score" in
+    the data."""
     centring: float = Field(default=0.0, ge=0)
     """Weight of the squared sums of both rewards of a pair."""
 
@@ -37,11 +38,15 @@ class Config(Pretraining):
     ranking: Ranking = Ranking()
 
     def checks(self, places: Places) -> list[Callable[[], object]]:
-        return [*super().checks(places), *([lambda: self.data.check_scores(places)] if self.ranking.margin == "scores" else [])]
+        return [
+            *super().checks(places),
+            *([lambda: self.data.check_scores(places)] if self.ranking.margin == "scores" else []),
+        ]
 
     def loss(self) -> Callable[..., Any]:
-        """Summed loss; and by name, over the conversations that have a preference: accuracy, the share in which the best reply has more
-        than the worst; kendall and spearman, correlations with the ranks; best_reward and worst_reward."""
+        """Summed loss; and by name, over the conversations that have a preference: accuracy, the share in which the
+        best reply has more than the worst; kendall and spearman, correlations with the ranks; best_reward and
+        worst_reward."""
         from src.metrics.ranking import correlations
         from src.training.preferences.losses import agreement, ranking_loss
 
@@ -58,7 +63,10 @@ class Config(Pretraining):
             )  # fmt: skip
             if not correlated:
                 *sums, count = agreement(rewards_R, conversations_R, ranks_R)
-                return summed, {name: (each, count) for name, each in zip(("accuracy", "best_reward", "worst_reward"), sums, strict=True)}
+                return summed, {
+                    name: (each, count)
+                    for name, each in zip(("accuracy", "best_reward", "worst_reward"), sums, strict=True)
+                }
             ranked = correlations(rewards_R.tolist(), conversations_R.tolist(), ranks_R.tolist())
             count = torch.tensor(float(len(ranked)))
             sums = {name: sum(getattr(each, name) for each in ranked) for name in self.reported}

@@ -1,4 +1,5 @@
-"""Recipe `seq2seq`: an encoder-decoder is fine-tuned and evaluated on tasks written as text, such as GLUE and SuperGLUE."""
+"""Recipe `seq2seq`: an encoder-decoder is fine-tuned and evaluated on tasks written as text, such as GLUE and
+SuperGLUE."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -59,7 +60,10 @@ class Config(Finetuning):
     @property
     def tasks_to_predict(self) -> "list[TaskConfig]":
         """The tasks in `data`, and those of `predictions.also`."""
-        return [*self.tasks, *(task for part in (self.predictions.also if self.predictions else []) for task in _tasks(part))]
+        return [
+            *self.tasks,
+            *(task for part in (self.predictions.also if self.predictions else []) for task in _tasks(part)),
+        ]
 
     def checks(self, places: Places) -> list[Callable[[], object]]:
         """Checks that need no model or data in memory; each raises a UserError."""
@@ -72,7 +76,9 @@ class Config(Finetuning):
         def check_ranking() -> None:
             for task in self.tasks_to_predict:
                 if self.answers.by == "rank" and not task.find_task(places).answers:
-                    raise ConfigError(f"answers.by: the answers of task {task.task!r} are any text, so there is no list to rank.")
+                    raise ConfigError(
+                        f"answers.by: the answers of task {task.task!r} are any text, so there is no list to rank."
+                    )
 
         def check_best_metric() -> None:
             if loop is None:
@@ -83,7 +89,9 @@ class Config(Finetuning):
             lower = loop.best_metric.partition("/")[0] in (LOSS, PERPLEXITY)
             if (loop.best_mode == "min") != lower:
                 right, better = ("min", "lower") if lower else ("max", "higher")
-                raise ConfigError(f"loop.best_mode: the better {loop.best_metric} is the {better} one. Write {right!r}.")
+                raise ConfigError(
+                    f"loop.best_mode: the better {loop.best_metric} is the {better} one. Write {right!r}."
+                )
             loop.check({loop.best_metric.partition("/")[0]})
 
         return [
@@ -116,10 +124,14 @@ class Config(Finetuning):
         for split in splits:
             if split not in {has for _, has in found}:
                 names = ", ".join(repr(task.task) for task in tasks)
-                raise ConfigError(f"predictions.splits: none of {names} has the split {split!r}. data_prep.prepare_task makes it.")
+                raise ConfigError(
+                    f"predictions.splits: none of {names} has the split {split!r}. data_prep.prepare_task makes it."
+                )
         for task in tasks:
             if task not in [with_split for with_split, _ in found]:
-                raise ConfigError(f"predictions: {task.task!r} has none of the splits {', '.join(self.predictions.splits)}.")
+                raise ConfigError(
+                    f"predictions: {task.task!r} has none of the splits {', '.join(self.predictions.splits)}."
+                )
         return found
 
     def run(self, run: Run) -> None:
@@ -148,7 +160,11 @@ class Config(Finetuning):
             splits = []
             for task, split in self.splits_to_predict(run.places):
                 known = [data for data, own in zip(val, tasks, strict=True) if own is task and split == "val"]
-                splits.append(predicting.TaskSplit(known[0] if known else task.build(run.places, tokenizer, split, self.seed), split))
+                splits.append(
+                    predicting.TaskSplit(
+                        known[0] if known else task.build(run.places, tokenizer, split, self.seed), split
+                    )
+                )
             train = self.data.build(run.places, tokenizer, "train", self.seed) if self.loop else val[0]
             inputs = fingerprints(run, train, tokenizer, self.model.fingerprint(run.places))
 
@@ -169,13 +185,19 @@ class Config(Finetuning):
             of_files = predicting.make(run, splits, predictor, inputs, best)
             scores: dict[str, float] = {}
             for split in dict.fromkeys(some.split for some in splits):
-                own = {some.dataset.task.name: of_files[some.name] for some in splits if some.split == split and some.name in of_files}
+                own = {
+                    some.dataset.task.name: of_files[some.name]
+                    for some in splits
+                    if some.split == split and some.name in of_files
+                }
                 named = _name_scores(own, several=len(self.tasks_to_predict) > 1) if own else {}
                 scores |= {f"predictions/{split}/{name}": value for name, value in named.items()}
             return scores
 
         about = CheckpointMetadata(resolved_dict(self.model), tokenizer)
-        spec = TrainSpec(model, about, train, inputs, self.training_loss(self.loss()), evaluate, finish, finish_with_best=best)
+        spec = TrainSpec(
+            model, about, train, inputs, self.training_loss(self.loss()), evaluate, finish, finish_with_best=best
+        )
         self.fit_or_evaluate(spec, run)
 
 
@@ -202,7 +224,8 @@ def score_names(tasks: "Sequence[NamedTask]") -> list[str]:
 
 
 def _name_scores(found: dict[str, dict[str, float]], several: bool = False) -> dict[str, float]:
-    """Scores by task as one dict: those of one task as they are, of several under "accuracy/<task>", with means of what all have."""
+    """Scores by task as one dict: those of one task as they are, of several under "accuracy/<task>", with means of what
+    all have."""
     if len(found) == 1 and not several:
         return dict(next(iter(found.values())))
     scores = {f"{name}/{task}": value for task, own in found.items() for name, value in own.items()}

@@ -20,14 +20,19 @@ class Config(Pretraining):
     measures_accuracy: ClassVar[bool] = True
 
     answers: Answers | None = None
-    """The last answers of conversations of the validation set, generated and scored at each evaluation; None for none."""
+    """The last answers of conversations of the validation set, generated and scored at each evaluation; None for
+    none."""
     sampled: SampledAnswers | None = added_field(None)
     """The same by drawing from the model, several answers to each."""
     poly_epsilon: float = Field(default=0.0, ge=0)
     """Weight of 1 - p of each target, p being its probability, in training; see `training.loss.cross_entropy`."""
 
     def score_names(self) -> list[str]:
-        return [*super().score_names(), "val_accuracy", *(name for asked in self._asked for name in asked.score_names())]
+        return [
+            *super().score_names(),
+            "val_accuracy",
+            *(name for asked in self._asked for name in asked.score_names()),
+        ]
 
     @property
     def _asked(self) -> list[Answers | SampledAnswers]:

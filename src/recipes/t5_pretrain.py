@@ -1,7 +1,7 @@
 """Recipe `t5_pretrain`: an encoder-decoder is pre-trained by denoising text, from scratch or from given weights.
 
-Beside the scores of every pre-training: val_accuracy, the share of target tokens that the model finds the likeliest, given those before;
-with `depth` data val_sentence_loss and val_sentence_accuracy, of the sentence tokens alone.
+Beside the scores of every pre-training: val_accuracy, the share of target tokens that the model finds the likeliest,
+given those before; with `depth` data val_sentence_loss and val_sentence_accuracy, of the sentence tokens alone.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,11 @@ class Config(Pretraining):
         return loss
 
     def score_names(self) -> list[str]:
-        return [*super().score_names(), "val_accuracy", *(SENTENCE_SCORES if self.data.validation.name == "depth" else ())]
+        return [
+            *super().score_names(),
+            "val_accuracy",
+            *(SENTENCE_SCORES if self.data.validation.name == "depth" else ()),
+        ]
 
     def checks(self, places: Places) -> list[Callable[[], object]]:
         return [*super().checks(places), lambda: self.model.check_kind(ENCODER_DECODER, places)]

@@ -19,11 +19,13 @@ class Rollout:
     """An answer of a policy to a prompt, as rewards read it."""
 
     messages: Sequence[Mapping[str, Any]]
-    """The prompt as in rows: {"role", "content"}, "tool_calls" and "reasoning_content" of each message. The policy answers the last."""
+    """The prompt as in rows: {"role", "content"}, "tool_calls" and "reasoning_content" of each message. The policy
+    answers the last."""
     text: str
     """The answer, without control tokens."""
     row: Mapping[str, Any]
-    """The row of the prepared data that the prompt is from: what more it has, such as "answer" or "tests", is for rewards."""
+    """The row of the prepared data that the prompt is from: what more it has, such as "answer" or "tests", is for
+    rewards."""
     ids: Sequence[int]
     """Token ids of prompt and answer, as the policy reads them."""
     sampled: int
@@ -50,9 +52,11 @@ class RewardSetting:
     load_tokenizer: Callable[[str, Sequence[str]], Any]
     """(folder, control tokens to add) -> a tokenizer."""
     write_with: Callable[[Any, str], Callable[[Rollout], list[int]]]
-    """(tokenizer, template) -> how a rollout is written as text, for a model with another vocabulary than the policy's."""
+    """(tokenizer, template) -> how a rollout is written as text, for a model with another vocabulary than the
+    policy's."""
     wait: Callable[[str, float], None]
-    """Called at least every second during a wait, with its name and the time.monotonic() of its start. Raises if the run must stop."""
+    """Called at least every second during a wait, with its name and the time.monotonic() of its start. Raises if the
+    run must stop."""
 
 
 class RewardConfig(Component):
@@ -93,9 +97,13 @@ def row_entry(row: Mapping[str, Any], key: str, where: str = "a row") -> Any:
     """
     if row.get(key) in (None, "", []):
         if key in row:
-            raise DataError(f"{where}: a reward reads {key!r}, which is {row[key]!r}. Remove the row, or fill the column.")
+            raise DataError(
+                f"{where}: a reward reads {key!r}, which is {row[key]!r}. Remove the row, or fill the column."
+            )
         keys = ", ".join(map(repr, row)) or "nothing"
-        raise DataError(f"{where}: a reward reads {key!r}; the row has {keys}. Add it: prepare_conversations --keep {key}.")
+        raise DataError(
+            f"{where}: a reward reads {key!r}; the row has {keys}. Add it: prepare_conversations --keep {key}."
+        )
     return row[key]
 
 

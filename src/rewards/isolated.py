@@ -3,8 +3,8 @@
     serve LIMITS            runs a program that a model wrote, and answers requests about it
     judge LIMITS IN OUT     runs tests, which ask the program in another sandbox through the descriptors IN and OUT
 
-The two share no memory, file or process. A program can do anything with its own interpreter, so the reader of its pipe must expect any
-bytes.
+The two share no memory, file or process. A program can do anything with its own interpreter, so the reader of its pipe
+must expect any bytes.
 """
 
 from __future__ import annotations  # types are not loaded: start-up time counts
@@ -66,7 +66,9 @@ class _Program:
 
     def serve(self, verb: str, *arguments: Any) -> Any:
         """Answer a request of the judge."""
-        return {**VERBS, "run": self.run, "evaluate": self.evaluate, "find": self.find, "describe": describe}[verb](*arguments)
+        return {**VERBS, "run": self.run, "evaluate": self.evaluate, "find": self.find, "describe": describe}[verb](
+            *arguments
+        )
 
 
 def serve() -> None:
@@ -98,7 +100,8 @@ class _Names(dict[str, object]):
 
 
 def judge(inbound: int, outbound: int) -> None:
-    """Run the tests of descriptor 0. Write its nonce and the number of each test that passes, and "end" after the last test."""
+    """Run the tests of descriptor 0. Write its nonce and the number of each test that passes, and "end" after the last
+    test."""
     order = json.loads(b"".join(iter(lambda: os.read(0, 1 << 16), b"")))
     verdicts = os.dup(1)
     _close_standard_streams()

@@ -1,7 +1,8 @@
-"""The connection between the two sandboxes of src/rewards/isolated.py. Runs inside them: it imports only the standard library.
+"""The connection between the two sandboxes of src/rewards/isolated.py. Runs inside them: it imports only the standard
+library.
 
-Each end can ask the other one about its objects, also while it answers a question itself: a program does so when it calls a function that
-a test passed to it.
+Each end can ask the other one about its objects, also while it answers a question itself: a program does so when it
+calls a function that a test passed to it.
 """
 
 from __future__ import annotations  # types are not loaded: start-up time counts
@@ -12,7 +13,16 @@ import json
 import os
 import sys
 
-from src.rewards.isolated_remote import STATES, VERBS, Remote, is_container, load_module, make_class, make_instance, update
+from src.rewards.isolated_remote import (
+    STATES,
+    VERBS,
+    Remote,
+    is_container,
+    load_module,
+    make_class,
+    make_instance,
+    update,
+)
 from src.rewards.isolated_values import plain_base, read_standard, read_value, write_standard, write_value
 
 TYPE_CHECKING = False
@@ -59,7 +69,8 @@ class Peer:
         self._numbers: dict[int, int] = {}
         self._proxies: dict[int, Any] = {}
         self._shared: dict[int, tuple[Any, Any]] = {}
-        """Lists, dicts and sets of the program that both ends change, by number: each with its JSON at the last exchange."""
+        """Lists, dicts and sets of the program that both ends change, by number: each with its JSON at the last
+        exchange."""
         self.printed = io.StringIO()
         self.trusted: set[int] = set()
         """`id` of objects that a test constructed, and of their classes."""
@@ -164,8 +175,12 @@ class Peer:
         if verb == "attribute" and arguments[0] in ("__name__", "__qualname__", "__doc__", "__module__"):
             return str(getattr(target, arguments[0]))
         operands = arguments[1:] if verb == "operate" else ()
-        is_open = any(type(each).__module__ == "tests" or type(each).__name__ == "KeyWrapper" for each in (target, *operands))
-        if verb in ("attribute", "assign", "delete") and (not is_open or type(arguments[0]) is not str or _is_private(arguments[0])):
+        is_open = any(
+            type(each).__module__ == "tests" or type(each).__name__ == "KeyWrapper" for each in (target, *operands)
+        )
+        if verb in ("attribute", "assign", "delete") and (
+            not is_open or type(arguments[0]) is not str or _is_private(arguments[0])
+        ):
             raise AttributeError(str(arguments[0]))
         if verb not in ("call", "iterate", "next") and not is_open:
             raise TypeError(f"{type(target).__name__}: a program can only call it")
@@ -189,7 +204,9 @@ class Peer:
             if (place := _global_place(value)) is not None:
                 return {"global": place}
             if not callable(value) and type(value).__module__ != "tests" and not hasattr(value, "__next__"):
-                raise TypeError(f"a program gets plain data, functions and objects of the tests, no {type(value).__name__}")
+                raise TypeError(
+                    f"a program gets plain data, functions and objects of the tests, no {type(value).__name__}"
+                )
         return {"mine": self._number(value)}
 
     def _find(self, kind: str, inner: Any) -> Any:
@@ -236,10 +253,17 @@ def _is_private(name: str) -> bool:
 
 
 def describe(value: Any) -> tuple[bool, str, Any, Any]:
-    """(whether it is a class, its name, its bases or its class, the plain value or the arguments of an exception), for `Peer`."""
+    """(whether it is a class, its name, its bases or its class, the plain value or the arguments of an exception), for
+    `Peer`."""
     if isinstance(value, type):
         return True, value.__name__, list(value.__bases__), None
-    plain = list(value.args) if isinstance(value, BaseException) else None if isinstance(value, list | dict | set) else plain_base(value)
+    plain = (
+        list(value.args)
+        if isinstance(value, BaseException)
+        else None
+        if isinstance(value, list | dict | set)
+        else plain_base(value)
+    )
     return False, "", type(value), plain
 
 
@@ -247,7 +271,11 @@ def _global_place(value: Any) -> list[str] | None:
     """[module, qualified name] of a function or class of the standard library."""
     owner = getattr(value, "__objclass__", value)
     module, names = getattr(owner, "__module__", None), getattr(value, "__qualname__", None)
-    if not isinstance(module, str) or not isinstance(names, str) or module.partition(".")[0] not in sys.stdlib_module_names:
+    if (
+        not isinstance(module, str)
+        or not isinstance(names, str)
+        or module.partition(".")[0] not in sys.stdlib_module_names
+    ):
         return None
     value_there: Any = sys.modules.get(module)
     for name in names.split("."):

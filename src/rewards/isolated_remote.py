@@ -1,9 +1,10 @@
-"""Objects that live in the other sandbox of src/rewards/isolated.py. Runs inside the sandboxes: it imports only the standard library.
+"""Objects that live in the other sandbox of src/rewards/isolated.py. Runs inside the sandboxes: it imports only the
+standard library.
 
-A `Remote` is such an object. It passes on every operation. A program must neither learn the value that it is compared with nor decide a
-comparison with plain data:
-- A `Remote` equals no plain data and has no order with it, unless its class is a subclass of a plain type: then its plain value is
-  compared here.
+A `Remote` is such an object. It passes on every operation. A program must neither learn the value that it is compared
+with nor decide a comparison with plain data:
+- A `Remote` equals no plain data and has no order with it, unless its class is a subclass of a plain type: then its
+  plain value is compared here.
 - Arithmetic and `in` with plain data are passed on only for objects that a test constructed, as in `Vector(1, 2) * 3`.
 - Comparisons of two objects of the program are passed on.
 """
@@ -25,12 +26,45 @@ if TYPE_CHECKING:
 
     from src.rewards.isolated_peer import Peer
 
-BINARY = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "lshift", "rshift", "and", "or", "xor", "divmod")
+BINARY = (
+    "add",
+    "sub",
+    "mul",
+    "matmul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "pow",
+    "lshift",
+    "rshift",
+    "and",
+    "or",
+    "xor",
+    "divmod",
+)
 ORDER = ("lt", "le", "gt", "ge")
 UNARY = ("neg", "pos", "abs", "invert", "index")
 _MUTABLE = (list, dict, set, bytearray)
-_CONVERSIONS = {"int": int, "float": float, "complex": complex, "str": str, "repr": repr, "hash": hash, "len": len, "bool": bool}
-_ERROR_ATTRIBUTES = ("args", "with_traceback", "__traceback__", "__context__", "__cause__", "__suppress_context__", "__notes__", "add_note")
+_CONVERSIONS = {
+    "int": int,
+    "float": float,
+    "complex": complex,
+    "str": str,
+    "repr": repr,
+    "hash": hash,
+    "len": len,
+    "bool": bool,
+}
+_ERROR_ATTRIBUTES = (
+    "args",
+    "with_traceback",
+    "__traceback__",
+    "__context__",
+    "__cause__",
+    "__suppress_context__",
+    "__notes__",
+    "add_note",
+)
 
 STATES: dict[int, tuple[Peer, int]] = {}
 """Peer and number of each remote object and class, by its `id`. `Peer._proxies` holds a reference to each."""
@@ -44,13 +78,21 @@ def load_module(name: str) -> Any:
 
 def is_container(value: Any) -> bool:
     """Whether both ends change a value: it is sent by value, and can change."""
-    return type(value) in (*_MUTABLE, collections.deque, collections.defaultdict, collections.OrderedDict, collections.Counter)
+    return type(value) in (
+        *_MUTABLE,
+        collections.deque,
+        collections.defaultdict,
+        collections.OrderedDict,
+        collections.Counter,
+    )
 
 
 def make_class(name: Any, bases: Any) -> Any:
     """A class of the program, with the bases that it has there."""
     remote = [base for base in bases if isinstance(base, RemoteType)] or [Remote]
-    plain = [base for base in bases if not isinstance(base, RemoteType) and issubclass(base, (*PLAIN_BASES, BaseException))]
+    plain = [
+        base for base in bases if not isinstance(base, RemoteType) and issubclass(base, (*PLAIN_BASES, BaseException))
+    ]
     members = {"__slots__": ()}
     with contextlib.suppress(TypeError):
         return type.__new__(RemoteType, str(name), (*remote, *plain), members)

@@ -1,6 +1,8 @@
-"""Values as JSON, between the two sandboxes of src/rewards/isolated.py. Runs inside them, so it imports only the standard library.
+"""Values as JSON, between the two sandboxes of src/rewards/isolated.py. Runs inside them, so it imports only the
+standard library.
 
-The reader of a message trusts none of it: it gets exact plain types, values of the standard library in `STANDARD`, and nothing else.
+The reader of a message trusts none of it: it gets exact plain types, values of the standard library in `STANDARD`, and
+nothing else.
 """
 
 from __future__ import annotations  # types are not loaded: start-up time counts

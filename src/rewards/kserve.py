@@ -23,7 +23,9 @@ FINGERPRINT = "fingerprint"
 """The parameter of a model's config that says which weights it has."""
 CONNECT_SECONDS = 5.0
 _TRANSIENT = {408, 425, 429}
-_ADDRESS = re.compile(r"(?:(grpc|http)://)?(\[[0-9a-fA-F:.]+\]|[^\s/:,\[\]]+):(\d{1,5})/([A-Za-z0-9][\w.-]*)/?(?:\?token=([^\s,&]+))?")
+_ADDRESS = re.compile(
+    r"(?:(grpc|http)://)?(\[[0-9a-fA-F:.]+\]|[^\s/:,\[\]]+):(\d{1,5})/([A-Za-z0-9][\w.-]*)/?(?:\?token=([^\s,&]+))?"
+)
 
 
 class Away(Exception):
@@ -59,9 +61,12 @@ class Tensor:
 
 
 class Connection(Protocol):
-    """A connection to one server. A call raises Away or NotLoaded for a temporary problem and a UserError for a permanent one."""
+    """A connection to one server. A call raises Away or NotLoaded for a temporary problem and a UserError for a
+    permanent one."""
 
-    def infer(self, rows: Sequence[Sequence[int]], masks: Sequence[Sequence[int]], output: str, seconds: float) -> Tensor:
+    def infer(
+        self, rows: Sequence[Sequence[int]], masks: Sequence[Sequence[int]], output: str, seconds: float
+    ) -> Tensor:
         """The named output for (B, T) ids and their attention masks. seconds: timeout."""
         ...
 
@@ -88,7 +93,10 @@ def parse_addresses(text: str) -> list[Address]:
     for part in text.split(","):
         match = _ADDRESS.fullmatch(part.strip())
         if match is None or not 0 < int(match[3]) < 65536 or (match[5] and match[1] != "http"):
-            expected = "HOST:PORT/MODEL (gRPC), http://HOST:PORT/MODEL or http://HOST:PORT/MODEL?token=TOKEN, separated by commas"
+            expected = (
+                "HOST:PORT/MODEL (gRPC), http://HOST:PORT/MODEL or http://HOST:PORT/MODEL?token=TOKEN, "
+                "separated by commas"
+            )
             raise ConfigError(f"{part.partition('?')[0].strip()!r}: expected {expected}.")
         addresses.append(Address(match[1] or "grpc", match[2], int(match[3]), match[4], match[5] or ""))
     if len({str(address) for address in addresses}) < len(addresses):
@@ -113,18 +121,33 @@ class HttpConnection:
 
         self._address, self._errors = address, urllib3.exceptions
         timeout = urllib3.Timeout(connect=CONNECT_SECONDS, read=CONNECT_SECONDS)
-        self._pool = urllib3.HTTPConnectionPool(address.host.strip("[]"), address.port, timeout=timeout, retries=False, maxsize=4)
-        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {address.token}"} if address.token else {})
+        self._pool = urllib3.HTTPConnectionPool(
+            address.host.strip("[]"), address.port, timeout=timeout, retries=False, maxsize=4
+        )
+        self._headers = {"Content-Type": "application/json"} | (
+            {"Authorization": f"Bearer {address.token}"} if address.token else {}
+        )
 
-    def infer(self, rows: Sequence[Sequence[int]], masks: Sequence[Sequence[int]], output: str, seconds: float) -> Tensor:
+    def infer(
+        self, rows: Sequence[Sequence[int]], masks: Sequence[Sequence[int]], output: str, seconds: float
+    ) -> Tensor:
         shape = [len(rows), len(rows[0])]
         inputs = [
             {"name": name, "shape": shape, "datatype": "INT32", "data": [value for row in values for value in row]}
             for name, values in zip(INPUTS, (rows, masks), strict=True)
         ]
-        content = self._ask("POST", f"/v2/models/{self._address.model}/infer", {"inputs": inputs, "outputs": [{"name": output}]}, seconds)
+        content = self._ask(
+            "POST",
+            f"/v2/models/{self._address.model}/infer",
+            {"inputs": inputs, "outputs": [{"name": output}]},
+            seconds,
+        )
         tensors = content.get("outputs") if isinstance(content, dict) else None
-        tensor = next((t for t in tensors if isinstance(t, dict) and t.get("name") == output), None) if isinstance(tensors, list) else None
+        tensor = (
+            next((t for t in tensors if isinstance(t, dict) and t.get("name") == output), None)
+            if isinstance(tensors, list)
+            else None
+        )
         if tensor is None:
             refuse_nonsense(self._address, f"no output {output!r}", content)
         sizes, values = tensor.get("shape"), tensor.get("data")
@@ -165,7 +188,9 @@ class HttpConnection:
             data = answer.data
         except self._errors.ProtocolError as error:
             if "BadStatusLine" in repr(error):
-                raise ConfigError(f"{self._address}: does not speak HTTP. Is it its gRPC port? Then leave http:// out.") from None
+                raise ConfigError(
+                    f"{self._address}: does not speak HTTP. Is it its gRPC port? Then leave http:// out."
+                ) from None
             raise Away(_reason(error)) from None
         except self._errors.HTTPError as error:
             raise Away(_reason(error)) from None
@@ -180,7 +205,12 @@ class HttpConnection:
         message = content.get("error") if isinstance(content, dict) else None
         if not isinstance(message, str):
             refuse_nonsense(self._address, f"the status {answer.status}", content)
-        if answer.status == 404 or "unknown model" in message or "not ready" in message or "no available versions" in message:
+        if (
+            answer.status == 404
+            or "unknown model" in message
+            or "not ready" in message
+            or "no available versions" in message
+        ):
             raise NotLoaded(message)
         if answer.status in (401, 403):
             raise ConfigError(f"{self._address}: refuses access: {_beginning(message)}")
@@ -195,7 +225,8 @@ class GrpcConnection:
             self._grpc: Any = import_module("grpc")
         except ModuleNotFoundError:
             raise ConfigError(
-                f"{address}: the package that speaks gRPC is not installed: pip install -r {GRPC_PACKAGE}; or name its HTTP port by http://."
+                f"{address}: the package that speaks gRPC is not installed: pip install -r {GRPC_PACKAGE}; or name "
+                f"its HTTP port by http://."
             ) from None
         self._address = address
         options = [
@@ -207,11 +238,15 @@ class GrpcConnection:
         ]
         self._channel: Any = self._grpc.insecure_channel(f"{address.host}:{address.port}", options)
 
-    def infer(self, rows: Sequence[Sequence[int]], masks: Sequence[Sequence[int]], output: str, seconds: float) -> Tensor:
+    def infer(
+        self, rows: Sequence[Sequence[int]], masks: Sequence[Sequence[int]], output: str, seconds: float
+    ) -> Tensor:
         request = _messages()["ModelInferRequest"](model_name=self._address.model)
         for name, values in zip(INPUTS, (rows, masks), strict=True):
             request.inputs.add(name=name, datatype="INT32", shape=[len(values), len(values[0])])
-            request.raw_input_contents.append(_little_endian(array("i", (value for row in values for value in row))).tobytes())
+            request.raw_input_contents.append(
+                _little_endian(array("i", (value for row in values for value in row))).tobytes()
+            )
         request.outputs.add(name=output)
         answer = self._call("ModelInfer", request, "ModelInferResponse", seconds)
         place = next((i for i, tensor in enumerate(answer.outputs) if tensor.name == output), None)
@@ -250,7 +285,9 @@ class GrpcConnection:
             if code == codes.UNIMPLEMENTED:
                 refuse_nonsense(self._address, f"nothing to {method}", message)
             if "http1" in message or "parsing HTTP/2" in message:
-                raise ConfigError(f"{self._address}: does not speak gRPC. Is it its HTTP port? Then write http:// before it.") from None
+                raise ConfigError(
+                    f"{self._address}: does not speak gRPC. Is it its HTTP port? Then write http:// before it."
+                ) from None
             unknown = "unknown model" in message or "no available versions" in message
             if code == codes.NOT_FOUND or (code == codes.UNAVAILABLE and unknown):
                 raise NotLoaded(message) from None
@@ -262,12 +299,17 @@ class GrpcConnection:
 def refuse_nonsense(address: Address, problem: str, content: Any) -> NoReturn:
     """Raise the RunError for an answer that is not of the protocol."""
     text = content if isinstance(content, str) else json.dumps(content, default=str)
-    raise RunError(f"{address}: answers with {problem} instead of scores (KServe v2): {_beginning(text)!r}. Is it the right address?")
+    raise RunError(
+        f"{address}: answers with {problem} instead of scores (KServe v2): {_beginning(text)!r}. Is it the right "
+        f"address?"
+    )
 
 
 def _are_numbers(values: Any) -> TypeGuard[list[float]]:
     """Whether it is a list of numbers; integers must fit into 64 bits."""
-    kinds = isinstance(values, list) and all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+    kinds = isinstance(values, list) and all(
+        isinstance(value, int | float) and not isinstance(value, bool) for value in values
+    )
     return kinds and all(isinstance(value, float) or abs(value) < 2**63 for value in values)
 
 
@@ -297,7 +339,8 @@ def _little_endian(values: "array[Any]") -> "array[Any]":
 
 @cache
 def _messages() -> dict[str, Any]:
-    """Classes of the messages, with those of their fields that are used, as numbered in KServe's and Triton's grpc_service.proto."""
+    """Classes of the messages, with those of their fields that are used, as numbered in KServe's and Triton's
+    grpc_service.proto."""
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
     tensor = "name:1:s datatype:2:s shape:3:*i"

@@ -1,9 +1,11 @@
-"""Whether an answer equals the row's "answer" as mathematics: 1/2 is 0.5 and \\frac{1}{2}, x + 1 is 1 + x (library math-verify).
+"""Whether an answer equals the row's "answer" as mathematics: 1/2 is 0.5 and \\frac{1}{2}, x + 1 is 1 + x (library
+math-verify).
 
 Words and letters, such as "yes" or the choice "A", are compared as text. An answer can end as GSM8K's do, in `#### 42`.
 
-The library calls sympy, which can compute forever on the text of a model. So it runs in another process, which forks for each answer.
-Answers that are not judged at once are judged a second time, all at the same time, and are wrong at the end of one time limit.
+The library calls sympy, which can compute forever on the text of a model. So it runs in another process, which forks
+for each answer. Answers that are not judged at once are judged a second time, all at the same time, and are wrong at
+the end of one time limit.
 """
 
 import json
@@ -55,7 +57,9 @@ class Config(RewardConfig):
 
     def check(self, places: Places) -> None:
         if find_spec("math_verify") is None:
-            raise ConfigError("reward 'math': the package math-verify is not installed: pip install -r requirements/math.txt")
+            raise ConfigError(
+                "reward 'math': the package math-verify is not installed: pip install -r requirements/math.txt"
+            )
 
     def scorer(self, setting: RewardSetting) -> Scorer:
         self.check(setting.places)
@@ -94,7 +98,9 @@ class Judge:
         if not pairs:
             return []
         request = [[final_answer(answer), final_answer(expected)] for answer, expected in pairs]
-        verdicts = self._ask(request) or self._ask(request)  # the system can have ended the process since the last batch
+        verdicts = self._ask(request) or self._ask(
+            request
+        )  # the system can have ended the process since the last batch
         if verdicts is None:
             raise ConfigError("reward 'math': the judging process ends. Is there enough memory?")
         for (_, expected), verdict in zip(pairs, verdicts, strict=True):
@@ -119,13 +125,20 @@ class Judge:
         return json.loads(line)
 
     def _start(self) -> "subprocess.Popen[bytes]":
-        command, root = [sys.executable, "-m", "src.rewards.math", str(self.cpu_seconds)], Path(__file__).resolve().parents[2]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=root)
+        command, root = (
+            [sys.executable, "-m", "src.rewards.math", str(self.cpu_seconds)],
+            Path(__file__).resolve().parents[2],
+        )
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=root
+        )
         self._process, self._end = process, weakref.finalize(self, _stop, process)
         assert process.stdout is not None
         if process.stdout.readline() != _READY:
             self._stop()
-            raise ConfigError(f"reward 'math': {' '.join(command)} does not start in {root}. Run it by hand to see why.")
+            raise ConfigError(
+                f"reward 'math': {' '.join(command)} does not start in {root}. Run it by hand to see why."
+            )
         return process
 
     def _stop(self) -> None:
@@ -148,7 +161,9 @@ def compare(answer: str, expected: str) -> str:
     conclusion = (_BOXED.findall(answer) or _CONCLUSION.findall(answer) or [""])[-1]
     if conclusion and _as_text(conclusion) == text:
         return _RIGHT
-    if _WORDS.fullmatch(text) and len(text) > 1:  # as mathematics it would be a product of letters, equal to any anagram
+    if (
+        _WORDS.fullmatch(text) and len(text) > 1
+    ):  # as mathematics it would be a product of letters, equal to any anagram
         return _WRONG
     reference: Any = parse(f"${expected}$", parsing_timeout=0) or parse(expected, parsing_timeout=0)
     if not reference:
@@ -161,7 +176,8 @@ def compare(answer: str, expected: str) -> str:
 
 
 def _as_text(answer: str) -> str:
-    r"""The answer without \boxed, \text, dollar signs, asterisks, parentheses around a letter, and a full stop; words in lower case."""
+    r"""The answer without \boxed, \text, dollar signs, asterisks, parentheses around a letter, and a full stop; words
+    in lower case."""
     text = " ".join(answer.split())
     while True:
         shorter = _WRAPPED.sub(_first_group, text).strip()
@@ -176,7 +192,8 @@ def _first_group(match: re.Match[str]) -> str:
 
 
 def _judge_all(pairs: Sequence[Sequence[str]], seconds: float) -> list[str]:
-    """The verdict on each pair: at first with little processor time, and on the slow ones at the same time until one limit."""
+    """The verdict on each pair: at first with little processor time, and on the slow ones at the same time until one
+    limit."""
     verdicts = [_WRONG] * len(pairs)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     slow = _judge(pairs, range(len(pairs)), verdicts, min(_QUICK_SECONDS, seconds), cores, None)
@@ -186,7 +203,12 @@ def _judge_all(pairs: Sequence[Sequence[str]], seconds: float) -> list[str]:
 
 
 def _judge(
-    pairs: Sequence[Sequence[str]], places: Sequence[int], verdicts: list[str], cpu_seconds: float, at_once: int, deadline: float | None
+    pairs: Sequence[Sequence[str]],
+    places: Sequence[int],
+    verdicts: list[str],
+    cpu_seconds: float,
+    at_once: int,
+    deadline: float | None,
 ) -> list[int]:
     """Fill in `verdicts` of these places, by a child process each; returns the places without one."""
     waiting, running, failed = list(reversed(places)), dict[int, tuple[int, int]](), list[int]()
@@ -215,7 +237,8 @@ def _judge(
 
 
 def _fork(pair: Sequence[str], cpu_seconds: float) -> tuple[int, int]:
-    """A child process that writes its verdict to a pipe: its descriptor and its id. The timer has no handler, so it ends the child."""
+    """A child process that writes its verdict to a pipe: its descriptor and its id. The timer has no handler, so it
+    ends the child."""
     outlet, inlet = os.pipe()
     child = os.fork()
     if child:

@@ -1,17 +1,20 @@
 """Whether a program that a model wrote computes the right value or passes its tests.
 
-Defended. A program runs in a sandbox (src/rewards/sandbox.py) that contains no answers. With `by: value` the program is evaluated there
-and its value is compared here. With `by: tests` the tests run in a second sandbox, which the program can neither see, read nor kill.
-Names that the tests take from the program are objects there that pass operations through a pipe. Plain data, values of the standard
-library, functions and objects cross the pipe in both directions; a result of the program equals plain data only as plain data of an
-exact type (src/rewards/isolated_remote.py has the rules). A test passes if the second sandbox writes the nonce of this run after it. So a
-program gains nothing by ending (exit 0), a guessed nonce, changed builtins, `assert` or `__eq__`, `atexit`, threads, or a search through
-frames, files and descriptors: it only gets the arguments of its calls. Names of builtins and, before a dot, of modules of the standard
-library never come from the program.
+Defended. A program runs in a sandbox (src/rewards/sandbox.py) that contains no answers. With `by: value` the program is
+evaluated there and its value is compared here. With `by: tests` the tests run in a second sandbox, which the program
+can neither see, read nor kill. Names that the tests take from the program are objects there that pass operations
+through a pipe. Plain data, values of the standard library, functions and objects cross the pipe in both directions; a
+result of the program equals plain data only as plain data of an exact type (src/rewards/isolated_remote.py has the
+rules). A test passes if the second sandbox writes the nonce of this run after it. So a program gains nothing by ending
+(exit 0), a guessed nonce, changed builtins, `assert` or `__eq__`, `atexit`, threads, or a search through
+frames, files and descriptors: it only gets the arguments of its calls. Names of builtins and, before a dot, of modules
+of the standard library never come from the program.
 
-Not defended. Values that can be guessed: half of all guesses pass a test for True or False, so write several tests. Some tests let the
-program decide: comparisons of two of its results (`assert f(1) == f(1)`), a function of the program that judges, and arithmetic or `in`
-with an object that the test constructs (`abs(Money(5) - 3) < 1`). Tests that read the text of the program always fail.
+Not defended. Values that can be guessed: half of all guesses pass a test for True or False, so write several tests.
+Some tests let the
+program decide: comparisons of two of its results (`assert f(1) == f(1)`), a function of the program that judges, and
+arithmetic or `in` with an object that the test constructs (`abs(Money(5) - 3) < 1`). Tests that read the text of the
+program always fail.
 """
 
 import ast
@@ -32,14 +35,17 @@ from src.rewards import isolated, isolated_values, sandbox
 from src.rewards.interface import RewardConfig, RewardSetting, Rollout, Scorer, final_answer, row_entry
 
 _FENCE = re.compile(r"^```(?:python|py)[^\S\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE | re.IGNORECASE)
-_NUMBER = re.compile(r"[-+]?(\d{1,400}(\.\d{0,400})?|\.\d{1,400})(e[-+]?\d{1,3})?|[-+]?\d{1,400}/0*[1-9]\d{0,400}", re.IGNORECASE)
+_NUMBER = re.compile(
+    r"[-+]?(\d{1,400}(\.\d{0,400})?|\.\d{1,400})(e[-+]?\d{1,3})?|[-+]?\d{1,400}/0*[1-9]\d{0,400}", re.IGNORECASE
+)
 
 
 class Config(RewardConfig):
     """How a program is judged. A truncated answer is wrong."""
 
     by: Literal["value", "tests"]
-    """value: its last expression, or else its last printed line, is the row's "answer". tests: it passes the row's "tests"."""
+    """value: its last expression, or else its last printed line, is the row's "answer". tests: it passes the row's
+    "tests"."""
     right: float = 1.0
     wrong: float = 0.0
     share: bool = False
@@ -66,7 +72,10 @@ class Config(RewardConfig):
     def scores(self, rollouts: Sequence[Rollout]) -> list[float]:
         """One for each."""
         rows = [row_entry(rollout.row, self.row_key) for rollout in rollouts]
-        orders = [_Value(row) if self.by == "value" else _Tests(rollout.row, row) for rollout, row in zip(rollouts, rows, strict=True)]
+        orders = [
+            _Value(row) if self.by == "value" else _Tests(rollout.row, row)
+            for rollout, row in zip(rollouts, rows, strict=True)
+        ]
         run = [place for place, rollout in enumerate(rollouts) if rollout.ended]
         programs = [orders[place].make_program(code_of(rollouts[place].text)) for place in run]
         shares = [0.0] * len(rollouts)
@@ -110,7 +119,8 @@ def _find_nothing(kind: str, _: Any) -> NoReturn:
 
 
 def agrees(value: Any, expected: Any) -> bool:
-    """Whether two values are equal: numbers also as texts, and with a fraction to nine digits; else of one type, or as one text."""
+    """Whether two values are equal: numbers also as texts, and with a fraction to nine digits; else of one type, or as
+    one text."""
     one, other = _number(value), _number(expected)
     if one is not None and other is not None:
         whole = one.denominator == other.denominator == 1
@@ -131,7 +141,11 @@ def _number(value: Any) -> Fraction | None:
     if isinstance(value, str):
         text = value.strip().replace(",", "")
         return Fraction(text) if _NUMBER.fullmatch(text) else None
-    if isinstance(value, bool) or not isinstance(value, int | float) or (isinstance(value, float) and not math.isfinite(value)):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or (isinstance(value, float) and not math.isfinite(value))
+    ):
         return None
     return Fraction(value)
 
@@ -147,7 +161,9 @@ class _Tests:
         except (SyntaxError, ValueError) as error:
             raise DataError(f'a row with the keys {", ".join(map(repr, row))}: "tests" is no Python: {error}') from None
         if not self.tests:
-            raise DataError(f'a row with the keys {", ".join(map(repr, row))}: "tests" is empty, so every program would pass them.')
+            raise DataError(
+                f'a row with the keys {", ".join(map(repr, row))}: "tests" is empty, so every program would pass them.'
+            )
         before_dots = {name for tree in trees for name in _names_before_dots(tree)}
         self.modules = sorted(before_dots & sys.stdlib_module_names)
 

@@ -1,6 +1,8 @@
-"""A model that servers run, several instances of it where there are several: rewards and log-probabilities of token ids.
+"""A model that servers run, several instances of it where there are several: rewards and log-probabilities of token
+ids.
 
-A server that is away is waited for. One that serves another model, or answers what cannot be right, ends the run with one line.
+A server that is away is waited for. One that serves another model, or answers what cannot be right, ends the run with
+one line.
 """
 
 import logging
@@ -22,7 +24,8 @@ REQUEST_SECONDS = 120.0
 FAILURES = 3
 """Failures in a row after which an instance is skipped for a while."""
 SHORT_PAUSE, FIRST_REST, LONGEST_REST = 0.1, 1.0, 10.0
-"""Seconds: before the second try of an instance, twice that before the third; after FAILURES; and at most, as it doubles each time."""
+"""Seconds: before the second try of an instance, twice that before the third; after FAILURES; and at most, as it
+doubles each time."""
 BEAT_SECONDS = 1.0
 """How often `wait` is called while nothing answers."""
 
@@ -31,7 +34,11 @@ class RemoteModel:
     """The model with a fingerprint, wherever it runs."""
 
     def __init__(
-        self, addresses: str, fingerprint: str, wait: Callable[[str, float], None], request_seconds: float = REQUEST_SECONDS
+        self,
+        addresses: str,
+        fingerprint: str,
+        wait: Callable[[str, float], None],
+        request_seconds: float = REQUEST_SECONDS,
     ) -> None:
         """addresses: as `parse_addresses` reads them. fingerprint: the identity of the expected model.
 
@@ -52,14 +59,19 @@ class RemoteModel:
         """
         answer, address = self._ask(ids, "rewards")
         if answer.shape not in ((len(ids),), (len(ids), 1)) or len(answer.values) != len(ids):
-            raise RunError(f"{address}: gave {_describe(answer)} for {len(ids)} sequences. Expected one reward for each.")
+            raise RunError(
+                f"{address}: gave {_describe(answer)} for {len(ids)} sequences. Expected one reward for each."
+            )
         for row, value in enumerate(answer.values):
             if not math.isfinite(value):
-                raise RunError(f"{address}: the reward of sequence {row + 1} of {len(ids)} is {value}. Expected a number.")
+                raise RunError(
+                    f"{address}: the reward of sequence {row + 1} of {len(ids)} is {value}. Expected a number."
+                )
         return [float(value) for value in answer.values]
 
     def logps(self, ids: Sequence[Sequence[int]], sampled: Sequence[int]) -> list[list[float]]:
-        """Log-probabilities of the last `sampled[i]` tokens of each sequence, all in one batch. The first one of a sequence has none.
+        """Log-probabilities of the last `sampled[i]` tokens of each sequence, all in one batch. The first one of a
+        sequence has none.
 
         Raises:
             UserError: another model is served, or the answer cannot be right.
@@ -162,7 +174,9 @@ class _Instance:
         except NotLoaded as error:
             served = self._connection.models()
             if self.address.model not in served:
-                raise ConfigError(f"{self.address}: no such model there. It has {', '.join(served) or 'none'}.") from None
+                raise ConfigError(
+                    f"{self.address}: no such model there. It has {', '.join(served) or 'none'}."
+                ) from None
             raise Away(f"not loaded: {error}") from None
         self._is_known = True
         return answer
@@ -171,10 +185,13 @@ class _Instance:
         """Raises a ConfigError where the server has another model than the experiment names."""
         fingerprint = self._connection.fingerprint()
         if fingerprint is None:
-            raise ConfigError(f"{self.address}: reports no fingerprint of its model. Serve it with a command of src.serving.")
+            raise ConfigError(
+                f"{self.address}: reports no fingerprint of its model. Serve it with a command of src.serving."
+            )
         if fingerprint != self._fingerprint:
             raise ConfigError(
-                f"{self.address}: serves another model (fingerprint {fingerprint[:12]}) than the experiment ({self._fingerprint[:12]}). "
+                f"{self.address}: serves another model (fingerprint {fingerprint[:12]}) than the experiment "
+                f"({self._fingerprint[:12]}). "
                 "Serve that one, or give the address where it is."
             )
 
@@ -191,7 +208,9 @@ class _Instance:
         over = self._failures - FAILURES
         if over == 0:
             log.warning("%s: does not answer (%s).", self.address, trouble)
-        pause = SHORT_PAUSE * 2 ** (self._failures - 1) if over < 0 else min(FIRST_REST * 2 ** min(over, 10), LONGEST_REST)
+        pause = (
+            SHORT_PAUSE * 2 ** (self._failures - 1) if over < 0 else min(FIRST_REST * 2 ** min(over, 10), LONGEST_REST)
+        )
         self.ready_at = time.monotonic() + pause
 
     def close(self) -> None:

@@ -1,6 +1,7 @@
 """A reward model that another experiment trained: in this process, or on the servers that TRITON_HOST_RM names.
 
-The place where it runs is not part of an experiment. A server reports the fingerprint of its model; any other model is refused.
+The place where it runs is not part of an experiment. A server reports the fingerprint of its model; any other model is
+refused.
 """
 
 import math
@@ -31,8 +32,8 @@ class Config(RewardConfig):
     """The score is the tanh of the reward divided by this, between -1 and 1, so that outliers gain
     little; None: the reward."""
     template: str | None = None
-    """How conversations are written for a model with another vocabulary than the policy's: "oasst", "chatml" or "tokenizer". None: it reads
-    the policy's token ids."""
+    """How conversations are written for a model with another vocabulary than the policy's: "oasst", "chatml" or
+    "tokenizer". None: it reads the policy's token ids."""
 
     @model_validator(mode="after")
     def _gives_rewards(self) -> "Config":
@@ -61,7 +62,8 @@ class Config(RewardConfig):
             write = _own_ids
         else:
             raise ConfigError(
-                "rewards: the reward model has another vocabulary than the policy. Write into template how they are written for it."
+                "rewards: the reward model has another vocabulary than the policy. Write into template how they are "
+                "written for it."
             )
         return lambda rollouts: self._squash_all(ask([write(rollout) for rollout in rollouts]))
 
@@ -77,7 +79,10 @@ def find_served(variable: str, field: str, model: ModelConfig, setting: RewardSe
     """
     identity, folder = model.identity(setting.places), model.tokenizer_folder(setting.places)
     if identity is None or folder is None:
-        raise ConfigError(f"{variable}: servers only have models of experiments; {field} names another one. Write ref(...), or unset it.")
+        raise ConfigError(
+            f"{variable}: servers only have models of experiments; {field} names another one. Write ref(...), or "
+            f"unset it."
+        )
     return RemoteModel(os.environ[variable], identity, setting.wait), str(folder)
 
 
@@ -93,7 +98,9 @@ def _ask_here(model: Any, most: int | None, setting: RewardSetting) -> Any:
         rewards: list[float] = []
         longest = max(map(len, ids), default=0)
         if most and longest > most:
-            raise RunError(f"rewards: a rollout of {longest} tokens is longer than the {most} positions of the reward model.")
+            raise RunError(
+                f"rewards: a rollout of {longest} tokens is longer than the {most} positions of the reward model."
+            )
         for first in range(0, len(ids), setting.micro_batch):
             rows = [torch.tensor(row) for row in ids[first : first + setting.micro_batch]]
             lengths = torch.tensor([[len(row)] for row in rows])

@@ -1,12 +1,13 @@
 """Run programs that a model wrote in bubblewrap, many at once, each in a new sandbox that is removed afterwards.
 
-A program has no network, no home, no environment, no /proc, and sees of the system /usr, /lib and this Python, all read-only; it writes
-into a small /tmp in memory that ends with it. It starts no process (a filter of system calls, which also closes sockets, shared memory
-and most of the kernel's less tried doors), so that limits of its processor time, memory and files are limits of all that it does. After
-its time limit the first process of its PID namespace is killed, and with it the namespace.
+A program has no network, no home, no environment, no /proc, and sees of the system /usr, /lib and this Python, all
+read-only; it writes into a small /tmp in memory that ends with it. It starts no process (a filter of system calls,
+which also closes sockets, shared memory and most of the kernel's less tried doors), so that limits of its processor
+time, memory and files are limits of all that it does. After its time limit the first process of its PID namespace is
+killed, and with it the namespace.
 
-Not defended: a kernel bug in the remaining system calls, and timing side channels. All programs together can use `at_once` times their
-memory.
+Not defended: a kernel bug in the remaining system calls, and timing side channels. All programs together can use
+`at_once` times their memory.
 """
 
 import contextlib
@@ -93,7 +94,8 @@ class Program:
     """A program to run."""
 
     role: Literal["serve", "judge"]
-    """Role of src/rewards/isolated.py: `serve` answers one request; `judge` runs tests of a program in another sandbox."""
+    """Role of src/rewards/isolated.py: `serve` answers one request; `judge` runs tests of a program in another
+    sandbox."""
     order: bytes
     """Its standard input."""
 
@@ -127,17 +129,24 @@ def run_programs(programs: Sequence[Program], limits: Limits) -> list[Result]:
 def require() -> None:
     """Raise ConfigError, with advice, if this machine cannot isolate programs."""
     if sys.platform != "linux" or platform.machine() not in _MACHINES:
-        raise ConfigError(f"programs that a model wrote run in bubblewrap, on Linux on {' or '.join(_MACHINES)}; this is another machine.")
+        raise ConfigError(
+            f"programs that a model wrote run in bubblewrap, on Linux on {' or '.join(_MACHINES)}; this is another "
+            f"machine."
+        )
     _find_bubblewrap()
     result = _run(Program("serve", isolated.write_message(["evaluate", "7 + 12"])), Limits(at_once=1))
     if b"[19, " not in result.output:
-        raise ConfigError(f"bubblewrap is installed, but a program in it that computes 7 + 12 answers {result.output[:100]!r}.")
+        raise ConfigError(
+            f"bubblewrap is installed, but a program in it that computes 7 + 12 answers {result.output[:100]!r}."
+        )
 
 
 def _find_bubblewrap() -> str:
     path = shutil.which("bwrap")
     if path is None:
-        raise ConfigError("programs that a model wrote run in bubblewrap, which is not installed: apt-get install bubblewrap")
+        raise ConfigError(
+            "programs that a model wrote run in bubblewrap, which is not installed: apt-get install bubblewrap"
+        )
     return path
 
 
@@ -149,7 +158,8 @@ def _run(program: Program, limits: Limits) -> Result:
             return result
         problem = result
     raise ConfigError(
-        f"bubblewrap is installed, but cannot start a program on this machine: {problem}. It needs namespaces of its own (user, PID, "
+        f"bubblewrap is installed, but cannot start a program on this machine: {problem}. It needs namespaces of its "
+        f"own (user, PID, "
         "network): in a container, `--security-opt seccomp=unconfined`; on Ubuntu, an AppArmor profile for bwrap."
     )
 
@@ -225,7 +235,12 @@ class _Sandbox:
 
 
 def _start(  # order: its standard input; peer: more descriptors
-    stack: contextlib.ExitStack, limits: Limits, role: list[str], order: FileIO, outlet: FileIO, peer: Sequence[FileIO] = ()
+    stack: contextlib.ExitStack,
+    limits: Limits,
+    role: list[str],
+    order: FileIO,
+    outlet: FileIO,
+    peer: Sequence[FileIO] = (),
 ) -> _Sandbox:
     """Start a role of src/rewards/isolated.py."""
     errors, rules, code = _file(stack, b""), _file(stack, _filter_rules()), _file(stack, _code())
@@ -251,7 +266,18 @@ def _start(  # order: its standard input; peer: more descriptors
 
 def _view(tmp_mb: int) -> Iterator[str]:
     """Options of bubblewrap: the file system of a program."""
-    yield from ("--unshare-all", "--unshare-user", "--uid", "65534", "--gid", "65534", "--hostname", "sandbox", "--cap-drop", "ALL")
+    yield from (
+        "--unshare-all",
+        "--unshare-user",
+        "--uid",
+        "65534",
+        "--gid",
+        "65534",
+        "--hostname",
+        "sandbox",
+        "--cap-drop",
+        "ALL",
+    )
     yield from ("--die-with-parent", "--new-session", "--as-pid-1", "--clearenv")
     yield from ("--ro-bind", "/usr", "/usr", "--size", str(tmp_mb << 20), "--tmpfs", "/tmp")
     for folder in ("/lib", "/lib64"):
@@ -272,12 +298,15 @@ def _view(tmp_mb: int) -> Iterator[str]:
 def _code() -> bytes:
     """src/rewards/isolated*.py, compiled by the Python that runs them, each after those that it imports."""
     modules = (isolated_values, isolated_remote, isolated_peer, isolated)
-    return marshal.dumps([(each.__name__, compile(Path(str(each.__file__)).read_bytes(), each.__name__, "exec")) for each in modules])
+    return marshal.dumps(
+        [(each.__name__, compile(Path(str(each.__file__)).read_bytes(), each.__name__, "exec")) for each in modules]
+    )
 
 
 @cache
 def _filter_rules() -> bytes:
-    """The program for seccomp: other machines' calls kill; calls of the table fail with EPERM, and so does a clone that is no thread."""
+    """The program for seccomp: other machines' calls kill; calls of the table fail with EPERM, and so does a clone that
+    is no thread."""
     column, machine, clone = _MACHINES[platform.machine()]
     refusal = _REFUSE | errno.EPERM
     rules = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, machine), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
@@ -288,7 +317,13 @@ def _filter_rules() -> bytes:
         if number is not None:
             rules += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, refusal)]
     rules += [(_EQUAL, 0, 1, _CLONE3), (_RETURN, 0, 0, _REFUSE | errno.ENOSYS)]  # the C library then takes `clone`
-    rules += [(_EQUAL, 0, 4, clone), (_LOAD, 0, 0, 16), (_BITS, 1, 0, _CLONE_THREAD), (_RETURN, 0, 0, refusal), (_RETURN, 0, 0, _ALLOW)]
+    rules += [
+        (_EQUAL, 0, 4, clone),
+        (_LOAD, 0, 0, 16),
+        (_BITS, 1, 0, _CLONE_THREAD),
+        (_RETURN, 0, 0, refusal),
+        (_RETURN, 0, 0, _ALLOW),
+    ]
     rules.append((_RETURN, 0, 0, _ALLOW))
     return b"".join(struct.pack("HBBI", *rule) for rule in rules)
 

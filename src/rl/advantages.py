@@ -1,7 +1,8 @@
 """From the scores of rollouts to advantages: what each sampled token did better than was to be expected.
 
-Shapes: B rollouts, T tokens of the longest, prompts and padding included. `sampled_BT` is true on the tokens that the policy has sampled:
-only they have rewards, values and advantages; everywhere else all results are 0, whatever stands there.
+Shapes: B rollouts, T tokens of the longest, prompts and padding included. `sampled_BT` is true on the tokens that the
+policy has sampled: only they have rewards, values and advantages; everywhere else all results are 0, whatever stands
+there.
 """
 
 from dataclasses import dataclass
@@ -15,18 +16,19 @@ Baseline = Literal["group", "others"]
 
 
 def kl_terms(logps_BT: Tensor, reference_logps_BT: Tensor, estimate: KLEstimate = "k1") -> Tensor:
-    """(B, T) what each sampled token says of the divergence of the policy from the reference, in nats; its mean is unbiased.
+    """(B, T) what each sampled token says of the divergence of the policy from the reference, in nats; its mean is
+    unbiased.
 
-    With r = log p_reference - log p: k1 is -r, k3 is exp(r) - 1 - r, never negative and of less variance (Schulman 2020, "Approximating KL
-    divergence"; http://joschu.net/blog/kl-approx.html).
+    With r = log p_reference - log p: k1 is -r, k3 is exp(r) - 1 - r, never negative and of less variance (Schulman
+    2020, "Approximating KL divergence"; http://joschu.net/blog/kl-approx.html).
     """
     r = reference_logps_BT - logps_BT
     return -r if estimate == "k1" else r.exp() - 1 - r
 
 
 def token_rewards(scores_B: Tensor, kl_BT: Tensor, sampled_BT: Tensor, kl_weight: float) -> Tensor:
-    """(B, T) rewards: -kl_weight * KL on each sampled token, and the score of the whole on the last one (Ziegler et al. 2019, arXiv
-    1909.08593, section 2.1).
+    """(B, T) rewards: -kl_weight * KL on each sampled token, and the score of the whole on the last one (Ziegler et al.
+    2019, arXiv 1909.08593, section 2.1).
 
     A rollout without a sampled token has none: its score is lost.
     """
@@ -45,14 +47,22 @@ class Estimates(NamedTuple):
     """What the values should have been."""
 
 
-def generalized_advantages(values_BT: Tensor, rewards_BT: Tensor, sampled_BT: Tensor, gamma: float, lam: float) -> Estimates:
-    """Generalised advantage estimation (Schulman et al. 2016, arXiv 1506.02438, equation 16) from sampled token to sampled token.
+def generalized_advantages(
+    values_BT: Tensor, rewards_BT: Tensor, sampled_BT: Tensor, gamma: float, lam: float
+) -> Estimates:
+    """Generalised advantage estimation (Schulman et al. 2016, arXiv 1506.02438, equation 16) from sampled token to
+    sampled token.
 
-    delta_t = r_t + gamma * V_next - V_t and A_t = delta_t + gamma * lam * A_next, where `next` is the next sampled token of the rollout,
-    and V and A behind the last one are 0; returns are A + V. So neither padding nor what others say between samples moves a value.
+    delta_t = r_t + gamma * V_next - V_t and A_t = delta_t + gamma * lam * A_next, where `next` is the next sampled
+    token of the rollout, and V and A behind the last one are 0; returns are A + V. So neither padding nor what others
+    say between samples moves a value.
     """
     values, rewards, sampled = values_BT.double(), rewards_BT.double(), sampled_BT.double()
-    advantages, after, value_after = torch.zeros_like(values), torch.zeros_like(values[:, 0]), torch.zeros_like(values[:, 0])
+    advantages, after, value_after = (
+        torch.zeros_like(values),
+        torch.zeros_like(values[:, 0]),
+        torch.zeros_like(values[:, 0]),
+    )
     for t in reversed(range(values.shape[1])):
         here = rewards[:, t] + gamma * value_after - values[:, t] + gamma * lam * after
         after = torch.where(sampled_BT[:, t], here, after)
@@ -90,17 +100,22 @@ class Moments:
 
 
 def whiten(advantages_BT: Tensor, sampled_BT: Tensor, moments: Moments) -> Tensor:
-    """(B, T) advantages of mean 0 and deviation 1 over the sampled tokens that `moments` is of, which may be those of all processes."""
+    """(B, T) advantages of mean 0 and deviation 1 over the sampled tokens that `moments` is of, which may be those of
+    all processes."""
     scaled = (advantages_BT.double() - moments.mean) / (moments.deviation + 1e-8)
     return torch.where(sampled_BT, scaled, 0.0).to(advantages_BT.dtype)
 
 
-def group_advantages(scores_B: Tensor, group_size: int, baseline: Baseline = "group", by_deviation: bool = True) -> tuple[Tensor, Tensor]:
-    """((B,) advantages, (B,) whether the rollout's group has scores that differ). Rollouts of one prompt stand together, `group_size` each.
+def group_advantages(
+    scores_B: Tensor, group_size: int, baseline: Baseline = "group", by_deviation: bool = True
+) -> tuple[Tensor, Tensor]:
+    """((B,) advantages, (B,) whether the rollout's group has scores that differ). Rollouts of one prompt stand
+    together, `group_size` each.
 
-    group: what each is better than the mean of its group, divided by the deviation (with G - 1) where `by_deviation` says so (GRPO, Shao
-    et al. 2024, arXiv 2402.03300, section 4.1; without: Liu et al. 2025, arXiv 2503.20783). others: than the mean of the others (RLOO,
-    Ahmadian et al. 2024, arXiv 2402.14740). A group whose scores are all equal teaches nothing: its advantages are 0.
+    group: what each is better than the mean of its group, divided by the deviation (with G - 1) where `by_deviation`
+    says so (GRPO, Shao et al. 2024, arXiv 2402.03300, section 4.1; without: Liu et al. 2025, arXiv 2503.20783). others:
+    than the mean of the others (RLOO, Ahmadian et al. 2024, arXiv 2402.14740). A group whose scores are all equal
+    teaches nothing: its advantages are 0.
 
     Raises:
         ValueError: groups of one, or a part of a group.

@@ -1,7 +1,7 @@
 """Makes the rollouts of an iteration: samples answers, scores them, and computes the advantage of each token.
 
-Everything is done in batches of a fixed composition, each on one process, and gathered: neither the samples nor the scores depend on how
-many processes there are. Shapes: N rollouts of an iteration, T tokens of the longest.
+Everything is done in batches of a fixed composition, each on one process, and gathered: neither the samples nor the
+scores depend on how many processes there are. Shapes: N rollouts of an iteration, T tokens of the longest.
 """
 
 import contextlib
@@ -44,8 +44,8 @@ class Rollouts(NamedTuple):
     """The rollouts of an iteration, without advantages. Padded on the right with zeros."""
 
     tokens: Mapping[str, Tensor]
-    """"input_ids" (N, T) int64; "sampled" (N, T) bool, true on sampled tokens; and float32, 0 elsewhere: "logps" if they are saved,
-    "values" if the policy has some, "reference_logps" if there is a reference."""
+    """"input_ids" (N, T) int64; "sampled" (N, T) bool, true on sampled tokens; and float32, 0 elsewhere: "logps" if
+    they are saved, "values" if the policy has some, "reference_logps" if there is a reference."""
     scores: Tensor
     """(N,) float32."""
     ended: Tensor
@@ -66,7 +66,8 @@ class Estimates(NamedTuple):
 Estimate = Callable[[Rollouts, Cursor], Estimates]
 """Computes advantages. The cursor is that before the iteration."""
 Reference = Callable[[Any, Mapping[str, Tensor]], Tensor]
-"""(the model that trains, a batch with "input_ids", "attention_mask" and "sampled") -> (B, T) log-probabilities under the reference."""
+"""(the model that trains, a batch with "input_ids", "attention_mask" and "sampled") -> (B, T) log-probabilities under
+the reference."""
 Record = Callable[[int, int, Sequence[Rollout], Sequence[Mapping[str, float]]], None]
 """(finished steps, iteration, rollouts, facts of each): saves them for people to read. Called on rank 0."""
 
@@ -92,8 +93,8 @@ class Experience:
     served: Callable[[Sequence[Sequence[int]], Sequence[int]], list[list[float]]] | None = None
     """(ids, how many are sampled) -> log-probabilities of these under a reference that servers have."""
     measured: bool = True
-    """Whether to save log-probabilities and values of sampled tokens. Not if each rollout is learned from before the policy changes:
-    its log-probabilities are then those of the step."""
+    """Whether to save log-probabilities and values of sampled tokens. Not if each rollout is learned from before the
+    policy changes: its log-probabilities are then those of the step."""
     _seconds: dict[str, float] = field(default_factory=dict)
 
     def begin(self, engine: Engine) -> None:
@@ -104,7 +105,8 @@ class Experience:
         """
         if self.generation.continuous and engine.sharded:
             raise ConfigError(
-                f"data.sampling.batching: continuous: processes that share a model ({engine.name}) must make as many passes each. "
+                f"data.sampling.batching: continuous: processes that share a model ({engine.name}) must make as many "
+                f"passes each. "
                 "Write static."
             )
         self.engine = engine
@@ -129,7 +131,8 @@ class Experience:
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - before
 
     def roll_out(self, step: int, iteration: int, cursor: Cursor) -> Cursor:
-        """Make the buffer of an iteration, after `step` finished steps; returns the changed entries of the cursor. Collective.
+        """Make the buffer of an iteration, after `step` finished steps; returns the changed entries of the cursor.
+        Collective.
 
         Raises:
             RunError: a reward gives no numbers.
@@ -145,12 +148,20 @@ class Experience:
             gathered = sorted(distributed.all_gather_list(local), key=lambda pair: pair[0])
         rows = [row for _, some in gathered for row in some]
         rollouts: list[Rollout] = [row["rollout"] for row in rows]
-        tokens = {name: pad_sequence([row["tokens"][name] for row in rows], batch_first=True) for name in rows[0]["tokens"]}
-        scores, ended = torch.tensor([row["score"] for row in rows]), torch.tensor([rollout.ended for rollout in rollouts])
+        tokens = {
+            name: pad_sequence([row["tokens"][name] for row in rows], batch_first=True) for name in rows[0]["tokens"]
+        }
+        scores, ended = (
+            torch.tensor([row["score"] for row in rows]),
+            torch.tensor([rollout.ended for rollout in rollouts]),
+        )
         estimates = self.estimate(Rollouts(tokens, scores, ended), cursor)
         facts = {
             "reward": scores,
-            **{f"reward/{name}": torch.tensor([row["parts"][place] for row in rows]) for place, name in enumerate(self.judges.names)},
+            **{
+                f"reward/{name}": torch.tensor([row["parts"][place] for row in rows])
+                for place, name in enumerate(self.judges.names)
+            },
             "answer_tokens": tokens["sampled"].sum(dim=1).float(),
             "ended": ended.float(),
             **estimates.facts,
@@ -184,7 +195,9 @@ class Experience:
                 lengths = [each.sampled for each in rollouts]
                 served = self.served([each.ids for each in rollouts], lengths) if self.served and counts else None
             with self._phase("measuring"), self.engine.generating() as model:
-                tokens = [row for part in _split(rollouts, self.micro_batch) for row in self._measure(model, part, device)]
+                tokens = [
+                    row for part in _split(rollouts, self.micro_batch) for row in self._measure(model, part, device)
+                ]
         except ServerAway as error:
             distributed.stop_together()  # requested by the user
             raise distributed.TrainingStopped(distributed.Reason(str(error), "limit"), everywhere=True) from None
@@ -215,9 +228,13 @@ class Experience:
         if self.measured:
             sampled = score_tokens(model, batch, self.generation.temperature)
             columns |= {"logps": sampled.logps, "values": sampled.values}
-        columns_BT = {name: torch.where(sampled_BT, column.cpu(), 0.0) for name, column in columns.items() if column is not None}
+        columns_BT = {
+            name: torch.where(sampled_BT, column.cpu(), 0.0) for name, column in columns.items() if column is not None
+        }
         tensors = {"input_ids": ids, "sampled": sampled_BT, **columns_BT}
-        return [{name: tensor[row, : lengths_B1[row, 0]] for name, tensor in tensors.items()} for row in range(len(rows))]
+        return [
+            {name: tensor[row, : lengths_B1[row, 0]] for name, tensor in tensors.items()} for row in range(len(rows))
+        ]
 
 
 def _split(rollouts: Sequence[Rollout], size: int) -> list[Sequence[Rollout]]:
@@ -230,7 +247,9 @@ class Recorder:
     def __init__(self, run: Path) -> None:
         self.path = run / FILE
 
-    def record(self, step: int, iteration: int, rollouts: Sequence[Rollout], facts: Sequence[Mapping[str, float]]) -> None:
+    def record(
+        self, step: int, iteration: int, rollouts: Sequence[Rollout], facts: Sequence[Mapping[str, float]]
+    ) -> None:
         """See `Record`.
 
         Raises:
@@ -238,7 +257,13 @@ class Recorder:
         """
         jsonl_records.truncate_after(self.path, step - 1, "a rollout")
         rows = [
-            {"step": step, "iteration": iteration, "prompt": rollout.messages[-1]["content"], "answer": rollout.text, **values}
+            {
+                "step": step,
+                "iteration": iteration,
+                "prompt": rollout.messages[-1]["content"],
+                "answer": rollout.text,
+                **values,
+            }
             for rollout, values in list(zip(rollouts, facts, strict=True))[:KEPT]
         ]
         jsonl_records.append(self.path, rows)

@@ -1,6 +1,8 @@
-"""Losses of a policy and of values on tokens that an earlier policy has sampled. All are sums; `Normalisation` is the divisor.
+"""Losses of a policy and of values on tokens that an earlier policy has sampled. All are sums; `Normalisation` is the
+divisor.
 
-Shapes: B rollouts, T tokens of the longest. `sampled_BT` is true on tokens that the policy has sampled; the rest have no loss.
+Shapes: B rollouts, T tokens of the longest. `sampled_BT` is true on tokens that the policy has sampled; the rest have
+no loss.
 """
 
 import math
@@ -12,8 +14,8 @@ from torch import Tensor
 from src.rl.advantages import kl_terms
 
 Normalisation = Literal["tokens", "rollouts", "room"]
-"""tokens: the sampled tokens of the global batch (DAPO). rollouts: each has the mean over its own tokens (GRPO). room: the maximum number
-of tokens of a rollout, which favours no length (Dr. GRPO, Liu et al. 2025, arXiv 2503.20783)."""
+"""tokens: the sampled tokens of the global batch (DAPO). rollouts: each has the mean over its own tokens (GRPO). room:
+the maximum number of tokens of a rollout, which favours no length (Dr. GRPO, Liu et al. 2025, arXiv 2503.20783)."""
 _LARGEST_LOG_RATIO = 20.0
 """Limit of the weight of a divergence, as in verl: a larger one would overflow to an infinite loss."""
 Ratio = Literal["token", "sequence", "sequence_sum"]
@@ -44,15 +46,19 @@ def policy_loss(  # noqa: PLR0913  each is named
     kl_weight: float = 0.0,
     corrected_kl: bool = False,
 ) -> PolicyLoss:
-    """Sum of -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A) (PPO, Schulman et al. 2017, arXiv 1707.06347, equation 7).
+    """Sum of -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A) (PPO, Schulman et al. 2017, arXiv
+    1707.06347, equation 7).
 
-    sampled_logps: under the policy that sampled. ratio "sequence": the geometric mean over the tokens of a rollout (GSPO, Zheng et al.
-    2025, arXiv 2507.18071, equation 7); "sequence_sum": the product over its tokens (RLOO, Ahmadian et al. 2024, arXiv 2402.14740).
-    clip_high above clip_low lets unlikely tokens grow (DAPO, Yu et al. 2025, arXiv 2503.14476, 3.1). dual_clip: the maximum ratio where
-    the advantage is negative; without one the loss of an unlikely token is unbounded (Ye et al. 2020, arXiv 1912.09729, equation 2).
-    kl_weight: of the divergence from the reference, added to the loss of each token (GRPO, arXiv 2402.03300, equation 3).
-    corrected_kl: weight each token's divergence by its ratio, so that its mean over tokens of the earlier policy has no bias
-    (DeepSeek-V3.2, arXiv 2512.02556, section 3.1). The sum is over tokens; with "rollouts" over the means of each rollout.
+    sampled_logps: under the policy that sampled. ratio "sequence": the geometric mean over the tokens of a rollout
+    (GSPO, Zheng et al. 2025, arXiv 2507.18071, equation 7); "sequence_sum": the product over its tokens (RLOO, Ahmadian
+    et al. 2024, arXiv 2402.14740). clip_high above clip_low lets unlikely tokens grow (DAPO, Yu et al. 2025, arXiv
+    2503.14476, 3.1). dual_clip: the maximum ratio where the advantage is negative; without one the loss of an unlikely
+    token is unbounded (Ye et al. 2020, arXiv 1912.09729, equation 2).
+    kl_weight: of the divergence from the reference, added to the loss of each token (GRPO, arXiv 2402.03300, equation
+    3).
+    corrected_kl: weight each token's divergence by its ratio, so that its mean over tokens of the earlier policy has no
+    bias (DeepSeek-V3.2, arXiv 2512.02556, section 3.1). The sum is over tokens; with "rollouts" over the means of each
+    rollout.
     """
     moved = torch.where(sampled_BT, logps_BT - sampled_logps_BT, 0.0)
     lengths_B1 = sampled_BT.sum(dim=1, keepdim=True).clamp(min=1)
@@ -60,8 +66,12 @@ def policy_loss(  # noqa: PLR0913  each is named
         moved = moved.sum(dim=1, keepdim=True)
         moved = (moved / lengths_B1 if ratio == "sequence" else moved).expand_as(sampled_BT)
     advantages = torch.where(sampled_BT, advantages_BT, 0.0)
-    largest = torch.where(advantages < 0, math.inf if dual_clip is None else math.log(dual_clip), math.log1p(clip_high) + 1)
-    ratios = torch.minimum(moved, largest).exp()  # a positive advantage is clipped below: only a gradient of 0 * inf is avoided
+    largest = torch.where(
+        advantages < 0, math.inf if dual_clip is None else math.log(dual_clip), math.log1p(clip_high) + 1
+    )
+    ratios = torch.minimum(
+        moved, largest
+    ).exp()  # a positive advantage is clipped below: only a gradient of 0 * inf is avoided
     cut = ratios.clamp(1 - clip_low, 1 + clip_high)
     losses = -torch.min(ratios * advantages, cut * advantages)
     kl = torch.zeros_like(losses)
@@ -81,14 +91,16 @@ def token_sum(numbers_BT: Tensor, sampled_BT: Tensor, normalisation: Normalisati
 
 
 def value_loss(values_BT: Tensor, old_values_BT: Tensor, returns_BT: Tensor, sampled_BT: Tensor, clip: float) -> Tensor:
-    """Sum over sampled tokens of half the larger squared error: of the value, or of the value within `clip` of the old one."""
+    """Sum over sampled tokens of half the larger squared error: of the value, or of the value within `clip` of the old
+    one."""
     near = old_values_BT + (values_BT - old_values_BT).clamp(-clip, clip)
     errors = 0.5 * torch.max((values_BT - returns_BT).square(), (near - returns_BT).square())
     return torch.where(sampled_BT, errors, 0.0).sum()
 
 
 def count(sampled_BT: Tensor, normalisation: Normalisation, room: int) -> float:
-    """The divisor of `policy_loss`; rollouts without a sampled token do not count. room: maximum number of tokens of a rollout."""
+    """The divisor of `policy_loss`; rollouts without a sampled token do not count. room: maximum number of tokens of a
+    rollout."""
     if normalisation == "tokens":
         return float(sampled_BT.sum())
     return float(sampled_BT.any(dim=1).sum()) * (room if normalisation == "room" else 1.0)

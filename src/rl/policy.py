@@ -20,7 +20,8 @@ from src.host_copies import change_both
 
 
 class TokenScores(NamedTuple):
-    """What a model finds of each token of sequences (B, T), from the tokens before it; 0 for the first, which follows from nothing."""
+    """What a model finds of each token of sequences (B, T), from the tokens before it; 0 for the first, which follows
+    from nothing."""
 
     logps: Tensor
     """Log-probabilities, in nats, float32."""
@@ -30,7 +31,9 @@ class TokenScores(NamedTuple):
     """Of the state before the token, where the model has values."""
 
 
-def score_tokens(model: Any, batch: Mapping[str, Tensor], temperature: float = 1.0, entropy_gradient: bool = False) -> TokenScores:
+def score_tokens(
+    model: Any, batch: Mapping[str, Tensor], temperature: float = 1.0, entropy_gradient: bool = False
+) -> TokenScores:
     """`TokenScores` of "input_ids" (B, T) with their "attention_mask", padded on the right."""
     ids = batch["input_ids"]
     found = model(input_ids=ids, attention_mask=change_both(Tensor.long, batch["attention_mask"]), use_cache=False)
@@ -64,7 +67,8 @@ class Generation:
     """Whether a prompt stands in several rows, one behind the other: it is then read once for all of them."""
 
     def sample(self, model: Any, prompts: Mapping[str, Tensor], seed: int) -> list[list[int]]:
-        """What is sampled behind B prompts, padded on the left, with the token that ends it where it has ended. Collective for shards.
+        """What is sampled behind B prompts, padded on the left, with the token that ends it where it has ended.
+        Collective for shards.
 
         Draws depend on `seed` and on the prompts of the batch alone.
         """
@@ -81,7 +85,9 @@ class Generation:
             if self.continuous:
                 return [self.end(row) for row in _generate_continuously(model, prompts, settings, seed)]
             together = distributed.world_size() > 1  # where the model is shared, every rank must make as many passes
-            read = {"past_key_values": cache} if self.repeated and (cache := _read_once(model, prompts, together)) else {}
+            read = (
+                {"past_key_values": cache} if self.repeated and (cache := _read_once(model, prompts, together)) else {}
+            )
             torch.manual_seed(seed)
             ids = model.generate(
                 input_ids=prompts["input_ids"],
@@ -104,9 +110,13 @@ class Generation:
 
 @contextmanager
 def _no_own_settings(model: Any) -> Iterator[None]:
-    """In the block `generate` adds nothing of the model's generation_config.json, such as a penalty for repetition, to what it is given:
-    else it would draw from another distribution than the one whose log-probabilities are learned."""
-    kept = [(module, own) for module in model.modules() if isinstance(own := vars(module).get("generation_config"), GenerationConfig)]
+    """In the block `generate` adds nothing of the model's generation_config.json, such as a penalty for repetition, to
+    what it is given: else it would draw from another distribution than the one whose log-probabilities are learned."""
+    kept = [
+        (module, own)
+        for module in model.modules()
+        if isinstance(own := vars(module).get("generation_config"), GenerationConfig)
+    ]
     for module, _ in kept:
         module.generation_config = GenerationConfig()
     try:
@@ -117,22 +127,30 @@ def _no_own_settings(model: Any) -> Iterator[None]:
 
 
 def _read_once(model: Any, prompts: Mapping[str, Tensor], together: bool) -> DynamicCache | None:
-    """Keys and values of all tokens of prompts (B, T) but the last, where each run of equal rows is read as one. None for a model that
-    does not keep those of every token, and where there is only the last.
+    """Keys and values of all tokens of prompts (B, T) but the last, where each run of equal rows is read as one. None
+    for a model that does not keep those of every token, and where there is only the last.
     """
     mask_BT = prompts["attention_mask"].long()
     rows_BT, run_B = torch.unique_consecutive(prompts["input_ids"].where(mask_BT > 0, -1), dim=0, return_inverse=True)
     first = GenerationConfig(max_new_tokens=1, do_sample=False, return_dict_in_generate=True, pad_token_id=0)
     real = (rows_BT >= 0).long()
-    cache = model.generate(rows_BT.clamp(min=0), attention_mask=real, generation_config=first, synced_gpus=together).past_key_values
-    if rows_BT.shape[1] == 1 or not isinstance(cache, DynamicCache) or any(type(layer) is not DynamicLayer for layer in cache.layers):
+    cache = model.generate(
+        rows_BT.clamp(min=0), attention_mask=real, generation_config=first, synced_gpus=together
+    ).past_key_values
+    if (
+        rows_BT.shape[1] == 1
+        or not isinstance(cache, DynamicCache)
+        or any(type(layer) is not DynamicLayer for layer in cache.layers)
+    ):
         return None
     cache.crop(-1)
     cache.reorder_cache(run_B)
     return cache
 
 
-def _generate_continuously(model: Any, prompts: Mapping[str, Tensor], settings: GenerationConfig, seed: int) -> list[list[int]]:
+def _generate_continuously(
+    model: Any, prompts: Mapping[str, Tensor], settings: GenerationConfig, seed: int
+) -> list[list[int]]:
     """What is sampled behind each prompt.
 
     Raises:
@@ -144,5 +162,7 @@ def _generate_continuously(model: Any, prompts: Mapping[str, Tensor], settings: 
     found = [*model.generate_batch(rows, generation_config=settings, continuous_batching_config=options).values()]
     if len(found) != len(rows) or any(one.error for one in found):
         told = next((one.error for one in found if one.error), "its thread has ended; the log above says why")
-        raise RunError(f"data.sampling.batching: continuous: answered {len(found)} of {len(rows)} prompts: {told}. Write static.")
+        raise RunError(
+            f"data.sampling.batching: continuous: answered {len(found)} of {len(rows)} prompts: {told}. Write static."
+        )
     return [one.generated_tokens for one in found]

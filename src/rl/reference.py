@@ -23,7 +23,8 @@ from src.training.preferences.reference import adapters_off
 SERVERS = "TRITON_HOST_REF"
 """Environment variable with the addresses of servers that have the reference."""
 ReferenceKind = Literal["none", "copy", "adapters_off"]
-"""copy: the policy as the training begins, beside it in memory. adapters_off: the policy without its adapters, which takes no memory."""
+"""copy: the policy as the training begins, beside it in memory. adapters_off: the policy without its adapters, which
+takes no memory."""
 
 
 def find_reference_server(config: ModelConfig, setting: RewardSetting, temperature: float) -> RemoteModel | None:
@@ -35,7 +36,9 @@ def find_reference_server(config: ModelConfig, setting: RewardSetting, temperatu
     if not os.environ.get(SERVERS):
         return None
     if temperature != 1:
-        raise ConfigError(f"{SERVERS}: servers answer at temperature 1, and data.sampling.temperature is {temperature:g}.")
+        raise ConfigError(
+            f"{SERVERS}: servers answer at temperature 1, and data.sampling.temperature is {temperature:g}."
+        )
     return find_served(SERVERS, "the policy", config, setting)[0]
 
 

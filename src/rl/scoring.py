@@ -72,9 +72,14 @@ class Judges:
         Raises:
             RunError: a reward gives too few scores, or no finite numbers; names it.
         """
-        columns = [require_scores(name, scorer(rollouts), len(rollouts)) for name, scorer in zip(self.names, self.scorers, strict=True)]
+        columns = [
+            require_scores(name, scorer(rollouts), len(rollouts))
+            for name, scorer in zip(self.names, self.scorers, strict=True)
+        ]
         parts = [*zip(*columns, strict=True)]
-        return Scores(parts, [math.fsum(w * value for w, value in zip(self.weights, row, strict=True)) for row in parts])
+        return Scores(
+            parts, [math.fsum(w * value for w, value in zip(self.weights, row, strict=True)) for row in parts]
+        )
 
 
 def require_scores(name: str, found: object, wanted: int) -> list[float]:
@@ -84,11 +89,15 @@ def require_scores(name: str, found: object, wanted: int) -> list[float]:
         RunError: they are no list of `wanted` finite numbers; names the reward.
     """
     if isinstance(found, str) or not isinstance(found, Sequence) or len(found) != wanted:
-        told = f"{len(found)} scores" if isinstance(found, Sequence) and not isinstance(found, str) else f"{found!r:.40}"
+        told = (
+            f"{len(found)} scores" if isinstance(found, Sequence) and not isinstance(found, str) else f"{found!r:.40}"
+        )
         raise RunError(f"reward {name!r}: expected a score for each of {wanted} rollouts, got {told}.")
     for place, value in enumerate(found):
         if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < math.inf:
-            raise RunError(f"reward {name!r}: rollout {place} of {wanted}: expected a finite number, got {value!r:.40}.")
+            raise RunError(
+                f"reward {name!r}: rollout {place} of {wanted}: expected a finite number, got {value!r:.40}."
+            )
     try:
         return [float(value) for value in found]
     except OverflowError:

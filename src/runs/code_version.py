@@ -27,13 +27,37 @@ _GIT_SECONDS = 10.0
 SNAPSHOT = "snapshot.json"
 """In a code snapshot of a job: the `code_version` of the original."""
 SECRET_FILES = (
-    *(".env", ".env.*", "*.pem", "*.key", "*.p12", "*.pfx", ".netrc", "_netrc", "id_rsa*", "id_ed25519*", "id_ecdsa*", "credentials*"),
-    *(".git-credentials", ".pypirc", ".npmrc", "kaggle.json", "*.env", ".envrc", ".htpasswd", "service_account*.json", "*.keytab"),
+    *(
+        ".env",
+        ".env.*",
+        "*.pem",
+        "*.key",
+        "*.p12",
+        "*.pfx",
+        ".netrc",
+        "_netrc",
+        "id_rsa*",
+        "id_ed25519*",
+        "id_ecdsa*",
+        "credentials*",
+    ),
+    *(
+        ".git-credentials",
+        ".pypirc",
+        ".npmrc",
+        "kaggle.json",
+        "*.env",
+        ".envrc",
+        ".htpasswd",
+        "service_account*.json",
+        "*.keytab",
+    ),
     *("key.*", "keys.*", "*[_-]key", "*[_-]key.txt", "*[_-]key.json", "*[_-]keys.json", "*api[_-]key*", "authkey*"),
 )
 """Names of files that are likely to hold secrets: their content is never recorded."""
 SECRET_WORDS = {"secret", "secrets", "token", "password", "passwords", "passwd", "apikey", "credential", "credentials"}
-"""A file with one of these words in its name is a likely secret (wandb_token.txt, my-secrets.yaml), except modules (token.py)."""
+"""A file with one of these words in its name is a likely secret (wandb_token.txt, my-secrets.yaml), except modules
+(token.py)."""
 SECRET_MODULES = {"secret.py", "secrets.py", "credentials.py", "password.py", "passwords.py"}
 _SECRET_FOLDERS = {".ssh", ".aws", ".gnupg", ".kube", ".docker", "secrets", ".secrets", "credentials"}
 _IS_SECRET_FILE = re.compile("|".join(map(translate, SECRET_FILES)))
@@ -43,9 +67,24 @@ _ACCESS_TOKEN = re.compile(
 )
 """Tokens of Hugging Face, GitHub, GitLab, OpenAI, Anthropic, AWS and Slack."""
 _UNKNOWN = {"commit": None, "branch": None, "dirty": None, "diff": None}
-_REPOSITORY_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_COMMON_DIR", "GIT_OBJECT_DIRECTORY", "GIT_ALTERNATE_OBJECT_DIRECTORIES")
+_REPOSITORY_VARIABLES = (
+    "GIT_DIR",
+    "GIT_WORK_TREE",
+    "GIT_COMMON_DIR",
+    "GIT_OBJECT_DIRECTORY",
+    "GIT_ALTERNATE_OBJECT_DIRECTORIES",
+)
 _OPTIONS = (
-    *("--binary", "--full-index", "--no-color", "--no-ext-diff", "--no-textconv", "--no-renames", "--unified=3", "--ignore-submodules=all"),
+    *(
+        "--binary",
+        "--full-index",
+        "--no-color",
+        "--no-ext-diff",
+        "--no-textconv",
+        "--no-renames",
+        "--unified=3",
+        "--ignore-submodules=all",
+    ),
     "--no-relative",
 )
 
@@ -113,7 +152,8 @@ class _Git:
         self.folder = folder
         self.folder = Path(os.fsdecode(self("rev-parse", "--show-toplevel").removesuffix(b"\n")))
         index, objects = (
-            self.folder / os.fsdecode(self("rev-parse", "--git-path", name).removesuffix(b"\n")) for name in ("index", "objects")
+            self.folder / os.fsdecode(self("rev-parse", "--git-path", name).removesuffix(b"\n"))
+            for name in ("index", "objects")
         )
         with contextlib.suppress(subprocess.CalledProcessError):  # no filter is configured
             for name in self("config", "--name-only", "--get-regexp", r"^filter\..*\.required$").decode().splitlines():
@@ -130,7 +170,9 @@ class _Git:
     def __call__(self, *arguments: str, text: bytes = b"") -> bytes:
         """The output of a command. Raises subprocess.SubprocessError."""
         command = ["git", "-C", str(self.folder), *self.options, *arguments]
-        return subprocess.run(command, capture_output=True, timeout=_GIT_SECONDS, check=True, input=text, env=self.environment).stdout
+        return subprocess.run(
+            command, capture_output=True, timeout=_GIT_SECONDS, check=True, input=text, env=self.environment
+        ).stdout
 
     def try_read(self, *arguments: str) -> str | None:
         """The first line of the output; None if the command fails."""
@@ -164,15 +206,22 @@ def _add_version(facts: dict[str, Any], root: Path, leave_out: Sequence[Path]) -
     facts |= {key: entries for key, entries in (("omitted", omitted), ("submodules", changes.submodules)) if entries}
 
 
-def _add_changes(changes: _Changes, git: _Git, base: str | None, inside: str, prefix: str, leave_out: Sequence[Path]) -> None:
-    """Add the changes from the commit `base` to the files below `inside`. prefix: of the repository below the top, with a final slash."""
+def _add_changes(
+    changes: _Changes, git: _Git, base: str | None, inside: str, prefix: str, leave_out: Sequence[Path]
+) -> None:
+    """Add the changes from the commit `base` to the files below `inside`. prefix: of the repository below the top, with
+    a final slash."""
     tree = base or git.try_read("hash-object", "-t", "tree", "-w", "/dev/null") or ""
     _clear_flags(git)
     recorded = _entries(git, "ls-tree", "-r", "-z", "--full-tree", tree)
     listed = _entries(git, "ls-files", "-s", "-z")
-    names = dict.fromkeys(git.names("diff", "--name-only", "-z", "--no-renames", "--ignore-submodules=all", tree, "--", inside))
+    names = dict.fromkeys(
+        git.names("diff", "--name-only", "-z", "--no-renames", "--ignore-submodules=all", tree, "--", inside)
+    )
     names |= dict.fromkeys(
-        git.names("diff", "--cached", "--name-only", "-z", "--no-renames", "--ignore-submodules=all", tree, "--", inside)
+        git.names(
+            "diff", "--cached", "--name-only", "-z", "--no-renames", "--ignore-submodules=all", tree, "--", inside
+        )
     )
     others = git.names("ls-files", "-z", "--others", "--exclude-standard", "--full-name", "--", inside)
     is_left_out = functools.cache(lambda folder: _is_left_out(git.folder, folder, leave_out))
@@ -188,9 +237,21 @@ def _add_changes(changes: _Changes, git: _Git, base: str | None, inside: str, pr
         else:
             chosen.append(name)
     omitted = names.keys() - set(chosen)
-    restored = b"".join(_index_line(name, *recorded.get(name, ("0", "0" * 40))) for name in omitted if name in recorded or name in listed)
+    restored = b"".join(
+        _index_line(name, *recorded.get(name, ("0", "0" * 40)))
+        for name in omitted
+        if name in recorded or name in listed
+    )
     git("update-index", "-z", "--index-info", text=restored)
-    git("update-index", "--add", "--remove", "--replace", "-z", "--stdin", text=b"".join(os.fsencode(name) + b"\0" for name in chosen))
+    git(
+        "update-index",
+        "--add",
+        "--remove",
+        "--replace",
+        "-z",
+        "--stdin",
+        text=b"".join(os.fsencode(name) + b"\0" for name in chosen),
+    )
     for part in _parts(git, tree, inside, prefix):
         changes.patch.append(part)
     for name in repositories:
@@ -199,7 +260,9 @@ def _add_changes(changes: _Changes, git: _Git, base: str | None, inside: str, pr
 
 def _parts(git: _Git, tree: str, inside: str, prefix: str) -> Iterable[tuple[str, bytes]]:
     """Name and patch of each changed file in the index."""
-    status = git("diff", "--cached", "--name-status", "-z", "--no-renames", "--ignore-submodules=all", tree, "--", inside).split(b"\0")
+    status = git(
+        "diff", "--cached", "--name-status", "-z", "--no-renames", "--ignore-submodules=all", tree, "--", inside
+    ).split(b"\0")
     prefixes = (f"--src-prefix=a/{prefix}", f"--dst-prefix=b/{prefix}")
     patch = git("diff", "--cached", *_OPTIONS, *prefixes, tree, "--", inside)
     sections = re.split(rb"(?m)^(?=diff --git )", patch)[1:]
@@ -213,7 +276,8 @@ def _parts(git: _Git, tree: str, inside: str, prefix: str) -> Iterable[tuple[str
 def _add_submodule(
     changes: _Changes, git: _Git, name: str, recorded: tuple[str, str] | None, prefix: str, leave_out: Sequence[Path]
 ) -> None:
-    """Add the changes in a submodule, or in a repository that is not committed, from the commit that the outer one recorded."""
+    """Add the changes in a submodule, or in a repository that is not committed, from the commit that the outer one
+    recorded."""
     folder = git.folder / name
     base = recorded[1] if recorded and recorded[0] == "160000" else None
     if not (folder / ".git").exists():
@@ -234,7 +298,9 @@ def _clear_flags(git: _Git) -> None:
     """Clear assume-unchanged and skip-worktree, which hide changes."""
     lines = [line for line in git("ls-files", "-v", "-z").split(b"\0") if line]
     for flags, option in ((b"abcdefghijklmnopqrstuvwxyz", "--no-assume-unchanged"), (b"Ss", "--no-skip-worktree")):
-        hidden = [line[2:] for line in lines if line[:1] in flags and os.path.lexists(git.folder / os.fsdecode(line[2:]))]
+        hidden = [
+            line[2:] for line in lines if line[:1] in flags and os.path.lexists(git.folder / os.fsdecode(line[2:]))
+        ]
         if hidden:
             git("update-index", option, "-z", "--stdin", text=b"".join(name + b"\0" for name in hidden))
 
@@ -294,7 +360,8 @@ def _describe(path: Path, name: str, reason: str) -> dict[str, Any]:
 
 
 def _fit(changes: _Changes) -> bytes:
-    """The patch. Drops the largest parts if it exceeds `MAX_DIFF_BYTES`, and lists their files, so that the rest can be applied."""
+    """The patch. Drops the largest parts if it exceeds `MAX_DIFF_BYTES`, and lists their files, so that the rest can be
+    applied."""
     total, dropped = 0, set()
     for name, part in sorted(changes.patch, key=lambda each: len(each[1])):
         total += len(part)

@@ -42,7 +42,19 @@ VARIABLES = (
     "EAI_RUN_INDEX",
     JOBS_PER_GPU,
 )
-_SECRET_WORDS = {"key", "apikey", "token", "secret", "secrets", "password", "passwd", "pwd", "credential", "credentials", "auth"}
+_SECRET_WORDS = {
+    "key",
+    "apikey",
+    "token",
+    "secret",
+    "secrets",
+    "password",
+    "passwd",
+    "pwd",
+    "credential",
+    "credentials",
+    "auth",
+}
 _OTHER_ROOMS = {"exp_groups", "launch", "operations", "sweeps", "tables"}
 """Folders of src without training code: experiments are part of the id, and the rest starts or shows trainings."""
 _IN_ADDRESS = re.compile(r"(\w+://)[^/\s@]+@")
@@ -83,7 +95,8 @@ def slurm_job(variables: Mapping[str, str]) -> str | None:
 
 @functools.cache
 def code_digest(root: Path = _ROOT) -> str:
-    """Digest of the modules of src that a training can run, without `_OTHER_ROOMS`. The same in a checkout and in a snapshot of it."""
+    """Digest of the modules of src that a training can run, without `_OTHER_ROOMS`. The same in a checkout and in a
+    snapshot of it."""
     digest = hashlib.sha256()
     for path in sorted((root / "src").rglob("*.py")):
         name = path.relative_to(root / "src")
@@ -95,7 +108,8 @@ def code_digest(root: Path = _ROOT) -> str:
 
 
 def redact(command: Sequence[str]) -> list[str]:
-    """`command` with the values of secrets hidden: `--api_key x`, `--api_key=x`, `WANDB_API_KEY=x`, `https://user:x@host`."""
+    """`command` with the values of secrets hidden: `--api_key x`, `--api_key=x`, `WANDB_API_KEY=x`,
+    `https://user:x@host`."""
     shown: list[str] = []
     hide_next = False
     for word in command:
@@ -111,7 +125,8 @@ def redact(command: Sequence[str]) -> list[str]:
 
 
 def installed_packages(paths: Iterable[str]) -> dict[str, str]:
-    """Name -> version of every installed distribution, from the names of the metadata folders: faster than opening 200 files."""
+    """Name -> version of every installed distribution, from the names of the metadata folders: faster than opening 200
+    files."""
     packages: dict[str, str] = {}
     for path in paths:
         try:
@@ -145,7 +160,9 @@ def _is_secret(name: str) -> bool:
 def _output(command: list[str], timeout_seconds: float) -> str | None:
     """The output of a command; None if it is not installed, fails, or takes too long."""
     try:
-        done = subprocess.run(command, capture_output=True, timeout=timeout_seconds, check=False, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            command, capture_output=True, timeout=timeout_seconds, check=False, stdin=subprocess.DEVNULL
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.decode(errors="replace") if done.returncode == 0 else None

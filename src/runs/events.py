@@ -1,6 +1,8 @@
-"""Incidents of a run: <run>/events.jsonl, filled from its logs by `log_rules` as they grow, from its ledger and by the watchdog, each once.
+"""Incidents of a run: <run>/events.jsonl, filled from its logs by `log_rules` as they grow, from its ledger and by the
+watchdog, each once.
 
-events.cursors.json holds how far each log was read. A log that shrank, or was replaced by another file, is read from its start. A lost or
+events.cursors.json holds how far each log was read. A log that shrank, or was replaced by another file, is read from
+its start. A lost or
 outdated cursor only costs time: two events with the same log, offset, rule and line are the same event.
 """
 
@@ -25,7 +27,9 @@ SAME_INCIDENT = 64 * 1024
 """Bytes of log within which repeated matches of a rule are one event: a hundred ranks report that one is gone."""
 _PIECE = 1 << 20
 _SHOWN = 500
-DIVERGED = "Look at the data of this step (`offending/`), or rewind to an earlier checkpoint with a lower learning rate."
+DIVERGED = (
+    "Look at the data of this step (`offending/`), or rewind to an earlier checkpoint with a lower learning rate."
+)
 Event = dict[str, Any]
 
 log = logging.getLogger(__name__)
@@ -34,7 +38,8 @@ log = logging.getLogger(__name__)
 def scan(run: Path, logs: Sequence[Path], attempt: int = 0, ended: bool = False) -> list[Event]:
     """Apply the rules to the new lines of `logs` since the last scan. Records and returns the new events.
 
-    attempt: the start of the run that they belong to. ended: the logs are complete, so a last line without newline counts.
+    attempt: the start of the run that they belong to. ended: the logs are complete, so a last line without newline
+    counts.
 
     Raises:
         RunError: the disk refuses, or the save directory is gone.
@@ -101,7 +106,8 @@ def scan_ledger(run: Path, attempt: int = 0) -> list[Event]:
 
 
 def latest_problem(run: Path, attempt: int) -> Event | None:
-    """The last unresolved warning or error of the start `attempt`, if any. A cause takes precedence over its consequences.
+    """The last unresolved warning or error of the start `attempt`, if any. A cause takes precedence over its
+    consequences.
 
     Raises:
         DataError, RunError: events.jsonl is damaged, or cannot be read.
@@ -159,13 +165,19 @@ def _match_new_lines(file: Any, name: str, cursor: dict[str, Any], ended: bool, 
             last[rule.name] = offset
             if previous is not None and offset - previous < SAME_INCIDENT:
                 continue
-            event = {"rule": rule.name, "severity": rule.severity, "line": _clean_line(text[begin:end]), "offset": offset}
+            event = {
+                "rule": rule.name,
+                "severity": rule.severity,
+                "line": _clean_line(text[begin:end]),
+                "offset": offset,
+            }
             note({**event, "log": name, "advice": rule.advice})
         cursor["offset"] = start + len(text)
 
 
 def _pieces(file: Any, offset: int, ended: bool) -> Iterator[tuple[int, bytes]]:
-    """(offset, complete lines) of at most a MiB from `offset` on. A line without end counts when `ended`, or when it is too long."""
+    """(offset, complete lines) of at most a MiB from `offset` on. A line without end counts when `ended`, or when it is
+    too long."""
     while True:
         text = os.pread(file.fileno(), _PIECE, offset)
         if not text:

@@ -38,7 +38,11 @@ class Heartbeat:
         self._last_step = now
         if now - self._written >= self._every:
             self._written = now
-            facts = {"attempt": self._attempt, "step": step, "step_seconds": statistics.median(self._seconds) if self._seconds else None}
+            facts = {
+                "attempt": self._attempt,
+                "step": step,
+                "step_seconds": statistics.median(self._seconds) if self._seconds else None,
+            }
             with contextlib.suppress(UserError, OSError):
                 write_atomic(self.path, json.dumps(facts) + "\n")
 
@@ -69,7 +73,8 @@ class Beat:
 
 
 def read(run: Path) -> Beat | None:
-    """The heartbeat of the save directory `run`; None if it is missing or unreadable. Compares the clock of the disk with ours."""
+    """The heartbeat of the save directory `run`; None if it is missing or unreadable. Compares the clock of the disk
+    with ours."""
     path = run / HEARTBEAT
     try:
         written = path.stat().st_mtime
@@ -79,4 +84,9 @@ def read(run: Path) -> Beat | None:
     if not isinstance(facts, dict) or type(facts.get("attempt")) is not int or type(facts.get("step")) is not int:
         return None
     seconds = facts.get("step_seconds")
-    return Beat(facts["attempt"], facts["step"], seconds if isinstance(seconds, int | float) else None, max(0.0, time.time() - written))
+    return Beat(
+        facts["attempt"],
+        facts["step"],
+        seconds if isinstance(seconds, int | float) else None,
+        max(0.0, time.time() - written),
+    )

@@ -1,4 +1,5 @@
-"""JSON lines files: atomic appends, truncation after a step, and reads from the start, from the end, or from a known position."""
+"""JSON lines files: atomic appends, truncation after a step, and reads from the start, from the end, or from a known
+position."""
 
 import contextlib
 import errno
@@ -64,7 +65,8 @@ def open_locked(path: Path, mend: bool = True) -> Iterator[Records]:
 
 
 def append(path: Path, rows: Iterable[Mapping[str, Any]], durable: bool = True, allow_nan: bool = False) -> None:
-    """Append lines to a file that only this process writes, created if missing. durable: they are on the disk when this returns.
+    """Append lines to a file that only this process writes, created if missing. durable: they are on the disk when this
+    returns.
 
     Raises:
         RunError: the disk refuses. The file is unchanged.
@@ -113,7 +115,10 @@ def rows(path: Path) -> list[Line]:
     for number, line in enumerate(complete_lines(path), start=1):
         row = parse_object(line)
         if row is None:
-            raise DataError(f"{path}:{number}: expected a JSON object, got {line[:60].decode(errors='replace')!r}. Remove this line.")
+            raise DataError(
+                f"{path}:{number}: expected a JSON object, got {line[:60].decode(errors='replace')!r}. Remove this "
+                f"line."
+            )
         result.append(row)
     return result
 
@@ -141,7 +146,8 @@ def complete_lines(path: Path) -> list[bytes]:
 
 
 def lines_from_end(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(position after its newline, line without newline) of each complete line, the last first. Nothing if there is no file.
+    """(position after its newline, line without newline) of each complete line, the last first. Nothing if there is no
+    file.
 
     Raises:
         RunError: the file cannot be read.
@@ -183,7 +189,8 @@ class AppendedLines(NamedTuple):
 
 
 def read_appended(path: Path, size: int = 0, tail: str = _EMPTY) -> AppendedLines:
-    """The complete lines after the first `size` bytes of a file, if these still end with `tail`; else all. Empty if there is no file.
+    """The complete lines after the first `size` bytes of a file, if these still end with `tail`; else all. Empty if
+    there is no file.
 
     Relies on what `Scores` does: a file is only appended to, or replaced by one that differs near its end.
 
@@ -201,7 +208,9 @@ def read_appended(path: Path, size: int = 0, tail: str = _EMPTY) -> AppendedLine
     if len(previous) != size - start or hashlib.sha256(previous).hexdigest() != tail:
         return read_appended(path) if size else AppendedLines(0, b"", _EMPTY)
     lines = lines[: lines.rfind(b"\n") + 1]
-    return AppendedLines(size, lines, hashlib.sha256((previous + lines[-TAIL_BYTES:])[-TAIL_BYTES:]).hexdigest() if lines else tail)
+    return AppendedLines(
+        size, lines, hashlib.sha256((previous + lines[-TAIL_BYTES:])[-TAIL_BYTES:]).hexdigest() if lines else tail
+    )
 
 
 def _lock_file(path: Path) -> int:
@@ -219,7 +228,9 @@ def _lock_file(path: Path) -> int:
             pass  # replaced, as a rewind does, while we waited
         except OSError as error:
             os.close(descriptor)
-            raise RunError(f"{path}: this file system offers no locks (flock: {error.strerror}). Choose another folder.") from error
+            raise RunError(
+                f"{path}: this file system offers no locks (flock: {error.strerror}). Choose another folder."
+            ) from error
         os.close(descriptor)
 
 

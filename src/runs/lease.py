@@ -1,8 +1,12 @@
-"""The exclusive lock of a save directory: a file with a counter that its holder increments; a dead holder's lease is taken over.
+"""The exclusive lock of a save directory: a file with a counter that its holder increments; a dead holder's lease is
+taken over.
 
-Every access to the file `lease` holds an flock on `lease.guard`, so check-and-set is atomic. A holder in the same boot and pid
-namespace is judged by its process: gone means dead, stopped means alive. Any other holder is judged by its counter, observed on the local
-clock: no two clocks are compared. An unreadable lease (none of ours is) is observed likewise, and taken over if it does not change.
+Every access to the file `lease` holds an flock on `lease.guard`, so check-and-set is atomic. A holder in the same boot
+and pid
+namespace is judged by its process: gone means dead, stopped means alive. Any other holder is judged by its counter,
+observed on the local
+clock: no two clocks are compared. An unreadable lease (none of ours is) is observed likewise, and taken over if it does
+not change.
 """
 
 import contextlib
@@ -28,8 +32,8 @@ STALE_SECONDS = 30.0
 """A holder on another machine is dead if its counter does not change for this long."""
 BEAT_SECONDS = 5.0
 SILENT_SECONDS = 10 * STALE_SECONDS
-"""A holder on another machine without a heartbeat for this long counts as not running. Not a proof that it is dead: clocks differ, and
-network file systems cache."""
+"""A holder on another machine without a heartbeat for this long counts as not running. Not a proof that it is dead:
+clocks differ, and network file systems cache."""
 GUARD_SECONDS = 20.0
 """How long to wait for the guard, which is held for milliseconds, before giving up."""
 LEASE = "lease"
@@ -40,7 +44,8 @@ log = logging.getLogger(__name__)
 
 
 class Lease:
-    """Held from `acquire` to `release`. A daemon thread increments the counter; `lost` becomes True when another process took over."""
+    """Held from `acquire` to `release`. A daemon thread increments the counter; `lost` becomes True when another
+    process took over."""
 
     def __init__(self, path: Path, stale_seconds: float, beat_seconds: float) -> None:
         self.path = path
@@ -63,7 +68,9 @@ class Lease:
         lease = cls(path, stale_seconds, beat_seconds)
         observed = lease._try_acquire(None)
         if observed is not None:
-            log.warning("%s: waiting up to %g s to see whether its holder is alive: %s", path, stale_seconds, _holder(observed))
+            log.warning(
+                "%s: waiting up to %g s to see whether its holder is alive: %s", path, stale_seconds, _holder(observed)
+            )
             until = time.monotonic() + stale_seconds
             while time.monotonic() < until and _read(path) == observed:
                 time.sleep(min(1.0, stale_seconds / 20))
@@ -84,7 +91,10 @@ class Lease:
         if self.lost:
             held = _read(self.path)
             by = f"held by {_holder(held)} now" if held else "gone"
-            raise RunError(f"{self.path}: this process no longer holds the lease (it is {by}), so it stops here and writes nothing more.")
+            raise RunError(
+                f"{self.path}: this process no longer holds the lease (it is {by}), so it stops here and writes "
+                f"nothing more."
+            )
 
     def release(self) -> None:
         """Unlock. Harmless when released, lost, or inherited by a forked process."""
@@ -97,7 +107,11 @@ class Lease:
                 if _parse(_read(self.path)).get("token") == self._facts["token"]:
                     (self.path / LEASE).unlink()
         except (OSError, RunError) as error:
-            log.warning("%s: the lease could not be removed (%s); it counts as dead once this process has ended.", self.path, error)
+            log.warning(
+                "%s: the lease could not be removed (%s); it counts as dead once this process has ended.",
+                self.path,
+                error,
+            )
 
     def move_directory(self, target: Path) -> None:
         """Rename the locked directory to `target` and release it. No other process can lock it in between.
@@ -113,7 +127,8 @@ class Lease:
         self._thread.join()
 
     def _try_acquire(self, silent: bytes | None) -> bytes | None:
-        """Take the lease if it is free, dead, or still the `silent` bytes. Else return the bytes of a holder that must be observed.
+        """Take the lease if it is free, dead, or still the `silent` bytes. Else return the bytes of a holder that must
+        be observed.
 
         Raises:
             RunError: the holder is known to be alive.
@@ -159,7 +174,8 @@ class Lease:
 
 
 def holder_is_dead(path: Path) -> bool | None:
-    """Whether the save directory `path` has no holder or a dead one; None for a holder that cannot be judged from here."""
+    """Whether the save directory `path` has no holder or a dead one; None for a holder that cannot be judged from
+    here."""
     try:
         content = _read(path)
     except RunError:
@@ -173,7 +189,8 @@ def holder_is_dead(path: Path) -> bool | None:
 def heartbeat_seconds(path: Path) -> float | None:
     """Seconds since the lease of the save directory `path` was renewed; None if nobody holds it.
 
-    For display only: compares the clock of the disk with ours, and is never negative. `holder_is_dead` judges without clocks.
+    For display only: compares the clock of the disk with ours, and is never negative. `holder_is_dead` judges without
+    clocks.
     """
     try:
         return max(0.0, time.time() - (path / LEASE).stat().st_mtime)
@@ -182,7 +199,8 @@ def heartbeat_seconds(path: Path) -> float | None:
 
 
 def lost_contact(path: Path) -> str:
-    """ "lost contact 49 min ago" for a holder on another machine that was silent for `SILENT_SECONDS`; "" in any other case.
+    """ "lost contact 49 min ago" for a holder on another machine that was silent for `SILENT_SECONDS`; "" in any other
+    case.
 
     Sufficient to count the run as not running, not to delete anything: `holder_is_dead` decides that.
     """
@@ -195,7 +213,8 @@ def lost_contact(path: Path) -> str:
 
 
 def holder_host(path: Path) -> str:
-    """The machine of the process that holds the save directory `path`; "" if nobody does, or the lease is unreadable."""
+    """The machine of the process that holds the save directory `path`; "" if nobody does, or the lease is
+    unreadable."""
     try:
         return str(_parse(_read(path)).get("host") or "")
     except RunError:
@@ -203,7 +222,8 @@ def holder_host(path: Path) -> str:
 
 
 def this_process() -> dict[str, Any]:
-    """Identifies this process: host, boot, pid namespace, pid and, as pids are reused, start time in clock ticks since boot."""
+    """Identifies this process: host, boot, pid namespace, pid and, as pids are reused, start time in clock ticks since
+    boot."""
     return {
         "host": socket.gethostname(),
         "boot_id": _boot_id(),
@@ -224,7 +244,8 @@ def process_start(pid: int) -> int | None:
 
 @contextlib.contextmanager
 def directory_lock(path: Path, create: bool = True) -> Iterator[None]:
-    """Hold the guard of the save directory `path`, for files that any process can write without the lease. Not reentrant.
+    """Hold the guard of the save directory `path`, for files that any process can write without the lease. Not
+    reentrant.
 
     create: make the directory if it is missing.
 
@@ -251,7 +272,9 @@ def _open_guard(path: Path, create: bool) -> int:
             if not create:
                 raise
             if time.monotonic() > until:  # not just moved away between the two lines above
-                raise RunError(f"{path}: the save directory cannot be made: it is gone each time that it was made.") from None
+                raise RunError(
+                    f"{path}: the save directory cannot be made: it is gone each time that it was made."
+                ) from None
             time.sleep(_POLL_SECONDS)
             continue
         try:
@@ -264,10 +287,14 @@ def _open_guard(path: Path, create: bool) -> int:
         except OSError as error:
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                 os.close(descriptor)
-                raise RunError(f"{path}: this file system offers no locks (flock: {error.strerror}). Choose another folder.") from error
+                raise RunError(
+                    f"{path}: this file system offers no locks (flock: {error.strerror}). Choose another folder."
+                ) from error
         os.close(descriptor)
         if time.monotonic() > until:
-            raise RunError(f"{path / GUARD}: locked for {GUARD_SECONDS:g} s, not milliseconds. Is a process stopped in the middle?")
+            raise RunError(
+                f"{path / GUARD}: locked for {GUARD_SECONDS:g} s, not milliseconds. Is a process stopped in the middle?"
+            )
         time.sleep(_POLL_SECONDS)
 
 
@@ -278,7 +305,9 @@ def _make_directory(path: Path) -> None:
         # Also raised for a directory that was moved away in the meantime; then the caller tries again.
         for folder in (path, *path.parents):
             if folder.is_symlink() and not folder.exists():
-                raise RunError(f"{folder}: a link to {os.readlink(folder)}, which is not there. Make it, or remove the link.") from None
+                raise RunError(
+                    f"{folder}: a link to {os.readlink(folder)}, which is not there. Make it, or remove the link."
+                ) from None
             if folder.exists() and not folder.is_dir():
                 raise RunError(f"{folder}: a file where the save directory should be. Move it away.") from None
 

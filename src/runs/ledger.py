@@ -72,10 +72,11 @@ def read(run: Path) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def attempt(run: Path, step: Callable[[], int], **facts: Any) -> Iterator[None]:
-    """Record that this attempt at the run in `run` starts, with `facts`, and at the end of the block why it stopped. Collective.
+    """Record that this attempt at the run in `run` starts, with `facts`, and at the end of the block why it stopped.
+    Collective.
 
-    step: gives the number of finished optimizer steps. The start records the "code" (`environment.code_digest`); where the start before
-    ran other code, a line of the log says so.
+    step: gives the number of finished optimizer steps. The start records the "code" (`environment.code_digest`); where
+    the start before ran other code, a line of the log says so.
     """
 
     def record(name: str, **more: Any) -> None:
@@ -87,7 +88,9 @@ def attempt(run: Path, step: Callable[[], int], **facts: Any) -> Iterator[None]:
             codes = codes_of_starts(run, step())
             facts["code"] = environment.code_digest()
             if codes and codes[-1] != facts["code"]:
-                log.warning("%s: continues with other code than at its last start (%s, now %s).", run, codes[-1], facts["code"])
+                log.warning(
+                    "%s: continues with other code than at its last start (%s, now %s).", run, codes[-1], facts["code"]
+                )
         record("start", world_size=distributed.world_size(), **facts, **last_start(run))
     try:
         yield
@@ -104,7 +107,8 @@ def attempt(run: Path, step: Callable[[], int], **facts: Any) -> Iterator[None]:
 def codes_of_starts(run: Path, step: int) -> list[str]:
     """The "code" of the starts of the save directory `run` that recorded one, the oldest first.
 
-    Without those of which nothing is left: a later start was at the same step or before it. step: of the start that comes now.
+    Without those of which nothing is left: a later start was at the same step or before it. step: of the start that
+    comes now.
     """
     remaining: list[dict[str, Any]] = []
     before: dict[int, list[dict[str, Any]]] = {}  # remaining events at each rewind, by its number
@@ -134,7 +138,8 @@ def commit() -> str | None:
 
 
 def last_start(run: Path) -> dict[str, str | None]:
-    """ "commit" (see `commit`) and the scheduler's "job" of the last start of the save directory `run`, from env.json; None if not known.
+    """ "commit" (see `commit`) and the scheduler's "job" of the last start of the save directory `run`, from env.json;
+    None if not known.
 
     Raises:
         RunError: env.json is damaged.

@@ -41,7 +41,9 @@ def expand_run(path: Path, runs: Path = Path("results/runs")) -> Path:
     folder = runs if path.parent == Path() else path.parent
     matches = [each for each in sorted(folder.glob(f"{path.name}*")) if (each / EXP_DICT).is_file()]
     if len(matches) > 1:
-        raise RunError(f"{path}: {len(matches)} ids start with this: {', '.join(each.name for each in matches)}. Use more digits.")
+        raise RunError(
+            f"{path}: {len(matches)} ids start with this: {', '.join(each.name for each in matches)}. Use more digits."
+        )
     return matches[0] if matches else path
 
 
@@ -53,7 +55,10 @@ def read_exp_dict(path: Path) -> dict[str, Any]:
     """
     exp = read_foreign_dict(path)
     if exp_id(exp) != path.name:
-        raise RunError(f"{path / EXP_DICT}: its id is {exp_id(exp)}, not the name of its directory. It was changed by hand, or moved.")
+        raise RunError(
+            f"{path / EXP_DICT}: its id is {exp_id(exp)}, not the name of its directory. It was changed by hand, or "
+            f"moved."
+        )
     return exp
 
 
@@ -74,7 +79,8 @@ def read_foreign_dict(path: Path) -> dict[str, Any]:
 
 
 def is_foreign(path: Path) -> bool:
-    """Whether another program made the directory `path`, and named it by another hash of its dict: there is nothing of ours in it."""
+    """Whether another program made the directory `path`, and named it by another hash of its dict: there is nothing of
+    ours in it."""
     if any((path / name).exists() for name in (CONFIG, ENV, STATUS, GROUPS, "scores.jsonl")):
         return False
     try:
@@ -102,7 +108,8 @@ def read_status(path: Path) -> dict[str, Any]:
 
 
 def state_of(path: Path, status: Mapping[str, Any] | None = None) -> str:
-    """State of the save directory `path`: new, running, done, failed, stopped; or lost: running with a dead holder, or without contact.
+    """State of the save directory `path`: new, running, done, failed, stopped; or lost: running with a dead holder, or
+    without contact.
 
     A holder on another machine counts as alive until `lost_contact`. status: `read_status(path)`, if it was just read.
 
@@ -239,7 +246,8 @@ def write_job(path: Path, job_id: str, command: str, submission: str = "") -> No
 
 
 def read_job(path: Path) -> dict[str, str] | None:
-    """The last job submitted for the experiment in `path`: "job_id", "command" and "submission" ("" if haven wrote it); None if none.
+    """The last job submitted for the experiment in `path`: "job_id", "command" and "submission" ("" if haven wrote it);
+    None if none.
 
     Raises:
         RunError: job_dict.json is damaged, or cannot be read.

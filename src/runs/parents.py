@@ -73,7 +73,8 @@ def order(selected: Mapping[str, Experiment], known: Mapping[str, Experiment], w
     """Ids of `selected`, parents before children and otherwise as given.
 
     selected, known: id -> dict; `known` holds every experiment that can be run.
-    with_parents: add the ancestors in `known`. A cycle is impossible: an id is the hash of a dict that holds its parents' ids.
+    with_parents: add the ancestors in `known`. A cycle is impossible: an id is the hash of a dict that holds its
+    parents' ids.
     """
     everything = {**known, **selected}
     ordered: list[str] = []
@@ -94,7 +95,8 @@ def order(selected: Mapping[str, Experiment], known: Mapping[str, Experiment], w
 
 
 def missing_parents(exp: Experiment, places: Places, ahead: Container[str] = (), seen: Seen | None = None) -> list[str]:
-    """One message for each parent of `exp` that is not in `ahead` and has no usable checkpoint: its id, the problem, and the remedy.
+    """One message for each parent of `exp` that is not in `ahead` and has no usable checkpoint: its id, the problem,
+    and the remedy.
 
     Only sizes of files are compared; `checkpoints.last` and `best` compare hashes when a checkpoint is used.
     seen: a cache, filled here, so that each parent of many children is checked once. For equal `places` only.
@@ -126,5 +128,8 @@ def _describe_lack(parent: str, which: str, places: Places) -> str | None:
         what = "has not been run" if state == "new" else f"is {state}, not done"
         return f"which {what} (recipe {recipe!r}, wanted in {run}). Add --with-parents, or run its group first."
     if state == "new":
-        return f"which is neither in exp_configs.py nor in {places.runs}. Use ref(...) of an experiment, or copy its save directory there."
+        return (
+            f"which is neither in exp_configs.py nor in {places.runs}. Use ref(...) of an experiment, or copy its "
+            f"save directory there."
+        )
     return f"which is {state}, not done, and no longer in exp_configs.py. Finish it with --exp_id {parent}."

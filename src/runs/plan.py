@@ -90,7 +90,10 @@ def describe_group(experiments: Any, known: Mapping[str, Planned]) -> str:
     base = model["base"] if isinstance(model.get("base"), dict) else model
     parent = str(base.get("exp_id")) if base.get("name") == "experiment" else ""
     trained = known[parent].where if parent in known else f"experiment {parent[:8]}" if parent else None
-    return f"{first.get('recipe')}: {trained or base.get('path') or base.get('name')} on {data.get('corpus') or data.get('name')}"
+    return (
+        f"{first.get('recipe')}: {trained or base.get('path') or base.get('name')} on "
+        f"{data.get('corpus') or data.get('name')}"
+    )
 
 
 def replace_micro_batch(item: Planned, micro_batch: int | None) -> Planned:
@@ -111,7 +114,8 @@ def replace_micro_batch(item: Planned, micro_batch: int | None) -> Planned:
 
 
 def load_groups(groups: Groups, names: Sequence[str], assignments: Sequence[tuple[str, Any]]) -> list[Planned]:
-    """Every experiment of the groups `names`, with the assignments of --set applied. "lm[3]" names one experiment of the group "lm".
+    """Every experiment of the groups `names`, with the assignments of --set applied. "lm[3]" names one experiment of
+    the group "lm".
 
     What assignments make equal is planned once.
 
@@ -133,7 +137,9 @@ def load_groups(groups: Groups, names: Sequence[str], assignments: Sequence[tupl
     return _join_groups(planned, bool(assignments))
 
 
-def load_combinations(groups: Groups, names: Sequence[str], combinations: Sequence[Sequence[tuple[str, Any]]]) -> list[Planned]:
+def load_combinations(
+    groups: Groups, names: Sequence[str], combinations: Sequence[Sequence[tuple[str, Any]]]
+) -> list[Planned]:
     """`load_groups` for each combination of assignments, which the places of the experiments name if there are several.
 
     Raises:
@@ -141,7 +147,11 @@ def load_combinations(groups: Groups, names: Sequence[str], combinations: Sequen
     """
     planned: dict[str, Planned] = {}
     for assignments in combinations:
-        differs = [f" {path}={value}" for i, (path, value) in enumerate(assignments) if len({str(each[i][1]) for each in combinations}) > 1]
+        differs = [
+            f" {path}={value}"
+            for i, (path, value) in enumerate(assignments)
+            if len({str(each[i][1]) for each in combinations}) > 1
+        ]
         for item in load_groups(groups, names, assignments):
             planned.setdefault(item.exp_id, replace(item, where=item.where + "".join(differs)))
     return list(planned.values())
@@ -168,7 +178,8 @@ def _select(groups: Groups, text: str) -> tuple[str, Sequence[int]]:
 
 
 def _assign(exp: Experiment, assignments: Sequence[tuple[str, Any]], group: str, where: str) -> Experiment:
-    """`exp` with the assignments applied. Errors name the group: a path rarely fails for only one of its experiments."""
+    """`exp` with the assignments applied. Errors name the group: a path rarely fails for only one of its
+    experiments."""
     if assignments:
         check_values(exp, where)
     for path, value in assignments:
@@ -183,7 +194,9 @@ def load_all(groups: Groups) -> dict[str, Planned]:
     """Every valid experiment of `groups` by its id."""
     planned: dict[str, Planned] = {}
     for name, experiments in groups.items():
-        for i, exp in enumerate(experiments if isinstance(experiments, list) and not isinstance(experiments, BrokenGroup) else []):
+        for i, exp in enumerate(
+            experiments if isinstance(experiments, list) and not isinstance(experiments, BrokenGroup) else []
+        ):
             with contextlib.suppress(ConfigError):
                 item = load(exp, name, f"{name}[{i}]")
                 planned.setdefault(item.exp_id, item)
@@ -197,7 +210,10 @@ def _join_groups(planned: list[Planned], made_equal: bool) -> list[Planned]:
         others = places.setdefault(item.exp_id, [])
         for other in others:
             if other.exp != item.exp:
-                raise ConfigError(f"{item.where} and {other.where} differ but share the id {item.exp_id}. Change a string in one of them.")
+                raise ConfigError(
+                    f"{item.where} and {other.where} differ but share the id {item.exp_id}. Change a string in one "
+                    f"of them."
+                )
             if other.groups == item.groups and not made_equal:
                 raise ConfigError(f"{item.where} is the same experiment as {other.where}. Remove one of them.")
         others.append(item)
@@ -205,7 +221,8 @@ def _join_groups(planned: list[Planned], made_equal: bool) -> list[Planned]:
 
 
 def find(prefix: str, known: Mapping[str, Planned], runs: Path) -> Planned:
-    """The experiment with an id that starts with `prefix`, from exp_configs.py or its save directory, with the groups recorded there.
+    """The experiment with an id that starts with `prefix`, from exp_configs.py or its save directory, with the groups
+    recorded there.
 
     Raises:
         ConfigError: neither has it, or there are several.
@@ -214,7 +231,9 @@ def find(prefix: str, known: Mapping[str, Planned], runs: Path) -> Planned:
     ids = {name for name in known if name.startswith(prefix)}
     ids |= {path.parent.name for path in runs.glob(f"{prefix}*/{metadata.EXP_DICT}")} if prefix.isalnum() else set()
     if prefix not in ids and len(ids) > 1:
-        raise ConfigError(f"--exp_id {prefix}: {len(ids)} experiments start with it: {', '.join(sorted(ids))}. Write more of the id.")
+        raise ConfigError(
+            f"--exp_id {prefix}: {len(ids)} experiments start with it: {', '.join(sorted(ids))}. Write more of the id."
+        )
     prefix = prefix if prefix in ids or not ids else ids.pop()
     run = runs / prefix
     file = run / metadata.EXP_DICT
@@ -223,7 +242,9 @@ def find(prefix: str, known: Mapping[str, Planned], runs: Path) -> Planned:
     elif file.exists():
         item = load(metadata.read_exp_dict(run), "", str(file))
         if item.exp_id != prefix:
-            raise RunError(f"{file}: as numbers are spelled now its id is {item.exp_id}, not {prefix}. Train that one with -e.")
+            raise RunError(
+                f"{file}: as numbers are spelled now its id is {item.exp_id}, not {prefix}. Train that one with -e."
+            )
     else:
         raise ConfigError(f"--exp_id {prefix}: neither in exp_configs.py nor in {runs}.")
     return replace(item, groups=tuple(metadata.read_groups(run)) or item.groups)
@@ -282,16 +303,21 @@ def merge_problems(lacks: Mapping[str, Sequence[str]], known: Mapping[str, Plann
     def name(match: re.Match[str]) -> str:
         return f"{known[match[1]].where} ({match[1]})" if match[1] in known else match[0]
 
-    return [_PARENT.sub(name, line) for line in merge_mistakes(message for messages in lacks.values() for message in messages)]
+    return [
+        _PARENT.sub(name, line)
+        for line in merge_mistakes(message for messages in lacks.values() for message in messages)
+    ]
 
 
 def merge_mistakes(lines: Iterable[str]) -> list[str]:
-    """Each cause once, with its first place and how many more there are: "lm[0].model and 7 more: unknown key 'stride'"."""
+    """Each cause once, with its first place and how many more there are: "lm[0].model and 7 more: unknown key
+    'stride'"."""
     places: dict[tuple[str, str], list[str]] = {}
     for line in dict.fromkeys(lines):
         match = _MISTAKE.fullmatch(line)
         key, place = ((match["path"], match["text"]), match["place"] + match["set"]) if match else (("", line), "")
         places.setdefault(key, []).append(place)
     return [
-        f"{found[0]}{f' and {len(found) - 1} more' * (len(found) > 1)}: {text}" if found[0] else text for (_, text), found in places.items()
+        f"{found[0]}{f' and {len(found) - 1} more' * (len(found) > 1)}: {text}" if found[0] else text
+        for (_, text), found in places.items()
     ]

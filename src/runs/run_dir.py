@@ -51,7 +51,8 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class RunDir:
-    """Opened for writing by one process (`open`), or for reading by any (`attach`). As a context manager it unlocks on exit."""
+    """Opened for writing by one process (`open`), or for reading by any (`attach`). As a context manager it unlocks on
+    exit."""
 
     path: Path
     exp_id: str
@@ -77,7 +78,8 @@ class RunDir:
         Its status is then "running", unless it is "done": of a finished run only the groups change.
 
         exp: canonical (`registry.canonical_dict`). resolved: with every default (`registry.resolved_dict`).
-        recipe: the typed experiment. Fields that were added (`added_field`) after the run started can be missing in config.json.
+        recipe: the typed experiment. Fields that were added (`added_field`) after the run started can be missing in
+        config.json.
         reset: 1 first moves an older directory to <runs>/deleted/<id>, or <id>.1, <id>.2, … if that exists.
             The recorded groups and the submitted job remain.
         facts: for env.json; "groups" lists the groups of this start, and "diff", if any, goes to diff.patch.
@@ -178,7 +180,9 @@ class RunDir:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def _check_dict(self) -> None:
@@ -205,14 +209,18 @@ class RunDir:
             try:
                 saved = read_json(file, RunError)
             except RunError as error:
-                raise RunError(f"{error} Delete it if no default has changed since the run started, or start over with -r 1.") from None
+                raise RunError(
+                    f"{error} Delete it if no default has changed since the run started, or start over with -r 1."
+                ) from None
             paths = tuple(operational_values(resolved, recipe))
             changes = differences(fill_absences(saved, recipe), resolved)
             policy = [change for change in changes if f"{change[0]}.".startswith(tuple(f"{path}." for path in paths))]
             if len(policy) < len(changes):
                 raise RunError(
-                    f"{file}: this run was started with other defaults: {_describe([c for c in changes if c not in policy])}. "
-                    "To continue it, restore the old defaults; to have both, write the value into the dict (a new id); to start over, -r 1."
+                    f"{file}: this run was started with other defaults: "
+                    f"{_describe([c for c in changes if c not in policy])}. "
+                    "To continue it, restore the old defaults; to have both, write the value into the dict (a new "
+                    "id); to start over, -r 1."
                 )
             if not policy or read_status(self.path)["state"] == "done":
                 return
@@ -238,7 +246,8 @@ class RunDir:
 
 
 def start_over(path: Path) -> None:
-    """Move the content of the save directory `path` to <runs>/deleted, as `RunDir.open` with reset does, and forget its submitted job.
+    """Move the content of the save directory `path` to <runs>/deleted, as `RunDir.open` with reset does, and forget its
+    submitted job.
 
     For a job that will be submitted, and can start several times. The recorded groups remain.
 

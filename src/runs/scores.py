@@ -1,4 +1,5 @@
-"""The scores of one run: append-only JSON lines that survive a kill in the middle of a line, and haven's score_list.pkl."""
+"""The scores of one run: append-only JSON lines that survive a kill in the middle of a line, and haven's
+score_list.pkl."""
 
 import contextlib
 import io
@@ -38,7 +39,8 @@ class Scores:
         self._unsynced = False
 
     def append(self, row: Mapping[str, Any], durable: bool = True) -> None:
-        """Append a row of numbers with an int "step" greater than that of the last row. durable: it is on the disk when this returns.
+        """Append a row of numbers with an int "step" greater than that of the last row. durable: it is on the disk when
+        this returns.
 
         NaN and infinity become null, as JSON has neither: one undefined metric must not end a training.
 
@@ -177,7 +179,8 @@ def last_row(path: Path) -> Row | None:
 
 
 def read_score_list(path: Path) -> list[dict[str, Any]]:
-    """The rows of a score_list.pkl that haven wrote, with numpy's scalars as Python numbers, and `Opaque` for all that is no plain value.
+    """The rows of a score_list.pkl that haven wrote, with numpy's scalars as Python numbers, and `Opaque` for all that
+    is no plain value.
 
     Nothing that the file names is imported or called, so an untrusted file cannot run code.
 
@@ -200,7 +203,8 @@ def read_score_list(path: Path) -> list[dict[str, Any]]:
 
 
 class Opaque:
-    """A value, function or class of a pickle that is not read, as `<numpy.ndarray>`. Its content in the pickle is dropped."""
+    """A value, function or class of a pickle that is not read, as `<numpy.ndarray>`. Its content in the pickle is
+    dropped."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -224,7 +228,9 @@ class _Dtype(Opaque):
         self.code, self.order = code, "<"
 
 
-_FORMATS: dict[str, str] = dict(zip(["f8", "f4", "f2", "i8", "i4", "i2", "i1", "u8", "u4", "u2", "u1", "b1"], "dfeqihbQIHB?", strict=True))
+_FORMATS: dict[str, str] = dict(
+    zip(["f8", "f4", "f2", "i8", "i4", "i2", "i1", "u8", "u4", "u2", "u1", "b1"], "dfeqihbQIHB?", strict=True)
+)
 
 
 def _scalar(dtype: _Dtype, data: bytes) -> Any:

@@ -1,4 +1,5 @@
-"""The last value of each score of a run, so that a table need not read histories. Valid while scores.jsonl starts with the same bytes."""
+"""The last value of each score of a run, so that a table need not read histories. Valid while scores.jsonl starts with
+the same bytes."""
 
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -25,7 +26,8 @@ class Summary:
     """The last value of each score, in order of first appearance; None for a score that ended in NaN or infinity."""
 
     def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Add later rows. Null, NaN or infinity replaces an earlier value; a missing key does not. Values of other types are ignored."""
+        """Add later rows. Null, NaN or infinity replaces an earlier value; a missing key does not. Values of other
+        types are ignored."""
         for row in rows:
             if is_finite(step := row.get("step")):  # haven's rows can hold anything
                 self.step = step
@@ -36,7 +38,13 @@ class Summary:
 
     def to_json(self) -> dict[str, Any]:
         """For `parse_summary`. Lists keep the order of the scores, as write_json sorts keys."""
-        return {"bytes": self.size, "tail": self.tail, "step": self.step, "names": list(self.last), "values": list(self.last.values())}
+        return {
+            "bytes": self.size,
+            "tail": self.tail,
+            "step": self.step,
+            "names": list(self.last),
+            "values": list(self.last.values()),
+        }
 
 
 def is_finite(value: Any) -> bool:
@@ -53,7 +61,9 @@ def parse_summary(value: Any) -> Summary | None:
         return None
     if not isinstance(names, list) or not isinstance(values, list) or len(names) != len(values):
         return None
-    if all(type(name) is str for name in names) and all(item is None or (type(item) is not bool and is_finite(item)) for item in values):
+    if all(type(name) is str for name in names) and all(
+        item is None or (type(item) is not bool and is_finite(item)) for item in values
+    ):
         return Summary(size, tail, step, dict(zip(names, values, strict=True)))
     return None
 

@@ -4,9 +4,10 @@ python -m src.serving.ask MODEL --context notes.txt "When is it due?" "Is it don
 python -m src.serving.ask MODEL --serve 8080 --token secret
 curl 'localhost:8080/?token=secret' -d '{"context": "The cat is red.", "question": "Which color is the cat?"}'
 
-MODEL is a run (its save directory or a prefix of its id), a checkpoint, an export, a folder of save_pretrained, or an id on the hub. A
-cross-attention model reads the context as in its experiment; other models read it in their prompt. The server answers {"answer": "..."},
-or {"error": "..."} with status 403 to 500. Requests that wait are answered together. The last contexts are cached.
+MODEL is a run (its save directory or a prefix of its id), a checkpoint, an export, a folder of save_pretrained, or an
+id on the hub. A cross-attention model reads the context as in its experiment; other models read it in their prompt. The
+server answers {"answer": "..."}, or {"error": "..."} with status 403 to 500. Requests that wait are answered together.
+The last contexts are cached.
 """
 
 import argparse
@@ -54,7 +55,9 @@ class Answerer:
 
     def __init__(self, model: Any, tokenizer: Any, data: qa.Config, max_new_tokens: int) -> None:
         self._model, self._tokenizer = model, tokenizer
-        self._data = data.model_copy(update={"encoded_contexts": False, "include_contexts": False, "fixed_length": False})
+        self._data = data.model_copy(
+            update={"encoded_contexts": False, "include_contexts": False, "fixed_length": False}
+        )
         self._max_new_tokens = max_new_tokens
         self._encoded: OrderedDict[str, Any] = OrderedDict()
 
@@ -70,7 +73,9 @@ class Answerer:
         """
         import torch
 
-        rows = [{"context": context, "question": question, "answer": "", "dataset": ""} for context, question in queries]
+        rows = [
+            {"context": context, "question": question, "answer": "", "dataset": ""} for context, question in queries
+        ]
         data = qa.QADataset(self._data, rows, self._tokenizer, 0, both_views=False, fingerprint="")
         samples = [data.prompt(i) for i in range(len(rows))]
         together: dict[str, list[int]] = {}  # by context
@@ -127,11 +132,14 @@ class PromptAnswerer:
         if isinstance(self._writer, Talk):
             message = Message("user", f"{query.context}\n\n{query.question}")
             return self._writer.generate(self._writer.prompt_ids([message]), **self._options)[0]
-        return self._writer.write(f"{query.context}\n\nQuestion: {query.question}\nAnswer:", **self._options).partition("\n")[0]
+        return self._writer.write(f"{query.context}\n\nQuestion: {query.question}\nAnswer:", **self._options).partition(
+            "\n"
+        )[0]
 
 
 def load_answerer(source: Path, places: Places, max_new_tokens: int | None = None) -> Answerer | PromptAnswerer:
-    """The model of a source that `pretrained.SOURCE` describes. max_new_tokens: None for the experiment's setting, or 32.
+    """The model of a source that `pretrained.SOURCE` describes. max_new_tokens: None for the experiment's setting, or
+    32.
 
     Raises:
         ConfigError: the model answers no questions.

@@ -4,8 +4,8 @@ python -m src.serving.chat MODEL                                 a chat in the t
 python -m src.serving.chat MODEL "2 + 3?"                         one answer
 python -m src.serving.chat RUN --metadata url=docs.python.org "The module abc"
 
-MODEL is a run (its save directory or a prefix of its id), a checkpoint, an export, a folder of save_pretrained, or an id on the hub.
-Messages and metadata are written as in the run's experiment, or by the tokenizer's chat template.
+MODEL is a run (its save directory or a prefix of its id), a checkpoint, an export, a folder of save_pretrained, or an
+id on the hub. Messages and metadata are written as in the run's experiment, or by the tokenizer's chat template.
 """
 
 import argparse
@@ -28,12 +28,26 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of sampling and of the places of models."""
     add = parser.add_argument
     add("--max_new_tokens", type=int, default=100, help="(default: %(default)s)")
-    add("--temperature", type=float, default=0.8, help="of sampling; 0 for the likeliest token each time (default: %(default)s)")
-    add("--top_p", type=float, default=0.95, help="share of the probability that is sampled from (default: %(default)s)")
+    add(
+        "--temperature",
+        type=float,
+        default=0.8,
+        help="of sampling; 0 for the likeliest token each time (default: %(default)s)",
+    )
+    add(
+        "--top_p", type=float, default=0.95, help="share of the probability that is sampled from (default: %(default)s)"
+    )
     add("--seed", type=int, default=0, help="of sampling (default: %(default)s)")
     add("--device", help="such as cuda (default: the first GPU, or the CPU)")
     add("--data_path", type=Path, default=PLACES.data, metavar="DIR", help="prepared data sets")
-    add("-sb", "--savedir_base", type=Path, default=PLACES.runs, metavar="DIR", help="save directories of the model's parents")
+    add(
+        "-sb",
+        "--savedir_base",
+        type=Path,
+        default=PLACES.runs,
+        metavar="DIR",
+        help="save directories of the model's parents",
+    )
 
 
 def generation_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -43,8 +57,14 @@ def generation_options(args: argparse.Namespace) -> dict[str, Any]:
         ConfigError: a number is out of range.
     """
     if args.max_new_tokens < 1 or not 0 <= args.temperature < math.inf or not 0 < args.top_p <= 1:
-        raise ConfigError("expected --max_new_tokens of at least 1, --temperature from 0 on, and --top_p above 0 and up to 1.")
-    sampling = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p} if args.temperature else {"do_sample": False}
+        raise ConfigError(
+            "expected --max_new_tokens of at least 1, --temperature from 0 on, and --top_p above 0 and up to 1."
+        )
+    sampling = (
+        {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p}
+        if args.temperature
+        else {"do_sample": False}
+    )
     return {"max_new_tokens": args.max_new_tokens, **sampling}
 
 
@@ -53,7 +73,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser("src.serving.chat", __doc__)
     add = parser.add_argument
     add("run", metavar="MODEL", type=Path, help=SOURCE)
-    add("beginnings", metavar="TEXT", nargs="*", help="messages, or texts to continue (default: lines from the keyboard)")
+    add(
+        "beginnings",
+        metavar="TEXT",
+        nargs="*",
+        help="messages, or texts to continue (default: lines from the keyboard)",
+    )
     add("--metadata", action="append", default=[], metavar="KEY=VALUE", help="metadata of the text; repeatable")
     add("--8bit", dest="eight_bit", action="store_true", help="load matrices in 8 bits, on a GPU, with bitsandbytes")
     add_options(parser)

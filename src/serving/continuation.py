@@ -1,4 +1,5 @@
-"""Models without a chat template: they continue a text. Models that were trained with metadata do so under given metadata."""
+"""Models without a chat template: they continue a text. Models that were trained with metadata do so under given
+metadata."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -75,12 +76,16 @@ class MetadataWriter(Continuation):
             key, sign, value = text.partition("=")
             if not sign or not value:
                 raise ConfigError(f"--metadata {text!r}: expected KEY=VALUE, such as url=docs.python.org.")
-            spans = {kind.key for kind in COLUMNS.values()} - {kind.key for kind in COLUMNS.values() if kind.kind == "global"}
+            spans = {kind.key for kind in COLUMNS.values()} - {
+                kind.key for kind in COLUMNS.values() if kind.kind == "global"
+            }
             keys = [name for name in self._data.writing.keys if name not in spans]
             if key not in keys:
                 raise ConfigError(f"--metadata: {unknown_text('key', key, keys)}")
             try:
-                items += read_row({"text": "", "metadata": [{"key": key, "type": "global", "value": value}]}, "--metadata").items
+                items += read_row(
+                    {"text": "", "metadata": [{"key": key, "type": "global", "value": value}]}, "--metadata"
+                ).items
             except DataError as error:
                 raise ConfigError(str(error)) from None
         return items
@@ -88,4 +93,6 @@ class MetadataWriter(Continuation):
     def prompt(self, text: str, items: Sequence[Item] = ()) -> list[int]:
         """Ids of the metadata and the text; without both the end token, which separates documents."""
         document = Annotated(text, tuple(items))
-        return [*self._maker.prefix_ids(document), *self._maker.text_ids(document)] or [SafeTokenizer(self._tokenizer).eos_id]
+        return [*self._maker.prefix_ids(document), *self._maker.text_ids(document)] or [
+            SafeTokenizer(self._tokenizer).eos_id
+        ]

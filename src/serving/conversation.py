@@ -29,7 +29,9 @@ class Talk:
             ConfigError: a reward model, which only scores.
         """
         if isinstance(model, RewardModel):
-            raise ConfigError("a reward model scores conversations and writes nothing. Name the run that it was trained from.")
+            raise ConfigError(
+                "a reward model scores conversations and writes nothing. Name the run that it was trained from."
+            )
         self._model, self._tokenizer, self._system = model, tokenizer, data.writing.system if data else None
         self._renderer: Renderer | None = _find_renderer(tokenizer, data)
         ends, never = self._renderer.answer_ends() if self._renderer else ([tokenizer.eos_token_id], [])
@@ -57,9 +59,13 @@ class Talk:
         if self._renderer:
             return self._renderer.render(messages, answering=True).ids
         try:
-            ids = self._tokenizer.apply_chat_template([message.raw for message in messages], add_generation_prompt=True, return_dict=True)
+            ids = self._tokenizer.apply_chat_template(
+                [message.raw for message in messages], add_generation_prompt=True, return_dict=True
+            )
         except Exception as error:  # noqa: BLE001  templates are programs of other people
-            raise DataError(f"the model's chat template refuses the conversation: {str(error).splitlines()[0]}") from None
+            raise DataError(
+                f"the model's chat template refuses the conversation: {str(error).splitlines()[0]}"
+            ) from None
         return list(ids["input_ids"])
 
     def answer(self, text: str, streamer: Any = None, **options: Any) -> str:
@@ -84,7 +90,9 @@ class Talk:
             raise
         answer = str(self._tokenizer.decode(ids, skip_special_tokens=True))
         self.messages.append(
-            self._renderer.read_answer(str(self._tokenizer.decode(ids))) if self._renderer else Message("assistant", answer)
+            self._renderer.read_answer(str(self._tokenizer.decode(ids)))
+            if self._renderer
+            else Message("assistant", answer)
         )
         return answer
 
@@ -94,7 +102,9 @@ class Talk:
         Raises:
             ConfigError: an answer could be too long for the model.
         """
-        return [self._tokenizer.decode(ids, skip_special_tokens=True) for ids in self._generate(prompt, streamer, **options)]
+        return [
+            self._tokenizer.decode(ids, skip_special_tokens=True) for ids in self._generate(prompt, streamer, **options)
+        ]
 
     def _generate(self, prompt: list[int], streamer: Any, **options: Any) -> list[list[int]]:
         import torch
@@ -121,7 +131,9 @@ def _find_renderer(tokenizer: Any, data: ConversationConfig | None) -> Renderer 
     try:
         template = templates.find("tokenizer", tokenizer)
         renderer = Renderer(tokenizer, template)
-        renderer.render([*template.opening, Message("user", "?"), Message("assistant", "?"), Message("user", "?")], answering=True)
+        renderer.render(
+            [*template.opening, Message("user", "?"), Message("assistant", "?"), Message("user", "?")], answering=True
+        )
         renderer.answer_ends()
     except (DataError, AssertionError):
         return None

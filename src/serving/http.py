@@ -1,7 +1,8 @@
 """The HTTP server of our serving commands: JSON in, JSON out, on FastAPI and uvicorn.
 
-Errors are JSON too, {"error": "..."}: 400 (not HTTP), 403 (token, Host or Origin), 404, 405, 408 (body too slow), 413 (body too large),
-422 (malformed, or refused by the model) and 500. Requests wait in one queue. One thread answers them, in batches where a command allows it.
+Errors are JSON too, {"error": "..."}: 400 (not HTTP), 403 (token, Host or Origin), 404, 405, 408 (body too slow), 413
+(body too large), 422 (malformed, or refused by the model) and 500. Requests wait in one queue. One thread answers them,
+in batches where a command allows it.
 """
 
 import argparse
@@ -34,7 +35,8 @@ from src.errors import ConfigError, UserError
 BACKLOG = 2048
 """Connections that wait to be accepted. The kernel lowers this to net.core.somaxconn."""
 DRAINED_BYTES = 1 << 28
-"""Bytes of a refused body that are read and dropped: with unread bytes, TCP resets the connection and the client never sees the reason."""
+"""Bytes of a refused body that are read and dropped: with unread bytes, TCP resets the connection and the client never
+sees the reason."""
 IDLE_SECONDS, STOP_SECONDS = 60, 5
 
 Item = TypeVar("Item")
@@ -95,7 +97,8 @@ class Endpoint(NamedTuple):
     method: str
     path: str
     answer: Callable[..., Awaitable[Any]]
-    """Returns the JSON of the response; gets the parsed body if there is one, and the parameters of the path by name."""
+    """Returns the JSON of the response; gets the parsed body if there is one, and the parameters of the path by
+    name."""
     body: type[BaseModel] | None = None
     """Type of the request's JSON. None ignores the body."""
 
@@ -112,13 +115,18 @@ class Access(NamedTuple):
         """The reason to refuse a request, or ""."""
         host, origin = request.headers.get("host", ""), request.headers.get("origin")
         if not self._accepts(host):  # DNS rebinding: a web page that resolves its own name to this machine
-            return f"Host: {host!r} is not an address of this server. Start it with --origin HOST:PORT to accept this one."
+            return (
+                f"Host: {host!r} is not an address of this server. Start it with --origin HOST:PORT to accept this one."
+            )
         if origin is not None and origin.lower().partition("://")[2] not in (host.lower(), *self.hosts):
             return f"Origin: {origin!r} is another site. Start the server with --origin HOST:PORT to accept its pages."
         scheme, _, credentials = request.headers.get("authorization", "").partition(" ")
         tokens = [request.query_params.get("token", ""), credentials if scheme.lower() == "bearer" else ""]
         if self.token and not any(hmac.compare_digest(token.encode(), self.token.encode()) for token in tokens):
-            return "token: missing or wrong. Use the address that the command printed, with ?token=..., or Authorization: Bearer TOKEN."
+            return (
+                "token: missing or wrong. Use the address that the command printed, with ?token=..., or "
+                "Authorization: Bearer TOKEN."
+            )
         return ""
 
     def _accepts(self, host: str) -> bool:
@@ -151,12 +159,16 @@ class _Guard:
             await _error(503, "the server stops.")(scope, receive, send)
             return
         except TimeoutError:
-            await _error(408, f"body: no data for {IDLE_SECONDS} s. Send the request again.", {"Connection": "close"})(scope, receive, send)
+            await _error(408, f"body: no data for {IDLE_SECONDS} s. Send the request again.", {"Connection": "close"})(
+                scope, receive, send
+            )
             return
         if problem:
             await _error(403, problem)(scope, receive, send)
         elif body is None:
-            await _error(413, f"body: more than {self._max_bytes} bytes. Send less in one request.")(scope, receive, send)
+            await _error(413, f"body: more than {self._max_bytes} bytes. Send less in one request.")(
+                scope, receive, send
+            )
         else:
             messages = iter([{"type": "http.request", "body": body, "more_body": False}])
 
@@ -203,7 +215,11 @@ def make_app(endpoints: Sequence[Endpoint], access: Access, max_bytes: int) -> A
 
     async def report(request: Request, error: Any) -> JSONResponse:
         if error.detail in ("Not Found", "Method Not Allowed"):  # from the router, not from an endpoint
-            return _error(error.status_code, f"{request.method} {request.url.path}: {error.detail}. Use {expected}.", error.headers)
+            return _error(
+                error.status_code,
+                f"{request.method} {request.url.path}: {error.detail}. Use {expected}.",
+                error.headers,
+            )
         return _error(error.status_code, error.detail, error.headers)
 
     async def refuse(_: Request, error: Exception) -> JSONResponse:
@@ -220,7 +236,9 @@ def make_app(endpoints: Sequence[Endpoint], access: Access, max_bytes: int) -> A
 
 def _handler(endpoint: Endpoint) -> Callable[[Request], Awaitable[JSONResponse]]:
     async def handle(request: Request) -> JSONResponse:
-        arguments = [] if endpoint.body is None else [await asyncio.to_thread(_parse, endpoint.body, await request.body())]
+        arguments = (
+            [] if endpoint.body is None else [await asyncio.to_thread(_parse, endpoint.body, await request.body())]
+        )
         return JSONResponse(await endpoint.answer(*arguments, **request.path_params))
 
     return handle
@@ -258,7 +276,9 @@ class _Protocol(H11Protocol):
 class Server:
     """An application at an address, which accepts connections as soon as this object exists."""
 
-    def __init__(self, endpoints: Sequence[Endpoint], max_bytes: int, options: argparse.Namespace, batcher: Any = None) -> None:
+    def __init__(
+        self, endpoints: Sequence[Endpoint], max_bytes: int, options: argparse.Namespace, batcher: Any = None
+    ) -> None:
         """options: of `src.served_page.add_address`. batcher: closed at the end.
 
         Raises:
@@ -274,7 +294,8 @@ class Server:
         except OSError as error:
             reason = (error.strerror or str(error)).rstrip(".")
             raise ConfigError(
-                f"--port {options.port}: cannot listen on {options.address}: {reason}. Choose another port, or 0 for a free one."
+                f"--port {options.port}: cannot listen on {options.address}: {reason}. Choose another port, or 0 for "
+                f"a free one."
             ) from None
         host = f"[{options.address}]" if ":" in options.address else options.address
         self.port: int = self._socket.getsockname()[1]

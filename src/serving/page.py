@@ -1,8 +1,8 @@
 """A web page to chat with one model, or with two models side by side to choose the better reply.
 
 python -m src.serving.page RUN                  a conversation
-python -m src.serving.page RUN OTHER            both answer each message; the conversation continues with the preferred reply
-python -m src.serving.page RUN RUN              two samples of one
+python -m src.serving.page RUN OTHER            both answer each message; the conversation continues with the preferred
+reply python -m src.serving.page RUN RUN              two samples of one
 
 Each choice is appended to --output as a row. Prepare the file to train reward models and preferences on it:
 python -m data_prep.prepare_conversations --form ranked --train results/data/preferences.jsonl --name preferences
@@ -34,7 +34,10 @@ PORT = 5007
 MOST_RUNS = 2
 _WRAPPED = {"white-space": "pre-wrap", "overflow-wrap": "anywhere"}
 _SEND, _CLEAR, _NONE = (
-    f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 24 24" fill="none" stroke="currentColor" stroke-width="2">{shape}</svg>'
+    (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 24 24" fill="none" stroke="currentColor" '
+        f'stroke-width="2">{shape}</svg>'
+    )
     for shape in ('<path d="M4 12h15M13 6l6 6-6 6"/>', '<path d="M5 7h14M10 7V4h4v3M7 7l1 13h8l1-13"/>', "")
 )
 """Panel's own icons are loaded from another machine."""
@@ -124,7 +127,9 @@ class Page:
     def _layout(self, panes: Sequence[Any], buttons: Sequence[Any], note: Any) -> pn.Column:
         names = [f"{number}: {side.name}" for number, side in enumerate(self._conversation.sides, 1)]
         columns = [
-            pn.Column(_text(name, **{"font-weight": "bold"}), pane, *buttons[place : place + 1], sizing_mode="stretch_width")
+            pn.Column(
+                _text(name, **{"font-weight": "bold"}), pane, *buttons[place : place + 1], sizing_mode="stretch_width"
+            )
             for place, (name, pane) in enumerate(zip(names, panes, strict=True))
         ]
         return pn.Column(pn.Row(*columns, sizing_mode="stretch_width"), note, sizing_mode="stretch_width")
@@ -168,7 +173,9 @@ def load_sides(sources: Sequence[Path], places: Places, device: str | None) -> l
         if name not in loaded:
             talk, model = load_writer(source, places)
             if not isinstance(talk, Talk):
-                raise ConfigError(f"{source}: its model has no chat template. python -m src.serving.chat continues texts with it.")
+                raise ConfigError(
+                    f"{source}: its model has no chat template. python -m src.serving.chat continues texts with it."
+                )
             move(model, device)
             loaded[name] = Side(name, talk)
         sides.append(loaded[name])
@@ -180,7 +187,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser("src.serving.page", __doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="MODEL", help=SOURCE)
     parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="file of choices, appended to (default: preferences.jsonl in --data_path)"
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="file of choices, appended to (default: preferences.jsonl in --data_path)",
     )
     add_options(parser)
     add_address(parser, PORT, "anyone with the token can chat and choose replies")

@@ -18,7 +18,10 @@ from src.serving.continuation import Continuation, MetadataWriter
 from src.serving.conversation import Talk
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
-SOURCE = "a run (its save directory or a prefix of its id), a checkpoint, an export, a folder of save_pretrained, or an id on the hub"
+SOURCE = (
+    "a run (its save directory or a prefix of its id), a checkpoint, an export, a folder of save_pretrained, or "
+    "an id on the hub"
+)
 """Help text of the argument that names a model."""
 
 
@@ -39,7 +42,8 @@ def source_name(source: Path, places: Places) -> str:
 
 
 def load_pretrained(source: Path) -> tuple[Any, Any]:
-    """The model and the tokenizer of `is_pretrained`; in float32 on a machine without a GPU, as saved on one with a GPU.
+    """The model and the tokenizer of `is_pretrained`; in float32 on a machine without a GPU, as saved on one with a
+    GPU.
 
     Raises:
         ConfigError: it cannot be loaded as a model that generates text.
@@ -61,7 +65,9 @@ def load_pretrained(source: Path) -> tuple[Any, Any]:
         else:
             config = AutoConfig.from_pretrained(str(source), **options)
             kind: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-            model, report = kind.from_pretrained(str(source), config=config, dtype=dtype, output_loading_info=True, **options)
+            model, report = kind.from_pretrained(
+                str(source), config=config, dtype=dtype, output_loading_info=True, **options
+            )
             if missing := sorted(report["missing_keys"]):
                 raise ConfigError(f"{len(missing)} weights are missing, such as {missing[0]}")
         return model.eval(), AutoTokenizer.from_pretrained(str(source), **options)

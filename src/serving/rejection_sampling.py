@@ -1,11 +1,14 @@
-"""Keeps the best of the answers in a sampling report: `python -m src.serving.rejection_sampling REPORT REWARD_RUN --output FOLDER`.
+"""Keeps the best of the answers in a sampling report: `python -m src.serving.rejection_sampling REPORT REWARD_RUN
+--output FOLDER`.
 
-REPORT is a file of src.serving.sampling_report; REWARD_RUN a save directory of recipe `reward`, a prefix of its id, or a checkpoint.
-Select the --best answers of the highest reward per prompt, the best first. Equal answers count once. FOLDER gets:
-selected_samples.json and rejected_samples.json, lists of {"prompt", "output", "sampling_config", "reward"};
-comparison.json, the mean, least and highest reward of both; sampling_score.json, the mean reward of each sampling configuration and of all.
+REPORT is a file of src.serving.sampling_report; REWARD_RUN a save directory of recipe `reward`, a prefix of its id, or
+a checkpoint. Select the --best answers of the highest reward per prompt, the best first. Equal answers count once.
+FOLDER gets: selected_samples.json and rejected_samples.json, lists of {"prompt", "output", "sampling_config",
+"reward"}; comparison.json, the mean, least and highest reward of both; sampling_score.json, the mean reward of each
+sampling configuration and of all.
 
-Train on the selected answers with `python -m data_prep.prepare_conversations --form completion --columns completion=output`.
+Train on the selected answers with `python -m data_prep.prepare_conversations --form completion --columns
+completion=output`.
 """
 
 import argparse
@@ -57,25 +60,34 @@ def read_report(path: Path) -> list[Answer]:
             for output in result["outputs"]
         ]
     except (TypeError, KeyError) as error:
-        raise DataError(f"{path}: no report of src.serving.sampling_report ({type(error).__name__}: {error}).") from None
+        raise DataError(
+            f"{path}: no report of src.serving.sampling_report ({type(error).__name__}: {error})."
+        ) from None
     if not answers:
         raise DataError(f"{path}: the report has no answer.")
     return answers
 
 
 def select_best(answers: Sequence[Answer], best: int) -> tuple[list[Answer], list[Answer]]:
-    """(selected, rejected) answers, prompt by prompt, each by falling reward. Of equal answers to a prompt the first counts."""
+    """(selected, rejected) answers, prompt by prompt, each by falling reward. Of equal answers to a prompt the first
+    counts."""
     prompts: dict[int, dict[str, Answer]] = {}
     for answer in answers:
         prompts.setdefault(answer.number, {}).setdefault(answer.output, answer)
     ordered = [sorted(group.values(), key=lambda answer: -answer.reward) for group in prompts.values()]
-    return [answer for group in ordered for answer in group[:best]], [answer for group in ordered for answer in group[best:]]
+    return [answer for group in ordered for answer in group[:best]], [
+        answer for group in ordered for answer in group[best:]
+    ]
 
 
 def summarize(answers: Sequence[Answer]) -> Mapping[str, float | None]:
     """Mean, least and highest reward; None of no answer."""
     rewards = [answer.reward for answer in answers]
-    return {"mean": fmean(rewards), "min": min(rewards), "max": max(rewards)} if rewards else dict.fromkeys(("mean", "min", "max"))
+    return (
+        {"mean": fmean(rewards), "min": min(rewards), "max": max(rewards)}
+        if rewards
+        else dict.fromkeys(("mean", "min", "max"))
+    )
 
 
 def mean_rewards(answers: Sequence[Answer]) -> Mapping[str, float]:
@@ -83,7 +95,10 @@ def mean_rewards(answers: Sequence[Answer]) -> Mapping[str, float]:
     by_config: dict[str, list[float]] = {}
     for answer in answers:
         by_config.setdefault(answer.sampling_config, []).append(answer.reward)
-    return {**{name: fmean(rewards) for name, rewards in by_config.items()}, "mean_reward": fmean(answer.reward for answer in answers)}
+    return {
+        **{name: fmean(rewards) for name, rewards in by_config.items()},
+        "mean_reward": fmean(answer.reward for answer in answers),
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:

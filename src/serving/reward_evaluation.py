@@ -1,8 +1,10 @@
-"""Measures how well a reward model agrees with ranked replies: `python -m src.serving.reward_evaluation RUN FOLDER --report FILE`.
+"""Measures how well a reward model agrees with ranked replies: `python -m src.serving.reward_evaluation RUN FOLDER
+--report FILE`.
 
-RUN is a save directory of recipe `reward`, a prefix of its id, or a checkpoint. FOLDER is a prepared folder of ranked replies, below
---data_path or anywhere else. The report is JSON with the scores of an evaluation in training: accuracy is the share of
-conversations in which the best reply gets a higher reward than the worst; kendalltau and spearmanr are correlations of rewards and ranks.
+RUN is a save directory of recipe `reward`, a prefix of its id, or a checkpoint. FOLDER is a prepared folder of ranked
+replies, below --data_path or anywhere else. The report is JSON with the scores of an evaluation in training: accuracy
+is the share of conversations in which the best reply gets a higher reward than the worst; kendalltau and spearmanr are
+correlations of rewards and ranks.
 """
 
 import argparse
@@ -43,7 +45,9 @@ def _act(args: argparse.Namespace) -> int:
     report = {"model": str(args.run), "dataset": args.folder, "split": args.split, "conversations": count, **named}
     if args.report:
         write_json(args.report, report)
-    for line in aligned_lines([[name, f"{value:.3f}" if isinstance(value, float) else str(value)] for name, value in report.items()]):
+    for line in aligned_lines(
+        [[name, f"{value:.3f}" if isinstance(value, float) else str(value)] for name, value in report.items()]
+    ):
         sys.stdout.write(f"{line}\n")
     return 0
 

@@ -1,11 +1,13 @@
-"""Serves scores of a trained model over HTTP, for machines without Triton: rewards of a reward model, log-probabilities of a decoder.
+"""Serves scores of a trained model over HTTP, for machines without Triton: rewards of a reward model, log-probabilities
+of a decoder.
 
 python -m src.serving.reward_server RUN --port 8010
-TRITON_HOST_RM='http://127.0.0.1:8010/RUN?token=...' python trainval.py -e ...      # the address that the first command prints
+TRITON_HOST_RM='http://127.0.0.1:8010/RUN?token=...' python trainval.py -e ...      # the address that the first command
+prints
 
-RUN is the save directory of a finished run, or a prefix of its id. The protocol is KServe v2 with tensors as JSON, as Triton speaks it:
-GET /v2/health/ready, /v2/models/NAME and /v2/models/NAME/config, POST /v2/models/NAME/infer and /v2/repository/index.
-Each request is one batch. No other request changes its padding or rounding.
+RUN is the save directory of a finished run, or a prefix of its id. The protocol is KServe v2 with tensors as JSON, as
+Triton speaks it: GET /v2/health/ready, /v2/models/NAME and /v2/models/NAME/config, POST /v2/models/NAME/infer and
+/v2/repository/index. Each request is one batch. No other request changes its padding or rounding.
 """
 
 import argparse
@@ -75,7 +77,9 @@ def make_server(model: ServedModel, name: str, options: argparse.Namespace) -> A
     """
     from src.serving.http import Batcher, Endpoint, HTTPException, Server
 
-    batcher = Batcher[InferRequest, dict[str, Any]](lambda batch: [_infer(model, request) for request in batch], max_batch=1)
+    batcher = Batcher[InferRequest, dict[str, Any]](
+        lambda batch: [_infer(model, request) for request in batch], max_batch=1
+    )
 
     def check_name(requested: str) -> None:
         if requested != name:
@@ -90,7 +94,13 @@ def make_server(model: ServedModel, name: str, options: argparse.Namespace) -> A
     async def metadata(model_name: str) -> dict[str, Any]:
         check_name(model_name)
         inputs = [{"name": each, "datatype": "INT32", "shape": [-1, -1]} for each in INPUTS]
-        return {"name": name, "versions": ["1"], "platform": "trainval", "inputs": inputs, "outputs": [_describe(model)]}
+        return {
+            "name": name,
+            "versions": ["1"],
+            "platform": "trainval",
+            "inputs": inputs,
+            "outputs": [_describe(model)],
+        }
 
     async def config(model_name: str) -> dict[str, Any]:
         check_name(model_name)
@@ -126,7 +136,9 @@ def _infer(model: ServedModel, request: InferRequest) -> dict[str, Any]:
     tensors = {tensor.name: torch.tensor(tensor.data).reshape(tensor.shape) for tensor in request.inputs}
     scores = model.score(**tensors)
     if not scores.isfinite().all():
-        raise ConfigError(f"{model.output}: not all are finite numbers. The model's weights are damaged or its training diverged.")
+        raise ConfigError(
+            f"{model.output}: not all are finite numbers. The model's weights are damaged or its training diverged."
+        )
     return {**_describe(model), "shape": list(scores.shape), "data": scores.flatten().tolist()}
 
 

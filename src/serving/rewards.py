@@ -33,7 +33,10 @@ class Judge:
 
         from src.data.collate import pad_tokens
 
-        rows = [ranked.render_reply(self._data, self._renderer, messages, Reply(reply, 0)).ids for messages, reply in requests]
+        rows = [
+            ranked.render_reply(self._data, self._renderer, messages, Reply(reply, 0)).ids
+            for messages, reply in requests
+        ]
         order = sorted(range(len(rows)), key=lambda i: len(rows[i]))  # little padding
         rewards, device = [0.0] * len(rows), self._model.base.device
         for first in range(0, len(rows), self._micro_batch):
@@ -41,13 +44,16 @@ class Judge:
             ids = [rows[i] for i in places]
             batch = pad_tokens(ids, [[True] * len(row) for row in ids], self._renderer.safe.pad_id)
             with torch.no_grad():
-                values = self._model(input_ids=batch["input_ids"].to(device), attention_mask=batch["attention_mask"].to(device))
+                values = self._model(
+                    input_ids=batch["input_ids"].to(device), attention_mask=batch["attention_mask"].to(device)
+                )
             for i, value in zip(places, values.tolist(), strict=True):
                 rewards[i] = value
         return rewards
 
     def agreement(self, places: Places, corpus: str, split: str) -> tuple[int, Mapping[str, float]]:
-        """Conversations with ranked replies of a prepared folder, and the scores of the recipe's evaluations on them by name.
+        """Conversations with ranked replies of a prepared folder, and the scores of the recipe's evaluations on them by
+        name.
 
         Raises:
             DataError: the folder is missing or malformed, or ranks nothing.

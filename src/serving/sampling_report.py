@@ -1,13 +1,15 @@
-"""Sample answers to prompts in several ways: `python -m src.serving.sampling_report MODEL --prompts FILE --report FILE`.
+"""Sample answers to prompts in several ways: `python -m src.serving.sampling_report MODEL --prompts FILE --report
+FILE`.
 
-MODEL is a run that was trained on conversations (its save directory or a prefix of its id), a checkpoint, an export, a folder of
-save_pretrained, or an id on the hub. Each line of --prompts is JSON: a text, or an object with "prompt" or, as in prepared folders,
-"messages", of which the first user message is the prompt. --config is a YAML file of named sampling configurations
-(resources/sampling.yaml): generate_args; pre_text, which is put before each prompt; and system_profile, the system message.
+MODEL is a run that was trained on conversations (its save directory or a prefix of its id), a checkpoint, an export, a
+folder of save_pretrained, or an id on the hub. Each line of --prompts is JSON: a text, or an object with "prompt" or,
+as in prepared folders, "messages", of which the first user message is the prompt. --config is a YAML file of named
+sampling configurations (resources/sampling.yaml): generate_args; pre_text, which is put before each prompt; and
+system_profile, the system message.
 
-Greedy configurations answer once, sampling ones --num_samples times. Samples depend only on --seed, the configuration and the number of
-the prompt. The report is JSON:
-{"model_name", "date", "args", "prompts": [{"prompt", "results": [{"sampling_config", "sampling_params", "outputs": [...]}]}]}
+Greedy configurations answer once, sampling ones --num_samples times. Samples depend only on --seed, the configuration
+and the number of the prompt. The report is JSON: {"model_name", "date", "args", "prompts": [{"prompt", "results":
+[{"sampling_config", "sampling_params", "outputs": [...]}]}]}
 """
 
 import argparse
@@ -65,7 +67,8 @@ class Sampling(configs.Config):
 
 
 def read_samplings(path: Path, names: Sequence[str] | None) -> list[Sampling]:
-    """The configurations of a file, merged with its default. Without do_sample the sampling arguments of the default are dropped.
+    """The configurations of a file, merged with its default. Without do_sample the sampling arguments of the default
+    are dropped.
 
     names: the configurations to take; None: all.
 
@@ -75,7 +78,10 @@ def read_samplings(path: Path, names: Sequence[str] | None) -> list[Sampling]:
     raw = read_yaml(path, "default and configurations")
     default, entries = raw.get("default", {}), raw.get("configurations")
     if raw.keys() - {"default", "configurations"} or not isinstance(default, dict) or not isinstance(entries, list):
-        raise ConfigError(f"{path}: expected default, an object, and configurations, a list of objects; it has {', '.join(map(str, raw))}.")
+        raise ConfigError(
+            f"{path}: expected default, an object, and configurations, a list of objects; it has "
+            f"{', '.join(map(str, raw))}."
+        )
     samplings: dict[str, Sampling] = {}
     for number, entry in enumerate(entries):
         where = f"{path}: configurations[{number}]"
@@ -117,16 +123,23 @@ def _prompt(line: bytes, where: str) -> str:
     if isinstance(value, dict):
         messages = value.get("messages")
         user_messages = [
-            each for each in (messages if isinstance(messages, list) else ()) if isinstance(each, dict) and each.get("role") == "user"
+            each
+            for each in (messages if isinstance(messages, list) else ())
+            if isinstance(each, dict) and each.get("role") == "user"
         ]
         value = user_messages[0].get("content") if user_messages else value.get("prompt")
     if not isinstance(value, str) or not value:
-        raise DataError(f'{where}: expected a text, or an object with "prompt" or "messages"; got {line[:60].decode(errors="replace")}.')
+        raise DataError(
+            f'{where}: expected a text, or an object with "prompt" or "messages"; got '
+            f"{line[:60].decode(errors='replace')}."
+        )
     check_text(value, where)
     return value
 
 
-def sample(talk: Talk, samplings: Sequence[Sampling], prompts: Sequence[str], count: int, seed: int) -> list[Mapping[str, Any]]:
+def sample(
+    talk: Talk, samplings: Sequence[Sampling], prompts: Sequence[str], count: int, seed: int
+) -> list[Mapping[str, Any]]:
     """The "prompts" of a report. count: samples of each prompt.
 
     Raises:
@@ -138,13 +151,17 @@ def sample(talk: Talk, samplings: Sequence[Sampling], prompts: Sequence[str], co
     for number, prompt in enumerate(prompts):
         results = []
         for way in samplings:
-            torch.manual_seed(int.from_bytes(hashlib.sha256(f"{seed}/{way.name}/{number}".encode()).digest()[:8], "big"))
+            torch.manual_seed(
+                int.from_bytes(hashlib.sha256(f"{seed}/{way.name}/{number}".encode()).digest()[:8], "big")
+            )
             number_of_outputs = count if way.generate_args.get("do_sample") else 1
             try:
                 ids = talk.prompt_ids(way.messages(prompt))
                 outputs = talk.generate(ids, num_return_sequences=number_of_outputs, **way.generate_args)
             except (ValueError, TypeError, ConfigError) as error:
-                raise ConfigError(f"prompt {number + 1}, configuration {way.name!r}: {' '.join(str(error).split())[:300]}") from None
+                raise ConfigError(
+                    f"prompt {number + 1}, configuration {way.name!r}: {' '.join(str(error).split())[:300]}"
+                ) from None
             results.append({"sampling_config": way.name, "sampling_params": way.generate_args, "outputs": outputs})
         prompt_results.append({"prompt": prompt, "results": results})
     return prompt_results
@@ -157,7 +174,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("run", metavar="MODEL", type=Path, help=SOURCE)
     add("--prompts", type=Path, required=True, metavar="FILE", help="JSON lines")
     add("--report", type=Path, required=True, metavar="FILE", help="JSON to write")
-    add("--config", type=Path, default=ROOT / "resources" / "sampling.yaml", metavar="FILE", help="(default: resources/sampling.yaml)")
+    add(
+        "--config",
+        type=Path,
+        default=ROOT / "resources" / "sampling.yaml",
+        metavar="FILE",
+        help="(default: resources/sampling.yaml)",
+    )
     add("--only", nargs="+", metavar="NAME", help="configurations to take (default: all)")
     add("--num_samples", type=int, default=2, metavar="N", help="(default: %(default)s)")
     add("--seed", type=int, default=42, help="(default: %(default)s)")
@@ -172,7 +195,9 @@ def _act(args: argparse.Namespace) -> int:
     samplings, prompts = read_samplings(args.config, args.only), read_prompts(args.prompts)
     talk, model = load_writer(args.run, Places(args.data_path, args.savedir_base))
     if not isinstance(talk, Talk):
-        raise ConfigError(f"{args.run}: its model has no chat template. Name a model that was trained on conversations.")
+        raise ConfigError(
+            f"{args.run}: its model has no chat template. Name a model that was trained on conversations."
+        )
     move(model, args.device)
     arguments = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
     report = {

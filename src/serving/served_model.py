@@ -32,12 +32,16 @@ class ServedModel:
 
         self.output, self.fingerprint = output, fingerprint
         base = model.base if output == OUTPUTS[REWARD] else model
-        self.vocabulary, self.longest = base.get_input_embeddings().num_embeddings, getattr(base.config, "max_position_embeddings", None)
+        self.vocabulary, self.longest = (
+            base.get_input_embeddings().num_embeddings,
+            getattr(base.config, "max_position_embeddings", None),
+        )
         self.device = base.device
         self.module: torch.nn.Module = _make_rewards(model) if output == OUTPUTS[REWARD] else _make_logps(model)
 
     def score(self, input_ids: "Tensor", attention_mask: "Tensor") -> "Tensor":
-        """(B,) rewards, or (B, T) log-probabilities of each token after those before it, 0 for the first, float32 on the CPU.
+        """(B,) rewards, or (B, T) log-probabilities of each token after those before it, 0 for the first, float32 on
+        the CPU.
 
         input_ids: (B, T) of any integer type, padded on the right. attention_mask: of the same shape, 0 on padding.
 
@@ -48,7 +52,8 @@ class ServedModel:
 
         if input_ids.ndim != 2 or input_ids.shape != attention_mask.shape or 0 in input_ids.shape:
             raise ConfigError(
-                f"expected input_ids and attention_mask of one shape (B, T), got {_shape(input_ids)}, {_shape(attention_mask)}."
+                f"expected input_ids and attention_mask of one shape (B, T), got {_shape(input_ids)}, "
+                f"{_shape(attention_mask)}."
             )
         low, high = int(input_ids.min()), int(input_ids.max())
         if low < 0 or high >= self.vocabulary:
@@ -57,7 +62,9 @@ class ServedModel:
             raise ConfigError(f"a sequence has {input_ids.shape[1]} tokens; the model reads {self.longest}.")
         mask = attention_mask.long()
         if not (mask[:, 0] == 1).all() or not ((mask == 0) | (mask == 1)).all() or not (mask.diff(dim=1) <= 0).all():
-            raise ConfigError("attention_mask: expected ones up to the end of each sequence, at least one, and then zeros.")
+            raise ConfigError(
+                "attention_mask: expected ones up to the end of each sequence, at least one, and then zeros."
+            )
         with torch.inference_mode():
             scores = self.module(input_ids.to(self.device), attention_mask.to(self.device))
         return scores.float().cpu()
@@ -95,7 +102,9 @@ def _make_logps(model: Any) -> Any:
 
         def forward(self, input_ids: "Tensor", attention_mask: "Tensor") -> "Tensor":
             input_ids, attention_mask = input_ids.long(), attention_mask.long()
-            logits_BTV = self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits[:, :-1].float()
+            logits_BTV = (
+                self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits[:, :-1].float()
+            )
             of_tokens_BT = logits_BTV.gather(2, input_ids[:, 1:, None]).squeeze(2) - logits_BTV.logsumexp(2)
             return torch.nn.functional.pad(of_tokens_BT, (1, 0)) * attention_mask
 
@@ -114,7 +123,8 @@ def find_run(source: Path, places: Places) -> tuple[Path, Places]:
 
 
 def fingerprint_of(run: Path, places: Places) -> str:
-    """Identity of the model of a finished run, as an experiment that names it by `ref` knows it. places: as of `find_run`.
+    """Identity of the model of a finished run, as an experiment that names it by `ref` knows it. places: as of
+    `find_run`.
 
     Raises:
         ConfigError: it is not trained yet.
@@ -122,7 +132,9 @@ def fingerprint_of(run: Path, places: Places) -> str:
     """
     identity = _as_parent(run).identity(places)
     if identity is None:
-        raise ConfigError(f"{run}: is not trained to its end yet, so no other experiment can name it. Serve it when it is done.")
+        raise ConfigError(
+            f"{run}: is not trained to its end yet, so no other experiment can name it. Serve it when it is done."
+        )
     return identity
 
 
@@ -135,7 +147,9 @@ def check_mode(run: Path, places: Places, mode: str | None) -> str:
     kind = _as_parent(run).kind(places)
     if kind not in OUTPUTS or (mode is not None and MODES[mode] != kind):
         expected = " or ".join(KINDS[each] for each in OUTPUTS) if mode is None else KINDS[MODES[mode]]
-        raise ConfigError(f"{run}: expected {expected}{f' for --mode {mode}' if mode else ''}; it is of the kind {kind!r}.")
+        raise ConfigError(
+            f"{run}: expected {expected}{f' for --mode {mode}' if mode else ''}; it is of the kind {kind!r}."
+        )
     return OUTPUTS[kind]
 
 

@@ -33,12 +33,23 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = make_parser("src.sweeps", __doc__)
     parser.add_argument("file", type=Path, metavar="FILE", help="sweep in the schema of Weights & Biases")
     parser.add_argument(
-        "--trials", type=int, metavar="N", help="trials of the sweep, including earlier calls (default: run_cap or the grid)"
+        "--trials",
+        type=int,
+        metavar="N",
+        help="trials of the sweep, including earlier calls (default: run_cap or the grid)",
     )
-    parser.add_argument("-sb", "--savedir_base", type=Path, default=Path("results/runs"), metavar="DIR", help="save directories")
-    parser.add_argument("--data_path", type=Path, default=Path("results/data"), metavar="DIR", help="prepared data sets")
-    parser.add_argument("--workers", type=int, default=1, metavar="K", help="concurrent trials, which split CUDA_VISIBLE_DEVICES evenly")
-    parser.add_argument("--dry-run", "--dry_run", action="store_true", help="check the file, print what would be tried, and exit")
+    parser.add_argument(
+        "-sb", "--savedir_base", type=Path, default=Path("results/runs"), metavar="DIR", help="save directories"
+    )
+    parser.add_argument(
+        "--data_path", type=Path, default=Path("results/data"), metavar="DIR", help="prepared data sets"
+    )
+    parser.add_argument(
+        "--workers", type=int, default=1, metavar="K", help="concurrent trials, which split CUDA_VISIBLE_DEVICES evenly"
+    )
+    parser.add_argument(
+        "--dry-run", "--dry_run", action="store_true", help="check the file, print what would be tried, and exit"
+    )
     return parser.parse_args(argv)
 
 
@@ -60,7 +71,9 @@ def act(args: argparse.Namespace) -> int:
         return 0
     from src.sweeps.study import Study
 
-    with contextlib.closing(Study(sweep.places.runs, sweep.name, sweep.file, sweep.dimensions, sweep.identity())) as study:
+    with contextlib.closing(
+        Study(sweep.places.runs, sweep.name, sweep.file, sweep.dimensions, sweep.identity())
+    ) as study:
         if args.workers > 1:
             _run_workers(args, total)
         work(sweep, study, total)
@@ -95,13 +108,17 @@ def run_trial(sweep: Sweep, study: "Study", claimed: "ClaimedTrial") -> None:
         study.end(claimed, TrialResult("failed", reason=str(error).splitlines()[0]))
         return
     claimed.trial.set_user_attr(EXP_ID, item.exp_id)
-    log.info("trial %d: %s %s", number, item.exp_id, " ".join(f"{path}={value}" for path, value in claimed.values.items()))
+    log.info(
+        "trial %d: %s %s", number, item.exp_id, " ".join(f"{path}={value}" for path, value in claimed.values.items())
+    )
     run = sweep.places.runs / item.exp_id
     metadata.prepare(run, item.exp, [sweep.group])
     training = Training(run, sweep.command.argv(item.exp_id, sweep.places, item.set_arguments), sweep.metric)
     result = training.follow(lambda values: study.report(claimed, values))
     study.end(claimed, result)
-    log.info("trial %d: %s %s%s", number, result.state, "" if result.value is None else f"{result.value:g} ", result.reason)
+    log.info(
+        "trial %d: %s %s%s", number, result.state, "" if result.value is None else f"{result.value:g} ", result.reason
+    )
 
 
 def table(sweep: Sweep, study: "Study") -> list[str]:
@@ -110,17 +127,29 @@ def table(sweep: Sweep, study: "Study") -> list[str]:
     rows = [["trial", "state", sweep.metric or "", *(dimension.path for dimension in sweep.dimensions), "id"]]
     for trial in trials:
         values = study.values_of(trial)
-        last = trial.value if trial.value is not None else trial.intermediate_values.get(max(trial.intermediate_values, default=0))
+        last = (
+            trial.value
+            if trial.value is not None
+            else trial.intermediate_values.get(max(trial.intermediate_values, default=0))
+        )
         shown = "" if last is None or sweep.metric is None or trial.state.name == "FAIL" else f"{last:.6g}"
         cells = [_short(values.get(dimension.path, "")) for dimension in sweep.dimensions]
         rows.append([str(trial.number), trial.state.name.lower(), shown, *cells, str(trial.user_attrs.get(EXP_ID, ""))])
     lines = aligned_lines(rows)
-    reasons = [f"trial {t.number} failed: {t.user_attrs['reason']}" for t in trials if t.state.name == "FAIL" and "reason" in t.user_attrs]
+    reasons = [
+        f"trial {t.number} failed: {t.user_attrs['reason']}"
+        for t in trials
+        if t.state.name == "FAIL" and "reason" in t.user_attrs
+    ]
     ended = [trial for trial in trials if trial.state.name == "COMPLETE"]
     if not sweep.metric or not ended:
         return [*lines, *reasons]
     best = study.study.best_trial
-    return [*lines, *reasons, f"best: trial {best.number}, {sweep.metric} {best.value:.6g}, {best.user_attrs.get(EXP_ID)}"]
+    return [
+        *lines,
+        *reasons,
+        f"best: trial {best.number}, {sweep.metric} {best.value:.6g}, {best.user_attrs.get(EXP_ID)}",
+    ]
 
 
 def _short(value: Any) -> str:
@@ -133,13 +162,15 @@ def _trial_count(trials: int | None, sweep: Sweep) -> int:
     bounds = [bound for bound in (trials, sweep.file.run_cap, size) if bound is not None]
     if not bounds:
         raise ConfigError(
-            f"--trials: how many? A sweep by method {sweep.file.method!r} has no end of its own; or write run_cap in its file."
+            f"--trials: how many? A sweep by method {sweep.file.method!r} has no end of its own; or write run_cap in "
+            f"its file."
         )
     return min(bounds)
 
 
 def _run_workers(args: argparse.Namespace, total: int) -> None:
-    """Run `args.workers` processes of this command, and wait for them. If one dies, the remaining ones take over its trials."""
+    """Run `args.workers` processes of this command, and wait for them. If one dies, the remaining ones take over its
+    trials."""
     command = [sys.executable, "-m", "src.sweeps", str(args.file), "--trials", str(total)]
     command += ["-sb", str(args.savedir_base), "--data_path", str(args.data_path)]
     devices = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
@@ -148,7 +179,9 @@ def _run_workers(args: argparse.Namespace, total: int) -> None:
         for place in range(args.workers):
             share = devices[place * len(devices) // args.workers : (place + 1) * len(devices) // args.workers]
             environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(share)} if share else None
-            children.append(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, start_new_session=True))
+            children.append(
+                subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, start_new_session=True)
+            )
         for child in children:
             child.wait()
     finally:

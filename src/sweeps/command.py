@@ -41,7 +41,8 @@ class Command:
     where: str
 
     def argv(self, exp_id: str, places: Places, values: Sequence[str] = ()) -> list[str]:
-        """The command line of one trial: the same program and arguments, with an id in place of the chosen experiment."""
+        """The command line of one trial: the same program and arguments, with an id in place of the chosen
+        experiment."""
         paths = ["-sb", str(places.runs.resolve()), "--data_path", str(places.data.resolve())]
         return [*self.start, "--exp_id", exp_id, *paths, *values, *self.rest]
 
@@ -50,7 +51,8 @@ def parse(command: Sequence[Any], program: str, where: str) -> Command:
     """Check the `command` list of a sweep file.
 
     Raises:
-        ConfigError: the parameters do not reach --set, the program is not there, or the arguments name no one experiment.
+        ConfigError: the parameters do not reach --set, the program is not there, or the arguments name no one
+            experiment.
     """
     words = [_VARIABLE.sub(lambda match: os.environ.get(match[1], match[1]), str(item)) for item in command]
     if "${program}" not in words:
@@ -63,7 +65,9 @@ def parse(command: Sequence[Any], program: str, where: str) -> Command:
         if _MACRO.fullmatch(item) and item not in filled and item != PARAMETERS:
             raise ConfigError(f"{where}: {item}: trainval.py takes parameters only as --set {PARAMETERS}.")
     if not Path(program).is_file():
-        raise ConfigError(f"{where}: program {program!r}: no such file in {Path.cwd()}. Start the sweep in the project's folder.")
+        raise ConfigError(
+            f"{where}: program {program!r}: no such file in {Path.cwd()}. Start the sweep in the project's folder."
+        )
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("-e", "--exp_group", "--exp_group_list", nargs="+", dest="groups", default=[])
     parser.add_argument("--exp_id")
@@ -74,11 +78,15 @@ def parse(command: Sequence[Any], program: str, where: str) -> Command:
     try:
         args, rest = parser.parse_known_args(words[at + 1 :])
         if args.refused:
-            raise ConfigError("-sb, --data_path, -r and -j are for the command line of the sweep, or have no meaning in one.")
+            raise ConfigError(
+                "-sb, --data_path, -r and -j are for the command line of the sweep, or have no meaning in one."
+            )
         if args.set.count(PARAMETERS) != 1:
             raise ConfigError(f"expected {PARAMETERS} once, after --set.")
         if len(args.groups) + bool(args.exp_id) != 1:
-            raise ConfigError("a sweep starts from one experiment: name it once, with -e GROUP, -e GROUP[0] or --exp_id.")
+            raise ConfigError(
+                "a sweep starts from one experiment: name it once, with -e GROUP, -e GROUP[0] or --exp_id."
+            )
         assignments = [parse_assignment(text) for text in args.set if text != PARAMETERS]
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
@@ -124,7 +132,8 @@ def find_source(command: Command, groups: Any, runs: Path) -> Source:
         name = command.chosen
         if isinstance(groups.get(name), list) and len(groups[name]) > 1:
             raise ConfigError(
-                f"{command.where}: -e {name}: a sweep starts from one experiment; choose {name}[0] to {name}[{len(groups[name]) - 1}]."
+                f"{command.where}: -e {name}: a sweep starts from one experiment; choose {name}[0] to "
+                f"{name}[{len(groups[name]) - 1}]."
             )
         items = plan.load_groups(groups, [name], command.assignments)
     return Source(items[0].with_operational, known, items[0].where)
@@ -144,4 +153,6 @@ def check_metric(item: plan.Planned, metric: str, places: Places, where: str) ->
     except UserError as error:
         for line in str(error).splitlines():
             if line.startswith("loop.best_metric: "):
-                raise ConfigError(f"{where}: {line.removeprefix('loop.best_metric: ')} train_loss is logged, too.") from None
+                raise ConfigError(
+                    f"{where}: {line.removeprefix('loop.best_metric: ')} train_loss is logged, too."
+                ) from None

@@ -138,7 +138,9 @@ class Sweep:
         made = combinations(self)[:total] if is_grid else [random_values(self.dimensions, random.Random(0))]
         goal = f"{self.file.metric.goal} {self.metric}" if self.file.metric else "no metric"
         lines = [self.file.description] if self.file.description else []
-        lines += [f"{self.group}: {self.file.method}, {total} trials that start from {self.source.where}, {goal}; such as"]
+        lines += [
+            f"{self.group}: {self.file.method}, {total} trials that start from {self.source.where}, {goal}; such as"
+        ]
         for values in made:
             item = self.source.trial(values, "parameters")
             lines.append(f"{item.exp_id}  {' '.join(f'{path}={value}' for path, value in values.items())}")
@@ -179,7 +181,9 @@ def check_values(sweep: Sweep, where: str) -> plan.Planned:
         attempts = [
             [random_values(sweep.dimensions, draws) | {dimension.path: dimension.value(end)} for _ in range(TRIES)]
             for dimension in sweep.dimensions
-            for end in (range(len(dimension.choices))[:TRIES] if dimension.kind == "choice" else (dimension.low, dimension.high))
+            for end in (
+                range(len(dimension.choices))[:TRIES] if dimension.kind == "choice" else (dimension.low, dimension.high)
+            )
         ]
     mistakes: list[str] = []
     example: plan.Planned | None = None
@@ -212,4 +216,7 @@ def random_values(dimensions: Sequence[SearchDimension], draws: random.Random) -
 def combinations(sweep: Sweep) -> list[dict[str, Any]]:
     """Every combination of a grid: dotted path -> value."""
     dimensions = sweep.dimensions
-    return [{each.path: each.value(indices[each.path]) for each in dimensions} for indices in sweep_space.grid_indices(dimensions)]
+    return [
+        {each.path: each.value(indices[each.path]) for each in dimensions}
+        for indices in sweep_space.grid_indices(dimensions)
+    ]

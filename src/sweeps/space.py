@@ -15,7 +15,13 @@ from src.experiments.grid import parse_assignment
 
 MAX_COMBINATIONS = 100_000
 _BOUNDS = ("min", "max")
-_KEYS = {"constant": ("value",), "categorical": ("values",), "int_uniform": _BOUNDS, "uniform": _BOUNDS, "log_uniform_values": _BOUNDS}
+_KEYS = {
+    "constant": ("value",),
+    "categorical": ("values",),
+    "int_uniform": _BOUNDS,
+    "uniform": _BOUNDS,
+    "log_uniform_values": _BOUNDS,
+}
 _UNSUPPORTED = re.compile(r"(q_)?((inv_)?log_)?(uniform|normal|beta)(_values)?|categorical_w_probabilities")
 """The other distributions of Weights & Biases."""
 
@@ -45,7 +51,12 @@ def parse_dimensions(parameters: Mapping[str, Any], where: str) -> list[SearchDi
     """
     flat = list(_flatten(parameters, "", where))
     parsed: list[SearchDimension] = []
-    check_all(*(lambda path=path, spec=spec: parsed.append(_parse_dimension(path, spec, join(where, path))) for path, spec in flat))
+    check_all(
+        *(
+            lambda path=path, spec=spec: parsed.append(_parse_dimension(path, spec, join(where, path)))
+            for path, spec in flat
+        )
+    )
     for first, second in itertools.permutations((dimension.path for dimension in parsed), 2):
         if first == second or first.startswith(second + "."):
             raise ConfigError(f"{join(where, first)}: set twice, here and by {second}.")
@@ -61,18 +72,26 @@ def grid_dimensions(dimensions: Sequence[SearchDimension], where: str) -> list[S
     for dimension in dimensions:
         if dimension.kind in ("float", "log"):
             raise ConfigError(
-                f"{join(where, dimension.path)}: method 'grid' needs values, a value, or int_uniform. Use 'random' or 'bayes'."
+                f"{join(where, dimension.path)}: method 'grid' needs values, a value, or int_uniform. Use 'random' "
+                f"or 'bayes'."
             )
-    listed = [_choice(dimension.path, dimension.choices or range(int(dimension.low), int(dimension.high) + 1)) for dimension in dimensions]
+    listed = [
+        _choice(dimension.path, dimension.choices or range(int(dimension.low), int(dimension.high) + 1))
+        for dimension in dimensions
+    ]
     if (count := math.prod(len(dimension.choices) for dimension in listed)) > MAX_COMBINATIONS:
-        raise ConfigError(f"{where}: {count} combinations; the limit of a grid is {MAX_COMBINATIONS}. Use method 'random' or 'bayes'.")
+        raise ConfigError(
+            f"{where}: {count} combinations; the limit of a grid is {MAX_COMBINATIONS}. Use method 'random' or 'bayes'."
+        )
     return listed
 
 
 def grid_indices(dimensions: Sequence[SearchDimension]) -> list[dict[str, int]]:
     """Every combination of a grid, the last parameter changing fastest: path -> index among the choices."""
     indices = itertools.product(*(range(len(dimension.choices)) for dimension in dimensions))
-    return [dict(zip((dimension.path for dimension in dimensions), combination, strict=True)) for combination in indices]
+    return [
+        dict(zip((dimension.path for dimension in dimensions), combination, strict=True)) for combination in indices
+    ]
 
 
 def agent_argument(path: str, value: Any, where: str) -> str:
@@ -96,9 +115,14 @@ def _flatten(parameters: Any, above: str, where: str) -> Iterator[tuple[str, Map
     for name, spec in parameters.items():
         path = f"{above}.{name}" if above else str(name)
         if not isinstance(name, str) or not all(name.split(".")):
-            raise ConfigError(f"{join(where, path)}: expected a path into the experiment, such as loop.learning_rate, got {name!r}.")
+            raise ConfigError(
+                f"{join(where, path)}: expected a path into the experiment, such as loop.learning_rate, got {name!r}."
+            )
         if not isinstance(spec, dict):
-            raise ConfigError(f"{join(where, path)}: expected a dict with value, values, or min and max, got {spec!r} ({_type(spec)}).")
+            raise ConfigError(
+                f"{join(where, path)}: expected a dict with value, values, or min and max, got {spec!r} "
+                f"({_type(spec)})."
+            )
         if set(spec) == {"parameters"} and isinstance(spec["parameters"], dict):
             yield from _flatten(spec["parameters"], path, where)
         else:
@@ -108,7 +132,9 @@ def _flatten(parameters: Any, above: str, where: str) -> Iterator[tuple[str, Map
 def _parse_dimension(path: str, spec: Mapping[str, Any], where: str) -> SearchDimension:
     name = spec.get("distribution") or _implied_distribution(spec, where)
     if isinstance(name, str) and name not in _KEYS and _UNSUPPORTED.fullmatch(name):
-        raise ConfigError(f"{where}: the distribution {name} is not supported. Use one of {', '.join(_KEYS)}, or list its values.")
+        raise ConfigError(
+            f"{where}: the distribution {name} is not supported. Use one of {', '.join(_KEYS)}, or list its values."
+        )
     if not isinstance(name, str) or name not in _KEYS:
         raise ConfigError(f"{where}.distribution: {unknown_text('distribution', str(name), _KEYS)}")
     for key in spec:

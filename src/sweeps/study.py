@@ -1,4 +1,5 @@
-"""The Optuna study of a sweep, in SQLite, shared by any number of workers. Optuna's heartbeats reveal the trials of dead ones."""
+"""The Optuna study of a sweep, in SQLite, shared by any number of workers. Optuna's heartbeats reveal the trials of
+dead ones."""
 
 import contextlib
 import json
@@ -41,7 +42,14 @@ class ClaimedTrial:
 class Study:
     """The trials of a sweep."""
 
-    def __init__(self, runs: Path, name: str, sweep: SweepFile, dimensions: Sequence[SearchDimension], identity: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        runs: Path,
+        name: str,
+        sweep: SweepFile,
+        dimensions: Sequence[SearchDimension],
+        identity: Mapping[str, Any],
+    ) -> None:
         """`identity`: what all workers must agree on, JSON values.
 
         Raises:
@@ -107,7 +115,9 @@ class Study:
         with directory_lock(self.folder):
             for trial in self.trials():
                 if trial.state.name == "RUNNING" and trial.user_attrs.get(HEARTBEAT) != trial.number:
-                    self._begin_heartbeat(trial._trial_id, trial.number)  # its worker died right after asking: Optuna would wait for ever
+                    self._begin_heartbeat(
+                        trial._trial_id, trial.number
+                    )  # its worker died right after asking: Optuna would wait for ever
             optuna.storages.fail_stale_trials(self.study)
             trials = self.trials()
             if not any(trial.state.name == "WAITING" for trial in trials):
@@ -135,7 +145,9 @@ class Study:
             try:
                 trial.report(values[iteration - 1], step=iteration)
             except UpdateFinishedTrialError:
-                raise RunError(f"trial {trial.number}: silent for {STALE_SECONDS} seconds, so another worker has taken it over.") from None
+                raise RunError(
+                    f"trial {trial.number}: silent for {STALE_SECONDS} seconds, so another worker has taken it over."
+                ) from None
             if self.sweep.early_terminate and iteration < len(values) and trial.should_prune():
                 return True
         return bool(self.sweep.early_terminate and values and trial.should_prune())
@@ -150,7 +162,9 @@ class Study:
                 claimed.trial.set_user_attr(REASON, result.reason)
         state = {"done": TrialState.COMPLETE, "pruned": TrialState.PRUNED, "failed": TrialState.FAIL}[result.state]
         value = result.value if result.value is not None else 0.0  # a grid needs no metric
-        self.study.tell(claimed.trial.number, value if result.state == "done" else None, state=state, skip_if_finished=True)
+        self.study.tell(
+            claimed.trial.number, value if result.state == "done" else None, state=state, skip_if_finished=True
+        )
 
     def hand_back(self, claimed: ClaimedTrial) -> None:
         """Let any worker repeat the interrupted trial at once."""
@@ -164,7 +178,9 @@ class Study:
     def values_of(self, trial: "optuna.trial.FrozenTrial") -> dict[str, Any]:
         """Dotted path -> value, of the parameters that the trial has drawn."""
         return {
-            dimension.path: dimension.value(trial.params[dimension.path]) for dimension in self.dimensions if dimension.path in trial.params
+            dimension.path: dimension.value(trial.params[dimension.path])
+            for dimension in self.dimensions
+            if dimension.path in trial.params
         }
 
     def _begin_heartbeat(self, trial_id: int, number: int) -> None:

@@ -1,4 +1,5 @@
-"""One trial of a sweep: an ordinary training in its own save directory, run as a child process and followed through its scores."""
+"""One trial of a sweep: an ordinary training in its own save directory, run as a child process and followed through its
+scores."""
 
 import os
 import shutil
@@ -40,7 +41,8 @@ class TrialResult:
 
 @dataclass
 class Training:
-    """Follows the training in the save directory `run`, which `argv` starts unless another process trains there already.
+    """Follows the training in the save directory `run`, which `argv` starts unless another process trains there
+    already.
 
     If this process dies, the training that it started is stopped.
     """
@@ -94,7 +96,11 @@ class Training:
         if not ended or not self._holder.is_stale(self.run):
             return None  # another process trains there: wait for it
         if code is not None and code >= 0 and code not in _INTERRUPTED:
-            reason = str(read_status(self.run).get("reason") or f"exit code {code}") if state == "failed" else f"exit code {code}"
+            reason = (
+                str(read_status(self.run).get("reason") or f"exit code {code}")
+                if state == "failed"
+                else f"exit code {code}"
+            )
             return TrialResult("failed", reason=f"{reason}. See {self._logs()[1]}")
         return self._start(len(values))
 
@@ -102,7 +108,9 @@ class Training:
         self._starts_without_gain = 0 if rows > self._rows_at_start else self._starts_without_gain + 1
         self._rows_at_start = rows
         if self._starts_without_gain > RESTARTS:
-            return TrialResult("failed", reason=f"killed {RESTARTS + 1} times without coming further. See {self._logs()[1]}")
+            return TrialResult(
+                "failed", reason=f"killed {RESTARTS + 1} times without coming further. See {self._logs()[1]}"
+            )
         logs = self._logs()
         with writing(logs[0].parent):
             logs[0].parent.mkdir(parents=True, exist_ok=True)
@@ -120,7 +128,9 @@ class Training:
         """The result of a training that is done: it failed if its metric is missing or ended in NaN or infinity."""
         values = self._values()
         if self.metric is not None and not values:
-            return TrialResult("failed", reason=f"no value of {self.metric!r} in {self.run / SCORES}: the training does not log it.")
+            return TrialResult(
+                "failed", reason=f"no value of {self.metric!r} in {self.run / SCORES}: the training does not log it."
+            )
         if values and values[-1] is None:
             return TrialResult("failed", reason=f"{self.metric!r} ended in NaN or infinity: see {self.run / SCORES}.")
         return TrialResult("done", values[-1] if values else None)

@@ -1,7 +1,7 @@
 """<runs>/index.sqlite: a cache of parsed facts of runs. Results do not depend on it.
 
-It uses a rollback journal, as a write-ahead log needs shared memory and a cluster has several machines. Each value has a checksum.
-A file that is damaged, or of another version, is deleted and created again.
+It uses a rollback journal, as a write-ahead log needs shared memory and a cluster has several machines. Each value has
+a checksum. A file that is damaged, or of another version, is deleted and created again.
 """
 
 import contextlib
@@ -51,7 +51,9 @@ def write(folder: Path, values: Mapping[str, Mapping[str, bytes]], existing: Seq
     def replace(database: sqlite3.Connection) -> None:
         database.execute("BEGIN IMMEDIATE")
         if existing is not None:
-            database.execute("DELETE FROM cached WHERE run NOT IN (SELECT value FROM json_each(?))", [json.dumps(existing)])
+            database.execute(
+                "DELETE FROM cached WHERE run NOT IN (SELECT value FROM json_each(?))", [json.dumps(existing)]
+            )
         checked = ((run, name, data, _checksum(run.encode(), name.encode(), data)) for run, name, data in rows)
         database.executemany("INSERT OR REPLACE INTO cached VALUES (?, ?, ?, ?)", checked)
         database.execute("COMMIT")
@@ -76,7 +78,9 @@ def _use(path: Path, work: Callable[[sqlite3.Connection], Result]) -> Result | N
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    database = sqlite3.connect(f"file:{quote(str(path))}?mode=rwc", uri=True, timeout=WAIT_SECONDS, isolation_level=None)
+    database = sqlite3.connect(
+        f"file:{quote(str(path))}?mode=rwc", uri=True, timeout=WAIT_SECONDS, isolation_level=None
+    )
     try:
         database.text_factory = bytes
         database.execute("PRAGMA synchronous = OFF")  # checksums detect damage after a power cut

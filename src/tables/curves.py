@@ -51,7 +51,8 @@ class Band:
     """Runs that have a finite value."""
 
     def half_width(self, interval: str = "std") -> "np.ndarray":
-        """Half the width of the band: "std", or "ci95", the 95 % confidence interval of the mean. NaN where there is one run."""
+        """Half the width of the band: "std", or "ci95", the 95 % confidence interval of the mean. NaN where there is
+        one run."""
         import numpy as np
 
         if interval == "std":
@@ -60,8 +61,13 @@ class Band:
         return self.std * np.array([wide.get(int(n), np.nan) for n in self.count])
 
     def smooth(self, weight: float) -> "Band":
-        """With exponential moving averages of means and deviations: `weight`, in [0, 1), of those before, without a bias at the start."""
-        return replace(self, mean=_moving_average(self.mean, weight), std=_moving_average(self.std, weight)) if weight else self
+        """With exponential moving averages of means and deviations: `weight`, in [0, 1), of those before, without a
+        bias at the start."""
+        return (
+            replace(self, mean=_moving_average(self.mean, weight), std=_moving_average(self.std, weight))
+            if weight
+            else self
+        )
 
 
 def _moving_average(values: "np.ndarray", weight: float) -> "np.ndarray":
@@ -100,11 +106,15 @@ def histories(runs: Path, names: Iterable[str], scores: Sequence[str]) -> tuple[
     return result, warnings
 
 
-def choose_values(runs: Path, rows: Sequence[Row], value: str = "last", at_step: int | None = None) -> tuple[list[Row], list[str]]:
-    """The rows with a different value of each score than the last, and warnings: of unreadable histories, and of runs without the step.
+def choose_values(
+    runs: Path, rows: Sequence[Row], value: str = "last", at_step: int | None = None
+) -> tuple[list[Row], list[str]]:
+    """The rows with a different value of each score than the last, and warnings: of unreadable histories, and of runs
+    without the step.
 
-    value: one of `VALUES`, over all steps; the best is that by `loop.best_mode` of the dict for its `loop.best_metric`, and by the name
-    for other scores. A score that ended in NaN or infinity has no best, max or min either: such a run heads no ranking.
+    value: one of `VALUES`, over all steps; the best is that by `loop.best_mode` of the dict for its `loop.best_metric`,
+    and by the name for other scores. A score that ended in NaN or infinity has no best, max or min either: such a run
+    heads no ranking.
     at_step: the values at exactly this step, None if a run has no row or no value there.
     """
     if value == "last" and at_step is None:
@@ -132,7 +142,9 @@ def _choose_of_run(row: Row, columns: Columns, value: str, at_step: int | None) 
             chosen[score] = row[score] if score == CODE_VERSIONS else None
             continue
         finite = column[np.isfinite(column) & (at_step is None or columns["step"] == at_step)].tolist()
-        best = (min if _is_lower_better(row, score) else max) if value == "best" else {"min": min, "max": max}.get(value)
+        best = (
+            (min if _is_lower_better(row, score) else max) if value == "best" else {"min": min, "max": max}.get(value)
+        )
         chosen[score] = (best(finite) if best else finite[-1]) if finite else None
     if at_step is not None:
         chosen["step"] = at_step if at_step in columns.get("step", ()) else None
@@ -166,13 +178,17 @@ def bands(
         places = {}
 
     def points(group: Sequence[Mapping[str, Any]], score: str, name: str) -> Iterator[tuple[Any, Any, Any]]:
-        for row in sorted(group, key=lambda row: row["exp_id"]):  # so that the order of the runs does not change the last digits
+        for row in sorted(
+            group, key=lambda row: row["exp_id"]
+        ):  # so that the order of the runs does not change the last digits
             columns = result.get(row["exp_id"], {})
             values = columns.get(score, columns.get(name))
             if values is not None:
                 yield columns["step"], values, places.get(row["exp_id"], columns["step"])
 
-    return [[_band(list(points(group, *pair))) for group in groups] for pair in zip(scores, names, strict=True)], warnings
+    return [
+        [_band(list(points(group, *pair))) for group in groups] for pair in zip(scores, names, strict=True)
+    ], warnings
 
 
 def _read_cache(runs: Path, names: Sequence[str], requested: Collection[str]) -> dict[str, _History]:
@@ -190,7 +206,9 @@ def _read_cache(runs: Path, names: Sequence[str], requested: Collection[str]) ->
 
 def _pack(history: _History) -> dict[str, bytes]:
     head = [len(history.columns["step"]), history.size, history.tail, history.scores]
-    return {_HEAD: json.dumps(head).encode()} | {json.dumps(score): column.tobytes() for score, column in history.columns.items()}
+    return {_HEAD: json.dumps(head).encode()} | {
+        json.dumps(score): column.tobytes() for score, column in history.columns.items()
+    }
 
 
 def _read_history(path: Path, cached: _History | None) -> _History:
@@ -216,7 +234,9 @@ def _read_history(path: Path, cached: _History | None) -> _History:
         lengths = len(whole.columns["step"]), len(new["step"])
         absent = [np.full(length, np.nan) for length in lengths]
         names = dict.fromkeys([*whole.columns, *new])
-        columns = {name: np.concatenate([whole.columns.get(name, absent[0]), new.get(name, absent[1])]) for name in names}
+        columns = {
+            name: np.concatenate([whole.columns.get(name, absent[0]), new.get(name, absent[1])]) for name in names
+        }
     elif not piece.lines and not (path / SCORES).exists() and (path / SCORE_LIST).exists():
         columns = _columns(read_score_list(path / SCORE_LIST))
     else:
@@ -254,7 +274,9 @@ def _x_values(path: Path, columns: Columns, x: str) -> "np.ndarray":
         rows = parse_rows(read_appended(path / PERF), path / PERF)
     except UserError:
         return np.array([])
-    took = {row["step"]: row["seconds"] for row in rows if is_finite(row.get("seconds"))}  # the last row of a repeated step counts
+    took = {
+        row["step"]: row["seconds"] for row in rows if is_finite(row.get("seconds"))
+    }  # the last row of a repeated step counts
     at = dict(zip(sorted(took), np.cumsum([took[step] for step in sorted(took)]).tolist(), strict=True))
     return np.array([at.get(int(step), np.nan) for step in columns["step"]]) if at else np.array([])
 

@@ -1,4 +1,5 @@
-"""What runs have cost: hours of GPUs over all their attempts, also those that failed or whose steps were trained again."""
+"""What runs have cost: hours of GPUs over all their attempts, also those that failed or whose steps were trained
+again."""
 
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -16,15 +17,18 @@ _BY_THE_RUN = ("start", "save", "divergence", "stop")
 
 
 def gpu_hours(run: Path) -> float:
-    """Hours times GPUs of the save directory `run`: from each start to its stop, or to the last sign of life of what was killed.
+    """Hours times GPUs of the save directory `run`: from each start to its stop, or to the last sign of life of what
+    was killed.
 
-    Signs of life are checkpoints and, of the last attempt, the heartbeat: of an earlier one that was killed, the time since its last
-    checkpoint is missing. A process has one GPU, or its part of one that jobs share, or none where env.json of its attempt names none;
-    of a Slurm task that jobs share each has its part of all GPUs, however many processes it has.
-    What cannot be read counts nothing.
+    Signs of life are checkpoints and, of the last attempt, the heartbeat: of an earlier one that was killed, the time
+    since its last checkpoint is missing. A process has one GPU, or its part of one that jobs share, or none where
+    env.json of its attempt names none; of a Slurm task that jobs share each has its part of all GPUs, however many
+    processes it has. What cannot be read counts nothing.
     """
     try:
-        events = [event for event in ledger.read(run) if event["event"] in _BY_THE_RUN and isinstance(event.get("when"), str)]
+        events = [
+            event for event in ledger.read(run) if event["event"] in _BY_THE_RUN and isinstance(event.get("when"), str)
+        ]
         found = sorted(_gpus_of_attempts(run))
         places = [place for place, event in enumerate(events) if event["event"] == "start"]
         hours = 0.0
@@ -41,7 +45,8 @@ def gpu_hours(run: Path) -> float:
 
 
 def _gpus_of_attempts(run: Path) -> Iterator[tuple[str, float, float]]:
-    """When each attempt began, how many GPUs it had as a whole, and, where that was not told, how much of one each of its processes."""
+    """When each attempt began, how many GPUs it had as a whole, and, where that was not told, how much of one each of
+    its processes."""
     for path in (run / "attempts").glob(f"*/{ENV}"):
         env = read_json(path, RunError)
         if isinstance(env, dict) and isinstance(env.get("time"), str):

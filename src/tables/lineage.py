@@ -21,7 +21,8 @@ class Node:
 
     exp_id: str
     state: str
-    """That of `metadata.state_of`, or "haven": written by haven; "missing": known only as a parent; "damaged": unreadable."""
+    """That of `metadata.state_of`, or "haven": written by haven; "missing": known only as a parent; "damaged":
+    unreadable."""
     group: str = ""
     recipe: str = ""
     step: int | None = None
@@ -44,7 +45,8 @@ class Edge:
 
 @dataclass(frozen=True)
 class Lineage:
-    """Experiments by id, and their parents. There is no cycle: an id is the hash of a dict that holds its parents' ids."""
+    """Experiments by id, and their parents. There is no cycle: an id is the hash of a dict that holds its parents'
+    ids."""
 
     nodes: Mapping[str, Node]
     edges: tuple[Edge, ...]
@@ -69,14 +71,20 @@ class Lineage:
         """
         matches = [name for name in self.nodes if name.startswith(prefix)]
         if not matches:
-            raise ConfigError(f"--exp_id {prefix}: no experiment among these {len(self.nodes)} has an id that starts like that.")
+            raise ConfigError(
+                f"--exp_id {prefix}: no experiment among these {len(self.nodes)} has an id that starts like that."
+            )
         if len(matches) > 1:
             names = ", ".join(matches)
-            raise ConfigError(f"--exp_id {prefix}: {len(matches)} experiments have ids that start like that: {names}. Write more of it.")
+            raise ConfigError(
+                f"--exp_id {prefix}: {len(matches)} experiments have ids that start like that: {names}. Write more "
+                f"of it."
+            )
         return matches[0]
 
     def family(self, members: Iterable[str]) -> "Lineage":
-        """`members` with all ancestors and descendants, and their problems. Unknown ids, such as those of damaged runs, are skipped."""
+        """`members` with all ancestors and descendants, and their problems. Unknown ids, such as those of damaged runs,
+        are skipped."""
         import networkx
 
         members = [name for name in members if name in self.nodes]
@@ -123,7 +131,9 @@ def build(runs: Path, planned: Mapping[str, Planned] | None = None) -> Lineage:
         if name not in nodes and not (runs / name / "exp_dict.json").exists():
             nodes[name] = Node(name, "new", item.group, str(item.exp.get("recipe", "")))
             dicts[name] = item.exp
-    edges = [Edge(name, parent, which) for name, exp in dicts.items() for parent, which in references.parent_checkpoints(exp)]
+    edges = [
+        Edge(name, parent, which) for name, exp in dicts.items() for parent, which in references.parent_checkpoints(exp)
+    ]
     for parent in dict.fromkeys(edge.parent for edge in edges if edge.parent not in nodes):
         nodes[parent] = _absent_node(runs, parent, warnings)
     return Lineage(nodes, tuple(edges), tuple(_problems(runs, dicts, planned)), tuple(warnings))
@@ -166,10 +176,16 @@ def _absent_node(runs: Path, parent: str, warnings: Iterable[str]) -> Node:
     """The node of a parent without a row: no directory, or one that cannot be read."""
     if not (runs / parent).exists():
         return Node(parent, "missing", reason=f"no directory in {runs}")
-    return Node(parent, "damaged", reason=next((text for text in warnings if parent in text), f"{runs / parent} cannot be read"))
+    return Node(
+        parent, "damaged", reason=next((text for text in warnings if parent in text), f"{runs / parent} cannot be read")
+    )
 
 
 def _problems(runs: Path, dicts: Mapping[str, dict[str, Any]], planned: Mapping[str, Planned]) -> list[str]:
     places = Places(data=runs, runs=runs, experiments={name: item.exp for name, item in planned.items()})
     checked: references.Seen = {}
-    return [f"{name}: {text}" for name, exp in dicts.items() for text in references.missing_parents(exp, places, seen=checked)]
+    return [
+        f"{name}: {text}"
+        for name, exp in dicts.items()
+        for text in references.missing_parents(exp, places, seen=checked)
+    ]

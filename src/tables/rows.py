@@ -1,4 +1,5 @@
-"""Experiments as rows for tables and plots, finished or running. Reads only the save directories, not exp_configs.py."""
+"""Experiments as rows for tables and plots, finished or running. Reads only the save directories, not
+exp_configs.py."""
 
 import json
 import re
@@ -26,7 +27,23 @@ FINISHED = ("done", "haven", "foreign")
 """States in which the last scores are results. Runs of haven and other programs have only scores."""
 SEED = "seed"
 """The key that means are taken over, unless another is named."""
-_LOWER_IS_BETTER = {"loss", "ppl", "perplexity", "error", "errors", "err", "nll", "wer", "cer", "bpb", "bpc", "mse", "mae", "rmse", "kl"}
+_LOWER_IS_BETTER = {
+    "loss",
+    "ppl",
+    "perplexity",
+    "error",
+    "errors",
+    "err",
+    "nll",
+    "wer",
+    "cer",
+    "bpb",
+    "bpc",
+    "mse",
+    "mae",
+    "rmse",
+    "kl",
+}
 
 _SIZES = ("projected_bytes_per_context_token", "decoder_cache_bytes_per_context_token")
 DIAGNOSTICS = ("grad_norm", "clip_rate", "skipped_steps", "learning_rate", "tokens", CODE_VERSIONS, *_SIZES)
@@ -34,7 +51,8 @@ DIAGNOSTICS = ("grad_norm", "clip_rate", "skipped_steps", "learning_rate", "toke
 
 
 class Row(dict[str, Any]):
-    """One run, flat: the keys of `FACTS`, the config by dotted key, and the last value of each score, None if that was NaN or infinity."""
+    """One run, flat: the keys of `FACTS`, the config by dotted key, and the last value of each score, None if that was
+    NaN or infinity."""
 
     scores: tuple[str, ...] = ()
     """The keys that are scores, in order of first appearance."""
@@ -74,22 +92,26 @@ RowCache = ReadCache[tuple[list[str], RunRecord, dict[tuple[str, ...], Row]]]
 """The groups of a run, its record and its rows by their groups."""
 
 
-def load_rows(runs: Path, group: str | Sequence[str] | None = None, saved: RowCache | None = None) -> tuple[list[Row], list[str]]:
+def load_rows(
+    runs: Path, group: str | Sequence[str] | None = None, saved: RowCache | None = None
+) -> tuple[list[Row], list[str]]:
     """One row for each save directory in `runs`, and a warning for each that cannot be read.
 
     group: only the runs of one or several groups; see `Row.groups`. saved: rows to reuse.
 
-    "tags" (a list) and "note" are a person's remarks. "state" is `metadata.state_of`, or "haven" for a directory that haven wrote,
-    or "foreign" for one with an id of another program. "step" is that of the last row of scores, or None. A config key with the name of a
-    fact or of a column of tables ("runs", "loss_std") is called "config.<name>", a score with such a name or that of a config key
-    "score.<name>".
+    "tags" (a list) and "note" are a person's remarks. "state" is `metadata.state_of`, or "haven" for a directory that
+    haven wrote, or "foreign" for one with an id of another program. "step" is that of the last row of scores, or None.
+    A config key with the name of a fact or of a column of tables ("runs", "loss_std") is called "config.<name>", a
+    score with such a name or that of a config key "score.<name>".
 
     Raises:
         DataError: there is no such folder, or it holds no run.
         ConfigError: no run is of `group`, or of one of them.
     """
     if not runs.is_dir():
-        raise DataError(f"{runs}: no such folder of runs. Train something first, or name the folder given as --savedir_base.")
+        raise DataError(
+            f"{runs}: no such folder of runs. Train something first, or name the folder given as --savedir_base."
+        )
     requested = [group] if isinstance(group, str) else group or []
     rows, warnings, existing = [], [], set()
     with reading(runs):
@@ -118,7 +140,9 @@ def load_rows(runs: Path, group: str | Sequence[str] | None = None, saved: RowCa
         if each not in existing:
             raise unknown("group", each, existing, str(runs))
     if not rows and not warnings:
-        raise DataError(f"{runs}: no runs in this folder. Train something first, or name the folder given as --savedir_base.")
+        raise DataError(
+            f"{runs}: no runs in this folder. Train something first, or name the folder given as --savedir_base."
+        )
     reserved = {name + end for name in score_names(rows) for end in ENDS}
     return [row if reserved.isdisjoint(row) else _rename(row, reserved) for row in rows], warnings
 
@@ -166,12 +190,15 @@ def distinguishing_keys(rows: Sequence[Row], seed: str = SEED) -> list[str]:
 
 
 def describe_differences(experiments: Mapping[str, tuple[str, Mapping[str, Any]]]) -> dict[str, str]:
-    """The values that differ between the experiments of a group: {id: "seed=1 learning_rate=0.001"}. experiments: {id: (group, dict)}."""
+    """The values that differ between the experiments of a group: {id: "seed=1 learning_rate=0.001"}. experiments: {id:
+    (group, dict)}."""
     result: dict[str, str] = {}
     for group in {group for group, _ in experiments.values()}:
         rows = {name: Row(flatten(exp)) for name, (of, exp) in experiments.items() if of == group}
         short = short_names(varying_keys(list(rows.values())))
-        result |= {name: " ".join(f"{short[key]}={row[key]}" for key in short if key in row) for name, row in rows.items()}
+        result |= {
+            name: " ".join(f"{short[key]}={row[key]}" for key in short if key in row) for name, row in rows.items()
+        }
     return result
 
 
@@ -192,8 +219,11 @@ def score_names(rows: Iterable[Row]) -> list[str]:
 
 
 def headline_scores(names: Sequence[str]) -> list[str]:
-    """The most interesting scores: no diagnostics, no parts such as "em/nq" or "inference/em/nq"; all scores if none of them remains."""
-    return [name for name in names if name not in DIAGNOSTICS and "/" not in name.removeprefix("inference/")] or list(names)
+    """The most interesting scores: no diagnostics, no parts such as "em/nq" or "inference/em/nq"; all scores if none of
+    them remains."""
+    return [name for name in names if name not in DIAGNOSTICS and "/" not in name.removeprefix("inference/")] or list(
+        names
+    )
 
 
 def lower_is_better(name: str) -> bool:
@@ -202,7 +232,8 @@ def lower_is_better(name: str) -> bool:
 
 
 def sort_best_first(rows: Iterable[dict[str, Any]], metric: str, lowest: bool | None = None) -> list[dict[str, Any]]:
-    """Rows sorted by `metric`; those without it last. lowest: put the lowest first; None decides by the metric's name."""
+    """Rows sorted by `metric`; those without it last. lowest: put the lowest first; None decides by the metric's
+    name."""
     lowest = lower_is_better(metric) if lowest is None else lowest
 
     def place(row: dict[str, Any]) -> tuple[bool, float]:
@@ -213,7 +244,8 @@ def sort_best_first(rows: Iterable[dict[str, Any]], metric: str, lowest: bool | 
 
 
 def short_names(keys: Sequence[str]) -> Mapping[str, str]:
-    """Each dotted key with its shortest unique suffix: {"model.stride": "stride"}. None is a column of tables, such as "runs"."""
+    """Each dotted key with its shortest unique suffix: {"model.stride": "stride"}. None is a column of tables, such as
+    "runs"."""
     return _short_names(tuple(keys))
 
 
@@ -227,15 +259,20 @@ def _short_names(keys: tuple[str, ...]) -> Mapping[str, str]:
         names[key] = next(
             end
             for end in ends
-            if end == key or (end not in columns and sum(other == end or other.endswith("." + end) for other in keys) == 1)
+            if end == key
+            or (end not in columns and sum(other == end or other.endswith("." + end) for other in keys) == 1)
         )
     return names
 
 
 def select(
-    runs: Path, group: str | Sequence[str] | None = None, question: str | None = None, names: Collection[str] | None = None
+    runs: Path,
+    group: str | Sequence[str] | None = None,
+    question: str | None = None,
+    names: Collection[str] | None = None,
 ) -> tuple[list[Row], list[str]]:
-    """`load_rows`, then only the runs with the ids `names`, then `filter_rows`; at least one row, unless none can be read.
+    """`load_rows`, then only the runs with the ids `names`, then `filter_rows`; at least one row, unless none can be
+    read.
 
     Raises:
         DataError: there is no such folder, or it holds no run.
@@ -246,20 +283,32 @@ def select(
         rows = [row for row in rows if row["exp_id"] in names]
         warnings = [text for text in warnings if any(name in text for name in names)]
         if not rows and not warnings:
-            raise ConfigError(f"{runs}: none of the named runs is in {' or '.join([group] if isinstance(group, str) else group or [])}.")
+            raise ConfigError(
+                f"{runs}: none of the named runs is in "
+                f"{' or '.join([group] if isinstance(group, str) else group or [])}."
+            )
     if question is None or not rows:
         return rows, warnings
     chosen = filter_rows(rows, question)
     if not chosen:
-        names = [name for name in sorted(expressions.compile(question).names) if name in config_keys(rows[0]) or name in FACTS]
+        names = [
+            name
+            for name in sorted(expressions.compile(question).names)
+            if name in config_keys(rows[0]) or name in FACTS
+        ]
         values = {name: list(dict.fromkeys(str(row.get(name)) for row in rows)) for name in names}
-        examples = "; ".join(f"{name} is {', '.join(of_name[:5])}{', …' * (len(of_name) > 5)}" for name, of_name in values.items())
-        raise ConfigError(f"--where: {question!r} holds for none of {len(rows)} runs.{f' In these, {examples}.' if examples else ''}")
+        examples = "; ".join(
+            f"{name} is {', '.join(of_name[:5])}{', …' * (len(of_name) > 5)}" for name, of_name in values.items()
+        )
+        raise ConfigError(
+            f"--where: {question!r} holds for none of {len(rows)} runs.{f' In these, {examples}.' if examples else ''}"
+        )
     return chosen, warnings
 
 
 def filter_rows(rows: Sequence[Row], text: str, place: str = "--where") -> list[Row]:
-    """The rows for which the expression `text` holds: see `expressions`. "status" means "state", unless it is a config key.
+    """The rows for which the expression `text` holds: see `expressions`. "status" means "state", unless it is a config
+    key.
 
     Without rows any name is accepted. place: the start of each message.
 
@@ -275,7 +324,9 @@ def filter_rows(rows: Sequence[Row], text: str, place: str = "--where") -> list[
     chosen = []
     for row in rows:
         candidates = row.in_groups() if "group" in expression.names else [row]
-        matches = [each for each in candidates if expression.matches({**each, "status": each["state"]} if renamed else each)]
+        matches = [
+            each for each in candidates if expression.matches({**each, "status": each["state"]} if renamed else each)
+        ]
         if matches and matches[0] is not row:
             matches[0].groups = tuple(each["group"] for each in matches)
         chosen += matches[:1]
@@ -289,8 +340,12 @@ def _row(path: Path, record: RunRecord, groups: Sequence[str]) -> Row:
     facts = {"exp_id": path.name, "state": state, "group": groups[0], "step": record.summary.step}
     row = Row({**facts, "tags": record.tags, "note": record.note})
     row.groups = tuple(groups)
-    row.update({f"config.{key}" if key in FACTS or key in AVERAGED else key: value for key, value in record.config.items()})
-    last = {str(name): value for name, value in record.summary.last.items()}  # haven's rows can have keys that are not texts
+    row.update(
+        {f"config.{key}" if key in FACTS or key in AVERAGED else key: value for key, value in record.config.items()}
+    )
+    last = {
+        str(name): value for name, value in record.summary.last.items()
+    }  # haven's rows can have keys that are not texts
     named = {f"score.{name}" if name in row or name in AVERAGED else name: value for name, value in last.items()}
     row.scores = tuple(named)
     row.update(named)
@@ -322,7 +377,9 @@ def spell(row: Mapping[str, Any], key: str) -> str:
     if key not in row:
         return ""
     value = row[key]
-    plain = type(value) is str or type(value) is int or (type(value) is float and value)  # the cache would take 0.0 for -0.0
+    plain = (
+        type(value) is str or type(value) is int or (type(value) is float and value)
+    )  # the cache would take 0.0 for -0.0
     return _spell_scalar(value) if plain else json.dumps(value, sort_keys=True)
 
 

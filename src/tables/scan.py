@@ -1,4 +1,5 @@
-"""One record for each run in a folder, from its small files; read again only if they have changed. Reads no histories: see `summary`."""
+"""One record for each run in a folder, from its small files; read again only if they have changed. Reads no histories:
+see `summary`."""
 
 import json
 import os
@@ -45,7 +46,8 @@ class RunRecord:
 
     groups: list[str]
     state: str
-    """As in status.json, so "running" can be a lost run; "haven" if haven wrote the directory, "foreign" if its id is another hash."""
+    """As in status.json, so "running" can be a lost run; "haven" if haven wrote the directory, "foreign" if its id is
+    another hash."""
     config: dict[str, Any]
     """The experiment dict by dotted key."""
     summary: Summary
@@ -55,7 +57,8 @@ class RunRecord:
 
 
 class RunIndex:
-    """The records of runs in a folder. names: the ids of all, from `list_names`; unread: those that `read` is called for (default: all)."""
+    """The records of runs in a folder. names: the ids of all, from `list_names`; unread: those that `read` is called
+    for (default: all)."""
 
     def __init__(self, runs: Path, names: Sequence[str], unread: Sequence[str] | None = None) -> None:
         self.runs, self.names = runs, names
@@ -77,7 +80,11 @@ class RunIndex:
         with reading(path):
             key, settled = _file_key(path)
             cached = self._cached.get(name)
-            record = RunRecord(cached[1], cached[2], cached[3], Summary(*cached[4]), *cached[5]) if cached and cached[0] == key else None
+            record = (
+                RunRecord(cached[1], cached[2], cached[3], Summary(*cached[4]), *cached[5])
+                if cached and cached[0] == key
+                else None
+            )
             groups = record.groups if record else _groups(path)
             if among is not None and not any(group in among for group in groups):
                 return groups, None
@@ -86,7 +93,9 @@ class RunIndex:
                 if settled and (record.state not in ("haven", "foreign") or _is_plain(record.summary)):
                     summary = [record.summary.size, record.summary.tail, record.summary.step, record.summary.last]
                     self._changed[name] = {
-                        _RECORD: json.dumps([key, groups, record.state, record.config, summary, [record.tags, record.note]]).encode()
+                        _RECORD: json.dumps(
+                            [key, groups, record.state, record.config, summary, [record.tags, record.note]]
+                        ).encode()
                     }
         return groups, record
 
@@ -101,7 +110,8 @@ def _is_other(path: Path) -> bool:
 
 
 def _file_key(path: Path) -> tuple[str, bool]:
-    """A text that changes whenever one of the files does; and whether the last change is so old that the next one will show.
+    """A text that changes whenever one of the files does; and whether the last change is so old that the next one will
+    show.
 
     Raises:
         OSError: a file cannot be examined.
@@ -136,10 +146,16 @@ def _groups(path: Path) -> list[str]:
     groups = read_groups(path)
     env = read_json(path / ENV, RunError, None)
     last = env.get("groups") if isinstance(env, dict) else None
-    return groups + [name for name in last if isinstance(name, str) and name not in groups] if isinstance(last, list) else groups
+    return (
+        groups + [name for name in last if isinstance(name, str) and name not in groups]
+        if isinstance(last, list)
+        else groups
+    )
 
 
 def _is_plain(summary: Summary) -> bool:
     """Whether JSON can hold the values of haven's pickle."""
     values = (summary.step, *summary.last.values())
-    return all(type(name) is str for name in summary.last) and all(type(value) in (int, float, bool, type(None)) for value in values)
+    return all(type(name) is str for name in summary.last) and all(
+        type(value) in (int, float, bool, type(None)) for value in values
+    )

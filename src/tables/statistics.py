@@ -1,4 +1,5 @@
-"""Groups of runs that differ only in their seed: mean, standard deviation, confidence interval, and tables of two keys."""
+"""Groups of runs that differ only in their seed: mean, standard deviation, confidence interval, and tables of two
+keys."""
 
 import math
 import statistics
@@ -48,14 +49,18 @@ def mean(rows: Sequence[Row], score: str, unfinished: bool = False) -> float | N
     return statistics.fmean(values) if values else None
 
 
-def aggregate(rows: Sequence[Row], by: Sequence[str], scores: Sequence[str], unfinished: bool = False) -> list[dict[str, Any]]:
-    """One row for each combination of `by`; its means are over the finished runs, or with `unfinished` over all that have the score.
+def aggregate(
+    rows: Sequence[Row], by: Sequence[str], scores: Sequence[str], unfinished: bool = False
+) -> list[dict[str, Any]]:
+    """One row for each combination of `by`; its means are over the finished runs, or with `unfinished` over all that
+    have the score.
 
-    Its keys: those of `by`; "exp_ids", "tags" and "note" of its runs; "runs", their number; "done", how many are finished; "state", such
-    as "done" or "2 done, 1 failed"; "over", the runs that count: "done", "all" or "step 10"; "step", the last step of the runs that
-    count, or of all if none does, as "5-10" if they differ; and for each score its mean (None over no run), "<score>_std" (sample, n - 1;
-    None for n < 2), "<score>_ci95" (half the width of the 95 % confidence interval of the mean, Student's t; None for n < 2),
-    "<score>_n" (runs that the mean is over) and "<score>_nan" (runs left out as the score ended in NaN or infinity).
+    Its keys: those of `by`; "exp_ids", "tags" and "note" of its runs; "runs", their number; "done", how many are
+    finished; "state", such as "done" or "2 done, 1 failed"; "over", the runs that count: "done", "all" or "step 10";
+    "step", the last step of the runs that count, or of all if none does, as "5-10" if they differ; and for each score
+    its mean (None over no run), "<score>_std" (sample, n - 1; None for n < 2), "<score>_ci95" (half the width of the 95
+    % confidence interval of the mean, Student's t; None for n < 2), "<score>_n" (runs that the mean is over) and
+    "<score>_nan" (runs left out as the score ended in NaN or infinity).
 
     Raises:
         ConfigError: a key of `by` or a score that no row has.
@@ -97,12 +102,17 @@ def nan_remarks(rows: Sequence[Row], scores: Sequence[str], unfinished: bool = F
 
 
 def missing_seeds(rows: Sequence[Row], by: Sequence[str], seed: str = SEED) -> list[str]:
-    """A sentence for each combination of `by` without a value of `seed` that another has: its mean is over different runs."""
+    """A sentence for each combination of `by` without a value of `seed` that another has: its mean is over different
+    runs."""
     if seed in by:
         return []
     result = []
-    for alike in group_rows(rows, ["group"] if "group" in by else []):  # groups that are rows of their own are not compared
-        seeds = sorted({spell(row, seed): row[seed] for row in alike if seed in row}.items(), key=lambda pair: sort_key(pair[1]))
+    for alike in group_rows(
+        rows, ["group"] if "group" in by else []
+    ):  # groups that are rows of their own are not compared
+        seeds = sorted(
+            {spell(row, seed): row[seed] for row in alike if seed in row}.items(), key=lambda pair: sort_key(pair[1])
+        )
         for group in group_rows(alike, by):
             has = {spell(row, seed) for row in group}
             if absent := [value for spelled, value in seeds if spelled not in has]:
@@ -130,9 +140,14 @@ def pivot(rows: Sequence[Row], index: str, columns: str, score: str, unfinished:
         ConfigError: a key or a score that no row has.
     """
     index, columns = grouping_keys(rows, [index, columns])
-    cells = {(spell(cell, index), spell(cell, columns)): cell for cell in aggregate(rows, [index, columns], [score], unfinished)}
+    cells = {
+        (spell(cell, index), spell(cell, columns)): cell
+        for cell in aggregate(rows, [index, columns], [score], unfinished)
+    }
     downwards, across = ({spell(row, key): row.get(key) for row in rows} for key in (index, columns))
-    down, over = (sorted(values, key=lambda spelled, values=values: sort_key(values[spelled])) for values in (downwards, across))
+    down, over = (
+        sorted(values, key=lambda spelled, values=values: sort_key(values[spelled])) for values in (downwards, across)
+    )
     table = [[cells.get((one, other)) for other in over] for one in down]
     return Pivot([downwards[one] for one in down], [across[other] for other in over], table)
 
@@ -166,8 +181,8 @@ def _aggregate_group(rows: Sequence[Row], by: Sequence[str], scores: Sequence[st
 def t_975(freedom: int) -> float:
     """The 0.975 quantile of Student's t with `freedom` >= 1 degrees of freedom.
 
-    The distribution function is a finite sum (Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.3 and 26.7.4), inverted by
-    bisection. Importing scipy.stats takes a second.
+    The distribution function is a finite sum (Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.3 and
+    26.7.4), inverted by bisection. Importing scipy.stats takes a second.
     """
     assert freedom >= 1, freedom
     low, high = 0.0, math.pi / 2
@@ -178,7 +193,8 @@ def t_975(freedom: int) -> float:
 
 
 def deviation(values: Sequence[float]) -> float:
-    """The sample standard deviation of at least two values; `statistics.stdev` does the same with fractions, in ten times the time."""
+    """The sample standard deviation of at least two values; `statistics.stdev` does the same with fractions, in ten
+    times the time."""
     mean = statistics.fmean(values)
     return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
 

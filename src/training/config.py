@@ -1,4 +1,5 @@
-"""Settings of the training loop, or of an evaluation without training. How often to log is not part of an experiment."""
+"""Settings of the training loop, or of an evaluation without training. How often to log is not part of an
+experiment."""
 
 from collections.abc import Collection, Mapping
 from importlib.util import find_spec
@@ -19,7 +20,8 @@ _ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
 
 
 class EarlyStopping(Config):
-    """Stop after `patience` evaluations in a row that do not better the best value of `loop.best_metric` by more than `min_gain`."""
+    """Stop after `patience` evaluations in a row that do not better the best value of `loop.best_metric` by more than
+    `min_gain`."""
 
     patience: int = Field(gt=0)
     min_gain: float = Field(default=0.0, ge=0)
@@ -35,16 +37,18 @@ class LoopConfig(Config):
     sequences_per_step: int = Field(gt=0)
     micro_batch: int = Field(gt=0)
     optimizer: Literal["adamw", "adamw_scale", "adafactor"] = "adamw"
-    """See src/training/optim/optimizers.py. The learning rate of the other two is a share of the size of the weights."""
+    """See src/training/optim/optimizers.py. The learning rate of the other two is a share of the size of the
+    weights."""
     learning_rate: float = Field(gt=0)
-    schedule: Literal["linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"] = (
-        "linear"
-    )
+    schedule: Literal[
+        "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
+    ] = "linear"
     """Named as in transformers."""
     warmup_rate: float = Field(default=0.0, ge=0, lt=1)
     """Share of `steps` during which the learning rate rises, from 0 where `warmup_start` says nothing else."""
     warmup_start: float = Field(default=0.0, ge=0, le=1)
-    """Share of `learning_rate` at the start of the warm-up. T5's schedule, 1/sqrt(max(step, warm-up)), is inverse_sqrt with 1."""
+    """Share of `learning_rate` at the start of the warm-up. T5's schedule, 1/sqrt(max(step, warm-up)), is inverse_sqrt
+    with 1."""
     final_rate: float = Field(default=0.0, ge=0, le=1)
     """Share of `learning_rate` at which linear and cosine end."""
     weight_decay: float = Field(default=0.0, ge=0)
@@ -55,25 +59,27 @@ class LoopConfig(Config):
     max_grad_norm: float = Field(default=1.0, gt=0)
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
     z_loss: float = Field(default=0.0, ge=0)
-    """Weight of the squared logarithm of the softmax's denominator, of each token: 1e-4 for PaLM (Chowdhery et al. 2022, section 5) and
-    for T5 (`z_loss` of Mesh TensorFlow's Unitransformer)."""
+    """Weight of the squared logarithm of the softmax's denominator, of each token: 1e-4 for PaLM (Chowdhery et al.
+    2022, section 5) and for T5 (`z_loss` of Mesh TensorFlow's Unitransformer)."""
     cross_entropy_chunk_tokens: int = added_field(0, ge=0)
-    """Tokens per chunk of the output projection and cross entropy, such as 1024. Only the logits of a chunk are in memory; they are
-    recomputed in the backward pass. Sums are rounded differently. 0: one chunk."""
+    """Tokens per chunk of the output projection and cross entropy, such as 1024. Only the logits of a chunk are in
+    memory; they are recomputed in the backward pass. Sums are rounded differently. 0: one chunk."""
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of the forward and backward pass; weights and optimizer have the type of the model."""
     float8: Literal["tensorwise", "rowwise"] | None = added_field(None)
-    """Whether trained matrices of the layers multiply in float8 in training passes, by torchao, with one scale for a tensor, or (slower,
-    more exact) one for each row. Needs bfloat16 and a GPU; without `compile` it takes more time than it saves."""
+    """Whether trained matrices of the layers multiply in float8 in training passes, by torchao, with one scale for a
+    tensor, or (slower, more exact) one for each row. Needs bfloat16 and a GPU; without `compile` it takes more time
+    than it saves."""
     group_by_length: bool = added_field(False)
-    """Whether micro-batches have samples of similar length, for less padding: the samples of 50 steps are sorted by length."""
+    """Whether micro-batches have samples of similar length, for less padding: the samples of 50 steps are sorted by
+    length."""
     compile: bool = False
     """Whether the model's layers are compiled for training passes. Another rounding, and other draws of dropout."""
     eval_every: int = Field(gt=0)
     """Optimizer steps between evaluations; the last step is always evaluated."""
     also_at: list[PositiveInt] = added_field([])
-    """Further steps to evaluate and save at, such as [2, 100]. Each counts as an evaluation for early stopping. Their checkpoints are
-    deleted by --keep_last and --keep_every."""
+    """Further steps to evaluate and save at, such as [2, 100]. Each counts as an evaluation for early stopping. Their
+    checkpoints are deleted by --keep_last and --keep_every."""
     best_metric: str = "val_loss"
     best_mode: Literal["min", "max"] = "min"
     early_stopping: EarlyStopping | None = None
@@ -83,22 +89,30 @@ class LoopConfig(Config):
     def _consistent(self) -> "LoopConfig":
         if self.sequences_per_step % self.micro_batch:
             raise ValueError(
-                f"sequences_per_step = {self.sequences_per_step} is not a multiple of micro_batch = {self.micro_batch}, "
+                f"sequences_per_step = {self.sequences_per_step} is not a multiple of micro_batch = "
+                f"{self.micro_batch}, "
                 "so a step is no integer number of micro-batches."
             )
         if self.float8 and self.precision != "bfloat16":
-            raise ValueError(f"float8 needs precision 'bfloat16' for all else, and it is {self.precision!r}. Change one of the two.")
+            raise ValueError(
+                f"float8 needs precision 'bfloat16' for all else, and it is {self.precision!r}. Change one of the two."
+            )
         beyond = [step for step in self.also_at if step > self.steps]
         if beyond:
             raise ValueError(f"also_at: step {beyond[0]} is after the last, {self.steps}.")
         if self.schedule == "polynomial" and self.learning_rate <= POLYNOMIAL_END:
             raise ValueError(f"schedule 'polynomial' falls to {POLYNOMIAL_END}, so learning_rate must be above it.")
         if self.schedule == "constant" and self.warmup_rate:
-            raise ValueError("schedule 'constant' has no warm-up: write 'constant_with_warmup', or leave warmup_rate out.")
+            raise ValueError(
+                "schedule 'constant' has no warm-up: write 'constant_with_warmup', or leave warmup_rate out."
+            )
         if self.warmup_start and not round(self.warmup_rate * self.steps):
             raise ValueError("warmup_start: there is no warm-up. Set warmup_rate, or leave warmup_start out.")
         if self.final_rate and self.schedule not in ("linear", "cosine"):
-            raise ValueError(f"final_rate is where 'linear' and 'cosine' end; schedule {self.schedule!r} would ignore it. Leave it out.")
+            raise ValueError(
+                f"final_rate is where 'linear' and 'cosine' end; schedule {self.schedule!r} would ignore it. Leave "
+                f"it out."
+            )
         return self
 
     @model_validator(mode="after")
@@ -106,30 +120,38 @@ class LoopConfig(Config):
         if self.optimizer == "adafactor":
             ignored = [name for name in _ADAM if getattr(self, name) != type(self).model_fields[name].default]
             if ignored:
-                raise ValueError(f"{', '.join(ignored)}: optimizer 'adafactor' has no such setting, and would ignore it. Leave it out.")
+                raise ValueError(
+                    f"{', '.join(ignored)}: optimizer 'adafactor' has no such setting, and would ignore it. Leave it "
+                    f"out."
+                )
         return self
 
     def check(self, scores: Collection[str]) -> None:
         """Check the settings against the number of processes and the `scores` that the recipe evaluates.
 
         Raises:
-            ConfigError: there are more processes than micro-batches in a step, nobody measures `best_metric`, or torchao is not installed.
+            ConfigError: there are more processes than micro-batches in a step, nobody measures `best_metric`, or
+                torchao is not installed.
         """
         if self.float8 and find_spec("torchao") is None:
-            raise ConfigError(f"loop.float8: {self.float8!r} needs a package that is not installed: pip install -r {TORCHAO}")
+            raise ConfigError(
+                f"loop.float8: {self.float8!r} needs a package that is not installed: pip install -r {TORCHAO}"
+            )
         name, _, part = self.best_metric.partition("/")  # "em/nq": over the rows of one source, where metrics are given
         if name not in scores or (part and name.startswith("val_")):
             raise ConfigError(f"loop.best_metric: {unknown_text('score', self.best_metric, scores)}")
         count, shares = self.sequences_per_step // self.micro_batch, distributed.data_size()
         if count < shares:
             raise ConfigError(
-                f"loop.sequences_per_step: {self.sequences_per_step} sequences in micro-batches of {self.micro_batch} make {count} "
+                f"loop.sequences_per_step: {self.sequences_per_step} sequences in micro-batches of "
+                f"{self.micro_batch} make {count} "
                 f"micro-batches a step, fewer than the {shares} processes with data of their own. Start at most "
                 f"{count * distributed.world_size() // shares}, or lower loop.micro_batch."
             )
 
     def check_accelerate(self, options: Mapping[str, str | float]) -> None:
-        """Refuse options of `accelerate launch` that contradict the experiment. options: from `src.launch.accelerate_env`.
+        """Refuse options of `accelerate launch` that contradict the experiment. options: from
+        `src.launch.accelerate_env`.
 
         Raises:
             ConfigError: names both values.
@@ -137,11 +159,16 @@ class LoopConfig(Config):
         accumulated = -(-(self.sequences_per_step // self.micro_batch) // distributed.data_size())
         expected = {
             "precision": ("--mixed_precision", "loop.precision", self.precision),
-            "gradient_accumulation_steps": ("--gradient_accumulation_steps", "the accumulation of loop.sequences_per_step", accumulated),
+            "gradient_accumulation_steps": (
+                "--gradient_accumulation_steps",
+                "the accumulation of loop.sequences_per_step",
+                accumulated,
+            ),
             "max_grad_norm": ("--gradient_clipping", "loop.max_grad_norm", self.max_grad_norm),
         }
         wrong = [
-            f"{name} is {value}, but accelerate launch {option} says {other if isinstance(other, str) else f'{other:g}'}. "
+            f"{name} is {value}, but accelerate launch {option} says "
+            f"{other if isinstance(other, str) else f'{other:g}'}. "
             "Leave it out there: the experiment decides."
             for key, (option, name, value) in expected.items()
             if (other := options.get(key, value)) != value
@@ -151,7 +178,8 @@ class LoopConfig(Config):
 
 
 SHORT_TYPES = ("bfloat16", "float16")
-"""Types that lose small updates by rounding: an Adam step of 1e-5 is below half the spacing of bfloat16 at weights above 0.005."""
+"""Types that lose small updates by rounding: an Adam step of 1e-5 is below half the spacing of bfloat16 at weights
+above 0.005."""
 
 
 class Evaluation(Config):
@@ -178,10 +206,13 @@ class Evaluation(Config):
 
 
 def check_weight_type(precision: str, field: str, model: ModelConfig, places: Places) -> None:
-    """Raises ConfigError where weights in one of the short types would be computed with in the other: each layer rounds twice."""
+    """Raises ConfigError where weights in one of the short types would be computed with in the other: each layer rounds
+    twice."""
     of_weights = model.weight_type(places)
     if {precision, of_weights} == {"bfloat16", "float16"}:
-        raise ConfigError(f"{field}: {precision!r}, and the model's weights are in {of_weights!r} (dtype). Write the same for both.")
+        raise ConfigError(
+            f"{field}: {precision!r}, and the model's weights are in {of_weights!r} (dtype). Write the same for both."
+        )
 
 
 def check_trained_type(model: ModelConfig, places: Places) -> None:
@@ -216,6 +247,7 @@ def require_float8(float8: str | None) -> None:
 
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
         raise ConfigError(
-            f"loop.float8: {float8!r} needs a GPU of compute capability 8.9 or more (Ada, Hopper, Blackwell), not on this machine. "
+            f"loop.float8: {float8!r} needs a GPU of compute capability 8.9 or more (Ada, Hopper, Blackwell), not on "
+            f"this machine. "
             "Leave it out."
         )

@@ -33,7 +33,8 @@ class Step:
     batches: Sequence[Mapping[str, Tensor]]
     """On the CPU."""
     sources: Sequence[Tensor | None]
-    """Per micro-batch (B,) int64 on the CPU: the index of each sequence's source in `sources`. None for less than two sources."""
+    """Per micro-batch (B,) int64 on the CPU: the index of each sequence's source in `sources`. None for less than two
+    sources."""
     count: float
     """This rank's part of the divisor of the summed losses."""
     loss_tokens: int
@@ -53,10 +54,12 @@ class Step:
     """To the device."""
 
     def on_device(self) -> Iterator[tuple[Mapping[str, Tensor], Tensor | None, bool]]:
-        """Yield the micro-batch of each pass, its sources, and whether it counts. Zero-weight passes repeat the first micro-batch. The next
-        micro-batch is copied while a pass computes."""
+        """Yield the micro-batch of each pass, its sources, and whether it counts. Zero-weight passes repeat the first
+        micro-batch. The next micro-batch is copied while a pass computes."""
         count = len(self.batches)
-        parts = [*zip(self.batches, self.sources, strict=True)] + [(self.batches[0], self.sources[0])] * (self.passes - count)
+        parts = [*zip(self.batches, self.sources, strict=True)] + [(self.batches[0], self.sources[0])] * (
+            self.passes - count
+        )
         ahead = self.copies.start(*parts[0])
         for a in range(self.passes):
             now, ahead = ahead, self.copies.start(*parts[a + 1]) if a + 1 < self.passes else ahead
@@ -112,7 +115,9 @@ class _Samples(TorchDataset):
         if errors:
             return errors[0]
         batch = self.dataset.collate([sample for sample, _ in samples])
-        if get_worker_info() and not self.pinned:  # each tensor has a file of its own on its way, which takes longer than a small one
+        if (
+            get_worker_info() and not self.pinned
+        ):  # each tensor has a file of its own on its way, which takes longer than a small one
             batch = {name: tensor.numpy() if tensor.nbytes < _SMALL else tensor for name, tensor in batch.items()}
         return batch, torch.tensor([number for _, number in samples]) if self.numbers else None
 
@@ -123,7 +128,8 @@ def sources(dataset: Dataset) -> Sequence[str]:
 
 
 class _BatchSampler(Sampler):
-    """Passes the keys of micro-batches to a DataLoader, which reads ahead, and holds their cursors and counters meanwhile."""
+    """Passes the keys of micro-batches to a DataLoader, which reads ahead, and holds their cursors and counters
+    meanwhile."""
 
     def __init__(self, micro_batches: Iterator[MicroBatch]) -> None:
         self.micro_batches = micro_batches
@@ -146,15 +152,17 @@ class StepLoader:
     count: Callable[[Mapping[str, Tensor]], float] = count_loss_tokens
     """Divisor of the summed loss of a batch on the CPU; see `TrainSpec`."""
     num_workers: int | None = None
-    """Worker processes; they change no number. None: 2 for training on a GPU, else 0, as workers would take the cores that train, or 1 for
-    decoded data (`DecodedDataset`) if a core is free."""
+    """Worker processes; they change no number. None: 2 for training on a GPU, else 0, as workers would take the cores
+    that train, or 1 for decoded data (`DecodedDataset`) if a core is free."""
 
     def steps(self, start: State) -> Generator[Step]:
         """Yield the data of each optimizer step after the last finished step of `start`, endlessly.
 
         `close` ends the worker processes.
         """
-        share = RankShare(self.config.sequences_per_step, self.config.micro_batch, distributed.data_rank(), distributed.data_size())
+        share = RankShare(
+            self.config.sequences_per_step, self.config.micro_batch, distributed.data_rank(), distributed.data_size()
+        )
         gpu = self.device.type == "cuda"
         workers = self._count_workers(gpu) if self.num_workers is None else self.num_workers
         samples = _Samples(self.dataset, gpu)
@@ -164,7 +172,9 @@ class StepLoader:
             batch_sampler=sampler,
             collate_fn=samples.collate,
             num_workers=workers,
-            prefetch_factor=max(2, -(-len(share.numbers) // workers)) if workers else None,  # the complete next step, while this one trains
+            prefetch_factor=max(2, -(-len(share.numbers) // workers))
+            if workers
+            else None,  # the complete next step, while this one trains
             worker_init_fn=distributed.ignore_stops,
             pin_memory=gpu,
             generator=torch.Generator(),  # else it draws from the global one

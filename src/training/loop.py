@@ -1,8 +1,9 @@
 """The training loop of every recipe, on Hugging Face Accelerate.
 
-A run that is killed at any moment and restarted gives the same bits as an uninterrupted one (same world size): data order and dropout
-are functions of (seed, step), and everything else that a later step depends on is in `State`, the optimizer and the weights.
-`State` holds fingerprints of the inputs (data, tokenizer, parents' weights); a run with changed inputs is refused.
+A run that is killed at any moment and restarted gives the same bits as an uninterrupted one (same world size): data
+order and dropout are functions of (seed, step), and everything else that a later step depends on is in `State`, the
+optimizer and the weights. `State` holds fingerprints of the inputs (data, tokenizer, parents' weights); a run with
+changed inputs is refused.
 """
 
 import contextlib
@@ -50,15 +51,18 @@ ROW = {"", "step", "train_loss", "grad_norm", "clip_rate", "skipped_steps", "lea
 def fit(spec: TrainSpec, run: Run, config: LoopConfig, seed: int) -> State:
     """Train from the newest complete checkpoint of `run`, or from the start, to the last step. Collective.
 
-    Returns the final state; `spec.model` is changed. Scores go to scores.jsonl, timings to perf.jsonl, events to ledger.jsonl.
+    Returns the final state; `spec.model` is changed. Scores go to scores.jsonl, timings to perf.jsonl, events to
+    ledger.jsonl.
 
     Raises:
-        distributed.TrainingStopped: a process received a stop signal, or a limit is reached. All stop after the same step, or in the
-            evaluation after it, and its checkpoint is written; or the detector of divergence has taken the run back to an earlier one.
+        distributed.TrainingStopped: a process received a stop signal, or a limit is reached. All stop after the same
+            step, or in the evaluation after it, and its checkpoint is written; or the detector of divergence has taken
+            the run back to an earlier one.
         ConfigError: the precision needs another device, or the evaluation does not measure `loop.best_metric`.
-        RunError: data, tokenizer or a parent have changed since the start of the run; the disk refuses; another process took over.
-        TrainingError: the training diverges and `loop.divergence` says to stop, or a step has nothing to learn; raised on every rank
-            before the optimizer moves.
+        RunError: data, tokenizer or a parent have changed since the start of the run; the disk refuses; another process
+            took over.
+        TrainingError: the training diverges and `loop.divergence` says to stop, or a step has nothing to learn; raised
+            on every rank before the optimizer moves.
     """
     with distributed.raise_together():
         accelerator = engines.build_accelerator(config, run.options)
@@ -109,7 +113,9 @@ class Loop:
                 raise ConfigError(short_weights_message(kind))
         self.engine: Engine  # made by `restore`, when the weights are there
         self.branches = distributed.broadcast_from_rank0(lambda: branches.read(run.path))
-        micro_batch_of_run = (run.dir.exp.get("loop") or {}).get("micro_batch", config.micro_batch)  # whatever --micro_batch says
+        micro_batch_of_run = (run.dir.exp.get("loop") or {}).get(
+            "micro_batch", config.micro_batch
+        )  # whatever --micro_batch says
         group = micro_batch_of_run if config.group_by_length else None
         self.order = order_of(spec.train, seed, config.sequences_per_step, config.steps, self.branches, group)
         self.cursor: Cursor = {}
@@ -117,7 +123,9 @@ class Loop:
         self.learning_rate = branches.override_learning_rate(schedule.learning_rate(config), self.branches)
         self.selection = ModelSelection(config)
         self.saver = Saver(run, spec.about, config)
-        self.guard = DivergenceGuard(run, config, Source(spec.train, spec.about.tokenizer, self.branches, self.order), self.saver.wait)
+        self.guard = DivergenceGuard(
+            run, config, Source(spec.train, spec.about.tokenizer, self.branches, self.order), self.saver.wait
+        )
         content = distributed.broadcast_from_rank0(lambda: content_samples(run))
         self.state = State(inputs={**spec.inputs, **content})
         self.row_every = run.options.log_every or config.eval_every
@@ -129,7 +137,8 @@ class Loop:
         self.names: list[str] | None = None  # of the loss's named sums, from the first pass on
         self.generated = 0  # blocks of `Engine.generating` since the last step, start or checkpoint
         self.other_micro_batch = config.micro_batch != micro_batch_of_run
-        """Whether this start has another micro-batch than the experiment (--micro_batch), not verified yet by a pass."""
+        """Whether this start has another micro-batch than the experiment (--micro_batch), not verified yet by a
+        pass."""
         self.stopping = False  # True once any process received a stop signal; the same on every rank
 
     def due(self, every: int) -> bool:
@@ -145,11 +154,15 @@ class Loop:
         return bool(self.brief_every and self.state.step % self.brief_every == 0 and self.state.since_brief_row.steps)
 
     def save_due(self) -> bool:
-        """Whether a checkpoint is due: also of the best evaluation so far, and where early stopping ends the training."""
-        return any(map(self.due, self.save_every)) or self.selection.best_step == self.state.step or self.selection.stop()
+        """Whether a checkpoint is due: also of the best evaluation so far, and where early stopping ends the
+        training."""
+        return (
+            any(map(self.due, self.save_every)) or self.selection.best_step == self.state.step or self.selection.stop()
+        )
 
     def attempt(self) -> contextlib.AbstractContextManager[None]:
-        """Records this attempt in the ledger: its first data, as the order describes its cursor, and its micro-batch."""
+        """Records this attempt in the ledger: its first data, as the order describes its cursor, and its
+        micro-batch."""
         cursor = dict(self.order.describe(self.state.step, self.state.cursor))
         facts = {"engine": self.engine.name, "cursor": cursor, "micro_batch": self.config.micro_batch}
         return ledger.attempt(self.run.path, lambda: self.state.step, **facts)
@@ -177,17 +190,23 @@ class Loop:
         self.stopping = requested > 0
         if failed:
             self.saver.wait()
-        count = (int(count) if count.is_integer() else count) or (1 if self.spec.experience else 0)  # all rollouts can have the same reward
+        count = (int(count) if count.is_integer() else count) or (
+            1 if self.spec.experience else 0
+        )  # all rollouts can have the same reward
         if count <= 0:
             raise TrainingError(
-                f"step {state.step + 1}: none of the {self.config.sequences_per_step} sequences has anything to learn (their count is "
-                f"{count}). Change the data or the loss, or pass over the step: python -m src.operations.interventions rewind "
+                f"step {state.step + 1}: none of the {self.config.sequences_per_step} sequences has anything to "
+                f"learn (their count is "
+                f"{count}). Change the data or the loss, or pass over the step: python -m "
+                f"src.operations.interventions rewind "
                 f"{self.run.path} --to STEP --data skip:1, where STEP is a checkpoint's ({state.step} if there is one)."
             )
         self.monitor.before_step(state.step + 1)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = self.learning_rate(state.step)
-        sums: dict[str, Tensor] = {}  # (2,) float64: sum and count. They stay on the device, so that a pass waits for nothing.
+        sums: dict[
+            str, Tensor
+        ] = {}  # (2,) float64: sum and count. They stay on the device, so that a pass waits for nothing.
         for a, (batch, sources, counts) in enumerate(step.on_device()):
             seed = seeds.dropout_seed(self.seed, state.step, a * shares + distributed.data_rank())
             self._seed_dropout(seed)
@@ -203,9 +222,12 @@ class Loop:
             for name, pair in named.items():
                 part = torch.stack([write_beside(loss, value) for value in pair])
                 sums[name] = sums.get(name, torch.zeros_like(part)) + (part if counts else 0)
-        *norms, flat = read_together(self.engine.norms(), self.engine.weight_norms(), torch.stack(list(sums.values())).flatten())
+        *norms, flat = read_together(
+            self.engine.norms(), self.engine.weight_norms(), torch.stack(list(sums.values())).flatten()
+        )
         norm = self.engine.total_norm(*norms)
-        # The norm of rank 0: copies on different devices can differ in the last bit, and all ranks must take the same decision.
+        # The norm of rank 0: copies on different devices can differ in the last bit, and all ranks must take the same
+        # decision.
         counters = {f"data/{name}": pair for name, pair in step.counters.items()}
         local = [norm if distributed.is_main() else 0.0, *(flat if distributed.leads_readers() else [0.0] * len(flat))]
         norm, *flat = distributed.all_reduce_sum([*local, *(value for pair in counters.values() for value in pair)])
@@ -222,16 +244,23 @@ class Loop:
         return total / count
 
     def _loss(self, batch: Mapping[str, Tensor], sources_B: Tensor | None) -> tuple[Tensor, NamedSums]:
-        """The summed loss of a micro-batch, and named sums: the loss's own, and the loss by source where the data name sources."""
-        watching = contextlib.nullcontext(()) if sources_B is None else watch_groups(batch, sources_B, len(self.sources))
+        """The summed loss of a micro-batch, and named sums: the loss's own, and the loss by source where the data name
+        sources."""
+        watching = (
+            contextlib.nullcontext(()) if sources_B is None else watch_groups(batch, sources_B, len(self.sources))
+        )
         with watching as by_source:
             returned = self.spec.loss(self.engine.model, batch)
         loss, named = returned if isinstance(returned, tuple) else (returned, {})
         self._check_names([*named])
-        return loss, {**named, **{f"loss/{name}": (pair[0], pair[1]) for name, pair in zip(self.sources, by_source, strict=False)}}
+        return loss, {
+            **named,
+            **{f"loss/{name}": (pair[0], pair[1]) for name, pair in zip(self.sources, by_source, strict=False)},
+        }
 
     def _check_names(self, names: list[str]) -> None:
-        """Refuse named sums that hide a score, or are not those of the first pass of rank 0. Collective in a start's first pass."""
+        """Refuse named sums that hide a score, or are not those of the first pass of rank 0. Collective in a start's
+        first pass."""
         first = self.names is None
         if first:
             self.names = distributed.broadcast_from_rank0(lambda: names)
@@ -239,20 +268,25 @@ class Loop:
             reserved = {*ROW, self.config.best_metric, *(f"loss/{name}" for name in self.sources)}
             for name in names if first else ():
                 if name in reserved or name.startswith(("val_", "data/")):
-                    raise TrainingError(f"the loss names a sum {name!r}, as a score row names something else. Give it another name.")
+                    raise TrainingError(
+                        f"the loss names a sum {name!r}, as a score row names something else. Give it another name."
+                    )
             if names != self.names:
                 raise TrainingError(
-                    f"the loss names the sums {names} here, and {self.names} in the first pass of rank 0. Name the same in every pass of "
+                    f"the loss names the sums {names} here, and {self.names} in the first pass of rank 0. Name the "
+                    f"same in every pass of "
                     "every rank, in one order; where there is nothing to report, with a count of 0."
                 )
 
     def _seed_generation(self) -> None:
-        """Seed the random numbers of a block of `Engine.generating`: different in each block and process, the same after a restart."""
+        """Seed the random numbers of a block of `Engine.generating`: different in each block and process, the same
+        after a restart."""
         self._seed_dropout(seeds.generation_seed(self.seed, self.state.step, self.generated, distributed.data_rank()))
         self.generated += 1
 
     def _seed_dropout(self, seed: int) -> None:
-        """Seed dropout on the training device. torch.manual_seed probes every kind of accelerator, which takes a hundred times as long."""
+        """Seed dropout on the training device. torch.manual_seed probes every kind of accelerator, which takes a
+        hundred times as long."""
         torch.default_generator.manual_seed(seed)
         if self.accelerator.device.type == "cuda":
             torch.cuda.manual_seed(seed)
@@ -261,18 +295,25 @@ class Loop:
         """Refuse a forward pass that has drawn random numbers since `_seed_dropout`: they depend on the micro-batch."""
         gpu = self.accelerator.device.type == "cuda"
         generator = torch.cuda.default_generators[torch.cuda.current_device()] if gpu else torch.default_generator
-        drawn = not torch.equal(generator.get_state(), torch.Generator(self.accelerator.device).manual_seed(seed).get_state())
+        drawn = not torch.equal(
+            generator.get_state(), torch.Generator(self.accelerator.device).manual_seed(seed).get_state()
+        )
         with distributed.raise_together():
             if drawn:
                 raise ConfigError(
-                    f"--micro_batch {self.config.micro_batch}: the model trains with dropout, which depends on the micro-batch, so this "
+                    f"--micro_batch {self.config.micro_batch}: the model trains with dropout, which depends on the "
+                    f"micro-batch, so this "
                     "run needs the micro-batch of the experiment. Leave the option out."
                 )
         self.other_micro_batch = False  # once is enough
 
     def _activation_context(self) -> contextlib.AbstractContextManager[Any]:
         """Context of a forward pass: where the activations for its backward pass are stored."""
-        return memory.offload_activations(self.spec.model) if self.run.options.offload_activations else contextlib.nullcontext()
+        return (
+            memory.offload_activations(self.spec.model)
+            if self.run.options.offload_activations
+            else contextlib.nullcontext()
+        )
 
     def optimizer_step(self, loss_sum: float, count: float, norm: float, kl: Sequence[float] | None) -> None:
         """Pass the step to the guard, clip and step. All ranks see the same values and take the same decision."""
@@ -280,7 +321,9 @@ class Loop:
         # Where float16 overflows, the scaler skips the step and lowers its scale.
         overflowed = self.config.precision == "float16" and not math.isfinite(norm)
         self.monitor.after_backward()
-        if self.guard.skips_step(state.step + 1, loss_sum / count, norm, overflowed, kl[0] / kl[1] if kl and kl[1] else None):
+        if self.guard.skips_step(
+            state.step + 1, loss_sum / count, norm, overflowed, kl[0] / kl[1] if kl and kl[1] else None
+        ):
             clipped, moved = False, False
             self.engine.skip_step()
         else:
@@ -313,7 +356,13 @@ class Loop:
     def report(self, reporter: Reporter, since: IntervalTotals, scores: Mapping[str, float]) -> None:
         """Write one score row and one row of timings."""
         step = self.state.step
-        row = {"step": step, **since.scores(), "learning_rate": self.learning_rate(step - 1), "tokens": self.state.tokens, **scores}
+        row = {
+            "step": step,
+            **since.scores(),
+            "learning_rate": self.learning_rate(step - 1),
+            "tokens": self.state.tokens,
+            **scores,
+        }
         perf, settled = self.meter.row(), bool(scores) or self.save_due()
         distributed.broadcast_from_rank0(lambda: reporter.report(row, perf, settled))
         self.state.since_brief_row = IntervalTotals()
@@ -334,7 +383,8 @@ class Loop:
         self.generated = 0  # as after a restart from here
 
     def restore(self) -> None:
-        """Continue from the newest complete checkpoint, if there is one. Scores after it are dropped and computed again."""
+        """Continue from the newest complete checkpoint, if there is one. Scores after it are dropped and computed
+        again."""
         folder = distributed.broadcast_from_rank0(lambda: checkpoints.newest_whole(self.run.path))
         experience: dict[str, Tensor] = {}
         with distributed.raise_together():
@@ -392,7 +442,9 @@ class Loop:
         self.monitor.truncate(self.state.step)
         checkpoints.set_aside_newer(self.run.path, self.state.step)
         best = self.selection.best_step
-        if best is None or not checkpoints.folder(self.run.path, best).is_dir():  # a rewind can go back to a step without checkpoints
+        if (
+            best is None or not checkpoints.folder(self.run.path, best).is_dir()
+        ):  # a rewind can go back to a step without checkpoints
             checkpoints.forget_best(self.run.path)
         else:
             checkpoints.mark_best(self.run.path, best)

@@ -14,8 +14,13 @@ NOT_LEARNED = -100
 NamedSums = Mapping[str, tuple[Tensor, Tensor]]
 """Sum and count of what is reported as a mean, by name: the same names in every call."""
 Loss = Callable[[nn.Module, Mapping[str, Tensor]], Tensor | tuple[Tensor, NamedSums]]
-"""(model, batch) -> summed loss, to be divided by `TrainSpec.count` over the global batch, and sums to report if it has any."""
-DEPTH_MASKS = {"attention_mask": "encoder_mask", "decoder_attention_mask": "decoder_mask", "cross_attention_mask": "cross_mask"}
+"""(model, batch) -> summed loss, to be divided by `TrainSpec.count` over the global batch, and sums to report if it has
+any."""
+DEPTH_MASKS = {
+    "attention_mask": "encoder_mask",
+    "decoder_attention_mask": "decoder_mask",
+    "cross_attention_mask": "cross_mask",
+}
 """Keywords of a model that src.models.t5.config builds, and fields of a DepthBatch."""
 Seen = Callable[[Tensor, Tensor], None]
 """Called with logits (N, V) and targets (N,), all of a batch or chunks of them in order."""
@@ -24,8 +29,8 @@ _watching: list[Seen] = []
 
 @contextlib.contextmanager
 def watch_cross_entropy(seen: Seen) -> Iterator[None]:
-    """Within the block, call `seen` with the logits and targets of every cross entropy. A backward pass belongs behind the block: it makes
-    the logits of chunks again."""
+    """Within the block, call `seen` with the logits and targets of every cross entropy. A backward pass belongs behind
+    the block: it makes the logits of chunks again."""
     _watching.append(seen)
     try:
         yield
@@ -35,9 +40,11 @@ def watch_cross_entropy(seen: Seen) -> Iterator[None]:
 
 @contextlib.contextmanager
 def watch_groups(batch: Mapping[str, Tensor], groups_B: Tensor, num_groups: int) -> Iterator[Tensor]:
-    """Within the block, add each cross entropy of `batch` to the yielded (num_groups, 2) float64: loss in nats, tokens, by group.
+    """Within the block, add each cross entropy of `batch` to the yielded (num_groups, 2) float64: loss in nats, tokens,
+    by group.
 
-    groups_B: the group of each sample, or (B, T) of each token. Losses are without label smoothing; infinite ones are left out.
+    groups_B: the group of each sample, or (B, T) of each token. Losses are without label smoothing; infinite ones are
+    left out.
     """
     mask_NT = batch["loss_mask"]
     groups_N = groups_B[batch["sample_of_row"]] if "sample_of_row" in batch else groups_B
@@ -64,16 +71,19 @@ def watch_groups(batch: Mapping[str, Tensor], groups_B: Tensor, num_groups: int)
 def cross_entropy(
     logits_NV: Tensor, targets_N: Tensor, label_smoothing: float = 0.0, z_loss: float = 0.0, poly_epsilon: float = 0.0
 ) -> Tensor:
-    """Sum over N targets of the cross entropy in nats, in float32, with the uniform smoothing of Szegedy et al. 2016 (section 7).
+    """Sum over N targets of the cross entropy in nats, in float32, with the uniform smoothing of Szegedy et al. 2016
+    (section 7).
 
-    z_loss: weight of the squared logarithm of the softmax's denominator, which keeps the logits near 0 (PaLM, Chowdhery et al. 2022,
-    section 5). poly_epsilon: weight of 1 - p of each target, where p is its probability: Poly-1 of Leng et al. 2022 (arXiv 2204.12511).
-    Targets that are `NOT_LEARNED` count nothing.
+    z_loss: weight of the squared logarithm of the softmax's denominator, which keeps the logits near 0 (PaLM, Chowdhery
+    et al. 2022, section 5). poly_epsilon: weight of 1 - p of each target, where p is its probability: Poly-1 of Leng et
+    al. 2022 (arXiv 2204.12511). Targets that are `NOT_LEARNED` count nothing.
     """
     for seen in _watching:
         seen(logits_NV.detach(), targets_N)
     logits_NV = logits_NV.float()
-    loss = F.cross_entropy(logits_NV, targets_N, reduction="sum", ignore_index=NOT_LEARNED, label_smoothing=label_smoothing)
+    loss = F.cross_entropy(
+        logits_NV, targets_N, reduction="sum", ignore_index=NOT_LEARNED, label_smoothing=label_smoothing
+    )
     if z_loss:
         log_z_N = logits_NV.logsumexp(dim=-1).where(targets_N != NOT_LEARNED, 0.0)
         loss = loss + z_loss * log_z_N.square().sum()
@@ -83,24 +93,40 @@ def cross_entropy(
     return loss
 
 
-def context_lm_loss(model: nn.Module, batch: Mapping[str, Tensor], label_smoothing: float = 0.0, z_loss: float = 0.0) -> Tensor:
-    """Summed loss, on the tokens where `loss_mask` is True, of a model that reads contexts too and gives logits for these tokens alone."""
+def context_lm_loss(
+    model: nn.Module, batch: Mapping[str, Tensor], label_smoothing: float = 0.0, z_loss: float = 0.0
+) -> Tensor:
+    """Summed loss, on the tokens where `loss_mask` is True, of a model that reads contexts too and gives logits for
+    these tokens alone."""
     targets_N = pick(batch["input_ids"], batch["loss_mask"])
     return sum_loss(
-        model, lambda: model(**batch), lambda logits, targets: cross_entropy(logits, targets, label_smoothing, z_loss), targets_N
+        model,
+        lambda: model(**batch),
+        lambda logits, targets: cross_entropy(logits, targets, label_smoothing, z_loss),
+        targets_N,
     )
 
 
 def causal_lm_loss(
-    model: nn.Module, batch: Mapping[str, Tensor], label_smoothing: float = 0.0, z_loss: float = 0.0, poly_epsilon: float = 0.0
+    model: nn.Module,
+    batch: Mapping[str, Tensor],
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    poly_epsilon: float = 0.0,
 ) -> Tensor:
-    """Summed next-token loss of a Hugging Face causal LM on the tokens where `loss_mask` is True; never so for the first of a sequence.
+    """Summed next-token loss of a Hugging Face causal LM on the tokens where `loss_mask` is True; never so for the
+    first of a sequence.
 
-    The model gets the `position_ids` of a PackedBatch instead of an attention mask: with both, documents would read each other.
-    Logits are not picked by the mask, which would copy them and their gradient, and have a GPU wait for the count.
+    The model gets the `position_ids` of a PackedBatch instead of an attention mask: with both, documents would read
+    each other. Logits are not picked by the mask, which would copy them and their gradient, and have a GPU wait for the
+    count.
     """
     packed = "position_ids" in batch
-    seen = {"position_ids": batch["position_ids"]} if packed else {"attention_mask": change_both(Tensor.long, batch["attention_mask"])}
+    seen = (
+        {"position_ids": batch["position_ids"]}
+        if packed
+        else {"attention_mask": change_both(Tensor.long, batch["attention_mask"])}
+    )
     targets_BT = torch.where(batch["loss_mask"], batch["input_ids"], NOT_LEARNED)
     targets_BT = F.pad(targets_BT[:, 1:], (0, 1), value=NOT_LEARNED)
     return sum_loss(
@@ -111,14 +137,19 @@ def causal_lm_loss(
     )
 
 
-def interleaved_lm_loss(model: nn.Module, batch: Mapping[str, Tensor], label_smoothing: float = 0.0, z_loss: float = 0.0) -> Tensor:
-    """Summed next-token loss of a model that reads images, on an InterleavedBatch; each token's times its weight where there are some.
+def interleaved_lm_loss(
+    model: nn.Module, batch: Mapping[str, Tensor], label_smoothing: float = 0.0, z_loss: float = 0.0
+) -> Tensor:
+    """Summed next-token loss of a model that reads images, on an InterleavedBatch; each token's times its weight where
+    there are some.
 
     A batch without an image reads one frame that nobody sees: see `models.vision_language.config`.
     """
     frames = change_both(lambda own: (own if len(own) else own.new_ones(1, *own.shape[1:]))[None], batch["frames"])
     inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "pixel_values": frames}
-    targets_BT = F.pad(torch.where(batch["loss_mask"], batch["input_ids"], NOT_LEARNED)[:, 1:], (0, 1), value=NOT_LEARNED)
+    targets_BT = F.pad(
+        torch.where(batch["loss_mask"], batch["input_ids"], NOT_LEARNED)[:, 1:], (0, 1), value=NOT_LEARNED
+    )
     weights = [F.pad(batch["loss_weights"][:, 1:], (0, 1), value=1.0).flatten()] if "loss_weights" in batch else []
     return sum_loss(
         model,
@@ -136,11 +167,15 @@ def _weighted_cross_entropy(
     loss = cross_entropy(logits_NV, targets_N, label_smoothing, z_loss)
     if weights_N is None:
         return loss
-    each_N = F.cross_entropy(logits_NV.float(), targets_N, reduction="none", ignore_index=NOT_LEARNED, label_smoothing=label_smoothing)
+    each_N = F.cross_entropy(
+        logits_NV.float(), targets_N, reduction="none", ignore_index=NOT_LEARNED, label_smoothing=label_smoothing
+    )
     return loss + ((weights_N - 1) * each_N).sum()
 
 
-def seq2seq_loss(model: nn.Module, batch: Mapping[str, Tensor], label_smoothing: float = 0.0, z_loss: float = 0.0) -> Tensor:
+def seq2seq_loss(
+    model: nn.Module, batch: Mapping[str, Tensor], label_smoothing: float = 0.0, z_loss: float = 0.0
+) -> Tensor:
     """Summed loss of a Hugging Face encoder-decoder on the `labels` of a Seq2SeqBatch that are learned."""
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "decoder_input_ids")}
     return sum_loss(
@@ -151,10 +186,14 @@ def seq2seq_loss(model: nn.Module, batch: Mapping[str, Tensor], label_smoothing:
     )
 
 
-def depth_loss(model: nn.Module, batch: Mapping[str, Tensor], label_smoothing: float = 0.0, z_loss: float = 0.0) -> Tensor:
-    """Summed loss of a T5 on the `labels` of a DepthBatch that are learned, each times its weight where there are `loss_weights`.
+def depth_loss(
+    model: nn.Module, batch: Mapping[str, Tensor], label_smoothing: float = 0.0, z_loss: float = 0.0
+) -> Tensor:
+    """Summed loss of a T5 on the `labels` of a DepthBatch that are learned, each times its weight where there are
+    `loss_weights`.
 
-    It is the reconstruction loss plus lambda times the sentence loss of Bamberger et al. 2024 (arXiv 2405.07788), each as a sum over
+    It is the reconstruction loss plus lambda times the sentence loss of Bamberger et al. 2024 (arXiv 2405.07788), each
+    as a sum over
     its tokens: their means over a micro-batch would depend on the micro-batch.
     """
     masks = {name: batch[field][:, None] for name, field in DEPTH_MASKS.items()}

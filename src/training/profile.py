@@ -55,7 +55,8 @@ class Profiled(distributed.TrainingStopped):
 
 
 class StepProfiler:
-    """Measures `steps` optimizer steps after the first of a start, which allocates memory and compiles, into files of `folder`."""
+    """Measures `steps` optimizer steps after the first of a start, which allocates memory and compiles, into files of
+    `folder`."""
 
     def __init__(self, folder: Path, steps: int) -> None:
         self.folder, self.steps = folder, steps
@@ -100,20 +101,24 @@ class StepProfiler:
 
 
 def choose_checkpoint(run: Path, last: int, steps: int) -> Path | None:
-    """The newest whole checkpoint that at least `steps` + 1 of `last` steps follow; None: the run must be trained from its start.
+    """The newest whole checkpoint that at least `steps` + 1 of `last` steps follow; None: the run must be trained from
+    its start.
 
     Raises:
         RunError: it has fewer steps than that.
     """
     if steps + 1 > last:
-        raise RunError(f"{run}: trains {last} steps, and the first of a start is not measured. Take --steps {last - 1} or fewer.")
+        raise RunError(
+            f"{run}: trains {last} steps, and the first of a start is not measured. Take --steps {last - 1} or fewer."
+        )
     fit = (each for each in reversed(checkpoints.list_all(run)) if checkpoints.step_of(each) + steps + 1 <= last)
     return next((each for each in fit if defect(each) is None), None)
 
 
 @contextlib.contextmanager
 def open_copy(run: Path, item: plan.Planned, checkpoint: Path | None, folder: Path) -> Iterator[RunDir]:
-    """A run in `folder` that goes on from `checkpoint`, whose files are linked; it is deleted at the end. Collective."""
+    """A run in `folder` that goes on from `checkpoint`, whose files are linked; it is deleted at the end.
+    Collective."""
     target = folder / COPY / item.exp_id
     opened: list[RunDir] = []
 
@@ -125,8 +130,12 @@ def open_copy(run: Path, item: plan.Planned, checkpoint: Path | None, folder: Pa
                     shutil.copy(run / name, target)
             if checkpoint:
                 # Links, as a checkpoint may be as large as the disk: nothing here writes into a file of a checkpoint.
-                shutil.copytree(checkpoint.resolve(), target / "checkpoints" / checkpoint.name, copy_function=os.symlink)
-        opened.append(RunDir.open(target.parent, item.exp, resolved_dict(item.recipe, key="recipe"), recipe=item.recipe))
+                shutil.copytree(
+                    checkpoint.resolve(), target / "checkpoints" / checkpoint.name, copy_function=os.symlink
+                )
+        opened.append(
+            RunDir.open(target.parent, item.exp, resolved_dict(item.recipe, key="recipe"), recipe=item.recipe)
+        )
 
     distributed.broadcast_from_rank0(begin)
     try:
@@ -141,7 +150,8 @@ def profile_run(run: Path, steps: int, folder: Path, data: Path, options: dict[s
     """Write the profile of `steps` steps of the save directory `run` to the new folder `folder`. Collective.
 
     Raises:
-        UserError: there is no such run, it trains too few steps, `folder` is there already, or what its training raises.
+        UserError: there is no such run, it trains too few steps, `folder` is there already, or what its training
+            raises.
     """
 
     def begin() -> Path | None:
@@ -154,7 +164,9 @@ def profile_run(run: Path, steps: int, folder: Path, data: Path, options: dict[s
         if loop is None:
             raise RunError(f"{run}: trains nothing, so there is no step to profile.")
         status = read_status(run)
-        last = min(loop.steps, status.get("step", loop.steps)) if status["state"] == "done" else loop.steps  # it may have stopped early
+        last = (
+            min(loop.steps, status.get("step", loop.steps)) if status["state"] == "done" else loop.steps
+        )  # it may have stopped early
         found = choose_checkpoint(run, last, steps)
         with writing(folder):
             folder.mkdir(parents=True)
@@ -181,12 +193,20 @@ def make_profile_parser() -> argparse.ArgumentParser:
     parser = make_parser("src.training.profile", __doc__)
     parser.add_argument("run", type=Path, help="a save directory, or the beginning of its id")
     parser.add_argument("--steps", type=int, default=5, metavar="N", help="optimizer steps to measure (default: 5)")
-    parser.add_argument("-o", "--output", type=Path, metavar="FOLDER", help="the new folder (default: results/profiles/ID)")
     parser.add_argument(
-        "--data_path", type=Path, default=ROOT / "results" / "data", metavar="DIR", help="prepared data sets (results/data)"
+        "-o", "--output", type=Path, metavar="FOLDER", help="the new folder (default: results/profiles/ID)"
+    )
+    parser.add_argument(
+        "--data_path",
+        type=Path,
+        default=ROOT / "results" / "data",
+        metavar="DIR",
+        help="prepared data sets (results/data)",
     )
     parser.add_argument("--deepspeed", type=Path, metavar="JSON", help="as of trainval.py, and so are these:")
-    parser.add_argument("--gradient_checkpointing", nargs="?", const="full", choices=torch_settings.GRADIENT_CHECKPOINTING)
+    parser.add_argument(
+        "--gradient_checkpointing", nargs="?", const="full", choices=torch_settings.GRADIENT_CHECKPOINTING
+    )
     for name in ("fsdp", "fsdp_sharded_gradients", "offload_activations"):
         parser.add_argument(f"--{name}", action="store_true")
     for name in ("fsdp_replicas", "tensor_parallel"):

@@ -1,6 +1,7 @@
 """Seeds of random draws: functions of the experiment's seed and the step, never of process state or world size.
 
-The order of samples has its own, see `orders`; masks and augmentation are drawn by the data sets from (seed, epoch, index).
+The order of samples has its own, see `orders`; masks and augmentation are drawn by the data sets from (seed, epoch,
+index).
 """
 
 import numpy as np
@@ -12,7 +13,8 @@ def dropout_seed(seed: int, step: int, micro_batch: int) -> int:
 
 
 def generation_seed(seed: int, step: int, block: int, rank: int) -> int:
-    """Seed of what process `rank` draws in a block of `Engine.generating`, `block` of them after the last step: 63 bits."""
+    """Seed of what process `rank` draws in a block of `Engine.generating`, `block` of them after the last step: 63
+    bits."""
     return int(np.random.SeedSequence([seed, step, block, rank, 1]).generate_state(1, np.uint64)[0] >> 1)
 
 

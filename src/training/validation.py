@@ -47,7 +47,9 @@ class LossSums(NamedTuple):
     def total(cls, parts: "Iterable[LossSums]") -> "LossSums":
         """The sums over all parts."""
         found = list(parts)
-        named = {name: tuple(map(sum, zip(*(part.named[name] for part in found), strict=True))) for name in found[0].named}
+        named = {
+            name: tuple(map(sum, zip(*(part.named[name] for part in found), strict=True))) for name in found[0].named
+        }
         return cls(*map(sum, zip(*(part[:4] for part in found), strict=True)), named)  # type: ignore[arg-type]
 
 
@@ -66,7 +68,12 @@ Count = Callable[[Mapping[str, Tensor]], float]
 
 
 def mean_loss(
-    model: nn.Module, dataset: Dataset, loss: Loss, batch_size: int, device: torch.device, count: Count = count_loss_tokens
+    model: nn.Module,
+    dataset: Dataset,
+    loss: Loss,
+    batch_size: int,
+    device: torch.device,
+    count: Count = count_loss_tokens,
 ) -> float:
     """Loss per scored token, in nats, or per what `count` counts; see `measure`."""
     return measure(model, dataset, loss, batch_size, device, count=count).loss
@@ -102,7 +109,10 @@ def measure(  # noqa: PLR0913  each is named where it is not plain
             found = loss(model, batch)
             value, own = found if isinstance(found, tuple) else (found, {})
             sums = {name: [float(each) * counts for each in pair] for name, pair in own.items()}
-            named = {name: [a + b for a, b in zip(named.get(name, (0.0, 0.0)), pair, strict=True)] for name, pair in sums.items()}
+            named = {
+                name: [a + b for a, b in zip(named.get(name, (0.0, 0.0)), pair, strict=True)]
+                for name, pair in sums.items()
+            }
             if counts:
                 loss_sum += float(value)
                 tokens += count_loss_tokens(batch)
@@ -116,7 +126,9 @@ def measure(  # noqa: PLR0913  each is named where it is not plain
 
 
 @torch.no_grad()
-def sample_losses(model: nn.Module, dataset: Dataset, loss: Loss, batch_size: int, device: torch.device) -> list[tuple[float, int]]:
+def sample_losses(
+    model: nn.Module, dataset: Dataset, loss: Loss, batch_size: int, device: torch.device
+) -> list[tuple[float, int]]:
     """(summed loss in nats, tokens) of every sample of `dataset`, in order, on every rank. Collective.
 
     For losses that are cross entropies over tokens (`training.loss`). See `measure` for what is raised.
@@ -164,8 +176,8 @@ def token_losses(
 def rank_batches(num_samples: int, batch_size: int) -> list[tuple[range, bool]]:
     """Batches of indices for this process, and whether each counts; over all processes each index counts once.
 
-    All processes get the same number, as a forward pass of a sharded model needs all of them. Padding batches keep ranks in step
-    and are not scored.
+    All processes get the same number, as a forward pass of a sharded model needs all of them. Padding batches keep
+    ranks in step and are not scored.
     """
     batches = [range(i, min(i + batch_size, num_samples)) for i in range(0, num_samples, batch_size)]
     shares = distributed.data_size()

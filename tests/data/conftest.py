@@ -10,7 +10,16 @@ import pytest
 from src.config import Places
 from src.files import new_directory
 
-CONTROLS = ("<|endoftext|>", "<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<|user|>", "<|assistant|>", "<|C|>", "<|pad|>")
+CONTROLS = (
+    "<|endoftext|>",
+    "<fim_prefix>",
+    "<fim_middle>",
+    "<fim_suffix>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|C|>",
+    "<|pad|>",
+)
 
 
 @pytest.fixture(scope="session")

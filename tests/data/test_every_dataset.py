@@ -1,4 +1,5 @@
-"""What every data set of the registry promises: pure samples, the same batches however they are read, and what its kind of model reads."""
+"""What every data set of the registry promises: pure samples, the same batches however they are read, and what its kind
+of model reads."""
 
 import itertools
 import json
@@ -38,16 +39,29 @@ CONTROLS = (
 )
 TEXTS = [f"Document {i} says {'more and ' * (i % 5)}no more. Does it? It does." for i in range(9)]
 QUESTIONS = [
-    {"question": f"what {'ever ' * (i % 3)}{i}?", "answer": f"a{i}", "contexts_list": [f"context {i}", "other"][: 1 + i % 2]}
+    {
+        "question": f"what {'ever ' * (i % 3)}{i}?",
+        "answer": f"a{i}",
+        "contexts_list": [f"context {i}", "other"][: 1 + i % 2],
+    }
     for i in range(11)
 ]
 CORPORA: dict[str, list[dict[str, Any]]] = {
     "texts": [{"text": text} for text in TEXTS],
     "questions": [{"context": row["contexts_list"][0], "dataset": "d", **row} for row in QUESTIONS],
-    "pages": [{"text": text, "metadata": [{"key": "title", "type": "global", "value": f"page {i}"}]} for i, text in enumerate(TEXTS)],
-    "talk": [{"messages": [{"role": "user", "content": f"what {i}?"}, {"role": "assistant", "content": f"{i} " * i}]} for i in range(9)],
+    "pages": [
+        {"text": text, "metadata": [{"key": "title", "type": "global", "value": f"page {i}"}]}
+        for i, text in enumerate(TEXTS)
+    ],
+    "talk": [
+        {"messages": [{"role": "user", "content": f"what {i}?"}, {"role": "assistant", "content": f"{i} " * i}]}
+        for i in range(9)
+    ],
     "replies": [
-        {"messages": [{"role": "user", "content": f"what {i}?"}], "replies": [{"content": f"{i} {n}", "rank": n} for n in range(2 + i % 5)]}
+        {
+            "messages": [{"role": "user", "content": f"what {i}?"}],
+            "replies": [{"content": f"{i} {n}", "rank": n} for n in range(2 + i % 5)],
+        }
         for i in range(9)
     ],
     "rte": [{"index": i, "sentence1": "a" * i, "sentence2": "b", "label": "entailment"} for i in range(10)],
@@ -69,13 +83,28 @@ CASES: dict[str, dict[str, Any]] = {
     "packed": {"documents": {"name": "documents", "corpus": "texts"}, "sequence_tokens": 48, "open_rows": 3},
     "phases": {
         "phases": [
-            {"until": 0.6, "data": {"name": "span_corruption", "corpus": "texts", "input_tokens": 32, "mean_span_tokens": 1.5}},
+            {
+                "until": 0.6,
+                "data": {"name": "span_corruption", "corpus": "texts", "input_tokens": 32, "mean_span_tokens": 1.5},
+            },
             {"data": {"name": "prefix_lm", "corpus": "texts", "sequence_tokens": 16}},
         ]
     },
     "prefix_lm": {"corpus": "texts", "sequence_tokens": 16},
-    "prompted_qa": {"corpus": "questions", "contexts": "all", "context_tokens": 32, "sequence_tokens": 64, "loss_on": "answer"},
-    "qa": {"corpus": "questions", "context_tokens": 48, "sequence_tokens": 64, "loss_on": "answer", "include_contexts": True},
+    "prompted_qa": {
+        "corpus": "questions",
+        "contexts": "all",
+        "context_tokens": 32,
+        "sequence_tokens": 64,
+        "loss_on": "answer",
+    },
+    "qa": {
+        "corpus": "questions",
+        "context_tokens": 48,
+        "sequence_tokens": 64,
+        "loss_on": "answer",
+        "include_contexts": True,
+    },
     "ranked_replies": {"corpus": "replies", "sequence_tokens": 64, "max_replies": 3},
     "span_corruption": {"corpus": "texts", "input_tokens": 32, "mean_span_tokens": 1.5},
     "streamed": {key: value for key, value in STREAMED.items() if key != "name"},
@@ -89,12 +118,27 @@ def rewards_loss(model: Any, batch: Any) -> torch.Tensor:
     return ranking_loss(model(batch["input_ids"], batch["attention_mask"]), batch["sample_of_row"], batch["ranks"])
 
 
-BATCHES = {DECODER: TokenBatch, CROSS_ATTENTION: ContextBatch, FUSION_IN_DECODER: ContextBatch, ENCODER_DECODER: Seq2SeqBatch}
+BATCHES = {
+    DECODER: TokenBatch,
+    CROSS_ATTENTION: ContextBatch,
+    FUSION_IN_DECODER: ContextBatch,
+    ENCODER_DECODER: Seq2SeqBatch,
+}
 BATCHES |= {VISION_LANGUAGE: InterleavedBatch, REWARD: RankedBatch}
 LOSSES = {DECODER: loss.causal_lm_loss, CROSS_ATTENTION: loss.context_lm_loss, FUSION_IN_DECODER: loss.context_lm_loss}
 LOSSES |= {VISION_LANGUAGE: loss.interleaved_lm_loss, REWARD: rewards_loss}
-GPT = {"name": "gpt_bigcode", "tokenizer": "tokenizer", "hidden_size": 16, "num_layers": 1, "num_heads": 2, "max_positions": 128}
-T5 = {"name": "t5", "random": {"tokenizer": "tokenizer", "hidden_size": 16, "feed_forward_size": 16, "num_layers": 1, "num_heads": 2}}
+GPT = {
+    "name": "gpt_bigcode",
+    "tokenizer": "tokenizer",
+    "hidden_size": 16,
+    "num_layers": 1,
+    "num_heads": 2,
+    "max_positions": 128,
+}
+T5 = {
+    "name": "t5",
+    "random": {"tokenizer": "tokenizer", "hidden_size": 16, "feed_forward_size": 16, "num_layers": 1, "num_heads": 2},
+}
 READERS: dict[str, dict[str, Any]] = {
     DECODER: GPT,
     CROSS_ATTENTION: {"name": "cross_attention", "num_layers": 1, "stride": 1, "base": GPT, "train_all_params": True},
@@ -108,7 +152,18 @@ READERS: dict[str, dict[str, Any]] = {
         **{key: value for key, value in GPT.items() if key != "name"},
     },
 }
-NOISY = {"conversations", "ranked_replies", "depth", "metadata", "mixture", "phases", "prefix_lm", "qa", "span_corruption", "ul2"}
+NOISY = {
+    "conversations",
+    "ranked_replies",
+    "depth",
+    "metadata",
+    "mixture",
+    "phases",
+    "prefix_lm",
+    "qa",
+    "span_corruption",
+    "ul2",
+}
 """Data sets whose samples differ from epoch to epoch and by seed; of others only the order does."""
 PER_STEP, STEPS = 6, 5
 LOOP = LoopConfig(steps=1, sequences_per_step=PER_STEP, micro_batch=1, learning_rate=1.0, eval_every=1)
@@ -218,7 +273,9 @@ def test_epochs_may_be_permuted_without_memory(build: Build, name: str):
     assert alone != read_steps(other, 5)
 
 
-@pytest.mark.parametrize("whole", [{"name": "mixture", "parts": {"a": ...}}, {"name": "packed", "sequence_tokens": 48, "documents": ...}])
+@pytest.mark.parametrize(
+    "whole", [{"name": "mixture", "parts": {"a": ...}}, {"name": "packed", "sequence_tokens": 48, "documents": ...}]
+)
 def test_where_it_would_be_ignored_it_is_refused(whole: dict[str, Any]):
     part = {"name": "documents", **CASES["documents"], "shuffle": "feistel"}
     raw = {key: {"a": part} if key == "parts" else part if value is ... else value for key, value in whole.items()}
@@ -233,9 +290,13 @@ def test_ranks_read_disjoint_shares_of_what_one_process_reads(build: Build, name
     for world_size in (1, 2, 3):
         shares = [RankShare(PER_STEP, 1, rank, world_size) for rank in range(world_size)]
         streams = [IndexedOrder(0, len(data), PER_STEP).micro_batches(0, share, {}) for share in shares]
-        each = [[keys[0] for keys, *_ in itertools.islice(stream, count * PER_STEP // world_size)] for stream in streams]
+        each = [
+            [keys[0] for keys, *_ in itertools.islice(stream, count * PER_STEP // world_size)] for stream in streams
+        ]
         read_keys = Counter(key for keys in each for key in keys)
-        assert read_keys == Counter((epoch, index) for epoch in range(PER_STEP) for index in range(len(data))), "each sample once an epoch"
+        assert read_keys == Counter((epoch, index) for epoch in range(PER_STEP) for index in range(len(data))), (
+            "each sample once an epoch"
+        )
     alone = read_steps(data, 3)
     for world_size in (2, 3):
         monkeypatch.setenv("WORLD_SIZE", str(world_size))
@@ -243,7 +304,9 @@ def test_ranks_read_disjoint_shares_of_what_one_process_reads(build: Build, name
         for rank in range(world_size):
             monkeypatch.setenv("RANK", str(rank))
             ranks.append(read_steps(data, 3))
-        together = [[step[g % world_size][g // world_size] for g in range(PER_STEP)] for step in zip(*ranks, strict=True)]
+        together = [
+            [step[g % world_size][g // world_size] for g in range(PER_STEP)] for step in zip(*ranks, strict=True)
+        ]
         assert together == alone
 
 
@@ -251,7 +314,9 @@ def test_ranks_read_disjoint_shares_of_what_one_process_reads(build: Build, name
 def test_another_seed_or_epoch_trains_on_another_order_or_noise(build: Build, name: str):
     def epoch(number: int, seed: int) -> list[Any]:
         data = build(name, seed=seed)
-        return read(data, list(itertools.islice(IndexedOrder(seed, len(data), PER_STEP).keys(number * len(data)), len(data))))
+        return read(
+            data, list(itertools.islice(IndexedOrder(seed, len(data), PER_STEP).keys(number * len(data)), len(data)))
+        )
 
     assert epoch(0, 0) == epoch(0, 0)
     assert epoch(0, 0) != epoch(1, 0)
@@ -271,7 +336,9 @@ def test_validation_is_the_same_for_every_seed_and_epoch(build: Build, name: str
 
 
 @EVERY
-def test_the_fingerprint_changes_with_content_and_not_with_location(build: Build, name: str, tmp_path: Path, tokenizer: Any):
+def test_the_fingerprint_changes_with_content_and_not_with_location(
+    build: Build, name: str, tmp_path: Path, tokenizer: Any
+):
     moved = write_world(tmp_path / "moved", tokenizer)
     changed = {corpus: [*rows, rows[0]] for corpus, rows in CORPORA.items()}
     other = write_world(tmp_path / "other", tokenizer, changed)

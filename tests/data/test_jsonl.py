@@ -75,7 +75,8 @@ def test_missing_folder_is_refused_with_the_command_that_makes_it(places):
     with pytest.raises(
         DataError,
         match=re.escape(
-            f"{places.data}/stdlib_qa: no such data set. Make it with: python -m data_prep.stdlib_qa --data_path {places.data}"
+            f"{places.data}/stdlib_qa: no such data set. Make it with: python -m data_prep.stdlib_qa --data_path "
+            f"{places.data}"
         ),
     ):
         jsonl.corpus_folder(places, "stdlib_qa")
@@ -85,15 +86,20 @@ def test_missing_folder_is_refused_with_the_command_that_makes_it(places):
 
 def test_unknown_corpus_says_which_there_are_and_how_to_add_one(places, write_corpus):
     adds = (
-        f" These are prepared in {places.data}; a script of data_prep adds another, a folder with train.jsonl, val.jsonl, "
+        f" These are prepared in {places.data}; a script of data_prep adds another, a folder with train.jsonl, "
+        f"val.jsonl, "
         "or --data_path names the folder that holds it."
     )
-    with pytest.raises(DataError, match=re.escape(f"{places.data}/nq: no such data set: unknown corpus 'nq'. Known: none.{adds}")):
+    with pytest.raises(
+        DataError, match=re.escape(f"{places.data}/nq: no such data set: unknown corpus 'nq'. Known: none.{adds}")
+    ):
         jsonl.corpus_folder(places, "nq")
     write_corpus("squad", [ROW])
     with new_directory(places.data / "squad_tokenizer") as beside:
         (beside / "tokenizer.json").write_text("{}")
-    with pytest.raises(DataError, match=re.escape(f"unknown corpus 'sqaud'. Did you mean 'squad'? Known: squad.{adds}")):
+    with pytest.raises(
+        DataError, match=re.escape(f"unknown corpus 'sqaud'. Did you mean 'squad'? Known: squad.{adds}")
+    ):
         jsonl.corpus_folder(places, "sqaud")
     with pytest.raises(DataError, match=r"stdlib_qaa: no such data set: unknown corpus 'stdlib_qaa'"):
         jsonl.corpus_folder(places, "stdlib_qaa")  # no script of ours makes that
@@ -170,8 +176,14 @@ def test_validation_choice_is_fixed_and_nested(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"question": "why?", "answer": "a\\ud800b"}', r"field 'answer': \ud800 at character 1 is half of a surrogate pair, not text."),
-        ('{"question": "why?", "answer": "so", "n": %s}' % ("1" * 5000), "cannot read a number: Exceeds the limit (4300 digits)"),
+        (
+            '{"question": "why?", "answer": "a\\ud800b"}',
+            r"field 'answer': \ud800 at character 1 is half of a surrogate pair, not text.",
+        ),
+        (
+            '{"question": "why?", "answer": "so", "n": %s}' % ("1" * 5000),
+            "cannot read a number: Exceeds the limit (4300 digits)",
+        ),
         ('{"question": "why?", "answer": "so", "n": %s}' % ("[" * 100_000), "JSON nested deeper than"),
     ],
 )

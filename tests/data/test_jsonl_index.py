@@ -1,4 +1,5 @@
-"""The index of a large JSONL file: made once when its rows are checked, then mapped, and never trusted for another file."""
+"""The index of a large JSONL file: made once when its rows are checked, then mapped, and never trusted for another
+file."""
 
 import json
 import multiprocessing
@@ -43,7 +44,9 @@ def path(tmp_path: Path) -> Path:
 def read(path: Path, rules: str = "toy 1") -> tuple[jsonl.Rows, list[str]]:
     """The rows, and the places of those that were checked."""
     checked: list[str] = []
-    return jsonl.read_rows(path, {"text": str}, None, lambda _row, where: checked.append(where), lambda row: row["kind"], rules), checked
+    return jsonl.read_rows(
+        path, {"text": str}, None, lambda _row, where: checked.append(where), lambda row: row["kind"], rules
+    ), checked
 
 
 def index_of(path: Path) -> Path:
@@ -136,7 +139,8 @@ def test_other_rules_have_an_index_of_their_own(path: Path):
 
 
 @pytest.mark.parametrize(
-    "damage", [lambda data: b"", lambda data: data[:-4], lambda data: b"{}\n" + data, lambda data: data[:300] + data[-300:]]
+    "damage",
+    [lambda data: b"", lambda data: data[:-4], lambda data: b"{}\n" + data, lambda data: data[:300] + data[-300:]],
 )
 def test_a_damaged_index_is_made_again(path: Path, damage: Callable[[bytes], bytes]):
     read(path)
@@ -176,7 +180,9 @@ def test_a_pickled_copy_maps_the_same_index(path: Path):
     assert len(data) < 2000
     assert pickle.loads(data) == ROWS
     index_of(path).unlink()
-    with pytest.raises(DataError, match=r"\.index: this index of rows is gone, or another than when it was opened\. Start again\."):
+    with pytest.raises(
+        DataError, match=r"\.index: this index of rows is gone, or another than when it was opened\. Start again\."
+    ):
         pickle.loads(data)
     assert rows == ROWS, "what is mapped stays"
 
@@ -193,7 +199,9 @@ def test_processes_that_begin_together_make_one_whole_index(path: Path):
     processes = [context.Process(target=work) for _ in range(4)]
     for process in processes:
         process.start()
-    assert sorted(results.get(timeout=60) for _ in processes) == [(0, True, True)] * 3 + [(2000, True, True)], "one checks, others wait"
+    assert sorted(results.get(timeout=60) for _ in processes) == [(0, True, True)] * 3 + [(2000, True, True)], (
+        "one checks, others wait"
+    )
     for process in processes:
         process.join(60)
     assert not read(path)[1]
@@ -211,7 +219,9 @@ def test_text_is_checked_once_whatever_reads_it(places: Places, tokenizer: Any, 
     assert index.stat().st_ino == made, "not again"
 
 
-def test_rows_of_a_task_are_checked_once_and_again_for_other_labels(places: Places, tokenizer: Any, write_corpus: Callable[..., Path]):
+def test_rows_of_a_task_are_checked_once_and_again_for_other_labels(
+    places: Places, tokenizer: Any, write_corpus: Callable[..., Path]
+):
     folder = write_corpus("c", [{"thing": "sky", "label": "blue"}, {"thing": "sun", "label": "pink"}])
     task = {"columns": ["thing"], "labels": ["blue", "pink"], "metrics": ["accuracy"], "weight": 1}
 

@@ -16,7 +16,9 @@ from src.orders import feistel_permute
 from src.registry import DATASETS, bind, resolved_dict
 
 
-@pytest.mark.parametrize("counts", [[3, 1], [5, 2], [1], [100, 33, 7, 1], [1000, 1], [40, 40], [31, 32, 33], [3] * 150, [1] * 90 + [700]])
+@pytest.mark.parametrize(
+    "counts", [[3, 1], [5, 2], [1], [100, 33, 7, 1], [1000, 1], [40, 40], [31, 32, 33], [3] * 150, [1] * 90 + [700]]
+)
 def test_sample_k_of_a_part_stands_where_its_time_is(counts):
     order = Interleaving(counts)
     times = sorted(((k + 0.5) / count, part, k) for part, count in enumerate(counts) for k in range(count))
@@ -35,12 +37,15 @@ def test_long_mixtures_need_no_memory_and_keep_the_proportion():
 def test_shuffling_is_a_permutation(size):
     assert sorted(feistel_permute(i, size, "a") for i in range(size)) == list(range(size))
     if size > 60:
-        assert [feistel_permute(i, size, "a") for i in range(size)] != [feistel_permute(i, size, "b") for i in range(size)]
+        assert [feistel_permute(i, size, "a") for i in range(size)] != [
+            feistel_permute(i, size, "b") for i in range(size)
+        ]
         assert sum(feistel_permute(i, size, "a") == i for i in range(size)) < 8
 
 
 def test_rates_of_t5():
-    """r_m = min(e_m, K)^(1/T) / sum. Of 4, 9 and 16 examples: 4/29, 9/29, 16/29; with K = 9: 4, 9, 9 of 22; with T = 2: 2, 3, 4 of 9."""
+    """r_m = min(e_m, K)^(1/T) / sum. Of 4, 9 and 16 examples: 4/29, 9/29, 16/29; with K = 9: 4, 9, 9 of 22; with T = 2:
+    2, 3, 4 of 9."""
     assert rates([4, 9, 16], None, 1.0) == pytest.approx([4 / 29, 9 / 29, 16 / 29])
     assert rates([4, 9, 16], 9, 1.0) == pytest.approx([4 / 22, 9 / 22, 9 / 22])
     assert rates([4, 9, 16], None, 2.0) == pytest.approx([2 / 9, 3 / 9, 4 / 9])
@@ -80,7 +85,9 @@ def test_in_proportion_to_examples_an_epoch_is_every_sample_once(build):
     assert len(data) == 15
     for epoch in range(3):
         where = [data.locate(epoch, i) for i in range(15)]
-        assert sorted(where) == sorted([("small", epoch, i) for i in range(3)] + [("large", epoch, i) for i in range(12)])
+        assert sorted(where) == sorted(
+            [("small", epoch, i) for i in range(3)] + [("large", epoch, i) for i in range(12)]
+        )
     sources = [data.sample_source(0, i) for i in range(15)]
     assert [sum(name == "small" for name in sources[i : i + 5]) for i in (0, 5, 10)] == [1, 1, 1]
     assert data.sources == ["large", "small"]
@@ -107,7 +114,9 @@ def test_any_window_has_the_proportion_of_the_rates(build):
 
 def test_validation_is_every_sample_of_every_part_once(build):
     data = build(ABC, "val", rates={"small": 9, "large": 1}, samples_per_epoch=100)
-    assert [data.locate(0, i) for i in range(len(data))] == [("large", 0, i) for i in range(12)] + [("small", 0, i) for i in range(3)]
+    assert [data.locate(0, i) for i in range(len(data))] == [("large", 0, i) for i in range(12)] + [
+        ("small", 0, i) for i in range(3)
+    ]
     assert [data.sample_source(0, i) for i in (0, 11, 12, 14)] == ["large", "large", "small", "small"]
     assert data.sample(0, 13).sample == data.parts["small"].sample(0, 1)
     for index in (15, -1):
@@ -121,7 +130,11 @@ def test_a_batch_of_several_parts_is_padded_in_the_order_of_its_samples(build):
     a, b = 8 + ord("a"), 8 + ord("b")
     assert batch["input_ids"].tolist() == [[b, b, 7, 7], [a, a, a, 0], [b, 0, 7, 7]]
     assert batch["attention_mask"].tolist() == [[True, True, False, False], [True] * 4, [True, True, False, False]]
-    assert batch["loss_mask"].tolist() == [[False, True, False, False], [False, True, True, True], [False, True, False, False]]
+    assert batch["loss_mask"].tolist() == [
+        [False, True, False, False],
+        [False, True, True, True],
+        [False, True, False, False],
+    ]
 
 
 def test_labels_are_padded_with_what_is_not_learned_and_masks_of_pairs_in_both_axes():
@@ -150,19 +163,28 @@ ALIKE = {
 }
 
 
-@pytest.mark.parametrize("names", [["documents"] * 3, ["span_corruption", "prefix_lm", "prefix_lm"], ["task", "task", "span_corruption"]])
+@pytest.mark.parametrize(
+    "names", [["documents"] * 3, ["span_corruption", "prefix_lm", "prefix_lm"], ["task", "task", "span_corruption"]]
+)
 def test_parts_that_collate_alike_make_the_batch_that_joining_theirs_makes(places, write_corpus, make_tokenizer, names):
-    """But for ids that nothing reads: joining pads with the mixture's token, a part with its own and with what the decoder reads last."""
+    """But for ids that nothing reads: joining pads with the mixture's token, a part with its own and with what the
+    decoder reads last."""
     tokenizer = make_tokenizer(["<|endoftext|>", "<|pad|>", *(f"<extra_id_{n}>" for n in range(40))], "<|pad|>")
     parts = {}
     for number, name in enumerate(names):
         rows = [{"text": chr(97 + i) * (3 + 5 * number + 7 * i % 11)} for i in range(9)]
-        pairs = [{"sentence1": "a" * (i + 4 * number), "sentence2": "b", "label": "entailment", "index": i} for i in range(9)]
+        pairs = [
+            {"sentence1": "a" * (i + 4 * number), "sentence2": "b", "label": "entailment", "index": i} for i in range(9)
+        ]
         write_corpus(f"{name}{number}", pairs if name == "task" else rows)
         parts[f"{name}{number}"] = {**ALIKE[name], "corpus": f"{name}{number}"}
-    data = load(mixture.Config, {"parts": parts, "rates": dict.fromkeys(parts, 1)}, "data").build(places, tokenizer, "train", 0)
+    data = load(mixture.Config, {"parts": parts, "rates": dict.fromkeys(parts, 1)}, "data").build(
+        places, tokenizer, "train", 0
+    )
     counts = [len(part) for part in data.parts.values()]
-    joined = mixture.MixtureDataset({name: Apart(part) for name, part in data.parts.items()}, counts, 0, tokenizer.pad_token_id)
+    joined = mixture.MixtureDataset(
+        {name: Apart(part) for name, part in data.parts.items()}, counts, 0, tokenizer.pad_token_id
+    )
     draw = random.Random(0)
     several = 0
     for _ in range(30):
@@ -193,7 +215,10 @@ class Replies(Apart):
 
     def collate(self, samples):
         of_row = [number for number, count in enumerate(samples) for _ in range(count)]
-        return {"sample_of_row": torch.tensor(of_row), "input_ids": torch.tensor([[samples[number]] for number in of_row])}
+        return {
+            "sample_of_row": torch.tensor(of_row),
+            "input_ids": torch.tensor([[samples[number]] for number in of_row]),
+        }
 
 
 def test_parts_that_collate_alike_may_make_batches_that_cannot_be_joined():
@@ -207,13 +232,17 @@ def test_parts_that_collate_alike_may_make_batches_that_cannot_be_joined():
 
 def test_parts_whose_samples_have_several_rows_are_refused_where_they_collate_differently():
     data = mixture.MixtureDataset({"a": Replies("one"), "b": Replies("another")}, [3, 3], None, 0)
-    with pytest.raises(DataError, match=r"^data\.parts: a sample has several rows in .* Give the data sets an equal `collation`"):
+    with pytest.raises(
+        DataError, match=r"^data\.parts: a sample has several rows in .* Give the data sets an equal `collation`"
+    ):
         data.require_same_tensors()
 
 
 def test_parts_that_make_other_batches_are_refused():
     def part(**tensors):
-        return SimpleNamespace(fingerprint="f", __len__=None, sample=lambda epoch, index: 0, collate=lambda samples: tensors)
+        return SimpleNamespace(
+            fingerprint="f", __len__=None, sample=lambda epoch, index: 0, collate=lambda samples: tensors
+        )
 
     class Sized(SimpleNamespace):
         def __len__(self):
@@ -221,7 +250,10 @@ def test_parts_that_make_other_batches_are_refused():
 
     one, other = (Sized(**vars(part(ids=torch.zeros(shape, dtype=torch.int64)))) for shape in ((1, 2), (1, 2, 2)))
     data = mixture.MixtureDataset({"a": one, "b": other}, [1, 1], None, 0)
-    said = "data.parts.b: its batches are not of the kind of those of 'a': they differ in ids (int64, 2 axes), ids (int64, 3 axes)"
+    said = (
+        "data.parts.b: its batches are not of the kind of those of 'a': they differ in ids (int64, 2 axes), ids "
+        "(int64, 3 axes)"
+    )
     with pytest.raises(DataError, match=re.escape(said)):
         data.require_same_tensors()
 
@@ -242,7 +274,10 @@ def test_tasks_count_as_many_examples_as_in_t5s_mixtures(places, write_corpus, t
 
 
 def test_a_share_of_less_than_a_sample_is_refused(build):
-    with pytest.raises(DataError, match=r"data.parts.small: its share of 15 samples is less than one. Make data.samples_per_epoch larger"):
+    with pytest.raises(
+        DataError,
+        match=r"data.parts.small: its share of 15 samples is less than one. Make data.samples_per_epoch larger",
+    ):
         build(ABC, rates={"small": 1e-4, "large": 1})
 
 
@@ -257,7 +292,8 @@ def test_a_share_of_less_than_a_sample_is_refused(build):
     ],
 )
 def test_a_draw_is_an_exact_count_and_the_next_epoch_goes_on_where_it_stopped(build, draw, small, large):
-    """Of every part, also of one that the draw does not name: the reference's fractions ended before its extra data sets (B4)."""
+    """Of every part, also of one that the draw does not name: the reference's fractions ended before its extra data
+    sets (B4)."""
     data, epochs = build(ABC, draw=draw), 24
     assert len(data) == small + large
     read = [[data.locate(epoch, i) for i in range(len(data))] for epoch in range(epochs)]
@@ -267,7 +303,9 @@ def test_a_draw_is_an_exact_count_and_the_next_epoch_goes_on_where_it_stopped(bu
         flat = [key for epoch in mine for key in epoch]
         assert len(set(flat)) == len(flat), "nothing twice in an epoch of the part"
         passes = len(flat) // size
-        assert sorted(flat[: passes * size]) == [(own, index) for own in range(passes) for index in range(size)], "all before one again"
+        assert sorted(flat[: passes * size]) == [(own, index) for own in range(passes) for index in range(size)], (
+            "all before one again"
+        )
     assert sum(data.sample_source(0, i) == "small" for i in range(len(data))) == small
 
 
@@ -279,8 +317,14 @@ def test_a_draw_leaves_the_validation_split_whole(build):
 @pytest.mark.parametrize(
     ("draw", "said"),
     [
-        ({"small": {"size": 4}}, "data.draw.small.size: the part has only 3 samples. To read some again in each epoch, write a fraction"),
-        ({"small": {"fraction": 0.1}}, "data.draw.small.fraction: 0.1 of 3 samples is not one. Write a larger fraction, or a size alone."),
+        (
+            {"small": {"size": 4}},
+            "data.draw.small.size: the part has only 3 samples. To read some again in each epoch, write a fraction",
+        ),
+        (
+            {"small": {"fraction": 0.1}},
+            "data.draw.small.fraction: 0.1 of 3 samples is not one. Write a larger fraction, or a size alone.",
+        ),
     ],
 )
 def test_a_draw_that_the_part_cannot_give_is_refused(build, draw, said):
@@ -308,7 +352,10 @@ TEXT = {"name": "text", "corpus": "t", "sequence_tokens": 4}
         ({"draw": {"a": {"size": 0}}}, "data.draw.a.size: expected a number > 0, got 0 (int)."),
         ({"draw": {"a": {"fraction": -1.0}}}, "data.draw.a.fraction: expected a number > 0.0, got -1.0 (float)."),
         *[
-            ({"draw": {"a": {"size": 1}}, **also}, "data: draw: with it, rates, cap, temperature and samples_per_epoch would be ignored.")
+            (
+                {"draw": {"a": {"size": 1}}, **also},
+                "data: draw: with it, rates, cap, temperature and samples_per_epoch would be ignored.",
+            )
             for also in ({"rates": {"a": 1.0}}, {"cap": 5}, {"temperature": 2.0}, {"samples_per_epoch": 9})
         ],
         ({"parts": {"a": QA}}, "data: parts.a: 'qa' data have contexts"),
@@ -321,7 +368,9 @@ def test_config_refuses(values, said):
 
 def test_parts_for_different_models_are_refused():
     spans = {"name": "span_corruption", "corpus": "t"}
-    with pytest.raises(ConfigError, match=r"one model cannot read all of them: parts\.a encoder_decoder, parts\.b decoder"):
+    with pytest.raises(
+        ConfigError, match=r"one model cannot read all of them: parts\.a encoder_decoder, parts\.b decoder"
+    ):
         load(mixture.Config, {"parts": {"a": spans, "b": TEXT}}, "data")
     assert load(mixture.Config, {"parts": {"a": spans}}, "data").reader == "encoder_decoder"
 
@@ -331,19 +380,30 @@ def test_mistakes_are_told_by_part(places, write_corpus):
     config = load(mixture.Config, {"parts": {"a": {**TEXT, "corpus": "nowhere"}, "b": TEXT}}, "data")
     with pytest.raises(ConfigError, match=r"^data.parts.a: .*nowhere: no such data set"):
         config.check(places)
-    with pytest.raises(ConfigError, match=r"^data.parts.a.sequence_tokens: 5 tokens are more than the 4 positions.*\ndata.parts.b.seq"):
+    with pytest.raises(
+        ConfigError, match=r"^data.parts.a.sequence_tokens: 5 tokens are more than the 4 positions.*\ndata.parts.b.seq"
+    ):
         config.check_length(4, 1)
 
 
 def test_a_compiled_model_sees_one_shape():
-    """Of 512 inputs, masked at the shares of T5, the targets are 114 tokens; of prefixes too, where 511 and 113 tokens have an end each."""
-    spans, cut = {"name": "span_corruption", "corpus": "t"}, {"name": "prefix_lm", "corpus": "t", "sequence_tokens": 624}
+    """Of 512 inputs, masked at the shares of T5, the targets are 114 tokens; of prefixes too, where 511 and 113 tokens
+    have an end each."""
+    spans, cut = (
+        {"name": "span_corruption", "corpus": "t"},
+        {"name": "prefix_lm", "corpus": "t", "sequence_tokens": 624},
+    )
     depth = {"name": "depth", "corpus": "t", "input_tokens": 512, "target_tokens": 114, "fixed_length": True}
 
     def ask(**parts):
         load(mixture.Config, {"parts": {"a": spans, **parts}}, "data").check_compiled()
 
-    ask(b={**spans, "corpus": "u"}, c={**cut, "prefix_tokens": 511}, d=depth, e={"name": "mixture", "parts": {"f": spans}})
+    ask(
+        b={**spans, "corpus": "u"},
+        c={**cut, "prefix_tokens": 511},
+        d=depth,
+        e={"name": "mixture", "parts": {"f": spans}},
+    )
     for other in (
         {**spans, "noise_density": 0.3},
         {**spans, "mean_span_tokens": 6.0},
@@ -351,11 +411,19 @@ def test_a_compiled_model_sees_one_shape():
         {**depth, "target_tokens": 115},
     ):
         with pytest.raises(
-            ConfigError, match=r"^data.parts: loop.compile needs batches of one shape, .*: parts\.a 512 and 114, parts\.b 51[12] and \d+\."
+            ConfigError,
+            match=(
+                r"^data.parts: loop.compile needs batches of one shape, .*: parts\.a 512 and 114, parts\.b 51[12] "
+                r"and \d+\."
+            ),
         ):
             ask(b=other)
     with pytest.raises(
-        ConfigError, match=r"data.parts.b: loop.compile: needs batches of one length.* Write a number as data\.parts\.b\.prefix_tokens"
+        ConfigError,
+        match=(
+            r"data.parts.b: loop.compile: needs batches of one length.* Write a number as "
+            r"data\.parts\.b\.prefix_tokens"
+        ),
     ):
         ask(b=cut)
     decoders = {"parts": {"a": TEXT, "b": {**TEXT, "sequence_tokens": 7}}}

@@ -34,7 +34,9 @@ def lengths(count: int = COUNT, seed: int = 0) -> list[int]:
     return [max(1, round(draw.lognormvariate(3, 0.75))) for _ in range(count)]
 
 
-def packing(tokens: Sequence[int], too_long: str = "cut", seed: int = 0, open_rows: int = 4, digest: str = "d") -> Packing:
+def packing(
+    tokens: Sequence[int], too_long: str = "cut", seed: int = 0, open_rows: int = 4, digest: str = "d"
+) -> Packing:
     def sizes(epoch: int, document: int) -> list[tuple[int]]:
         n = tokens[document]
         if too_long == "drop":
@@ -48,7 +50,9 @@ def through_json(cursor: Cursor) -> Cursor:
     return json.loads(json.dumps(cursor))
 
 
-def read_steps(order: LaneOrder, steps: int, world_size: int = 1, first: int = 0, start: Cursor | None = None) -> tuple[Any, Cursor]:
+def read_steps(
+    order: LaneOrder, steps: int, world_size: int = 1, first: int = 0, start: Cursor | None = None
+) -> tuple[Any, Cursor]:
     """Keys of each step in the order of the lanes, and the cursor that all processes have together behind the last."""
     start = start or {}
     read: dict[tuple[int, int], Sequence[Key]] = {}
@@ -71,7 +75,9 @@ def read_steps(order: LaneOrder, steps: int, world_size: int = 1, first: int = 0
 
 def pieces(steps: Sequence[Sequence[Sequence[int]]]) -> Pieces:
     """How often each (epoch, document, piece) was read."""
-    return Counter(piece for step in steps for key in step for piece in zip(key[::3], key[1::3], key[2::3], strict=True))
+    return Counter(
+        piece for step in steps for key in step for piece in zip(key[::3], key[1::3], key[2::3], strict=True)
+    )
 
 
 def pieces_of_epoch(packed: Packing, epoch: int) -> Pieces:
@@ -109,7 +115,9 @@ def test_rows_are_well_filled_and_epochs_differ():
 
 
 def lane_of(sizes: Sequence[tuple[int, ...]], room: tuple[int, ...], open_rows: int) -> Lane:
-    return Lane(Packing(Permuted(len(sizes), 0), lambda epoch, document: [sizes[document]], room, open_rows, "data"), 0, 1)
+    return Lane(
+        Packing(Permuted(len(sizes), 0), lambda epoch, document: [sizes[document]], room, open_rows, "data"), 0, 1
+    )
 
 
 def fill_of(sizes: Sequence[tuple[int, int]], rows: int) -> float:
@@ -128,7 +136,12 @@ def test_documents_that_fill_the_frames_of_a_row_do_not_lower_the_fill_of_other_
 
 @pytest.mark.parametrize(
     ("first", "rest", "room"),
-    [((600,), (650,), (1000,)), ((600, 15), (650, 15), (1000, 24)), ((1, 12), (900, 15), (1000, 24)), ((300,), (701,), (1000,))],
+    [
+        ((600,), (650,), (1000,)),
+        ((600, 15), (650, 15), (1000, 24)),
+        ((1, 12), (900, 15), (1000, 24)),
+        ((300,), (701,), (1000,)),
+    ],
 )
 def test_an_open_row_is_emitted_although_every_later_document_makes_a_fuller_one(
     first: tuple[int, ...], rest: tuple[int, ...], room: tuple[int, ...]
@@ -205,7 +218,9 @@ def test_a_rewind_reads_no_document_of_an_epoch_twice(kind: str, at: int):
 
 def test_a_lane_that_no_document_fits_is_refused():
     tokens = [ROOM + 1 + i for i in range(30)]
-    with pytest.raises(DataError, match=r"data\.documents: none of 30 documents fits into a row of 64 tokens\. Write a larger seq"):
+    with pytest.raises(
+        DataError, match=r"data\.documents: none of 30 documents fits into a row of 64 tokens\. Write a larger seq"
+    ):
         read_steps(LaneOrder(packing(tokens, "drop"), LANES), 1)
     with pytest.raises(DataError, match="none of 30"):
         pack_epoch(packing(tokens, "drop"))
@@ -218,8 +233,14 @@ def test_a_cursor_of_something_else_is_refused():
     order = LaneOrder(packing(lengths()), LANES)
     _, cursor = read_steps(order, 3)
     for other, message in (
-        (LaneOrder(packing(lengths()), 10), r"the cursor of step 3 is of 12 lanes, but loop\.sequences_per_step is 10\.$"),
-        (LaneOrder(packing(lengths(), digest="e"), LANES), "the cursor of step 3 is of other documents, or of the same packed in"),
+        (
+            LaneOrder(packing(lengths()), 10),
+            r"the cursor of step 3 is of 12 lanes, but loop\.sequences_per_step is 10\.$",
+        ),
+        (
+            LaneOrder(packing(lengths(), digest="e"), LANES),
+            "the cursor of step 3 is of other documents, or of the same packed in",
+        ),
     ):
         with pytest.raises(RunError, match=message):
             read_steps(other, 1, 1, 3, cursor)
@@ -237,7 +258,9 @@ def test_the_order_describes_where_it_is():
     description = order.describe(60, cursor)
     assert description["documents"] == len({(e, d) for e, d, _ in pieces(steps)})
     assert description["left_out"] > 0
-    assert description["epoch"] == min(Lane(packed, v, LANES, cursor[str(v)]).epoch(cursor[str(v)][0]) for v in range(LANES))
+    assert description["epoch"] == min(
+        Lane(packed, v, LANES, cursor[str(v)]).epoch(cursor[str(v)][0]) for v in range(LANES)
+    )
     json.dumps(description)
 
 
@@ -269,7 +292,8 @@ def test_an_epoch_is_packed_once_for_evaluation():
 
 
 class Counting:
-    """Document i has i + 1 tokens, from 10 * i on; those at odd places are learned. It does not know lengths without making samples."""
+    """Document i has i + 1 tokens, from 10 * i on; those at odd places are learned. It does not know lengths without
+    making samples."""
 
     fingerprint = "counting"
 
@@ -285,7 +309,9 @@ class Counting:
 
 
 def test_a_row_joins_its_pieces_and_positions_restart():
-    config = bind(DATASETS, {"name": "packed", "documents": {"name": "documents", "corpus": "any"}, "sequence_tokens": 4})
+    config = bind(
+        DATASETS, {"name": "packed", "documents": {"name": "documents", "corpus": "any"}, "sequence_tokens": 4}
+    )
     data = PackedDataset(config, Counting())
     assert [data.sizes(0, i) for i in range(6)] == [[(1,)], [(2,)], [(3,)], [(4,)], [(4,), (1,)], [(4,), (2,)]]
     row, alone = data.sample(0, 5, 1, 1, 0, 0), data.sample(0, 4)
@@ -352,19 +378,32 @@ def test_sizes_use_known_lengths_and_check_no_protocol_per_document():
     assert "__instancecheck__" not in called
 
 
-QUESTIONS = {"name": "prompted_qa", "corpus": "any", "contexts": "all", "context_tokens": 10, "sequence_tokens": 20, "loss_on": "answer"}
+QUESTIONS = {
+    "name": "prompted_qa",
+    "corpus": "any",
+    "contexts": "all",
+    "context_tokens": 10,
+    "sequence_tokens": 20,
+    "loss_on": "answer",
+}
 
 
 @pytest.mark.parametrize(
     ("documents", "path"),
     [
         (QUESTIONS, "documents"),
-        ({"name": "mixture", "parts": {"a": DOCUMENTS, "b": {"name": "mixture", "parts": {"c": QUESTIONS}}}}, "documents.parts.b.parts.c"),
+        (
+            {"name": "mixture", "parts": {"a": DOCUMENTS, "b": {"name": "mixture", "parts": {"c": QUESTIONS}}}},
+            "documents.parts.b.parts.c",
+        ),
     ],
 )
 def test_questions_that_can_be_longer_than_a_row_are_not_cut(documents: Any, path: str):
     raw = {"name": "packed", "documents": documents}
-    with pytest.raises(Problems, match=re.escape(f"too_long: samples of {path} ('prompted_qa') may have more than 29 tokens, and the end")):
+    with pytest.raises(
+        Problems,
+        match=re.escape(f"too_long: samples of {path} ('prompted_qa') may have more than 29 tokens, and the end"),
+    ):
         bind(DATASETS, {**raw, "sequence_tokens": 29})
     bind(DATASETS, {**raw, "sequence_tokens": 29, "too_long": "drop"})
     bind(DATASETS, {**raw, "sequence_tokens": 30})
@@ -388,7 +427,9 @@ def test_documents_of_a_mixture_are_packed_by_its_counts(places: Any, tokenizer:
     config = bind(DATASETS, {"name": "packed", "documents": MIXED, "sequence_tokens": 12})
     config.check(places)
     data = config.build(places, tokenizer, "train", 0)
-    assert [sorted(data.sizes(epoch, i)[0][0] for i in range(len(data))) for epoch in (0, 1)] == [[3, 3, 3, 10, 10, 10, 10]] * 2
+    assert [sorted(data.sizes(epoch, i)[0][0] for i in range(len(data))) for epoch in (0, 1)] == [
+        [3, 3, 3, 10, 10, 10, 10]
+    ] * 2
     lane = Lane(data.packing(0), 0, 1)
     keys = [*iter(lambda: lane.fill(6 * len(data)), None), *lane.flush()]
     rows = [data.sample(*key) for key in keys]
@@ -399,7 +440,9 @@ def test_documents_of_a_mixture_are_packed_by_its_counts(places: Any, tokenizer:
     )
     assert loader.sources(data) == (), "a row is of several parts"
     val: Any = config.build(places, tokenizer, "val", 0)
-    texts = [text for i in range(len(val)) for text in split(val.sample(0, i)["input_ids"], val.sample(0, i)["lengths"])]
+    texts = [
+        text for i in range(len(val)) for text in split(val.sample(0, i)["input_ids"], val.sample(0, i)["lengths"])
+    ]
     assert Counter(map(len, texts)) == {10: 8, 3: 3}
 
 

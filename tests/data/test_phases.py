@@ -1,4 +1,5 @@
-"""Phases: each reads its own data in its own order from a fixed step on, at any number of processes, after restarts and rewinds."""
+"""Phases: each reads its own data in its own order from a fixed step on, at any number of processes, after restarts and
+rewinds."""
 
 import json
 import random
@@ -76,7 +77,9 @@ def frozen(key: Sequence[Any]) -> Key:
     return tuple(frozen(value) if isinstance(value, list) else value for value in key)
 
 
-def read_steps(order: Any, first: int, last: int, cursor: Cursor, world_size: int = 1) -> tuple[list[list[Key]], Cursor]:
+def read_steps(
+    order: Any, first: int, last: int, cursor: Cursor, world_size: int = 1
+) -> tuple[list[list[Key]], Cursor]:
     """What each step after `first` up to `last` reads, and the cursor behind it, as the loop keeps it."""
     read: dict[tuple[int, int], Any] = {}
     behind = dict(cursor)
@@ -113,7 +116,11 @@ def test_restarts_at_any_step_and_number_of_processes_read_the_same(case: int):
     whole, end = read_steps(order, 0, STEPS + 3, {})
     begins = data.config.begins(STEPS)
     assert [step[0][0] for step in whole] == [sum(begin <= step for begin in begins) - 1 for step in range(STEPS + 3)]
-    stops = [0, *sorted({*draw.sample(begins[1:], draw.randint(0, len(begins) - 1)), *draw.sample(range(1, STEPS), 3)}), STEPS + 3]
+    stops = [
+        0,
+        *sorted({*draw.sample(begins[1:], draw.randint(0, len(begins) - 1)), *draw.sample(range(1, STEPS), 3)}),
+        STEPS + 3,
+    ]
     read: list[Any] = []
     cursor: Cursor = {}
     for first, last in pairwise(stops):
@@ -124,7 +131,8 @@ def test_restarts_at_any_step_and_number_of_processes_read_the_same(case: int):
 
 @pytest.mark.parametrize("case", range(40))
 def test_a_phase_is_what_its_data_would_be_in_a_training_of_their_own(case: int):
-    """With the branches that begin in it, counted from its first step, and what skips of earlier phases leave for it to pass over."""
+    """With the branches that begin in it, counted from its first step, and what skips of earlier phases leave for it to
+    pass over."""
     data, branches = drawn(random.Random(case))
     whole, _ = read_steps(data.order(3, LANES, STEPS, branches), 0, STEPS, {})
     begins = [*data.config.begins(STEPS), STEPS]
@@ -132,7 +140,9 @@ def test_a_phase_is_what_its_data_would_be_in_a_training_of_their_own(case: int)
         begin, end = begins[number : number + 2]
         over = [b.model_copy(update={"data": f"skip:{b.from_step + b.skipped_steps - begin}", "from_step": 0}) for b in branches
                 if b.from_step < begin < b.from_step + b.skipped_steps]  # fmt: skip
-        own = over + [b.model_copy(update={"from_step": b.from_step - begin}) for b in branches if begin <= b.from_step < end]
+        own = over + [
+            b.model_copy(update={"from_step": b.from_step - begin}) for b in branches if begin <= b.from_step < end
+        ]
         alone, _ = read_steps(order_of(part, phase_seed(3, number), LANES, end - begin, own), 0, end - begin, {})
         assert whole[begin:end] == [[(number, key) for key in step] for step in alone]
     assert phase_seed(3, 0) == 3, "the first phase is a training without phases"
@@ -160,10 +170,13 @@ def test_a_branch_moves_no_boundary_and_changes_its_own_phase_alone(branch: Bran
 @pytest.mark.parametrize("make", [Words, packed])
 @pytest.mark.parametrize(("first", "steps"), [(8, 4), (8, 20), (19, 1), (19, 9), (20, 5), (15, 20)])
 def test_what_a_skip_passes_over_is_read_in_no_phase(make: Any, first: int, steps: int):
-    """Where a training diverges behind a boundary and goes back to before it, the batches up to there are not read again."""
+    """Where a training diverges behind a boundary and goes back to before it, the batches up to there are not read
+    again."""
     data = phased([0.25, 0.5], [make(3000), make(3000), make(3000)])
     plain, _ = read_steps(data.order(0, LANES, STEPS, ()), 0, STEPS, {})
-    found, _ = read_steps(data.order(0, LANES, STEPS, [Branch(number=1, from_step=first, data=f"skip:{steps}")]), 0, STEPS, {})
+    found, _ = read_steps(
+        data.order(0, LANES, STEPS, [Branch(number=1, from_step=first, data=f"skip:{steps}")]), 0, STEPS, {}
+    )
     assert found[:first] == plain[:first]
     passed, read = ({key for step in part for key in step} for part in (plain[first : first + steps], found[first:]))
     assert len(passed) == LANES * steps
@@ -176,7 +189,10 @@ def test_rewinds_over_a_boundary_pass_over_what_was_read_and_no_more(make: Any, 
     """A training that goes back to step 16 again and again: each phase reads on where its last attempt has ended."""
     data, first = phased([0.5, 0.75], [make(3000), make(3000), make(3000)]), 16
     begins = [*data.config.begins(STEPS), STEPS]
-    alone = [read_steps(order_of(part, phase_seed(0, n), LANES, STEPS), 0, 2 * STEPS, {})[0] for n, part in enumerate(data.phases)]
+    alone = [
+        read_steps(order_of(part, phase_seed(0, n), LANES, STEPS), 0, 2 * STEPS, {})[0]
+        for n, part in enumerate(data.phases)
+    ]
     _, cursor = read_steps(data.order(0, LANES, STEPS, ()), 0, first, {})
     passed = [first + skips[0], *(max(0, first + skips[0] - begin) for begin in begins[1:-1])]
     for n, steps in enumerate([*skips[1:], 0], start=1):
@@ -212,7 +228,9 @@ def test_samples_batches_and_sources_are_those_of_the_phase():
     assert data.sample(0, (5, 3)) == (0, Words(4).sample(5, 3))
     assert data.sample(1, (0, 2)) == data.sample(1, [0, 2]) == data.sample(7, 6) == (1, Words(3).sample(0, 2))
     assert data.sample(2, (0, 1, 0, 0, 2, 0)).sample["lengths"] == [2, 3]
-    assert data.collate([data.sample(1, (0, 0)), data.sample(1, (0, 1))]) == {"collated": [Words(3).sample(0, 0), Words(3).sample(0, 1)]}
+    assert data.collate([data.sample(1, (0, 0)), data.sample(1, (0, 1))]) == {
+        "collated": [Words(3).sample(0, 0), Words(3).sample(0, 1)]
+    }
     assert data.sources == ["odd", "even", "phases[1]", "phases[2]"]
     assert [data.sample_source(*key) for key in ((0, (9, 3)), (0, (9, 2)), (1, (0, 0)), (2, (0, 1, 0)))] == [
         "odd",
@@ -227,7 +245,9 @@ def test_a_phase_may_have_keys_of_one_value():
     """They are not taken for an epoch and an index."""
 
     class Rollouts(Words):
-        def sample(self, epoch: int, index: int | None = None) -> Any:  # as a data set with an order of its own, whose keys are numbers
+        def sample(
+            self, epoch: int, index: int | None = None
+        ) -> Any:  # as a data set with an order of its own, whose keys are numbers
             return {"rollout": epoch} if index is None else super().sample(epoch, index)
 
     data = phased([0.5], [Words(9), Rollouts(9)])
@@ -250,7 +270,10 @@ QA = {"name": "qa", "corpus": "t", "sequence_tokens": 4, "context_tokens": 4, "l
     ("given", "said"),
     [
         ([], "data.phases: expected a list that is not empty"),
-        ([{"until": 1.0, "data": TEXT}, {"data": TEXT}], "data.phases[0].until: expected a number < 1.0, got 1.0 (float)."),
+        (
+            [{"until": 1.0, "data": TEXT}, {"data": TEXT}],
+            "data.phases[0].until: expected a number < 1.0, got 1.0 (float).",
+        ),
         ([{"data": TEXT}, {"data": TEXT}], "data: phases[0].until: missing. Only the last phase has none."),
         ([{"until": 0.5, "data": TEXT}], "data: phases[0].until: leave it out: the last phase goes on to the end."),
         (
@@ -286,16 +309,23 @@ def check(given: Sequence[Mapping[str, Any]]) -> phases.Config:
 
 def test_mistakes_are_told_by_phase(places: Any, write_corpus: Any):
     write_corpus("t", [{"text": "a", "source": "s"}])
-    config = check([{"until": 0.5, "data": {**TEXT, "corpus": "nowhere"}}, {"data": {"name": "mixture", "parts": {"a": TEXT}}}])
+    config = check(
+        [{"until": 0.5, "data": {**TEXT, "corpus": "nowhere"}}, {"data": {"name": "mixture", "parts": {"a": TEXT}}}]
+    )
     with pytest.raises(ConfigError, match=r"^data\.phases\[0\]\.data: .*nowhere: no such data set"):
         config.check(places)
     with pytest.raises(
-        ConfigError, match=r"^data\.phases\[0\]\.data\.sequence_tokens: 5 .*\ndata\.phases\[1\]\.data\.parts\.a\.sequence_tok"
+        ConfigError,
+        match=r"^data\.phases\[0\]\.data\.sequence_tokens: 5 .*\ndata\.phases\[1\]\.data\.parts\.a\.sequence_tok",
     ):
         config.check_length(4, 1)
-    with pytest.raises(ConfigError, match=r"^data\.phases\[1\]\.data: packed documents were tested with .* family None"):
+    with pytest.raises(
+        ConfigError, match=r"^data\.phases\[1\]\.data: packed documents were tested with .* family None"
+    ):
         check([{"until": 0.5, "data": TEXT}, {"data": PACKED}]).check_model(None)
-    with pytest.raises(ConfigError, match=r"data\.phases: loop\.compile needs .*: phases\[0\]\.data 4, phases\[1\]\.data 16\."):
+    with pytest.raises(
+        ConfigError, match=r"data\.phases: loop\.compile needs .*: phases\[0\]\.data 4, phases\[1\]\.data 16\."
+    ):
         check([{"until": 0.5, "data": TEXT}, {"data": PACKED}]).check_compiled()
 
 

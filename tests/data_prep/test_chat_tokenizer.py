@@ -20,7 +20,9 @@ def make(folder: Path, template: str, name: str = "new", source: str = "old") ->
 
 
 @pytest.mark.parametrize("template", ["oasst", "chatml"])
-def test_control_tokens_are_last_and_the_template_is_there(tmp_path: Path, template: str, capsys: pytest.CaptureFixture[str]):
+def test_control_tokens_are_last_and_the_template_is_there(
+    tmp_path: Path, template: str, capsys: pytest.CaptureFixture[str]
+):
     talk.tokenizer([]).save_pretrained(tmp_path / "old")
     for _ in range(2):
         assert make(tmp_path, template) == 0
@@ -42,7 +44,9 @@ def test_tokens_that_are_there_keep_their_ids(tmp_path: Path):
     assert json.loads((tmp_path / "new" / "manifest.json").read_text())["new_tokens"] == len(new) - len(old)
 
 
-def test_a_tokenizer_that_names_no_end_token_gets_one_of_its_vocabulary(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_tokenizer_that_names_no_end_token_gets_one_of_its_vocabulary(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     """As Galactica's, whose "</s>" is in the vocabulary."""
     old = talk.tokenizer(["</s>"])
     old.eos_token = None
@@ -63,7 +67,9 @@ def test_b2_ids_do_not_depend_on_the_hash_seed(tmp_path: Path):
     seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
     words = ["--from", "old", "--template", "oasst", "--name", "other", "--data_path", str(tmp_path)]
     command = [sys.executable, "-m", "data_prep.chat_tokenizer", *words]
-    other = subprocess.Popen(command, cwd=toy.ROOT, env={**os.environ, "PYTHONHASHSEED": seed}, stdout=subprocess.DEVNULL)
+    other = subprocess.Popen(
+        command, cwd=toy.ROOT, env={**os.environ, "PYTHONHASHSEED": seed}, stdout=subprocess.DEVNULL
+    )
     assert make(tmp_path, "oasst") == 0
     assert other.wait(toy.LONGEST) == 0
     assert (tmp_path / "new" / "tokenizer.json").read_bytes() == (tmp_path / "other" / "tokenizer.json").read_bytes()

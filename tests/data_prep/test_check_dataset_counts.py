@@ -45,10 +45,15 @@ HEADER = ["dataset_name", "train_counts", "eval_counts", "total_counts"]
 
 
 def test_counts_of_each_mode(folder: Path, capsys: pytest.CaptureFixture[str]):
-    """A tie counts for answers, not for ranks; a set that is named twice stands there once. (Of the reference, "all" raised, of a list
-    with commas the last name counted, mode rm had no sets, and counts went to other sets than theirs, B7.)"""
+    """A tie counts for answers, not for ranks; a set that is named twice stands there once. (Of the reference, "all"
+    raised, of a list with commas the last name counted, mode rm had no sets, and counts went to other sets than theirs,
+    B7.)"""
     answers, ranked = ["answers", "3", "1", "4"], ["ranked", "3", "1", "4"]
-    assert count(folder, "--datasets", "ranked", "answers,ranked", "answers", "--mode", "sft") == [HEADER, ranked, answers]
+    assert count(folder, "--datasets", "ranked", "answers,ranked", "answers", "--mode", "sft") == [
+        HEADER,
+        ranked,
+        answers,
+    ]
     assert "ranked        3             1            4" in capsys.readouterr().out
     assert count(folder, "--datasets", "all", "--mode", "rm") == [HEADER, ["ranked", "2", "1", "3"]]
     assert count(folder, "--datasets", "all") == [HEADER, answers, ranked]
@@ -63,7 +68,12 @@ def test_a_group_stands_for_its_data(folder: Path, monkeypatch: pytest.MonkeyPat
 def test_languages_are_counted_as_told(folder: Path):
     count(folder, "--datasets", "all", "--languages", str(folder / "languages.csv"))
     rows = read(folder / "languages.csv")
-    assert rows == [["dataset_name", "language", "messages"], ["answers", "untold", "8"], ["ranked", "de", "4"], ["ranked", "untold", "4"]]
+    assert rows == [
+        ["dataset_name", "language", "messages"],
+        ["answers", "untold", "8"],
+        ["ranked", "de", "4"],
+        ["ranked", "untold", "4"],
+    ]
 
 
 @pytest.mark.parametrize(

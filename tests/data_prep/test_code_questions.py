@@ -126,11 +126,15 @@ def test_what_runs_at_another_time_is_not_asked_about():
     ],
 )
 def test_first_sentence(docstring, sentence):
-    assert asked(f'def f(x):\n    """{docstring}"""\n    return x\n').get(("does", "What does this function do?")) == sentence
+    assert (
+        asked(f'def f(x):\n    """{docstring}"""\n    return x\n').get(("does", "What does this function do?"))
+        == sentence
+    )
 
 
 @pytest.mark.parametrize(
-    "source", ["def method(): pass", "class A:\n  def self(self): pass", "def f(f): pass", "def _(): pass", "def the(): pass"]
+    "source",
+    ["def method(): pass", "class A:\n  def self(self): pass", "def f(f): pass", "def _(): pass", "def the(): pass"],
 )
 def test_answers_that_are_given_away_or_are_nothing_are_not_asked_for(source):
     for snippet in found(source + "\n"):

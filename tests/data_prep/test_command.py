@@ -37,7 +37,11 @@ def test_a_command_makes_a_folder_once(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(words) == 0
     assert "toy: made in" in capsys.readouterr().out
     manifest = json.loads((tmp_path / "toy" / "manifest.json").read_text())
-    assert (manifest["command"], manifest["made_from"], manifest["counts"]) == (COMMAND, {"words": ["a", "b"]}, {"train": 2})
+    assert (manifest["command"], manifest["made_from"], manifest["counts"]) == (
+        COMMAND,
+        {"words": ["a", "b"]},
+        {"train": 2},
+    )
     assert main(words) == 0
     assert "toy: whole and made from these sources with these options: nothing to do." in capsys.readouterr().out
     (tmp_path / "toy" / "train.jsonl").write_text('{"text": "x"}\n{"text": "b"}\n')
@@ -79,11 +83,16 @@ def test_scripts_and_sources_are_told_apart_by_content(tmp_path: Path):
     sources.require_distinct([("--train a", one), ("--val b", two)])
     with pytest.raises(DataError, match=r"^--val c: the same data as --train a\.$"):
         sources.require_distinct([("--train a", one), ("--train b", two), ("--val c", three)])
-    assert command.digest_files([tmp_path / "a"]) == command.digest_files([tmp_path / "c"]) != command.digest_files([tmp_path / "b"])
+    assert (
+        command.digest_files([tmp_path / "a"])
+        == command.digest_files([tmp_path / "c"])
+        != command.digest_files([tmp_path / "b"])
+    )
 
 
 @pytest.mark.parametrize(
-    ("source", "expected"), [("hub:a/b", ("a/b", None, "")), ("hub:glue@rte", ("glue", "rte", "")), ("hub:a/b@c#d", ("a/b", "c", "d"))]
+    ("source", "expected"),
+    [("hub:a/b", ("a/b", None, "")), ("hub:glue@rte", ("glue", "rte", "")), ("hub:a/b@c#d", ("a/b", "c", "d"))],
 )
 def test_names_of_sets_of_the_hub(source: str, expected: tuple[str, str | None, str]):
     assert sources.hub_id(source) == expected

@@ -33,7 +33,9 @@ def arguments(tmp_path):
 
 def test_what_is_served_was_cached_ahead(arguments, tmp_path, capsys):
     assert context_cache.main([*arguments, "--max_bytes", "1000000"]) == 0
-    assert "3 distinct contexts of 4 rows, 3 encoded now, 0 before; 0 were too long (truncate)." in capsys.readouterr().out
+    assert (
+        "3 distinct contexts of 4 rows, 3 encoded now, 0 before; 0 were too long (truncate)." in capsys.readouterr().out
+    )
     assert context_cache.main([*arguments, "--max_bytes", "1000000"]) == 0
     assert "0 encoded now, 3 before" in capsys.readouterr().out
     tokenizer = tokenizers.load(tmp_path / "base")

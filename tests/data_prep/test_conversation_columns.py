@@ -43,7 +43,10 @@ def counts(folder: Path) -> dict[str, int]:
 
 
 def chat(*texts: str, **more: Any) -> dict[str, Any]:
-    return {"messages": [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)], **more}
+    return {
+        "messages": [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)],
+        **more,
+    }
 
 
 def check_math(rows: list[dict[str, Any]]) -> None:
@@ -65,7 +68,9 @@ def test_gsm8k_rows_have_answers_for_reward_math(tmp_path: Path):
 
 def test_released_gsm8k_rows_have_answers_for_reward_math(shared_data: Path, tmp_path: Path):
     pytest.importorskip("math_verify")
-    train, val = prepare(tmp_path, "--name", "gsm8k", "--train", str(shared_data / "instruct" / "gsm8k" / "train.jsonl"))
+    train, val = prepare(
+        tmp_path, "--name", "gsm8k", "--train", str(shared_data / "instruct" / "gsm8k" / "train.jsonl")
+    )
     check_math([*train[::97], *val[::97]])
 
 
@@ -81,7 +86,10 @@ def test_mbpp_rows_have_tests_for_reward_python(shared_data: Path, tmp_path: Pat
 
 
 def test_setup_code_comes_before_each_test(tmp_path: Path):
-    rows = [{"text": f"Task {n}", "code": "pass", "test_list": ["assert a", "assert b"], "test_setup_code": "a = b = 1"} for n in range(20)]
+    rows = [
+        {"text": f"Task {n}", "code": "pass", "test_list": ["assert a", "assert b"], "test_setup_code": "a = b = 1"}
+        for n in range(20)
+    ]
     train, _ = prepare(tmp_path, "--name", "mbpp", "--train", write(tmp_path / "rows.jsonl", rows))
     assert train[0]["tests"] == ["a = b = 1\nassert a", "a = b = 1\nassert b"]
 
@@ -107,7 +115,14 @@ def test_columns_are_copied_whatever_the_form(form: str, tmp_path: Path):
 
 def test_group_with_different_values_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     rows = [
-        {"question": {"full_text": f"{n // 2}?"}, "answer_0": "a", "answer_1": f"b{n}", "score_0": 1, "score_1": 0, "id": n}
+        {
+            "question": {"full_text": f"{n // 2}?"},
+            "answer_0": "a",
+            "answer_1": f"b{n}",
+            "score_0": 1,
+            "score_1": 0,
+            "id": n,
+        }
         for n in range(20)
     ]
     source = write(tmp_path / "rows.jsonl", rows)
@@ -118,7 +133,8 @@ def test_group_with_different_values_is_refused(tmp_path: Path, capsys: pytest.C
 @pytest.mark.parametrize(
     ("rows", "words", "places"),
     [
-        ([chat("a", "b", answer=1), chat("c", "d")], ["--keep", "answer"], ["rows.jsonl:2: ", "'answer'", "--columns answer=COLUMN"]),
+        ([chat("a", "b", answer=1), chat("c", "d")], ["--keep", "answer"], ["rows.jsonl:2: ", "'answer'", ("--columns "
+                                                                                                          "answer=COLUMN")]),
         ([chat("a", "b")], ["--keep", "messages"], ["--keep: keep: 'messages'"]),
         ([chat("a", "b", x="\ud800")], ["--keep", "x"], ["rows.jsonl:1: column 'x': ", "\\ud800"]),
         ([chat("a", "b", x={"y": ["a\0"]})], ["--keep", "x"], ["rows.jsonl:1: column 'x': ", "U+0000"]),
@@ -134,7 +150,9 @@ def test_group_with_different_values_is_refused(tmp_path: Path, capsys: pytest.C
 def test_bad_row_is_refused_with_its_place(
     rows: Any, words: list[str], places: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    prepare(tmp_path, "--name", "own", "--form", "messages", "--train", write(tmp_path / "rows.jsonl", rows), *words, code=1)
+    prepare(
+        tmp_path, "--name", "own", "--form", "messages", "--train", write(tmp_path / "rows.jsonl", rows), *words, code=1
+    )
     message = capsys.readouterr().err
     assert message.count("\n") == 1
     for place in places:
@@ -144,7 +162,16 @@ def test_bad_row_is_refused_with_its_place(
 @pytest.mark.parametrize(("negatives", "total"), [("skip", 15), ("learn", 20)])
 def test_negative_rows_are_skipped_and_counted_or_learned(negatives: str, total: int, tmp_path: Path):
     rows = [chat(f"{n}?", "x", label=n % 4 != 0) for n in range(20)]
-    words = ["--form", "messages", "--train", write(tmp_path / "rows.jsonl", rows), "--val_rate", "0.4", "--negatives", negatives]
+    words = [
+        "--form",
+        "messages",
+        "--train",
+        write(tmp_path / "rows.jsonl", rows),
+        "--val_rate",
+        "0.4",
+        "--negatives",
+        negatives,
+    ]
     train, val = prepare(tmp_path, "--name", "own", *words)
     assert len(train) + len(val) == total
     assert counts(tmp_path / "own").get("negative", 0) == 20 - total
@@ -171,7 +198,16 @@ def test_skipped_and_joined_rows_are_counted(tmp_path: Path, capsys: pytest.Capt
     rows = [chat(f"{n}?", "x") for n in range(20)]
     rows += [chat("q", ""), chat("r", "  "), chat(" ", "x"), {"messages": []}]
     rows.append({"messages": [*chat("a")["messages"], *chat("b")["messages"], {"role": "assistant", "content": "c"}]})
-    words = ["--form", "messages", "--train", write(tmp_path / "rows.jsonl", rows), "--val_rate", "0.4", "--name", "own"]
+    words = [
+        "--form",
+        "messages",
+        "--train",
+        write(tmp_path / "rows.jsonl", rows),
+        "--val_rate",
+        "0.4",
+        "--name",
+        "own",
+    ]
     train, val = prepare(tmp_path, *words)
     assert len(train) + len(val) == 21
     numbers = counts(tmp_path / "own")
@@ -191,15 +227,29 @@ def test_reasoning_reaches_prepared_rows(tmp_path: Path):
     answer = {"role": "assistant", "content": "5", "reasoning_content": "2 + 3"}
     rows = [{"messages": [{"role": "user", "content": f"{n}?"}, answer]} for n in range(20)]
     rows += [
-        {"messages": [{"role": "user", "content": f"{n}!"}, {"role": "assistant", "content": "5", "thinking": "Hm"}]} for n in range(9)
+        {"messages": [{"role": "user", "content": f"{n}!"}, {"role": "assistant", "content": "5", "thinking": "Hm"}]}
+        for n in range(9)
     ]
     train, val = prepare(
-        tmp_path, "--name", "own", "--form", "messages", "--train", write(tmp_path / "rows.jsonl", rows), "--val_rate", "0.4"
+        tmp_path,
+        "--name",
+        "own",
+        "--form",
+        "messages",
+        "--train",
+        write(tmp_path / "rows.jsonl", rows),
+        "--val_rate",
+        "0.4",
     )
     assert sum(row["messages"][-1].get("reasoning_content") == "2 + 3" for row in [*train, *val]) == 20
     assert sum(row["messages"][-1].get("thinking") == "Hm" for row in [*train, *val]) == 9
-    pairs = [{"prompt": f"{n}?", "chosen": [answer], "rejected": [{**answer, "reasoning_content": "2 - 3"}]} for n in range(20)]
-    train, _ = prepare(tmp_path, "--name", "pairs", "--form", "pairs", "--train", write(tmp_path / "pairs.jsonl", pairs))
+    pairs = [
+        {"prompt": f"{n}?", "chosen": [answer], "rejected": [{**answer, "reasoning_content": "2 - 3"}]}
+        for n in range(20)
+    ]
+    train, _ = prepare(
+        tmp_path, "--name", "pairs", "--form", "pairs", "--train", write(tmp_path / "pairs.jsonl", pairs)
+    )
     assert [reply["reasoning_content"] for reply in train[0]["replies"]] == ["2 + 3", "2 - 3"]
 
 
@@ -216,7 +266,15 @@ def test_validation_rows_that_equal_a_training_row_are_removed(tmp_path: Path):
 def test_duplicates_are_in_one_split(tmp_path: Path):
     rows = [chat(f"{'  ' * (n % 3)}Owl {n // 3}" if n % 2 else f"OWL {n // 3}", str(n)) for n in range(120)]
     train, val = prepare(
-        tmp_path, "--name", "own", "--form", "messages", "--train", write(tmp_path / "rows.jsonl", rows), "--val_rate", "0.3"
+        tmp_path,
+        "--name",
+        "own",
+        "--form",
+        "messages",
+        "--train",
+        write(tmp_path / "rows.jsonl", rows),
+        "--val_rate",
+        "0.3",
     )
     prompts = [{row["messages"][0]["content"].strip().casefold() for row in split} for split in (train, val)]
     assert len(train) + len(val) == 120
@@ -243,15 +301,21 @@ def turns(*texts: str) -> list[dict[str, str]]:
         ("sharegpt", {"conversations": turns("{n}", "x", "bye")}, "removed", 1),
         ("sharegpt", {"conversations": turns("{n}", "x" * 32_769)}, "shortened", 1),
         ("soda", {"narrative": "{n}", "dialogue": ["a", "x" * 32_769], "speakers": ["A", "B"]}, "shortened", 1),
-        ("dialogues", {name: f"\n\nHuman: {{n}}\n\nHuman: b\n\nAssistant: {name}" for name in ("chosen", "rejected")}, "joined", 1),
+        ("dialogues", {name: (f"\n\nHuman: {{n}}\n\nHuman: b\n\nAssistant: "
+                             f"{name}") for name in ("chosen", "rejected")}, "joined", 1),
         ("pairs", {"prompt": "{n}", "chosen": chat("a", "b", "c", "d")["messages"], "rejected": "e"}, "removed", 3),
         ("pairs", {"prompt": "{n}", "chosen": [{"role": "assistant", "content": "a"}] * 2, "rejected": "e"}, "joined", 1),
     ],
 )  # fmt: skip
 def test_changed_conversations_are_counted(form: str, row: dict[str, Any], change: str, count: int, tmp_path: Path):
     rows = [json.loads(json.dumps(row).replace("{n}", f"{n}?")) for n in range(20)]
-    train, val = prepare(tmp_path, "--name", "own", "--form", form, "--train", write(tmp_path / "rows.jsonl", rows), "--val_rate", "0.4")
-    assert {name: counts(tmp_path / "own")[name] for name in CHANGES} == {**dict.fromkeys(CHANGES, 0), change: 20 * count}
+    train, val = prepare(
+        tmp_path, "--name", "own", "--form", form, "--train", write(tmp_path / "rows.jsonl", rows), "--val_rate", "0.4"
+    )
+    assert {name: counts(tmp_path / "own")[name] for name in CHANGES} == {
+        **dict.fromkeys(CHANGES, 0),
+        change: 20 * count,
+    }
     messages = [message for each in (*train, *val) for message in (*each["messages"], *each.get("replies", ()))]
     assert not {key for message in messages for key in message} - {"role", "content", "rank"}
 
@@ -261,7 +325,17 @@ def test_key_named_like_a_count_stays_in_its_message(tmp_path: Path):
     for row in rows:
         row["messages"][0]["joined"] = "2020"
         row |= {"messages": row["messages"][:1], "replies": [{"content": "a", "rank": 0}, {"content": "b", "rank": 1}]}
-    train, _ = prepare(tmp_path, "--name", "own", "--form", "ranked", "--train", write(tmp_path / "rows.jsonl", rows), "--val_rate", "0.4")
+    train, _ = prepare(
+        tmp_path,
+        "--name",
+        "own",
+        "--form",
+        "ranked",
+        "--train",
+        write(tmp_path / "rows.jsonl", rows),
+        "--val_rate",
+        "0.4",
+    )
     assert train[0]["messages"][0]["joined"] == "2020"
     assert counts(tmp_path / "own")["joined"] == 0
 
@@ -273,14 +347,37 @@ def test_messages_that_are_no_list_are_refused_with_their_line(tmp_path: Path, c
 
 
 def test_blank_replies_are_skipped(tmp_path: Path):
-    rows = [{"prompt": f"{n}?", "chosen": "a", "rejected": "b"} for n in range(20)] + [{"prompt": "?", "chosen": " ", "rejected": ""}]
-    prepare(tmp_path, "--name", "own", "--form", "pairs", "--train", write(tmp_path / "rows.jsonl", rows), "--val_rate", "0.4")
+    rows = [{"prompt": f"{n}?", "chosen": "a", "rejected": "b"} for n in range(20)] + [
+        {"prompt": "?", "chosen": " ", "rejected": ""}
+    ]
+    prepare(
+        tmp_path,
+        "--name",
+        "own",
+        "--form",
+        "pairs",
+        "--train",
+        write(tmp_path / "rows.jsonl", rows),
+        "--val_rate",
+        "0.4",
+    )
     assert counts(tmp_path / "own")["silent"] == 1
 
 
 def test_reasoning_in_the_form_of_sharegpt_reaches_prepared_rows(tmp_path: Path):
-    rows = [{"conversations": [{"from": "human", "value": f"{n}?"}, {"from": "gpt", "value": "5", "thinking": "Hm"}]} for n in range(20)]
+    rows = [
+        {"conversations": [{"from": "human", "value": f"{n}?"}, {"from": "gpt", "value": "5", "thinking": "Hm"}]}
+        for n in range(20)
+    ]
     train, val = prepare(
-        tmp_path, "--name", "own", "--form", "sharegpt", "--train", write(tmp_path / "rows.jsonl", rows), "--val_rate", "0.4"
+        tmp_path,
+        "--name",
+        "own",
+        "--form",
+        "sharegpt",
+        "--train",
+        write(tmp_path / "rows.jsonl", rows),
+        "--val_rate",
+        "0.4",
     )
     assert {row["messages"][1].get("thinking") for row in (*train, *val)} == {"Hm"}

@@ -37,7 +37,12 @@ def compare(folder: Path, *words: str) -> list[list[str]]:
 
 def test_duplicates_are_found_in_a_set_and_between_sets(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Whatever the case and punctuation; nearly the same with its index; in rows to train on first."""
-    prepare(tmp_path, "a", [("Who?", f"{LONG} one"), ("Where?", "There.")], [("who", f"{LONG.upper()}, one!"), ("When?", "Now.")])
+    prepare(
+        tmp_path,
+        "a",
+        [("Who?", f"{LONG} one"), ("Where?", "There.")],
+        [("who", f"{LONG.upper()}, one!"), ("When?", "Now.")],
+    )
     prepare(tmp_path, "b", [("Who?", f"{LONG} two"), ("Where?", "There!")], [("How?", "So."), ("Why?", "Well.")])
     found = compare(tmp_path, "a", "b", "a")
     runs = [list_runs(["who", *WORDS, last], 5) for last in ("one", "two")]
@@ -72,7 +77,9 @@ def test_near_duplicates_are_those_of_comparing_all(tmp_path: Path):
     prepare(tmp_path, "a", [(text, "Yes.") for text in texts], [("Who?", "Me.")])
     read = Texts(tmp_path, ["a"])
     runs = [list_runs(read.words(row), 5) for row in range(len(texts))]
-    pairs = [(a, b) for a, b in combinations(range(len(texts)), 2) if len(runs[a] & runs[b]) / len(runs[a] | runs[b]) >= 0.8]
+    pairs = [
+        (a, b) for a, b in combinations(range(len(texts)), 2) if len(runs[a] & runs[b]) / len(runs[a] | runs[b]) >= 0.8
+    ]
     found = {each.row: each.other for each in find_duplicates(read, 0.8)}
     assert len(pairs) > 30
     assert found == {b: min(a for a, other in pairs if other == b) for _, b in pairs}
@@ -88,7 +95,12 @@ def test_questions_of_evaluation_sets_are_found_in_rows_to_train_on(tmp_path: Pa
         "so it is now",
         "Is it?",
     ]
-    prepare(tmp_path, "a", [("What?", f"Well: {LONG}"), ("Is this the one? Here!", "So it is now.")], [("Never?", LONG[::-1])])
+    prepare(
+        tmp_path,
+        "a",
+        [("What?", f"Well: {LONG}"), ("Is this the one? Here!", "So it is now.")],
+        [("Never?", LONG[::-1])],
+    )
     found = compare(tmp_path, "a", "--against", write(tmp_path / "eval.jsonl", [{"question": text} for text in asked]))
     assert [row[1:] for row in found] == [
         [f"{tmp_path / 'eval.jsonl'}:1", "a/train.jsonl:1", f"{8 / 9:.3f}"],
@@ -111,7 +123,10 @@ def test_evaluation_sets_may_be_prepared_ones(tmp_path: Path):
         (["b"], "b: no such data set"),
         (["a", "--near", "1"], "--near: expected a number between 0 and 1, got 1."),
         (["a", "--against", "none.jsonl"], "none.jsonl: no such file."),
-        (["a", "--against", "rows.jsonl"], "no messages, and no column question, prompt, instruction, input, text, turns; the row has x."),
+        (
+            ["a", "--against", "rows.jsonl"],
+            "no messages, and no column question, prompt, instruction, input, text, turns; the row has x.",
+        ),
     ],
 )
 def test_mistakes_are_told(

@@ -1,4 +1,5 @@
-"""Each release of resources/conversations: what becomes of a few rows in its layout, and of a person's own file with an entry in YAML."""
+"""Each release of resources/conversations: what becomes of a few rows in its layout, and of a person's own file with an
+entry in YAML."""
 
 import copy
 import gzip
@@ -37,14 +38,19 @@ def show(row: dict[str, Any]) -> str:
         return f"{head}{message['content']}" + (f" [{'|'.join(tags)}]" if tags else "")
 
     messages = [show_one(f"{message['role'][0]}:", message) for message in row.get("messages", ())]
-    return row.get("text") or " ".join([*messages, *(show_one(f"{reply['rank']}=", reply) for reply in row.get("replies", ()))])
+    return row.get("text") or " ".join(
+        [*messages, *(show_one(f"{reply['rank']}=", reply) for reply in row.get("replies", ()))]
+    )
 
 
 def prepare(folder: Path, words: list[str], name: str) -> dict[str, list[str]]:
     """The rows of each split."""
     assert prepare_conversations.main([*words, "--name", name, "--data_path", str(folder)]) == 0
     paths = {split: folder / name / f"{split}.jsonl" for split in ("train", "val")}
-    return {split: [show(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()] for split, path in paths.items()}
+    return {
+        split: [show(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+        for split, path in paths.items()
+    }
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> str:
@@ -81,7 +87,8 @@ def test_a_file_of_ones_own_is_an_entry(tmp_path: Path, capsys: pytest.CaptureFi
         file.write("".join(json.dumps(row) + "\n" for row in rows))
     entry = tmp_path / "mine.yaml"
     entry.write_text(
-        "mine: {train: [mine.jsonl.gz], licence: ours, form: completion, columns: {prompt: q, completion: a}, without_refusals: true}"
+        "mine: {train: [mine.jsonl.gz], licence: ours, form: completion, columns: {prompt: q, completion: a}, "
+        "without_refusals: true}"
     )
     splits = prepare(tmp_path, ["--release_file", str(entry)], "mine")
     assert "8 in which the assistant refuses" in capsys.readouterr().out
@@ -93,9 +100,15 @@ def test_a_file_of_ones_own_is_an_entry(tmp_path: Path, capsys: pytest.CaptureFi
     ("entry", "message"),
     [
         ("{licence: x, form: alpacca}", "mine: form: unknown form 'alpacca'. Did you mean 'alpaca'?"),
-        ("{licence: x, form: {name: text, charactres: 2}}", "form: unknown key 'charactres'. Did you mean 'characters'?"),
+        (
+            "{licence: x, form: {name: text, charactres: 2}}",
+            "form: unknown key 'charactres'. Did you mean 'characters'?",
+        ),
         ("{licence: x, form: text, trian: [a]}", "mine: unknown key 'trian'. Did you mean 'train'?"),
-        ("{licence: x, form: text}", "--train: expected a file of this release, which the hub does not have. It is your own."),
+        (
+            "{licence: x, form: text}",
+            "--train: expected a file of this release, which the hub does not have. It is your own.",
+        ),
         ("{licence: x, form: text, hub: a/b}", "train: expected the names of splits of the hub's set."),
         ("{licence: x, form: oasst, ranked_form: oasst_ranked}", "mine: ranked_form: "),
         ("{licence: x, form: text, split_column: s, val: [b]}", "mine: split_column: "),
@@ -115,7 +128,8 @@ def test_wrong_entry_is_refused(entry: str, message: str, tmp_path: Path, capsys
 
 
 def test_no_question_is_in_both_splits(tmp_path: Path):
-    """Of replies to one question, which the split keeps together, of pieces of one text, and of joined conversations."""
+    """Of replies to one question, which the split keeps together, of pieces of one text, and of joined
+    conversations."""
     questions = [{"instruction": f"{i % 40}?", "input": "", "output": f"a{i}"} for i in range(120)]
     splits = prepare(tmp_path, ["--release", "alpaca", "--train", write(tmp_path / "a.jsonl", questions)], "alpaca")
     prompts = [{row.partition(" ")[0] for row in splits[split]} for split in ("train", "val")]
@@ -134,7 +148,10 @@ def test_choices_depend_only_on_the_row(tmp_path: Path):
     rows = [{"question": f"{i}?", "answer": {"aliases": [f"{i}{c}" for c in "abcde"]}} for i in range(30)]
     words = ["--release", "trivia_qa_nocontext", "--train"]
     first, second = write(tmp_path / "one.jsonl", rows), write(tmp_path / "two.jsonl", rows[::-1])
-    rows_by_file = [prepare(tmp_path, [*words, source, "--val", source], name)["train"] for source, name in ((first, "a"), (second, "b"))]
+    rows_by_file = [
+        prepare(tmp_path, [*words, source, "--val", source], name)["train"]
+        for source, name in ((first, "a"), (second, "b"))
+    ]
     assert rows_by_file[0] == rows_by_file[1][::-1]
     assert len({row[-1] for row in rows_by_file[0]}) == 5
     assert pick("abc", {"a": 1, "b": None}) == pick("abc", {"b": None, "a": 1})
@@ -145,7 +162,9 @@ def test_translations_go_both_ways_in_all_languages():
     assert languages.keys() >= TWELVE
     for code in languages.keys() - {"en"}:
         form = load_form({"name": "translation", "pair": f"en-{code}"}, "form")
-        rows = [show(row) for i in range(60) for row in form.read({"translation": {"en": f"A{i}", code: f"B{i}"}}, "here")]
+        rows = [
+            show(row) for i in range(60) for row in form.read({"translation": {"en": f"A{i}", code: f"B{i}"}}, "here")
+        ]
         assert len(rows) == 60
         forth = [row for row in rows if f"[{code}]" in row]
         assert 15 < len(forth) < 45
@@ -178,7 +197,9 @@ def test_conversations_are_joined_until_they_are_long_enough():
 def test_unsure_choices_count_on_request():
     row = {"info": {"post": "p"}, "summaries": [{"text": "a"}, {"text": "b"}], "choice": 0, "extra": {"confidence": 3}}
     for least, expected in ((None, 1), (3, 1), (4, 0)):
-        form = load_form({"name": "wins", "texts": ["info.post"], "prompts": ["{text}"], "least_confidence": least}, "form")
+        form = load_form(
+            {"name": "wins", "texts": ["info.post"], "prompts": ["{text}"], "least_confidence": least}, "form"
+        )
         assert len(list(form.read(row, "here"))) == expected
 
 
@@ -189,7 +210,9 @@ def test_long_messages_lose_their_end():
     ):
         (result,) = load_form({"name": name, "characters": 20}, "form").read(row, "here")
         assert [len(message["content"]) for message in result["messages"]] == [20, 20]
-    (result,) = load_form({"name": "columns", "user": "{a|words}", "assistant": "b"}, "form").read({"a": "w " * 999}, "here")
+    (result,) = load_form({"name": "columns", "user": "{a|words}", "assistant": "b"}, "form").read(
+        {"a": "w " * 999}, "here"
+    )
     assert result["messages"][0]["content"].count("w") == 512
 
 
@@ -198,7 +221,11 @@ def list_messages(message: dict[str, Any], **more: Any) -> list[dict[str, Any]]:
     labels = message.get("labels") or {}
     label_columns = {"name": [*labels], "value": [each["value"] for each in labels.values()]}
     top = {**message, **more, "labels": label_columns, "replies": None}
-    below = [row for reply in message["replies"] for row in list_messages(reply, **{**more, "parent_id": message["message_id"]})]
+    below = [
+        row
+        for reply in message["replies"]
+        for row in list_messages(reply, **{**more, "parent_id": message["message_id"]})
+    ]
     return [top, *below]
 
 
@@ -206,8 +233,13 @@ def test_trees_of_the_hub_are_those_of_the_files(shared_data: Path, tmp_path: Pa
     """The released trees, and their messages in the layout and order of the hub."""
     path = shared_data / "instruct" / "oasst_format" / "en_100_tree.jsonl"
     trees = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    tree_columns = [{"message_tree_id": tree["message_tree_id"], "tree_state": tree["tree_state"], "parent_id": None} for tree in trees]
-    rows = [row for tree, more in zip(trees, tree_columns, strict=True) for row in list_messages(tree["prompt"], **more)]
+    tree_columns = [
+        {"message_tree_id": tree["message_tree_id"], "tree_state": tree["tree_state"], "parent_id": None}
+        for tree in trees
+    ]
+    rows = [
+        row for tree, more in zip(trees, tree_columns, strict=True) for row in list_messages(tree["prompt"], **more)
+    ]
     for mode in ("sft", "rm"):
         words = ["--release", "oasst_export", "--synthetic", "--mode", mode, "--train"]
         of_file = prepare(tmp_path, [*words, str(path)], f"trees_{mode}")
@@ -226,12 +258,16 @@ def spoil(value: Any, *path: str | int) -> Iterator[tuple[tuple[str | int, ...],
 
 @pytest.mark.parametrize("name", fixtures())
 def test_rows_of_another_shape_are_refused_or_skipped(name: str):
-    """Whatever stands in the place of whatever: an error of the data, which names the row, or a row that is left out."""
+    """Whatever stands in the place of whatever: an error of the data, which names the row, or a row that is left
+    out."""
     release, _, mode = name.partition(" ")
     entry, _ = conversation_table.find(release)
     form = entry.form_of("rm" if mode else entry.modes[0])
     rows = fixtures()[name]["rows"] or fixtures()[release]["rows"]
-    keys = [json.dumps(look_up(row, entry.group_by, "here")) if entry.group_by else str(place) for place, row in enumerate(rows)]
+    keys = [
+        json.dumps(look_up(row, entry.group_by, "here")) if entry.group_by else str(place)
+        for place, row in enumerate(rows)
+    ]
     num_errors = 0
     for key in set(keys):
         group = [row for row, row_key in zip(rows, keys, strict=True) if row_key == key]
@@ -257,11 +293,15 @@ def test_a_paragraph_belongs_to_the_turn_above_it():
     row = {"chosen": text, "rejected": text.replace("Owls", "Dogs")}
     (result,) = load_form("dialogues", "form").read(row, "here")
     assert [message["content"] for message in result["messages"]] == ["A poem?\n\nPlease."]
-    assert [reply["content"] for reply in result["replies"]] == ["Owls\n\nsleep.\n\nBy day.", "Dogs\n\nsleep.\n\nBy day."]
+    assert [reply["content"] for reply in result["replies"]] == [
+        "Owls\n\nsleep.\n\nBy day.",
+        "Dogs\n\nsleep.\n\nBy day.",
+    ]
 
 
 def test_summaries_of_one_text_are_one_row_with_its_own_request():
-    """B26: the reference had a text as often as it was compared, its request without a blank, and another text's where it had none."""
+    """B26: the reference had a text as often as it was compared, its request without a blank, and another text's where
+    it had none."""
     compared = [("a post", "A", "B"), ("a post", "A", "C"), ("another", "D", "E")]
     rows = [
         {"info": {"id": text, "post": text, "article": None}, "summaries": [{"text": good}, {"text": bad}], "choice": 0}
@@ -269,7 +309,9 @@ def test_summaries_of_one_text_are_one_row_with_its_own_request():
     ]
     release, _ = conversation_table.find("hf_summary")
     assert release.group_by is not None
-    groups = {look_up(row, release.group_by, "here"): [each for each in rows if each["info"] == row["info"]] for row in rows}
+    groups = {
+        look_up(row, release.group_by, "here"): [each for each in rows if each["info"] == row["info"]] for row in rows
+    }
     results = [each for group in groups.values() for each in release.form_of("rm").read({"rows": group}, "here")]
     assert len(results) == 2
     for each, text in zip(results, ("a post", "another"), strict=True):

@@ -44,7 +44,12 @@ def test_pages_say_what_they_show(tmp_path: Path):
 
 def test_two_runs_give_the_same_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     for name in ("a", "b"):
-        assert digit_pages.main(["--data_path", str(tmp_path / name), "--pages", "30", "--val_pages", "9", "--per_shard", "20"]) == 0
+        assert (
+            digit_pages.main(
+                ["--data_path", str(tmp_path / name), "--pages", "30", "--val_pages", "9", "--per_shard", "20"]
+            )
+            == 0
+        )
     for split, counts in (("train", [20, 10]), ("val", [9])):
         listed = [manifest.load(tmp_path / name / "digit_pages" / split) for name in ("a", "b")]
         assert listed[0].shards == listed[1].shards
@@ -52,7 +57,10 @@ def test_two_runs_give_the_same_bytes(tmp_path: Path, capsys: pytest.CaptureFixt
         index = tar_index.load(listed[0].folder / listed[0].shards[0].url)
         assert index.tokens is not None
     capsys.readouterr()
-    assert digit_pages.main(["--data_path", str(tmp_path / "a"), "--pages", "31", "--val_pages", "9", "--per_shard", "20"]) == 1
+    assert (
+        digit_pages.main(["--data_path", str(tmp_path / "a"), "--pages", "31", "--val_pages", "9", "--per_shard", "20"])
+        == 1
+    )
     assert "pages changed" in capsys.readouterr().err
     with pytest.raises(DataError, match="--val_pages: expected at least 1, got 0"):
         digit_pages.prepare(tmp_path / "c", val_pages=0)

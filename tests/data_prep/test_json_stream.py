@@ -10,7 +10,11 @@ import pytest
 from data_prep.qa_releases import json_stream
 from src.errors import DataError
 
-RECORDS = [{"question": "é \U0001f600?", "answer": ["a", "b\n"], "n": 12345}, {"question": "", "n": [-1.5e3, None, True]}, {"n": {"m": {}}}]
+RECORDS = [
+    {"question": "é \U0001f600?", "answer": ["a", "b\n"], "n": 12345},
+    {"question": "", "n": [-1.5e3, None, True]},
+    {"n": {"m": {}}},
+]
 COLUMNS = ("n", "q")
 
 FORMS = {
@@ -18,7 +22,9 @@ FORMS = {
     "pretty list": json.dumps(RECORDS, indent=2),
     "list": json.dumps(RECORDS, ensure_ascii=False),
     "list in an object": json.dumps({"version": "1.1", "data": RECORDS, "n": [1, {"x": 2}]}),
-    "list in an object after other objects": json.dumps({"info": {"by": {"x": [1]}}, "none": {}, "data": RECORDS}, indent=1),
+    "list in an object after other objects": json.dumps(
+        {"info": {"by": {"x": [1]}}, "none": {}, "data": RECORDS}, indent=1
+    ),
     "list in an object that comes first": json.dumps({"Data": RECORDS, "Domain": "Web", "Version": 1.0}),
 }
 COLUMN_TEXT = '{"other": {"0": [1], "1": [2]}, "n": {"0": 10, "1": 234}, "q": {"0": "a", "1": "b"}, "last": {"0": 1}}'
@@ -60,7 +66,9 @@ def test_places_are_lines_and_items(tmp_path):
     assert [where for where, _ in read(tmp_path, '[{"a": 1}, {"a": 2}]')] == [f"{path}: item 1", f"{path}: item 2"]
 
 
-@pytest.mark.parametrize("text", [FORMS["list"], FORMS["list in an object"], FORMS["list in an object that comes first"], COLUMN_TEXT])
+@pytest.mark.parametrize(
+    "text", [FORMS["list"], FORMS["list in an object"], FORMS["list in an object that comes first"], COLUMN_TEXT]
+)
 def test_a_file_that_is_cut_off_anywhere_is_refused(tmp_path, text):
     data = text.encode()
     for end in range(1, len(data)):
@@ -90,7 +98,10 @@ def test_a_gzip_file_that_is_cut_off_or_damaged_is_refused(tmp_path):
         ('[{"a": 1}', "file.json: ends at character 10, where ',' should follow: it is cut off."),
         ('[{"a": 1}] []', "file.json: not valid JSON, at character 12: expected the end of the file, got '['."),
         ('[{"a": 1}, 2]', "file.json: item 2: expected a JSON object, got 2."),
-        ('{"data": [{"a": 1}], 3: 4}', "file.json: not valid JSON, at character 22: expected a name in double quotes, got '3'."),
+        (
+            '{"data": [{"a": 1}], 3: 4}',
+            "file.json: not valid JSON, at character 22: expected a name in double quotes, got '3'.",
+        ),
         ('{"a": 1}\n{"a": \n', "file.json:2: not valid JSON: Expecting value at column 7."),
         (b'[{"a": "\xff"}]', "file.json: not UTF-8 text, after character 0: invalid start byte."),
         ('[{"a": %s}]' % ("[" * 100_000), "file.json: nested too deep to be read, at character 2."),

@@ -16,11 +16,19 @@ SIZES = (8, 12, 2, 4, 2, 262, 16)  # width, inner width, layers, heads, key head
 
 
 def write(folder: Path, sizes: tuple[int, ...] = SIZES, tail: bytes = b"") -> tuple[list[str], dict[str, torch.Tensor]]:
-    """Random weights and a vocabulary of one word more than the bytes; returns the command's arguments and the matrices."""
+    """Random weights and a vocabulary of one word more than the bytes; returns the command's arguments and the
+    matrices."""
     D, inner, L, heads, groups, vocabulary, positions = SIZES
     shared, half = groups * D // heads, D // heads // 2
     generator = torch.Generator().manual_seed(0)
-    shapes = {"embed": (vocabulary, D), "n1": (L, D), "q": (L, D, D), "k": (L, shared, D), "v": (L, shared, D), "o": (L, D, D)}
+    shapes = {
+        "embed": (vocabulary, D),
+        "n1": (L, D),
+        "q": (L, D, D),
+        "k": (L, shared, D),
+        "v": (L, shared, D),
+        "o": (L, D, D),
+    }
     shapes |= {
         "n2": (L, D),
         "w1": (L, inner, D),
@@ -83,7 +91,9 @@ def test_logits_are_those_of_its_own_arithmetic(tmp_path: Path):
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "tiny")
     ids = [1, 261, 70, 4, 259]
     with torch.no_grad():
-        torch.testing.assert_close(model(torch.tensor([ids])).logits[0], plain_logits(weights, ids), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            model(torch.tensor([ids])).logits[0], plain_logits(weights, ids), rtol=1e-4, atol=1e-4
+        )
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tiny")
     assert tokenizer("a\u00e9")["input_ids"] == [1, 261, 3 + 0xC3, 3 + 0xA9]
     assert tokenizer.decode([261, 3 + 0xC3, 3 + 0xA9]) == "a\u00e9"
@@ -93,9 +103,15 @@ def test_logits_are_those_of_its_own_arithmetic(tmp_path: Path):
     ("change", "message"),
     [
         (lambda path: path.write_bytes(b"abc"), r"Tiny.bin: 3 bytes, too few for a header"),
-        (lambda path: path.write_bytes(path.read_bytes()[:-4]), r"Tiny.bin: \d+ bytes, but its header \(8, 12, 2, 4, 2, 262, 16\) says"),
+        (
+            lambda path: path.write_bytes(path.read_bytes()[:-4]),
+            r"Tiny.bin: \d+ bytes, but its header \(8, 12, 2, 4, 2, 262, 16\) says",
+        ),
         (lambda path: path.write_bytes(struct.pack("<7i", 8, 12, 2, 3, 2, 262, 16)), r"which are no sizes of a model"),
-        (lambda path: path.with_name("tok.bin").write_bytes(b"\0" * 14), r"tok.bin: token 1: .*Expected the tokenizer file"),
+        (
+            lambda path: path.with_name("tok.bin").write_bytes(b"\0" * 14),
+            r"tok.bin: token 1: .*Expected the tokenizer file",
+        ),
         (
             lambda path: path.with_name("tok.bin").write_bytes(struct.pack("<ifi", 1, 0.0, 1) + b"x"),
             r"tok.bin: 1 tokens, but the model has 262",
@@ -103,7 +119,9 @@ def test_logits_are_those_of_its_own_arithmetic(tmp_path: Path):
         (lambda path: path.unlink(), r"Tiny.bin: no such file"),
     ],
 )
-def test_other_files_are_refused_and_nothing_is_made(tmp_path: Path, capsys: pytest.CaptureFixture[str], change, message: str):
+def test_other_files_are_refused_and_nothing_is_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change, message: str
+):
     words, _ = write(tmp_path)
     change(tmp_path / "Tiny.bin")
     assert llama2c.main(words) == 1
@@ -117,7 +135,17 @@ def test_the_real_model_tells_its_stories(tmp_path: Path):
         pytest.skip("TRAINVAL_DATA is not set")
     folder = Path(data) / "weights" / "stories260K"
     assert (
-        llama2c.main([str(folder / "stories260K.bin"), str(folder / "tok512.bin"), "--data_path", str(tmp_path), "--name", "stories"]) == 0
+        llama2c.main(
+            [
+                str(folder / "stories260K.bin"),
+                str(folder / "tok512.bin"),
+                "--data_path",
+                str(tmp_path),
+                "--name",
+                "stories",
+            ]
+        )
+        == 0
     )
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "stories").eval()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "stories")
@@ -126,7 +154,8 @@ def test_the_real_model_tells_its_stories(tmp_path: Path):
     assert tokenizer.decode(ids[0], skip_special_tokens=True) == text
     with torch.no_grad():
         told, shuffled = (
-            model(x, labels=x).loss.item() for x in (ids, ids[:, torch.randperm(ids.shape[1], generator=torch.Generator().manual_seed(0))])
+            model(x, labels=x).loss.item()
+            for x in (ids, ids[:, torch.randperm(ids.shape[1], generator=torch.Generator().manual_seed(0))])
         )
     assert told < 0.6
     assert shuffled > 4

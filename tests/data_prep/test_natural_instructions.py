@@ -1,4 +1,5 @@
-"""Super-Natural-Instructions in the layout of its release: the text of a row, which instances are there, and what is refused."""
+"""Super-Natural-Instructions in the layout of its release: the text of a row, which instances are there, and what is
+refused."""
 
 import json
 from pathlib import Path
@@ -20,7 +21,9 @@ TASK: dict[str, Any] = {
         {"input": "never", "output": "shown", "explanation": "e"},
     ],
     "Negative Examples": [],
-    "Instances": [{"id": f"{i}", "input": f" The bird {i} is green ", "output": ["green", " It is green"]} for i in range(120)],
+    "Instances": [
+        {"id": f"{i}", "input": f" The bird {i} is green ", "output": ["green", " It is green"]} for i in range(120)
+    ],
 }
 EXPECTED = """Definition: Say what colour the thing has.
 
@@ -52,7 +55,10 @@ def release(tmp_path: Path) -> Path:
 def prepare(release: Path, *options: str) -> dict[str, list[dict[str, Any]]]:
     assert natural_instructions.main(["--data_path", str(release.parent / "data"), str(release), *options]) == 0
     folder = release.parent / "data" / "sni"
-    return {split: [json.loads(line) for line in (folder / f"{split}.jsonl").read_text().splitlines()] for split in ("train", "val")}
+    return {
+        split: [json.loads(line) for line in (folder / f"{split}.jsonl").read_text().splitlines()]
+        for split in ("train", "val")
+    }
 
 
 def test_what_the_model_reads_and_how_it_is_scored(release: Path):
@@ -66,14 +72,18 @@ def test_what_the_model_reads_and_how_it_is_scored(release: Path):
         "em": 1.0,
         "task_score": 100.0,
     }
-    assert task_scores(data.task, [data.prediction(0, "greens")])["rougeL"] == 1.0, "stems are compared, with the best reference"
+    assert task_scores(data.task, [data.prediction(0, "greens")])["rougeL"] == 1.0, (
+        "stems are compared, with the best reference"
+    )
     assert task_scores(data.task, [data.prediction(0, "red")])["rougeL"] == 0.0
 
 
 def test_instances(release: Path):
     found = prepare(release)
     assert [len(found[split]) for split in ("train", "val")] == [200, 100]
-    assert all(int(row["text"].split("The bird ")[1].split()[0]) < 100 for row in found["val"]), "the benchmark is the first hundred"
+    assert all(int(row["text"].split("The bird ")[1].split()[0]) < 100 for row in found["val"]), (
+        "the benchmark is the first hundred"
+    )
     assert {row["group"] for row in found["train"]} == {"task1_a", "task2_b"}
     few = prepare(release, "--instances", "7", "--positive_examples", "0")
     assert [len(few[split]) for split in ("train", "val")] == [14, 7]
@@ -89,7 +99,9 @@ def test_what_is_missing(release: Path, capsys: pytest.CaptureFixture[str]):
     (release / "tasks" / "task2_b.json").write_text('{"Definition": "x"}')
     assert natural_instructions.main([*place, str(release)]) == 1
     assert "task2_b.json: not a task of Natural Instructions (KeyError: 'Positive Examples')" in capsys.readouterr().err
-    (release / "tasks" / "task2_b.json").write_text(json.dumps({**TASK, "Definition": [], "Instances": [{"input": 3, "output": ["x"]}]}))
+    (release / "tasks" / "task2_b.json").write_text(
+        json.dumps({**TASK, "Definition": [], "Instances": [{"input": 3, "output": ["x"]}]})
+    )
     assert natural_instructions.main([*place, str(release)]) == 1
     assert "task2_b.json: not a task of Natural Instructions (IndexError" in capsys.readouterr().err
     (release / "tasks" / "task2_b.json").write_text(json.dumps({**TASK, "Instances": [{"input": 3, "output": ["x"]}]}))

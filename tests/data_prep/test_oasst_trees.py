@@ -13,12 +13,33 @@ from data_prep import oasst_trees
 def message(name: str, role: str = "prompter", *replies: dict[str, Any], **more: Any) -> dict[str, Any]:
     for reply in replies:
         reply["parent_id"] = name
-    return {"message_id": name, "text": f"text of {name}", "role": role, "lang": "en", "replies": list(replies), "rank": None, **more}
+    return {
+        "message_id": name,
+        "text": f"text of {name}",
+        "role": role,
+        "lang": "en",
+        "replies": list(replies),
+        "rank": None,
+        **more,
+    }
 
 
 def trees() -> list[dict[str, Any]]:
-    first = message("p1", "prompter", message("a1", "assistant", rank=0), message("a2", "assistant", rank=1, synthetic=True), user_id="u1")
-    second = message("p2", "prompter", message("b1", "assistant", deleted=True), message("b2", "assistant"), lang="de", review_result=False)
+    first = message(
+        "p1",
+        "prompter",
+        message("a1", "assistant", rank=0),
+        message("a2", "assistant", rank=1, synthetic=True),
+        user_id="u1",
+    )
+    second = message(
+        "p2",
+        "prompter",
+        message("b1", "assistant", deleted=True),
+        message("b2", "assistant"),
+        lang="de",
+        review_result=False,
+    )
     third = message("p3", "prompter", message("c1", "assistant", message("p4", user_id="u1")))
     states = ("ready_for_export", "growing", "ready_for_export")
     found = zip((first, second, third), states, strict=True)
@@ -100,7 +121,8 @@ def test_trees_are_filtered(source: Path, words: tuple[str, ...], wanted: list[s
 
 @pytest.mark.parametrize("name", ["out.jsonl", "out.jsonl.gz"])
 def test_b27_nulls_are_left_out_of_trees_too(source: Path, name: str):
-    """`exclude_none` did nothing in trees. And as a flag it is off where it is not given: `type=bool` was always true."""
+    """`exclude_none` did nothing in trees. And as a flag it is off where it is not given: `type=bool` was always
+    true."""
     output = source.with_name(name)
     for words, nulls in (([], True), (["--without_nulls"], False)):
         assert oasst_trees.main(["filter_trees", str(source), str(output), *words]) == 0
@@ -110,7 +132,8 @@ def test_b27_nulls_are_left_out_of_trees_too(source: Path, name: str):
 
 def test_b27_a_split_is_of_trees_and_depends_on_its_seed(tmp_path: Path):
     made = [
-        {"message_tree_id": f"t{i}", "tree_state": "growing", "prompt": message(f"t{i}", "prompter", message(f"r{i}"))} for i in range(40)
+        {"message_tree_id": f"t{i}", "tree_state": "growing", "prompt": message(f"t{i}", "prompter", message(f"r{i}"))}
+        for i in range(40)
     ]
     source = tmp_path / "trees.jsonl"
     source.write_text("".join(json.dumps(tree) + "\n" for tree in made))
@@ -132,7 +155,10 @@ def test_b27_a_split_is_of_trees_and_depends_on_its_seed(tmp_path: Path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["filter_trees", "trees", "out", "--state", "grown"], "--state: unknown state 'grown'. Did you mean 'growing'?"),
+        (
+            ["filter_trees", "trees", "out", "--state", "grown"],
+            "--state: unknown state 'grown'. Did you mean 'growing'?",
+        ),
         (["filter_trees", "messages", "out"], "messages:1: expected a tree, got a message."),
         (["filter_trees", "trees", "trees"], "a file is named twice"),
         (["split", "trees", "out", "out"], "a file is named twice"),
@@ -178,7 +204,9 @@ def test_released_files(shared_data: Path):
 def test_some_trees_are_drawn(source: Path):
     names = ["p1", "p2", "p3"]
     drawn = {seed: run("filter_trees", source, "--count", "2", "--seed", str(seed)) for seed in range(8)}
-    assert all(len(found) == 2 and found == [name for name in names if name in found] for found in drawn.values()), "in their order"
+    assert all(len(found) == 2 and found == [name for name in names if name in found] for found in drawn.values()), (
+        "in their order"
+    )
     assert len({tuple(found) for found in drawn.values()}) > 1
     assert run("filter_trees", source, "--count", "2", "--seed", "3") == drawn[3]
     assert run("filter_trees", source, "--count", "9") == names
@@ -191,7 +219,10 @@ def test_some_trees_are_drawn(source: Path):
 def test_reports_become_trees_that_wait_for_ranking(tmp_path: Path):
     """An answer with code keeps what stands behind its first "<" (B22)."""
     for name, outputs in (("a", ["one", "if a < b: pass", " one "]), ("b", ["two", "three", ""])):
-        results = [{"sampling_config": "k50", "outputs": outputs}, {"sampling_config": "greedy", "outputs": outputs[:1]}]
+        results = [
+            {"sampling_config": "k50", "outputs": outputs},
+            {"sampling_config": "greedy", "outputs": outputs[:1]},
+        ]
         report = {
             "model_name": name,
             "prompts": [{"prompt": "Say", "results": results}, {"prompt": f"Alone {name}", "results": results[1:]}],

@@ -17,7 +17,10 @@ def corpus(seed=0, documents=400):
     """Words in random order, among them two names, one of which is part of a longer one."""
     rng, words = Random(seed), [f"w{i}" for i in range(40)]
     names = ["New York", "New York Stock Exchange", "to be or not to"]
-    return [" ".join(rng.choice(names) if rng.random() < 0.1 else rng.choice(words) for _ in range(50)) + "." for _ in range(documents)]
+    return [
+        " ".join(rng.choice(names) if rng.random() < 0.1 else rng.choice(words) for _ in range(50)) + "."
+        for _ in range(documents)
+    ]
 
 
 @pytest.fixture

@@ -43,7 +43,11 @@ HF = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         ("alpaca", {"instruction": "a", "input": "", "output": "b"}, ["u:a a:b"]),
         ("alpaca", {"instruction": "a", "input": "i", "output": "b"}, ["u:a\ni a:b"]),
         ("pairs", {"prompt": "a", "chosen": "b", "rejected": "c"}, ["u:a 0=b 1=c"]),
-        ("pairs", {"conversations": SAID[:1], "chosen": SAID[1], "rejected": {"from": "gpt", "value": "c"}}, ["u:a 0=b 1=c"]),
+        (
+            "pairs",
+            {"conversations": SAID[:1], "chosen": SAID[1], "rejected": {"from": "gpt", "value": "c"}},
+            ["u:a 0=b 1=c"],
+        ),
         ("pairs", {"chosen": HF, "rejected": [HF[0], {"role": "assistant", "content": "c"}]}, ["u:a 0=b 1=c"]),
         ("pairs", {"chosen": HF, "rejected": [{"role": "user", "content": "x"}, HF[1]]}, []),
         ("pairs", {"prompt": "a", "chosen": "b", "rejected": "b"}, []),
@@ -51,7 +55,11 @@ HF = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         ("pairs", {"prompt": "a", "chosen": "b", "rejected": []}, []),
         ("pairs", {"chosen": [*HF, HF[0]], "rejected": [*HF, {"role": "user", "content": "c"}]}, []),
         ("completion", {"prompt": "a", "completion": []}, []),
-        ("ranked", {"messages": HF[:1], "replies": [{"content": "b", "rank": 1}, {"content": "c", "rank": 0}]}, ["u:a 1=b 0=c"]),
+        (
+            "ranked",
+            {"messages": HF[:1], "replies": [{"content": "b", "rank": 1}, {"content": "c", "rank": 0}]},
+            ["u:a 1=b 0=c"],
+        ),
     ],
 )
 def test_a_row_of_each_layout(form: str, row: dict[str, Any], expected: list[str]):
@@ -61,7 +69,12 @@ def test_a_row_of_each_layout(form: str, row: dict[str, Any], expected: list[str
 def test_calls_of_tools_are_unchanged(tmp_path: Path):
     """In the hub's form: a call without a text, what the tool gives, and which tools there are."""
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
-    talk = [HF[0], {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "5"}, HF[1]]
+    talk = [
+        HF[0],
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "5"},
+        HF[1],
+    ]
     (row,) = load_form("messages", "form").read({"messages": talk, "tools": '[{"name": "add"}]'}, "here")
     entry = read_entry(row, "here")
     assert [(message.role, message.written) for message in entry.messages] == [
@@ -70,7 +83,9 @@ def test_calls_of_tools_are_unchanged(tmp_path: Path):
     assert entry.messages[0].tools == [{"name": "add"}]
 
 
-@pytest.mark.parametrize("text", ["No input", "<noinput>", "N/A", "n/a.", " Input: none... no input required ", "Input: N/A"])
+@pytest.mark.parametrize(
+    "text", ["No input", "<noinput>", "N/A", "n/a.", " Input: none... no input required ", "Input: N/A"]
+)
 def test_input_without_content_is_removed(text: str):
     expected = ["u:a a:b"] if "none" not in text else [f"u:a\n{text} a:b"]
     assert read_rows("alpaca", {"instruction": "a", "input": text, "output": "b"}, skip_no_input=True) == expected
@@ -78,7 +93,9 @@ def test_input_without_content_is_removed(text: str):
 
 @pytest.mark.parametrize("text", ["The Kenya/Namibia border", "def f(x): # n/a values", "There is no input device."])
 def test_input_with_similar_letters_stays(text: str):
-    assert read_rows("alpaca", {"instruction": "a", "input": text, "output": "b"}, skip_no_input=True) == [f"u:a\n{text} a:b"]
+    assert read_rows("alpaca", {"instruction": "a", "input": text, "output": "b"}, skip_no_input=True) == [
+        f"u:a\n{text} a:b"
+    ]
 
 
 def test_worst_of_many_scored_replies_stays():
@@ -95,7 +112,16 @@ def test_what_ranks_nothing_is_counted(tmp_path: Path, capsys: pytest.CaptureFix
 
     rows = [ranked(number, ("a", 0), ("b", 1)) for number in range(20)]
     rows += [ranked(90, ("a", 0), ("b", 0)), ranked(91, ("a", 0), ("b", 1), ("a", 2)), ranked(92, ("a", 0), ("a", 2))]
-    words = ["--form", "ranked", "--train", write(tmp_path / "a.jsonl", rows), "--name", "own", "--data_path", str(tmp_path)]
+    words = [
+        "--form",
+        "ranked",
+        "--train",
+        write(tmp_path / "a.jsonl", rows),
+        "--name",
+        "own",
+        "--data_path",
+        str(tmp_path),
+    ]
     assert prepare_conversations.main([*words, "--val_rate", "0.3"]) == 0
     output = capsys.readouterr().out
     assert "2 with one reply at two ranks" in output
@@ -104,9 +130,20 @@ def test_what_ranks_nothing_is_counted(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_a_tree_with_two_equal_replies_does_not_end_the_preparation(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    trees = [{"tree_state": "ready_for_export", "prompt": node(f"p{n}", None, node("a", 0), node("x", 1))} for n in range(20)]
+    trees = [
+        {"tree_state": "ready_for_export", "prompt": node(f"p{n}", None, node("a", 0), node("x", 1))} for n in range(20)
+    ]
     trees.append({"tree_state": "ready_for_export", "prompt": node("p99", None, node("a", 0), node("a", 1))})
-    words = ["--form", "oasst_ranked", "--train", write(tmp_path / "a.jsonl", trees), "--name", "own", "--data_path", str(tmp_path)]
+    words = [
+        "--form",
+        "oasst_ranked",
+        "--train",
+        write(tmp_path / "a.jsonl", trees),
+        "--name",
+        "own",
+        "--data_path",
+        str(tmp_path),
+    ]
     assert prepare_conversations.main([*words, "--val_rate", "0.3"]) == 0
     assert "1 with one reply at two ranks" in capsys.readouterr().out
 
@@ -114,7 +151,10 @@ def test_a_tree_with_two_equal_replies_does_not_end_the_preparation(tmp_path: Pa
 @pytest.mark.parametrize("column", ["frage", "asked.text"])
 def test_dotted_column_can_have_another_name(tmp_path: Path, column: str):
     """As the message about a missing one says."""
-    rows = [{"answer_0": "a", "score_0": 1, "answer_1": "b", "score_1": 0, "frage": f"{n}?", "asked": {"text": f"{n}?"}} for n in range(20)]
+    rows = [
+        {"answer_0": "a", "score_0": 1, "answer_1": "b", "score_1": 0, "frage": f"{n}?", "asked": {"text": f"{n}?"}}
+        for n in range(20)
+    ]
     words = ["--name", "webgpt", "--train", write(tmp_path / "a.jsonl", rows), "--data_path", str(tmp_path)]
     assert prepare_conversations.main([*words, "--columns", f"question.full_text={column}"]) == 0
     (row, *_) = [json.loads(line) for line in (tmp_path / "webgpt" / "train.jsonl").read_text().splitlines()]
@@ -123,7 +163,15 @@ def test_dotted_column_can_have_another_name(tmp_path: Path, column: str):
 
 def node(text: str, rank: int | None, *replies: dict[str, Any], **more: Any) -> dict[str, Any]:
     role = "assistant" if text[0] in "axy" else "prompter"
-    return {"text": text, "role": role, "rank": rank, "lang": "en", "review_result": True, "replies": list(replies), **more}
+    return {
+        "text": text,
+        "role": role,
+        "rank": rank,
+        "lang": "en",
+        "review_result": True,
+        "replies": list(replies),
+        **more,
+    }
 
 
 def tree(**more: Any) -> dict[str, Any]:
@@ -156,9 +204,17 @@ def test_labels_become_tags():
 @pytest.mark.parametrize(
     ("form", "row", "match"),
     [
-        ("alpaca", {"question": "a"}, r"no column 'instruction'\. It has: question\. --columns instruction=COLUMN names another"),
+        (
+            "alpaca",
+            {"question": "a"},
+            r"no column 'instruction'\. It has: question\. --columns instruction=COLUMN names another",
+        ),
         ("completion", {"prompt": 3, "completion": "b"}, "expected messages with role and content"),
-        ("messages", {"messages": [{"role": "narrator", "content": "a"}]}, "expected messages with role and content, or from and value"),
+        (
+            "messages",
+            {"messages": [{"role": "narrator", "content": "a"}]},
+            "expected messages with role and content, or from and value",
+        ),
         ("messages", {}, "expected messages"),
         ("pairs", {"chosen": "a"}, "no column 'rejected'"),
         ("ranked", {"messages": HF}, "no column 'replies'"),
@@ -177,11 +233,25 @@ def write(path: Path, rows: list[dict[str, Any]]) -> str:
 
 def test_splits_of_a_file_share_no_question(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     rows = [{"question": f"q{i % 50}", "answer": f"a{i}"} for i in range(100)]
-    words = ["--form", "completion", "--train", write(tmp_path / "a.jsonl", rows), "--columns", "prompt=question", "completion=answer"]
+    words = [
+        "--form",
+        "completion",
+        "--train",
+        write(tmp_path / "a.jsonl", rows),
+        "--columns",
+        "prompt=question",
+        "completion=answer",
+    ]
     for _ in range(2):
-        assert prepare_conversations.main([*words, "--val_rate", "0.3", "--name", "own", "--data_path", str(tmp_path)]) == 0
+        assert (
+            prepare_conversations.main([*words, "--val_rate", "0.3", "--name", "own", "--data_path", str(tmp_path)])
+            == 0
+        )
     assert "nothing to do" in capsys.readouterr().out
-    splits = [[json.loads(line) for line in (tmp_path / "own" / f"{split}.jsonl").read_text().splitlines()] for split in ("train", "val")]
+    splits = [
+        [json.loads(line) for line in (tmp_path / "own" / f"{split}.jsonl").read_text().splitlines()]
+        for split in ("train", "val")
+    ]
     questions = [{row["messages"][0]["content"] for row in split} for split in splits]
     assert sum(map(len, splits)) == 100
     assert questions[0]
@@ -190,11 +260,23 @@ def test_splits_of_a_file_share_no_question(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_each_question_is_for_validation_in_one_fold(tmp_path: Path):
-    rows = [{"messages": [{"role": "user", "content": f"{n // 2}?"}, {"role": "assistant", "content": str(n)}]} for n in range(80)]
+    rows = [
+        {"messages": [{"role": "user", "content": f"{n // 2}?"}, {"role": "assistant", "content": str(n)}]}
+        for n in range(80)
+    ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     folds = list[list[str]]()
     for k in range(1, 6):
-        words = ["--form", "messages", "--train", str(tmp_path / "rows.jsonl"), "--fold", f"{k}/5", "--name", f"fold{k}"]
+        words = [
+            "--form",
+            "messages",
+            "--train",
+            str(tmp_path / "rows.jsonl"),
+            "--fold",
+            f"{k}/5",
+            "--name",
+            f"fold{k}",
+        ]
         assert prepare_conversations.main([*words, "--data_path", str(tmp_path)]) == 0
         splits = [(tmp_path / f"fold{k}" / f"{split}.jsonl").read_text().splitlines() for split in ("train", "val")]
         assert len(splits[0]) + len(splits[1]) == 80
@@ -223,7 +305,10 @@ def test_each_question_is_for_validation_in_one_fold(tmp_path: Path):
             for words in (["--fold", "1/5"], ["--val_rate", "0.5"], ["--val", "b.jsonl"])
         ),
         (["--form", "messages", "--val_rate", "1.5"], "--val_rate: expected a number between 0 and 1, got 1.5."),
-        (["--form", "completion", "--columns", "prompt=a", "prompt=b"], "--columns prompt=b: prompt is a already. Remove one of them."),
+        (
+            ["--form", "completion", "--columns", "prompt=a", "prompt=b"],
+            "--columns prompt=b: prompt is a already. Remove one of them.",
+        ),
         (["--form", "messages", "--columns", "x"], "--columns 'x': expected NAME=COLUMN, such as prompt=question."),
         (["--form", "messages"], "expected messages with role and content, or from and value"),
     ],
@@ -248,13 +333,27 @@ def test_released_files(shared_data: Path, tmp_path: Path):
     trees = str(instruct / "oasst_format" / "en_100_tree.jsonl")
     forks = sum(count_forks(json.loads(line)["prompt"]) for line in Path(trees).read_text().splitlines())
     expected = {
-        "gsm8k": (["completion", str(instruct / "gsm8k" / "train.jsonl"), "--columns", "prompt=question", "completion=answer"], 7473),
+        "gsm8k": (
+            [
+                "completion",
+                str(instruct / "gsm8k" / "train.jsonl"),
+                "--columns",
+                "prompt=question",
+                "completion=answer",
+            ],
+            7473,
+        ),
         "alpaca": (["alpaca", str(instruct / "alpaca_demo" / "alpaca_en_demo.json")], 999),
         "sharegpt": (["messages", str(instruct / "fastchat" / "dummy_conversation.json")], 500),
         "pairs": (["pairs", str(pairs)], 299),
         "forks": (["oasst_ranked", trees, "--synthetic"], forks),
     }
     for name, ((form, source, *more), count) in expected.items():
-        assert prepare_conversations.main(["--form", form, "--train", source, *more, "--name", name, "--data_path", str(tmp_path)]) == 0
+        assert (
+            prepare_conversations.main(
+                ["--form", form, "--train", source, *more, "--name", name, "--data_path", str(tmp_path)]
+            )
+            == 0
+        )
         lines = sum(len((tmp_path / name / f"{split}.jsonl").read_text().splitlines()) for split in ("train", "val"))
         assert abs(lines - count) <= count // 100, (name, lines)

@@ -17,7 +17,10 @@ from src.errors import DataError, UserError
 
 
 def article(number, questions=2):
-    qas = [{"id": f"{number}-{q}", "question": f"Where is {q}?", "answers": [{"text": f"town {q}"}]} for q in range(questions)]
+    qas = [
+        {"id": f"{number}-{q}", "question": f"Where is {q}?", "answers": [{"text": f"town {q}"}]}
+        for q in range(questions)
+    ]
     return {"title": f"T{number}", "paragraphs": [{"context": f"Paragraph {number} tells of a town.", "qas": qas}]}
 
 
@@ -27,7 +30,8 @@ def squad(path, numbers):
 
 
 def hotpot(path, count, chain=None):
-    """Questions on two paragraphs each, P0 P1, P1 P2 and so on, among three distractors. chain: so many questions are connected."""
+    """Questions on two paragraphs each, P0 P1, P1 P2 and so on, among three distractors. chain: so many questions are
+    connected."""
     first = lambda i: i if chain is None else i + i // chain  # noqa: E731
     rows = [
         {
@@ -35,7 +39,9 @@ def hotpot(path, count, chain=None):
             "question": f"Is {i} odd?",
             "answer": "yes" if i % 2 else "no",
             "supporting_facts": [[f"P{first(i)}", 0], [f"P{first(i) + 1}", 0]],
-            "context": [[f"{name}", [f"{name} is.", " Yes."]] for name in (f"P{first(i)}", f"P{first(i) + 1}", "D0", "D1", "D2")],
+            "context": [
+                [f"{name}", [f"{name} is.", " Yes."]] for name in (f"P{first(i)}", f"P{first(i) + 1}", "D0", "D1", "D2")
+            ],
         }
         for i in range(count)
     ]
@@ -54,7 +60,10 @@ def prepare(tmp_path):
         lists = {"answers": list[str], "contexts_list": list[str], "titles_list": list[str]}
         optional = {"useful_contexts": list[int], "id": str}
         folder = tmp_path / "data" / options.name
-        return {split: list(jsonl.read_rows(folder / f"{split}.jsonl", {**fields, **lists}, optional)) for split in ("train", "val")}
+        return {
+            split: list(jsonl.read_rows(folder / f"{split}.jsonl", {**fields, **lists}, optional))
+            for split in ("train", "val")
+        }
 
     return make
 
@@ -82,9 +91,16 @@ def test_rows_and_manifest(tmp_path, prepare, manifest):
     }
     assert [row["id"] for row in rows["val"]] == ["3-0", "3-1", "4-0", "4-1"]
     told = manifest()
-    assert told["counts"]["train"] == {"rows": {"squad": 6}, "unanswerable": 0, "useful_contexts": 3, "rows_with_fewer_distractors": 0}
+    assert told["counts"]["train"] == {
+        "rows": {"squad": 6},
+        "unanswerable": 0,
+        "useful_contexts": 3,
+        "rows_with_fewer_distractors": 0,
+    }
     dev = tmp_path / "dev.json"
-    assert told["made_from"]["sources"]["val"] == [{"name": "dev.json", "bytes": dev.stat().st_size, "sha256": files.sha256(dev)}]
+    assert told["made_from"]["sources"]["val"] == [
+        {"name": "dev.json", "bytes": dev.stat().st_size, "sha256": files.sha256(dev)}
+    ]
     assert told["command"] == "python -m data_prep.prepare_qa"
     assert told["skipped"] == {"train": {}, "val": {}}
     assert str(tmp_path) not in json.dumps(told), "the same wherever it is made"
@@ -123,7 +139,9 @@ def test_supporting_paragraphs_are_shuffled_among_the_others(tmp_path, prepare):
         assert row["answers"] == ["Yes" if i % 2 else "No"]
     places = Counter(row["titles_list"].index(f"P{i}") for i, row in enumerate(rows))
     assert set(places) == set(range(5))
-    given = prepare(train=(str(tmp_path / "h.json"),), val=(str(tmp_path / "v.json"),), position="given", distractors=1)["train"]
+    given = prepare(
+        train=(str(tmp_path / "h.json"),), val=(str(tmp_path / "v.json"),), position="given", distractors=1
+    )["train"]
     assert [row["titles_list"] for row in given] == [[f"P{i}", f"P{i + 1}", "D0"] for i in range(60)]
 
 
@@ -133,12 +151,21 @@ def test_no_useful_context_is_in_both_splits(tmp_path, prepare, manifest):
     assert 40 < len(rows["val"]) < 140, "about 80 of 400"
     assert len(rows["train"]) + len(rows["val"]) == 400
     more = prepare(train=(squad(tmp_path / "m.json", range(100, 300)),), val_percent=20)
-    of_both = {row["context"] for row in more["val"]} & {article(n)["paragraphs"][0]["context"] for n in range(100, 200)}
-    assert of_both == {row["context"] for row in rows["val"]} & {article(n)["paragraphs"][0]["context"] for n in range(100, 200)}
+    of_both = {row["context"] for row in more["val"]} & {
+        article(n)["paragraphs"][0]["context"] for n in range(100, 200)
+    }
+    assert of_both == {row["context"] for row in rows["val"]} & {
+        article(n)["paragraphs"][0]["context"] for n in range(100, 200)
+    }
 
     rows = prepare(train=(hotpot(tmp_path / "h.json", 200, chain=4),), val_percent=30)
     by_split = {
-        split: {text for row in found for text, mark in zip(row["contexts_list"], row["useful_contexts"], strict=True) if mark}
+        split: {
+            text
+            for row in found
+            for text, mark in zip(row["contexts_list"], row["useful_contexts"], strict=True)
+            if mark
+        }
         for split, found in rows.items()
     }
     assert not by_split["train"] & by_split["val"]
@@ -148,7 +175,10 @@ def test_no_useful_context_is_in_both_splits(tmp_path, prepare, manifest):
 
 
 def test_a_large_group_of_connected_questions_is_for_training(tmp_path, prepare):
-    large, small = hotpot(tmp_path / "a.json", 100), json.loads(Path(hotpot(tmp_path / "b.json", 100, chain=1)).read_text())
+    large, small = (
+        hotpot(tmp_path / "a.json", 100),
+        json.loads(Path(hotpot(tmp_path / "b.json", 100, chain=1)).read_text()),
+    )
     text = json.dumps(small).replace('"P', '"Q').replace('"h', '"g')
     (tmp_path / "b.json").write_text(text)
     rows = prepare(train=(large, str(tmp_path / "b.json")), val_percent=30)
@@ -159,7 +189,9 @@ def test_a_large_group_of_connected_questions_is_for_training(tmp_path, prepare)
 
 def test_of_questions_with_one_id_the_first_may_be_kept(tmp_path, prepare, manifest):
     found = [{**ROW, "question": f"{n}?"} for n in range(2)] + [{**ROW, "id": "2", "context": "another"}]
-    rows = prepare(train=(lines(tmp_path / "f.jsonl", *found),), val=(lines(tmp_path / "v.jsonl", ROW),), skip_duplicates=True)
+    rows = prepare(
+        train=(lines(tmp_path / "f.jsonl", *found),), val=(lines(tmp_path / "v.jsonl", ROW),), skip_duplicates=True
+    )
     assert [row["question"] for row in rows["train"]] == ["0?", ROW["question"]]
     assert manifest()["skipped"]["train"] == {"ids that were there before": 1}
 
@@ -192,7 +224,11 @@ def test_turns_of_a_conversation_stay_together(tmp_path, prepare, manifest):
 
 def test_distractors_come_from_the_same_split(tmp_path, prepare, manifest):
     rows = prepare(
-        train=(squad(tmp_path / "s.json", range(40)),), val_percent=30, distractors=3, distractors_from="rows", position="middle"
+        train=(squad(tmp_path / "s.json", range(40)),),
+        val_percent=30,
+        distractors=3,
+        distractors_from="rows",
+        position="middle",
     )
     own = {split: {row["context"] for row in found} for split, found in rows.items()}
     for split, found in rows.items():
@@ -216,23 +252,35 @@ def test_a_few_rows_of_each_split(tmp_path, prepare):
 
 def test_only_the_questions_of_another_source(tmp_path, prepare, manifest):
     (tmp_path / "nq_open.jsonl").write_text('{"question": "where is, 1", "answer": ["x"]}\n')
-    rows = prepare(train=(squad(tmp_path / "s.json", range(20)),), val_percent=30, only_questions_of=str(tmp_path / "nq_open.jsonl"))
-    assert {row["question"] for found in rows.values() for row in found} == {"Where is 1?"}, "but for case and punctuation"
+    rows = prepare(
+        train=(squad(tmp_path / "s.json", range(20)),),
+        val_percent=30,
+        only_questions_of=str(tmp_path / "nq_open.jsonl"),
+    )
+    assert {row["question"] for found in rows.values() for row in found} == {"Where is 1?"}, (
+        "but for case and punctuation"
+    )
     assert manifest()["skipped"]["train"] == {"not among --only_questions_of": 20}
     assert manifest()["made_from"]["only_questions_of"]["name"] == "nq_open.jsonl"
 
 
 def test_questions_alone(tmp_path, prepare):
-    (tmp_path / "o.jsonl").write_text("".join(json.dumps({"question": f"what {i}", "answer": [f"a{i}"]}) + "\n" for i in range(50)))
+    (tmp_path / "o.jsonl").write_text(
+        "".join(json.dumps({"question": f"what {i}", "answer": [f"a{i}"]}) + "\n" for i in range(50))
+    )
     options = {"train": (str(tmp_path / "o.jsonl"),), "val_percent": 30}
-    with pytest.raises(DataError, match=r"o.jsonl:1: a question without contexts. .* --only_questions_of, .* --without_contexts"):
+    with pytest.raises(
+        DataError, match=r"o.jsonl:1: a question without contexts. .* --only_questions_of, .* --without_contexts"
+    ):
         prepare(**options)
     rows = prepare(**options, without_contexts=True)
     assert len(rows["train"]) + len(rows["val"]) == 50
     assert rows["val"][0]["context"] == ""
     assert rows["val"][0]["contexts_list"] == []
     squads = prepare(
-        train=(squad(tmp_path / "s.json", range(30)),), val=(squad(tmp_path / "v.json", range(30, 35)),), without_contexts=True
+        train=(squad(tmp_path / "s.json", range(30)),),
+        val=(squad(tmp_path / "v.json", range(30, 35)),),
+        without_contexts=True,
     )
     assert {row["context"] for row in squads["train"]} == {""}
 
@@ -276,7 +324,16 @@ def test_passages_are_not_called_useful_where_nobody_said_so(tmp_path, prepare):
     found = [{**CTX, "question": str(i), "ctxs": [{"text": f"{i}."}, {"text": "z."}]} for i in range(9)]
     rows = prepare(train=(lines(tmp_path / "f.jsonl", *found),), val_percent=50)
     for row in rows["train"] + rows["val"]:
-        assert row.keys() == {"context", "contexts_list", "titles_list", "question", "answer", "answers", "sample_idx", "dataset"}
+        assert row.keys() == {
+            "context",
+            "contexts_list",
+            "titles_list",
+            "question",
+            "answer",
+            "answers",
+            "sample_idx",
+            "dataset",
+        }
         assert row["contexts_list"] == [f"{row['question']}.", "z."]
         assert row["context"] == f"{row['question']}. z."
 
@@ -287,14 +344,26 @@ def test_passages_are_not_called_useful_where_nobody_said_so(tmp_path, prepare):
         ([ROW, ROW], {}, "f.jsonl:2: the id '1' is there a second time."),
         ([ROW, CTX], {}, "f.jsonl:2: field 'context' is missing. Fields: question, answers, ctxs."),
         ([{**ROW, "answers": {"text": [""]}}], {}, "f.jsonl:1: every answer is empty."),
-        ([{**CTX, "answers": ["\udc00"]}], {}, r"f.jsonl:1: field 'answers'[0]: \udc00 at character 0 is half of a surrogate pair"),
-        ([{**HOTPOT, "context": [["A", ["\ud800"]]]}], {}, r"f.jsonl:1: context[0]: \ud800 at character 0 is half of a surrogate"),
+        (
+            [{**CTX, "answers": ["\udc00"]}],
+            {},
+            r"f.jsonl:1: field 'answers'[0]: \udc00 at character 0 is half of a surrogate pair",
+        ),
+        (
+            [{**HOTPOT, "context": [["A", ["\ud800"]]]}],
+            {},
+            r"f.jsonl:1: context[0]: \ud800 at character 0 is half of a surrogate",
+        ),
         ([CTX], {"layout": "squad"}, "f.jsonl:1: not of the layout squad, which is SQuAD"),
         ([{"text": "x"}], {}, "f.jsonl:1: of no layout that is known. Fields: text."),
         ([DPR], {}, "f.jsonl:1: 2 passages. Say with --distractors how many to keep."),
         ([CTX], {"distractors": 1}, "f.jsonl:1: useful passages are not marked here"),
         ([CTX], {"val_percent": 1e-9}, "--val: no row is left for this split. Left out: none."),
-        ([{**CTX, "ctxs": [{"text": " "}]}], {}, "--train: no row is left for this split. Left out: 1 no passage has any text."),
+        (
+            [{**CTX, "ctxs": [{"text": " "}]}],
+            {},
+            "--train: no row is left for this split. Left out: 1 no passage has any text.",
+        ),
         ([ROW], {"evidence": Path("nowhere")}, "--evidence: nowhere is no folder."),
     ],
 )
@@ -311,14 +380,29 @@ def test_bad_sources_are_named_and_nothing_is_written(tmp_path, prepare, records
         ({}, "--val, --val_percent: expected one of them"),
         ({"val": ("v",), "val_percent": 3}, "--val, --val_percent: expected one of them"),
         ({"val_percent": 100}, "--val_percent: expected more than 0 and less than 100, got 100."),
-        ({"val_percent": 5, "name": "a/b"}, "--name: expected the name of a folder, of letters, digits, _, - and ., got 'a/b'."),
+        (
+            {"val_percent": 5, "name": "a/b"},
+            "--name: expected the name of a folder, of letters, digits, _, - and ., got 'a/b'.",
+        ),
         ({"val_percent": 5, "max_rows": 0}, "--max_rows: expected a number from 1, got 0."),
         ({"val_percent": 5, "distractors": -1}, "--distractors: expected a number from 0, got -1."),
-        ({"val_percent": 5, "position": "end"}, "--position: expected one of given, first, middle, last, random, or a number"),
-        ({"val_percent": 5, "distractors_from": "rows"}, "--distractors_from: rows are drawn from to fill up to --distractors"),
-        ({"val_percent": 5, "without_contexts": True, "position": "first"}, "--without_contexts: leaves no passages for --distractors"),
+        (
+            {"val_percent": 5, "position": "end"},
+            "--position: expected one of given, first, middle, last, random, or a number",
+        ),
+        (
+            {"val_percent": 5, "distractors_from": "rows"},
+            "--distractors_from: rows are drawn from to fill up to --distractors",
+        ),
+        (
+            {"val_percent": 5, "without_contexts": True, "position": "first"},
+            "--without_contexts: leaves no passages for --distractors",
+        ),
         ({"val_percent": 5}, "none.json: no such file."),
-        ({"val_percent": 5, "train": ("org/set",)}, 'org/set: no such file. A set of the hub is written "hub:org/set".'),
+        (
+            {"val_percent": 5, "train": ("org/set",)},
+            'org/set: no such file. A set of the hub is written "hub:org/set".',
+        ),
         ({"val_percent": 5, "train": ("hub:org/set@v1",)}, "hub:org/set@v1: cannot be had from the hub or its cache: "),
         ({"val_percent": 5, "train": ("src",)}, "src: a folder, but not one that `datasets` saved"),
     ],
@@ -336,6 +420,19 @@ def test_the_same_source_twice_is_refused(tmp_path, prepare):
 
 def test_the_command_line(tmp_path, capsys):
     source = squad(tmp_path / "s.json", range(40))
-    prepare_qa.main(["--data_path", str(tmp_path / "d"), "--name", "toy", "--train", source, "--val_percent", "25", "--distractors", "0"])
+    prepare_qa.main(
+        [
+            "--data_path",
+            str(tmp_path / "d"),
+            "--name",
+            "toy",
+            "--train",
+            source,
+            "--val_percent",
+            "25",
+            "--distractors",
+            "0",
+        ]
+    )
     assert "toy: made in" in capsys.readouterr().out
     assert jsonl.corpus_folder(Places(data=tmp_path / "d", runs=tmp_path), "toy")

@@ -38,8 +38,13 @@ def saved(tmp_path_factory):
 
 
 def prepared(folder, **options):
-    prepare_qa.prepare(folder, Options(name="c", **{key: (str(v),) if isinstance(v, Path) else v for key, v in options.items()}))
-    return {split: list(jsonl.read_rows(folder / "c" / f"{split}.jsonl", {"question": str, "answer": str})) for split in ("train", "val")}
+    prepare_qa.prepare(
+        folder, Options(name="c", **{key: (str(v),) if isinstance(v, Path) else v for key, v in options.items()})
+    )
+    return {
+        split: list(jsonl.read_rows(folder / "c" / f"{split}.jsonl", {"question": str, "answer": str}))
+        for split in ("train", "val")
+    }
 
 
 def test_a_folder_gives_its_splits(saved, tmp_path):
@@ -58,7 +63,8 @@ def test_a_folder_of_one_set_and_a_parquet_file(saved, tmp_path):
 
 
 def test_a_published_set_that_is_prepared_is_read_without_its_encodings(tmp_path):
-    """The fields of the published form of xc-cache, encodings among them; and what is prepared of it can be prepared again."""
+    """The fields of the published form of xc-cache, encodings among them; and what is prepared of it can be prepared
+    again."""
     import datasets
 
     rows = [
@@ -79,7 +85,10 @@ def test_a_published_set_that_is_prepared_is_read_without_its_encodings(tmp_path
     datasets.DatasetDict(made).save_to_disk(tmp_path / "published")
     made["train"].to_parquet(tmp_path / "train.parquet")
     found = prepared(tmp_path, train=tmp_path / "published", val=tmp_path / "published")
-    expected = {key: value for key, value in rows[1].items() if key != "encoder_hidden_states"} | {"answer": "Yes", "answers": ["Yes"]}
+    expected = {key: value for key, value in rows[1].items() if key != "encoder_hidden_states"} | {
+        "answer": "Yes",
+        "answers": ["Yes"],
+    }
     assert found["train"][1] == expected | {"sample_idx": 1}
     assert [row["answer"] for row in found["val"]] == ["UNANSWERABLE", "Yes"]
     files = {split: tmp_path / "c" / f"{split}.jsonl" for split in found}
@@ -102,5 +111,7 @@ def test_what_cannot_be_read_is_named(saved, tmp_path):
 
 
 def test_a_set_of_the_hub_that_is_not_in_the_cache_says_how_to_get_it(tmp_path):
-    with pytest.raises(DataError, match=r"hub:org/qa@v2: cannot be had .*load_dataset\('org/qa', 'v2'\).save_to_disk\('FOLDER'\)"):
+    with pytest.raises(
+        DataError, match=r"hub:org/qa@v2: cannot be had .*load_dataset\('org/qa', 'v2'\).save_to_disk\('FOLDER'\)"
+    ):
         prepared(tmp_path, train=("hub:org/qa@v2",), val_percent=50)

@@ -1,4 +1,5 @@
-"""Real releases, prepared and read back: what their makers say of them holds. Counts are taken from the files another way."""
+"""Real releases, prepared and read back: what their makers say of them holds. Counts are taken from the files another
+way."""
 
 import collections
 import json
@@ -10,7 +11,14 @@ from data_prep import prepare_qa
 from data_prep.qa_splits import Options
 from src.data import jsonl
 
-FIELDS = {"context": str, "question": str, "answer": str, "answers": list[str], "dataset": str, "contexts_list": list[str]}
+FIELDS = {
+    "context": str,
+    "question": str,
+    "answer": str,
+    "answers": list[str],
+    "dataset": str,
+    "contexts_list": list[str],
+}
 
 
 @pytest.fixture
@@ -29,7 +37,12 @@ def prepared(shared_data, tmp_path):
 
 def test_squad_1(prepared):
     path, rows, _ = prepared("squad/squad_v1.1-dev*.json")
-    asked = {q["id"]: (p["context"], q) for a in json.loads(path.read_text())["data"] for p in a["paragraphs"] for q in p["qas"]}
+    asked = {
+        q["id"]: (p["context"], q)
+        for a in json.loads(path.read_text())["data"]
+        for p in a["paragraphs"]
+        for q in p["qas"]
+    }
     both = rows["train"] + rows["val"]
     assert {row["id"] for row in both} == set(asked)
     assert len(both) == len(asked) > 5000
@@ -48,8 +61,14 @@ def test_squad_2(prepared):
     path, rows, manifest = prepared("squad/squad_v2.0-dev*.json")
     asked = {q["id"]: q for a in json.loads(path.read_text())["data"] for p in a["paragraphs"] for q in p["qas"]}
     both = rows["train"] + rows["val"]
-    assert {row["id"] for row in both if row["answers"] == ["UNANSWERABLE"]} == {key for key, q in asked.items() if q["is_impossible"]}
-    assert sum(manifest["counts"][split]["unanswerable"] for split in rows) == sum(q["is_impossible"] for q in asked.values()) > 1000
+    assert {row["id"] for row in both if row["answers"] == ["UNANSWERABLE"]} == {
+        key for key, q in asked.items() if q["is_impossible"]
+    }
+    assert (
+        sum(manifest["counts"][split]["unanswerable"] for split in rows)
+        == sum(q["is_impossible"] for q in asked.values())
+        > 1000
+    )
     assert {row["dataset"] for row in both} == {"squad_v2"}
 
 
@@ -90,7 +109,9 @@ def test_natural_questions_as_released(prepared, shared_data):
     with pytest.raises(Exception, match=r"no row is left for this split. Left out: 1 no long answer"):
         prepared("nq_raw_format_fixture/nq_train*.jsonl")
     _, rows, _ = prepared(
-        "nq_oracle/*.jsonl", val_percent=None, val=tuple(str(p) for p in shared_data.glob("nq_raw_format_fixture/nq_dev*.jsonl"))
+        "nq_oracle/*.jsonl",
+        val_percent=None,
+        val=tuple(str(p) for p in shared_data.glob("nq_raw_format_fixture/nq_dev*.jsonl")),
     )
     (row,) = rows["val"]
     assert row["answer"] == "Tracy McConnell"
@@ -121,4 +142,6 @@ def test_topiocqa(prepared):
 def test_nq_open(prepared):
     path, rows, _ = prepared("nq_open/*.jsonl", without_contexts=True)
     asked = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    assert sorted(row["question"] for rows in rows.values() for row in rows) == sorted(row["question"].strip() for row in asked)
+    assert sorted(row["question"] for rows in rows.values() for row in rows) == sorted(
+        row["question"].strip() for row in asked
+    )

@@ -14,7 +14,8 @@ from tests import toy
 
 @pytest.fixture
 def folder(shared_data, tmp_path):
-    """A toy world with the questions of NQ-open, each on its gold passage between two others, and StarCoder's tokenizer."""
+    """A toy world with the questions of NQ-open, each on its gold passage between two others, and StarCoder's
+    tokenizer."""
     sources = sorted(shared_data.glob("nq_oracle/*.jsonl"))
     tokenizer = shared_data / "tokenizer" / "starcoder"
     if not sources or not tokenizer.is_dir():
@@ -64,7 +65,14 @@ VARIANTS = [
     {
         "recipe": "fid",
         "model": {"name": "fusion_in_decoder", "base": {"name": "t5", "random": RANDOM_T5}},
-        "data": {"name": "fid_qa", "corpus": "nq", "contexts": "all", "num_passages": 2, "passage_tokens": 60, "answer_tokens": 12},
+        "data": {
+            "name": "fid_qa",
+            "corpus": "nq",
+            "contexts": "all",
+            "num_passages": 2,
+            "passage_tokens": 60,
+            "answer_tokens": 12,
+        },
         **ASKED,
     },
 ]

@@ -20,7 +20,8 @@ Rows = dict[str, list[dict[str, Any]]]
 
 @pytest.fixture
 def prepared(tmp_path: Path) -> Callable[..., Rows]:
-    """Prepare a task from texts, or paths, of its splits; gives the rows of each split. Files are called "<split>.<kind>"."""
+    """Prepare a task from texts, or paths, of its splits; gives the rows of each split. Files are called
+    "<split>.<kind>"."""
 
     def make(task: str, *words: str, kind: str = "tsv", **splits: str | Path) -> Rows:
         for split, source in splits.items():
@@ -60,7 +61,11 @@ class TestGlue:
             ("rte", "index\tsentence1\tsentence2\tlabel\n4\ta\tb\tentailment\n", [("a", "b", "entailment")]),
             ("rte", "4\ta\tb\tnot_entailment\n", [("a", "b", "not_entailment")]),
             ("mrpc", "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\n1\t7\t8\ta\tb\n", [("a", "b", "equivalent")]),
-            ("qqp", "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n1\t2\t3\ta\tb\t0\n", [("a", "b", "not_duplicate")]),
+            (
+                "qqp",
+                "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n1\t2\t3\ta\tb\t0\n",
+                [("a", "b", "not_duplicate")],
+            ),
             ("stsb", "index\tgenre\tsentence1\tsentence2\tscore\n0\tg\ta\tb\t3.800\n", [("a", "b", "3.800")]),
             (
                 "mnli",
@@ -73,7 +78,9 @@ class TestGlue:
             ("wnli", "index\tsentence1\tsentence2\tlabel\n0\ta\tb\t1\n", [("a", "b", "entailment")]),
         ],
     )
-    def test_original_layouts(self, prepared: Callable[..., Rows], task: str, source: str, expected: list[tuple[str, ...]]):
+    def test_original_layouts(
+        self, prepared: Callable[..., Rows], task: str, source: str, expected: list[tuple[str, ...]]
+    ):
         """A quotation mark is a character like any other."""
         rows = prepared(task, train=source)["train"]
         assert [tuple(value for name, value in row.items() if name != "index") for row in rows] == expected
@@ -85,29 +92,44 @@ class TestGlue:
         ]
 
     def test_rows_without_an_index_of_their_own_are_numbered(self, prepared: Callable[..., Rows]):
-        assert [row["index"] for row in prepared("rte", train="4\ta\tb\tentailment\n4\ta\tc\tentailment\n")["train"]] == [0, 1]
+        assert [
+            row["index"] for row in prepared("rte", train="4\ta\tb\tentailment\n4\ta\tc\tentailment\n")["train"]
+        ] == [0, 1]
 
     @pytest.mark.parametrize(
         ("task", "source", "message"),
         [
-            ("rte", "4\ta\tb\tentailment\n5\ta\tb\tmaybe\n", "train.tsv:2: label 'maybe' is none of 'rte': entailment, not_entailment"),
+            (
+                "rte",
+                "4\ta\tb\tentailment\n5\ta\tb\tmaybe\n",
+                "train.tsv:2: label 'maybe' is none of 'rte': entailment, not_entailment",
+            ),
             ("rte", "4\ta\tb\tentailment\n5\ta\tentailment\n", "train.tsv:2: 3 columns, where the first line has 4."),
             ("rte", "index\tsentence1\tsentence2\tlabel\n4\ta\tb\t\n", "train.tsv:2: no label, under 'label'."),
             (
                 "rte",
                 "a\tb\n",
-                "train.tsv:1: no column 'sentence1' or 'premise' for 'sentence1' of 'rte' among 2: 'a', 'b'. Without a header",
+                (
+                    "train.tsv:1: no column 'sentence1' or 'premise' for 'sentence1' of 'rte' among 2: 'a', 'b'. Without "
+                    "a header"
+                ),
             ),
             ("qnli", "0\tq\ts\tentailment\n", "train.tsv:1: no column 'question' for 'question' of 'qnli' among 4"),
             ("sst2", "a\t2\n", "train.tsv:1: label '2' is none of 'sst2': negative, positive, or 0 to 1."),
-            ("stsb", "index\tsentence1\tsentence2\tscore\n0\ta\tb\t5.2\n", "train.tsv:2: expected a label from 0 to 5, got '5.2'"),
+            (
+                "stsb",
+                "index\tsentence1\tsentence2\tscore\n0\ta\tb\t5.2\n",
+                "train.tsv:2: expected a label from 0 to 5, got '5.2'",
+            ),
             ("sst2", "\n\n", "train.tsv: holds nothing."),
             ("sst2", "a\t1\n\nb\t1\n", "train.tsv:2: 1 columns, where the first line has 2."),
             ("rtee", "a\t1\n", "task: unknown task 'rtee'. Did you mean 'rte'?"),
             ("ax", "a\t1\n", "--train: 'ax' has no rows to train on. Give --val or --test."),
         ],
     )
-    def test_what_does_not_fit_is_refused_with_its_line(self, refused: Callable[..., str], task: str, source: str, message: str):
+    def test_what_does_not_fit_is_refused_with_its_line(
+        self, refused: Callable[..., str], task: str, source: str, message: str
+    ):
         assert message in refused(task, train=source)
 
     def test_rows_that_do_not_fit_can_be_left_out(self, prepared: Callable[..., Rows], tmp_path: Path):
@@ -128,7 +150,11 @@ class TestSuperGlue:
                 {"question": "q", "passage": "p", "idx": 3, "label": True},
                 {"index": 3, "passage": "p", "question": "q", "label": "True"},
             ),
-            ("cb", {"premise": "p", "hypothesis": "h", "label": "neutral"}, {"hypothesis": "h", "premise": "p", "label": "neutral"}),
+            (
+                "cb",
+                {"premise": "p", "hypothesis": "h", "label": "neutral"},
+                {"hypothesis": "h", "premise": "p", "label": "neutral"},
+            ),
             (
                 "copa",
                 {"premise": "p", "choice1": "a", "choice2": "b", "question": "cause", "label": 1},
@@ -144,19 +170,37 @@ class TestSuperGlue:
                 {"word": "w", "sentence1": "a", "sentence2": "b", "start1": 1, "label": False},
                 {"sentence1": "a", "sentence2": "b", "word": "w", "label": "False"},
             ),
-            ("copa", {"premise": "p", "choice1": "a", "choice2": "b", "question": "effect", "label": True}, {"label": "choice2"}),
-            ("axb", {"sentence1": "a", "sentence2": "b", "label": "not_entailment"}, {"premise": "a", "hypothesis": "b"}),
+            (
+                "copa",
+                {"premise": "p", "choice1": "a", "choice2": "b", "question": "effect", "label": True},
+                {"label": "choice2"},
+            ),
+            (
+                "axb",
+                {"sentence1": "a", "sentence2": "b", "label": "not_entailment"},
+                {"premise": "a", "hypothesis": "b"},
+            ),
             ("axg", {"premise": "a", "hypothesis": "b", "label": "entailment"}, {"premise": "a", "hypothesis": "b"}),
-            ("superglue_rte", {"premise": "a", "hypothesis": "b", "label": "entailment"}, {"premise": "a", "hypothesis": "b"}),
+            (
+                "superglue_rte",
+                {"premise": "a", "hypothesis": "b", "label": "entailment"},
+                {"premise": "a", "hypothesis": "b"},
+            ),
         ],
     )
-    def test_rows_as_they_are(self, prepared: Callable[..., Rows], task: str, row: dict[str, Any], expected: dict[str, Any]):
+    def test_rows_as_they_are(
+        self, prepared: Callable[..., Rows], task: str, row: dict[str, Any], expected: dict[str, Any]
+    ):
         (found,) = prepared(task, kind="jsonl", val=json.dumps(row))["val"]
         assert expected.items() <= found.items()
 
     def test_multirc_is_a_row_for_each_answer(self, prepared: Callable[..., Rows]):
         questions = [
-            {"question": "q1", "answers": [{"text": "a1", "idx": 0, "label": 1}, {"text": "a2", "idx": 1, "label": 0}], "idx": 4},
+            {
+                "question": "q1",
+                "answers": [{"text": "a1", "idx": 0, "label": 1}, {"text": "a2", "idx": 1, "label": 0}],
+                "idx": 4,
+            },
             {"question": "q2", "answers": [{"text": "a3", "idx": 2, "label": 1}], "idx": 5},
         ]
         text = "<b>Sent 1: </b>A.<br><b>Sent 2: </b>B.<br>"
@@ -173,18 +217,27 @@ class TestSuperGlue:
         text = "Ann met Bo.\n@highlight\nBo is ill\n@highlight\nAnn left"
         passage = {"text": text, "entities": [{"start": 8, "end": 9}, {"start": 0, "end": 2}, {"start": 44, "end": 46}]}
         answers = [{"text": "Bobby"}, {"start": 8, "end": 9, "text": "Bo"}, {"text": "Bobby"}]
-        source = json.dumps({"passage": passage, "qas": [{"idx": 6, "query": "@placeholder is ill", "answers": answers}]})
+        source = json.dumps(
+            {"passage": passage, "qas": [{"idx": 6, "query": "@placeholder is ill", "answers": answers}]}
+        )
         columns = {"query": "@placeholder is ill", "entities": "Ann, Bo", "passage": "Ann met Bo. Bo is ill. Ann left"}
         rows = prepared("record", kind="jsonl", train=source, val=source.replace("Ann left", "Ann went"))
         more = {"answers": ["Bo", "Bobby"], "group": "6"}
-        assert rows["train"] == [{"index": i, **columns, "label": label, **more} for i, label in enumerate(["Bo", "Bobby"])]
+        assert rows["train"] == [
+            {"index": i, **columns, "label": label, **more} for i, label in enumerate(["Bo", "Bobby"])
+        ]
         (only,) = rows["val"]
         assert (only["label"], only["answers"]) == ("Bo", ["Bo", "Bobby"])
 
     def test_wsc_marks_noun_and_pronoun(self, prepared: Callable[..., Rows]):
         """By the number of the word; marks before the pronoun count as words."""
         target = {"span1_text": "Mark", "span1_index": 0, "span2_text": "He", "span2_index": 8}
-        row = {"text": "Mark told Pete many lies about himself. Then He laughed.", "target": target, "label": False, "idx": 2}
+        row = {
+            "text": "Mark told Pete many lies about himself. Then He laughed.",
+            "target": target,
+            "label": False,
+            "idx": 2,
+        }
         before = {"span1_text": "Pete", "span1_index": 3, "span2_text": "he", "span2_index": 1}
         other = {"text": "When he left Pete cried.", "target": before, "label": True, "idx": 1}
         rows = prepared("wsc", kind="jsonl", train=json.dumps(row) + "\n" + json.dumps(other))["train"]
@@ -198,32 +251,65 @@ class TestSuperGlue:
         [
             ("the cat ran. It fell", ("The cat", 0), ("It", 3), "* the cat * ran. # It # fell"),  # another case
             ("Bob ran. he fell", ("Bob", 0), ("He", 2), "* Bob * ran. # he # fell"),
-            ("We saw Bob Ray, and he fell", ("Bob Ray.", 2), ("he", 5), "We saw * Bob Ray *, and # he # fell"),  # its full stop
-            ("We saw Bob Ray and he fell", ("Bob\nRay", 2), ("he", 5), "We saw * Bob Ray * and # he # fell"),  # its line end
-            ("Kamenev met Zinoviev. They left", ("Kamenev and Zinoviev", 0), ("They", 3), "Kamenev met Zinoviev. They left"),
+            (
+                "We saw Bob Ray, and he fell",
+                ("Bob Ray.", 2),
+                ("he", 5),
+                "We saw * Bob Ray *, and # he # fell",
+            ),  # its full stop
+            (
+                "We saw Bob Ray and he fell",
+                ("Bob\nRay", 2),
+                ("he", 5),
+                "We saw * Bob Ray * and # he # fell",
+            ),  # its line end
+            (
+                "Kamenev met Zinoviev. They left",
+                ("Kamenev and Zinoviev", 0),
+                ("They", 3),
+                "Kamenev met Zinoviev. They left",
+            ),
             ("They c as A b.", ("b", 2), ("They", 0), "# They # c as A b."),  # a wrong number
             ("A b. He c", ("z", 9), ("q", 7), "A b. He c"),
         ],
     )
-    def test_spans_of_wsc_that_do_not_stand_there(self, prepared: Callable[..., Rows], text: str, noun: Any, pronoun: Any, expected: str):
+    def test_spans_of_wsc_that_do_not_stand_there(
+        self, prepared: Callable[..., Rows], text: str, noun: Any, pronoun: Any, expected: str
+    ):
         """Kinds of the release's 106 rows: repaired as wsc.fixed of TFDS does, else without marks; no row is lost."""
         target = dict(zip(("span1_text", "span1_index", "span2_text", "span2_index"), (*noun, *pronoun), strict=True))
         rows = prepared("wsc", kind="jsonl", val=json.dumps({"text": text, "target": target, "label": True}))["val"]
         assert [row["text"] for row in rows] == [expected]
 
     def test_the_noun_of_a_pronoun(self, prepared: Callable[..., Rows]):
-        """wsc_simple and dpr, as Google's preprocessors write them: "wsc: " and the text, and the noun as the target."""
+        """wsc_simple and dpr, as Google's preprocessors write them: "wsc: " and the text, and the noun as the
+        target."""
         target = {"span1_text": "The councilmen", "span1_index": 0, "span2_text": "they", "span2_index": 6}
-        row = {"text": "the councilmen refused a permit because they, alas, feared", "target": target, "label": True, "idx": 0}
-        lines = [row, {**row, "label": False, "idx": 1}, {**row, "text": row["text"].replace("because", "as because"), "idx": 2}]
+        row = {
+            "text": "the councilmen refused a permit because they, alas, feared",
+            "target": target,
+            "label": True,
+            "idx": 0,
+        }
+        lines = [
+            row,
+            {**row, "label": False, "idx": 1},
+            {**row, "text": row["text"].replace("because", "as because"), "idx": 2},
+        ]
         found = prepared("wsc_simple", kind="jsonl", train="\n".join(map(json.dumps, lines)))["train"]
         assert [(r["text"], r["label"]) for r in found] == [
             ("the councilmen refused a permit because *they*, alas, feared", "the councilmen"),
             ("the councilmen refused a permit as because *they*, alas, feared", "the councilmen"),
         ]
-        (unlabelled,) = prepared("wsc_simple", kind="jsonl", test=json.dumps({k: v for k, v in row.items() if k != "label"}))["test"]
+        (unlabelled,) = prepared(
+            "wsc_simple", kind="jsonl", test=json.dumps({k: v for k, v in row.items() if k != "label"})
+        )["test"]
         assert unlabelled["label"] is None
-        sentence = {"sentence": "The bee landed on the flower because it, it had pollen.", "pronoun": "it", "candidates": ["bee", "flower"]}
+        sentence = {
+            "sentence": "The bee landed on the flower because it, it had pollen.",
+            "pronoun": "it",
+            "candidates": ["bee", "flower"],
+        }
         (made,) = prepared("dpr", kind="jsonl", train=json.dumps({**sentence, "label": 1}))["train"]
         assert (made["text"], made["label"]) == ("The bee landed on the flower because *it*, it had pollen.", "flower")
 
@@ -232,21 +318,58 @@ class TestSuperGlue:
         idx = {"paragraph": 9, "question": 4, "answer": 0}
         multirc = {"paragraph": "A.<br>B.", "question": "q", "answer": "<b>a</b>", "idx": idx, "label": 1}
         (found,) = prepared("multirc", kind="jsonl", val=json.dumps(multirc))["val"]
-        assert found == {"index": 0, "question": "q", "answer": "a", "paragraph": "A. B.", "label": "True", "group": "9-4"}
-        wsc = {"text": "Bo sees it.", "span1_text": "Bo", "span1_index": 0, "span2_text": "it", "span2_index": 2, "label": 0, "idx": 0}
+        assert found == {
+            "index": 0,
+            "question": "q",
+            "answer": "a",
+            "paragraph": "A. B.",
+            "label": "True",
+            "group": "9-4",
+        }
+        wsc = {
+            "text": "Bo sees it.",
+            "span1_text": "Bo",
+            "span1_index": 0,
+            "span2_text": "it",
+            "span2_index": 2,
+            "label": 0,
+            "idx": 0,
+        }
         (found,) = prepared("wsc", kind="jsonl", val=json.dumps(wsc))["val"]
         assert found["text"] == "* Bo * sees # it #."
-        record = {"passage": "Ann met Bo.", "query": "q", "entities": ["Ann"], "answers": ["Ann"], "idx": {"passage": 0, "query": 1}}
+        record = {
+            "passage": "Ann met Bo.",
+            "query": "q",
+            "entities": ["Ann"],
+            "answers": ["Ann"],
+            "idx": {"passage": 0, "query": 1},
+        }
         (found,) = prepared("record", kind="jsonl", val=json.dumps(record))["val"]
         assert (found["entities"], found["passage"], found["label"]) == ("Ann", "Ann met Bo.", "Ann")
 
     @pytest.mark.parametrize(
         ("task", "row", "message"),
         [
-            ("boolq", {"question": "q", "label": True}, "train.jsonl:1: expected text as 'passage', there is: question, label."),
-            ("boolq", {"question": "q", "passage": 3, "label": True}, "train.jsonl:1: expected text as 'passage', got '3' (int)."),
-            ("boolq", {"question": "q", "passage": "p", "label": "yes"}, "train.jsonl:1: label 'yes' is none of 'boolq': False, True"),
-            ("multirc", {"passage": {"text": "t"}}, "train.jsonl:1: expected list as 'questions', got 'None' (NoneType)."),
+            (
+                "boolq",
+                {"question": "q", "label": True},
+                "train.jsonl:1: expected text as 'passage', there is: question, label.",
+            ),
+            (
+                "boolq",
+                {"question": "q", "passage": 3, "label": True},
+                "train.jsonl:1: expected text as 'passage', got '3' (int).",
+            ),
+            (
+                "boolq",
+                {"question": "q", "passage": "p", "label": "yes"},
+                "train.jsonl:1: label 'yes' is none of 'boolq': False, True",
+            ),
+            (
+                "multirc",
+                {"passage": {"text": "t"}},
+                "train.jsonl:1: expected list as 'questions', got 'None' (NoneType).",
+            ),
             (
                 "dpr",
                 {"sentence": "a he.", "pronoun": "he", "candidates": ["x", "y"], "label": 2},
@@ -262,7 +385,10 @@ def test_discoeval(prepared: Callable[..., Rows]):
     (row,) = prepared("SPwiki", kind="txt", train="2\ta\tb\tc\td\te\n")["train"]
     assert row == {
         "index": 0,
-        **{f"{name}_sentence": text for name, text in zip(["first", "second", "third", "fourth", "fifth"], "abcde", strict=True)},
+        **{
+            f"{name}_sentence": text
+            for name, text in zip(["first", "second", "third", "fourth", "fifth"], "abcde", strict=True)
+        },
         "label": "Third sentence",
     }
     (row,) = prepared("PDTB-I", kind="txt", train="Expansion.List\ta\tb\n")["train"]
@@ -274,7 +400,9 @@ def test_discoeval(prepared: Callable[..., Rows]):
 def test_csv_has_quotation_marks_and_a_header(prepared: Callable[..., Rows], refused: Callable[..., str]):
     (row,) = prepared("sst2", kind="csv", train='label,sentence\n1,"a, ""b""\nc"\n')["train"]
     assert row == {"index": 0, "sentence": 'a, "b"\nc', "label": "positive"}
-    assert "train.csv:2: more or fewer columns than the header." in refused("cola", kind="csv", train="label,sentence\n1\n")
+    assert "train.csv:2: more or fewer columns than the header." in refused(
+        "cola", kind="csv", train="label,sentence\n1\n"
+    )
 
 
 def test_minus_one_is_no_label_of_classes_alone(prepared: Callable[..., Rows], tmp_path: Path):
@@ -285,14 +413,18 @@ def test_minus_one_is_no_label_of_classes_alone(prepared: Callable[..., Rows], t
     lines = [json.dumps({"a": "x", "label": label}) for label in (-1, "-1", -1.0, 1.5)]
     rows = prepared("mine", "--task_file", str(tmp_path / "mine.yaml"), kind="jsonl", val="\n".join(lines))["val"]
     assert [row["label"] for row in rows] == ["-1", "-1", "-1.0", "1.5"]
-    unlabelled = prepared("stsb", kind="jsonl", test=json.dumps({"sentence1": "a", "sentence2": "b", "label": -1.0}))["test"]
+    unlabelled = prepared("stsb", kind="jsonl", test=json.dumps({"sentence1": "a", "sentence2": "b", "label": -1.0}))[
+        "test"
+    ]
     assert unlabelled[0]["label"] is None
     assert prepared("sst2", kind="jsonl", test=json.dumps({"sentence": "a", "label": "-1"}))["test"][0]["label"] is None
 
 
 def test_only_the_rows_that_the_task_is_about(prepared: Callable[..., Rows]):
     kinds = ("does", "name", "calls", "does")
-    lines = [json.dumps({"context": f"def f{i}(): …", "answer": f"answer {i}", "kind": kind}) for i, kind in enumerate(kinds)]
+    lines = [
+        json.dumps({"context": f"def f{i}(): …", "answer": f"answer {i}", "kind": kind}) for i, kind in enumerate(kinds)
+    ]
     found = prepared("codedoc", kind="jsonl", train="\n".join(lines))["train"]
     assert [(row["code"], row["label"]) for row in found] == [("def f0(): …", "answer 0"), ("def f3(): …", "answer 3")]
     assert [row["label"] for row in prepared("codename", kind="jsonl", train="\n".join(lines))["train"]] == ["answer 1"]
@@ -304,7 +436,9 @@ def test_a_folder_of_datasets(prepared: Callable[..., Rows], refused: Callable[.
 
     classes = datasets.ClassLabel(names=["positive", "negative"])
     rows = {"sentence": ["a", "b", "c"], "label": [0, 1, -1], "idx": [5, 6, 7]}
-    features = datasets.Features({"sentence": datasets.Value("string"), "label": classes, "idx": datasets.Value("int32")})
+    features = datasets.Features(
+        {"sentence": datasets.Value("string"), "label": classes, "idx": datasets.Value("int32")}
+    )
     made = datasets.Dataset.from_dict(rows, features=features)
     datasets.DatasetDict({"validation": made.select([0, 1]), "test": made.select([2])}).save_to_disk(tmp_path / "saved")
     found = prepared("sst2", val=tmp_path / "saved", test=tmp_path / "saved")
@@ -324,7 +458,9 @@ def test_what_is_not_there(refused: Callable[..., str], tmp_path: Path):
 
 def test_rows_are_set_apart_by_whole_questions(prepared: Callable[..., Rows], tmp_path: Path):
     def lines(first: int) -> str:
-        questions = [{"question": "q", "answers": [{"text": f"{i}", "label": 1} for i in range(3)], "idx": q} for q in range(20)]
+        questions = [
+            {"question": "q", "answers": [{"text": f"{i}", "label": 1} for i in range(3)], "idx": q} for q in range(20)
+        ]
         return json.dumps({"idx": first, "passage": {"text": "t", "questions": questions}})
 
     rows = prepared("multirc", "--val_percent", "25", kind="jsonl", train=lines(0))
@@ -333,7 +469,9 @@ def test_rows_are_set_apart_by_whole_questions(prepared: Callable[..., Rows], tm
     assert (len(groups["val"]), len(rows["val"]), len(rows["train"])) == (5, 15, 45)
 
 
-def test_the_same_sources_give_the_same_bytes_and_are_read_once(prepared: Callable[..., Rows], tmp_path: Path, capsys: Any):
+def test_the_same_sources_give_the_same_bytes_and_are_read_once(
+    prepared: Callable[..., Rows], tmp_path: Path, capsys: Any
+):
     folder = tmp_path / "data" / "sst2"
     prepared("sst2", "--max_rows", "2", train="a\t1\nb\t0\nc\t1\n", val="d\t1\na\t1\n")
     first = {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -367,7 +505,11 @@ class TestRealFiles:
     def test_every_row_is_there(
         self, prepared: Callable[..., Rows], shared_data: Path, task: str, train: str, val: str, label: dict[str, str]
     ):
-        glue, place, texts = shared_data / "glue", {"rte": 3, "sst2": 1, "cola": 1}[task], {"rte": [1, 2], "sst2": [0], "cola": [3]}[task]
+        glue, place, texts = (
+            shared_data / "glue",
+            {"rte": 3, "sst2": 1, "cola": 1}[task],
+            {"rte": [1, 2], "sst2": [0], "cola": [3]}[task],
+        )
         if not glue.is_dir():
             pytest.skip(f"{shared_data} holds no glue")
         found = prepared(task, train=glue / train, val=glue / val)
@@ -383,10 +525,14 @@ class TestRealFiles:
         counts = {"rte": (2127, 363), "sst2": (6920, 872), "cola": (8551, 527)}[task]
         assert (len(found["train"]), len(found["val"])) == counts
 
-    def test_the_prepared_rows_are_read_as_samples(self, prepared: Callable[..., Rows], shared_data: Path, tmp_path: Path):
+    def test_the_prepared_rows_are_read_as_samples(
+        self, prepared: Callable[..., Rows], shared_data: Path, tmp_path: Path
+    ):
         glue = shared_data / "glue" / "RTE"
         if not glue.is_dir():
             pytest.skip(f"{shared_data} holds no glue/RTE")
         prepared("rte", train=glue / "train.tsv", val=glue / "val.tsv")
-        rows = jsonl.read_rows(tmp_path / "data" / "rte" / "val.jsonl", {"sentence1": str, "sentence2": str, "label": str, "index": int})
+        rows = jsonl.read_rows(
+            tmp_path / "data" / "rte" / "val.jsonl", {"sentence1": str, "sentence2": str, "label": str, "index": int}
+        )
         assert len(rows) == 363

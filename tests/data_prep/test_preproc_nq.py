@@ -41,7 +41,13 @@ def bases(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bases")
     data = toy.write_data(folder / "data")
     tokenizer = tokenizers.load(data / "toy_tokenizer")
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
     for seed, name in enumerate(("one", "other")):
         torch.manual_seed(seed)
         config = LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=64, initializer_range=0.3, **sizes)
@@ -74,12 +80,16 @@ def store_of(request):
 
 
 def rows_of(folder):
-    return [json.loads(line) for split in ("train", "val") for line in (folder / f"{split}.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for split in ("train", "val") for line in (folder / f"{split}.jsonl").read_text().splitlines()
+    ]
 
 
 def expected_states(request, ids):
     with torch.no_grad():
-        return encode(request.model.build(request.places).eval(), torch.tensor([ids]), torch.ones(1, len(ids), dtype=torch.bool))[0]
+        return encode(
+            request.model.build(request.places).eval(), torch.tensor([ids]), torch.ones(1, len(ids), dtype=torch.bool)
+        )[0]
 
 
 def input_of(bases, row):
@@ -131,13 +141,19 @@ def test_nothing_is_encoded_twice(cache, request_of):
 
 
 def test_long_contexts_are_counted_cut_or_refused(cache, request_of):
-    long = [{"context": "the thing0 is red . " * n, "question": "what", "answer": "red", "dataset": "d"} for n in (1, 5)]
+    long = [
+        {"context": "the thing0 is red . " * n, "question": "what", "answer": "red", "dataset": "d"} for n in (1, 5)
+    ]
     rewrite(cache, long)
     request = request_of(rules=replace(RULES, too_long="chunk"))
     counts = preproc_nq.prepare(request)
     assert (counts.inputs, counts.too_long) == (3, 1)  # 25 words, 13 beside the template of 3
-    assert json.loads((preproc_nq.folder_of(request) / "manifest.json").read_text())["encoded"]["contexts_too_long"] == 1
-    with pytest.raises(DataError, match=r"train\.jsonl:2: a context of 28 tokens with its template, .* Allow more tokens"):
+    assert (
+        json.loads((preproc_nq.folder_of(request) / "manifest.json").read_text())["encoded"]["contexts_too_long"] == 1
+    )
+    with pytest.raises(
+        DataError, match=r"train\.jsonl:2: a context of 28 tokens with its template, .* Allow more tokens"
+    ):
         preproc_nq.prepare(request_of(rules=replace(RULES, too_long="refuse")))
 
 
@@ -145,7 +161,9 @@ def test_a_base_that_is_named_below_the_data_is_there_beside_the_encoded_corpus(
     shutil.copytree(bases / "one", cache / "tiny")
     preproc_nq.prepare(request_of(model=bind(MODELS, {"name": "hf", "path": "tiny"})))
     made = Places(cache / "processed_data" / "tiny", cache)
-    part = bind(MODELS, {"name": "cross_attention", "num_layers": 1, "stride": 1, "base": {"name": "hf", "path": "tiny"}})
+    part = bind(
+        MODELS, {"name": "cross_attention", "num_layers": 1, "stride": 1, "base": {"name": "hf", "path": "tiny"}}
+    )
     encoded_store.check_base(made.data / "toy_qa" / "encoded", part, made)
     assert tokenizers.load(made.data / "toy_tokenizer").eos_token_id == 0
     moved = cache.rename(cache.parent / "moved")
@@ -154,7 +172,10 @@ def test_a_base_that_is_named_below_the_data_is_there_beside_the_encoded_corpus(
 
 def test_contexts_that_are_alike_up_to_the_limit_are_one(cache, request_of):
     begin = "the thing0 is red . " * 3
-    rewrite(cache, [{"context": begin + end, "question": "what", "answer": "red", "dataset": "d"} for end in ("red", "blue")])
+    rewrite(
+        cache,
+        [{"context": begin + end, "question": "what", "answer": "red", "dataset": "d"} for end in ("red", "blue")],
+    )
     counts = preproc_nq.prepare(request_of())
     assert (counts.rows, counts.inputs, counts.encoded, counts.too_long) == (4, 1, 1, 2)
     assert len(store_of(request_of())) == 1
@@ -185,7 +206,9 @@ def wait_for(condition, seconds=300):
 
 @pytest.mark.slow
 def test_a_kill_loses_nothing_that_was_committed(cache, request_of):
-    rows = [{**row, "context": f"{row['context']} {word}"} for row in rows_of(cache / "toy_qa") for word in toy.THINGS[:10]]
+    rows = [
+        {**row, "context": f"{row['context']} {word}"} for row in rows_of(cache / "toy_qa") for word in toy.THINGS[:10]
+    ]
     rewrite(cache, rows)
     request = request_of(batch_size=1)
     folder = preproc_nq.folder_of(request) / "encoded"
@@ -259,7 +282,12 @@ def worker_that(says, code=0):
 @pytest.mark.parametrize(
     ("says", "code", "error", "message"),
     [
-        (None, 3, RunError, r"cuda:1: its process ended with exit code 3\. Start again when that is mended: what was finished is kept"),
+        (
+            None,
+            3,
+            RunError,
+            r"cuda:1: its process ended with exit code 3\. Start again when that is mended: what was finished is kept",
+        ),
         ("RuntimeError: lost", 1, RunError, r"cuda:1: RuntimeError: lost\. Start again"),
         (DataError("states are not finite"), 1, DataError, r"^states are not finite$"),
     ],
@@ -298,7 +326,9 @@ def test_states_without_their_index_are_encoded_anew(request_of, caplog):
     folder = preproc_nq.folder_of(request) / "encoded"
     (index,) = folder.glob("*.index")
     index.unlink()
-    with pytest.raises(DataError, match=rf"{index.name}: missing, though the store lists it\. Run data_prep\.preproc_nq again"):
+    with pytest.raises(
+        DataError, match=rf"{index.name}: missing, though the store lists it\. Run data_prep\.preproc_nq again"
+    ):
         store_of(request)
     assert preproc_nq.prepare(request).encoded == 64
     assert f"{index.name}: missing, though the store lists it. It is encoded anew." in caplog.text
@@ -309,12 +339,16 @@ def test_states_without_their_index_are_encoded_anew(request_of, caplog):
 def test_another_base_and_another_type_are_refused(cache, bases, request_of, tmp_path):
     preproc_nq.prepare(request_of())
     (cache / "processed_data" / "one").rename(cache / "processed_data" / "other")
-    with pytest.raises(ConfigError, match=r"other/toy_qa/encoded: holds states of \S+/one \(.*\), not of \S+/other \(.*Choose another"):
+    with pytest.raises(
+        ConfigError, match=r"other/toy_qa/encoded: holds states of \S+/one \(.*\), not of \S+/other \(.*Choose another"
+    ):
         preproc_nq.prepare(request_of("other"))
     (cache / "processed_data" / "other").rename(cache / "processed_data" / "one")
     with pytest.raises(ConfigError, match=r"encoded: holds bfloat16, not float32\. Say --dtype bfloat16"):
         preproc_nq.prepare(request_of(dtype="float32"))
-    with pytest.raises(ConfigError, match=r"--maximum_input_length: 65 tokens are more than the 64 positions of the base"):
+    with pytest.raises(
+        ConfigError, match=r"--maximum_input_length: 65 tokens are more than the 64 positions of the base"
+    ):
         preproc_nq.prepare(request_of(rules=replace(RULES, context_tokens=65)))
 
 
@@ -331,7 +365,16 @@ def test_two_commands_do_not_write_at_once(request_of):
 
 
 def test_the_command_line(bases, cache, capsys):
-    arguments = ["--embedding_model", str(bases / "one"), "--maximum_input_length", "16", "--batch_size", "2", "--num_proc", "1"]
+    arguments = [
+        "--embedding_model",
+        str(bases / "one"),
+        "--maximum_input_length",
+        "16",
+        "--batch_size",
+        "2",
+        "--num_proc",
+        "1",
+    ]
     arguments += ["--data_cache_path", str(cache), "--corpus", "toy_qa", "--devices", "cpu"]
     assert preproc_nq.main(arguments) == 0
     out = capsys.readouterr().out
@@ -346,7 +389,9 @@ def test_the_command_line(bases, cache, capsys):
 
 
 def test_it_runs_as_a_file():
-    done = subprocess.run([sys.executable, "data_prep/preproc_nq.py", "--help"], cwd=toy.ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "data_prep/preproc_nq.py", "--help"], cwd=toy.ROOT, capture_output=True, text=True, check=True
+    )
     assert "--maximum_input_length" in done.stdout
 
 

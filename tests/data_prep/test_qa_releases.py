@@ -1,4 +1,5 @@
-"""Original releases of question answering: each layout is read as its makers describe it, and what is malformed is named."""
+"""Original releases of question answering: each layout is read as its makers describe it, and what is malformed is
+named."""
 
 import copy
 import gzip
@@ -25,7 +26,13 @@ SQUAD = {
                     "question": " How heavy? ",
                     "answers": [{"text": t, "answer_start": 0} for t in ("100 t", "100 t.", "100 t", " ")],
                 },
-                {"id": "q2", "question": "How old?", "answers": [], "plausible_answers": [{"text": "100 t"}], "is_impossible": True},
+                {
+                    "id": "q2",
+                    "question": "How old?",
+                    "answers": [],
+                    "plausible_answers": [{"text": "100 t"}],
+                    "is_impossible": True,
+                },
             ],
         }
     ],
@@ -94,7 +101,10 @@ DPR = {
     "answers": ["Ann"],
     "positive_ctxs": [{"title": "Ann", "text": "Ann sails.", "score": 1000, "passage_id": "1"}] * 2,
     "negative_ctxs": [{"title": "N", "text": "Not here.", "score": 0}],
-    "hard_negative_ctxs": [{"title": "H", "text": "Hard.", "score": 14.5}, {"title": "Ann", "text": "Ann sails.", "score": 3}],
+    "hard_negative_ctxs": [
+        {"title": "H", "text": "Hard.", "score": 14.5},
+        {"title": "Ann", "text": "Ann sails.", "score": 3},
+    ],
 }
 MARCO = {
     "query_id": 9652,
@@ -123,7 +133,9 @@ TRIVIA = {
     "EntityPages": [{"DocSource": "TagMe", "Filename": "Ann.txt", "Title": "Ann"}],
     "Question": "Who sails?",
     "QuestionId": "tc_1",
-    "SearchResults": [{"Description": "Ann sails on ...", "Filename": "3/3_1.txt", "Rank": 0, "Title": "Sails", "Url": "http://a"}],
+    "SearchResults": [
+        {"Description": "Ann sails on ...", "Filename": "3/3_1.txt", "Rank": 0, "Title": "Sails", "Url": "http://a"}
+    ],
 }
 NQ_OPEN = {"question": "who sails", "answer": ["Ann", "Ann S."]}
 PREPARED = {
@@ -173,11 +185,13 @@ def test_every_layout_is_told_from_its_record():
     assert {name: layout_of(record, "here", None) for name, record in ALL.items()} == {name: name for name in LAYOUTS}
     assert layout_of(NQ_ORIGINAL, "here", None) == layout_of(NQ_HUB, "here", "nq") == "nq"
     with pytest.raises(
-        DataError, match=r"here: not of the layout squad, which is SQuAD .* Fields: question, answer. It looks like nq_open."
+        DataError,
+        match=r"here: not of the layout squad, which is SQuAD .* Fields: question, answer. It looks like nq_open.",
     ):
         layout_of(NQ_OPEN, "here", "squad")
     with pytest.raises(
-        DataError, match=r"(?s)here: of no layout that is known. Fields: text. Known:\n  prepared: .*squad: .*nq_open: NQ-open"
+        DataError,
+        match=r"(?s)here: of no layout that is known. Fields: text. Known:\n  prepared: .*squad: .*nq_open: NQ-open",
     ):
         layout_of({"text": "x"}, "here", None)
     with pytest.raises(DataError, match=r"--layout: unknown layout 'sqad'. Did you mean 'squad'\?"):
@@ -191,7 +205,13 @@ def test_squad():
     assert second == Question("here, paragraphs[0].qas[1]", "q2", "How old?", (UNANSWERABLE,), passage, "squad_v2")
     plausible = in_squad(is_impossible=True)
     assert next(iter(read(plausible))).answers == (UNANSWERABLE,), "whatever answers stand beside the mark"
-    row = {"id": "q1", "title": "T_U", "context": "C.", "question": "Q?", "answers": {"text": ["no"], "answer_start": [0]}}
+    row = {
+        "id": "q1",
+        "title": "T_U",
+        "context": "C.",
+        "question": "Q?",
+        "answers": {"text": ["no"], "answer_start": [0]},
+    }
     assert one(row) == Question("here", "q1", "Q?", ("No",), (Passage("C.", "T U", useful=True),), "squad")
     assert one(changed(row, answers={"text": [], "answer_start": []})).answers == (UNANSWERABLE,)
 
@@ -217,7 +237,9 @@ def test_hotpotqa():
         context={"title": [t for t, _ in HOTPOT["context"]], "sentences": [s for _, s in HOTPOT["context"]]},
     )
     assert one(hub) == whole
-    assert read(without(HOTPOT, "answer", "supporting_facts")) == [Skipped("no answer is given, as in the hidden test set")]
+    assert read(without(HOTPOT, "answer", "supporting_facts")) == [
+        Skipped("no answer is given, as in the hidden test set")
+    ]
 
 
 @pytest.mark.parametrize("record", [NQ, NQ_ORIGINAL, NQ_HUB])
@@ -259,10 +281,14 @@ def test_nq_answers():
     assert one(annotated((long, [], "YES"))).answers == ("Yes",)
     assert one(annotated((long, [], "NO"))).answers == ("No",)
     assert one(annotated((long, [(4, 5), (7, 8)], "NONE"))).answers == ("Ann", "1990")
-    several = one(annotated(nothing, (other, [], "NONE"), (long, [(7, 8)], "NONE"), (long, [(4, 5), (7, 8)], "NONE"), nothing))
+    several = one(
+        annotated(nothing, (other, [], "NONE"), (long, [(7, 8)], "NONE"), (long, [(4, 5), (7, 8)], "NONE"), nothing)
+    )
     assert several.answers == ("1990", "Ann")
     assert several.passages[0].text == "Ann sails since 1990 ."
-    assert one(annotated((other, [], "NONE"), (long, [(7, 8)], "NONE"), nothing)).answers == (UNANSWERABLE,), "one of three is too few"
+    assert one(annotated((other, [], "NONE"), (long, [(7, 8)], "NONE"), nothing)).answers == (UNANSWERABLE,), (
+        "one of three is too few"
+    )
     assert read(annotated((long, [(7, 8)], "NONE"), nothing, nothing)) == [Skipped("no long answer, so no context")]
 
 
@@ -280,7 +306,9 @@ def test_rows_that_are_prepared_already():
     ours = changed(PREPARED, id="42", answers=["Ann", "Ann S."], titles_list=None)
     assert (one(ours).id, one(ours).answers, one(ours).passages[1].title) == ("42", ("Ann", "Ann S."), "")
     assert [passage.useful for passage in one(without(PREPARED, "useful_contexts")).passages] == [None, None]
-    assert read(changed(PREPARED, contexts_list=[" "], titles_list=[], useful_contexts=[])) == [Skipped("no context has any text")]
+    assert read(changed(PREPARED, contexts_list=[" "], titles_list=[], useful_contexts=[])) == [
+        Skipped("no context has any text")
+    ]
 
 
 def test_dpr():
@@ -297,7 +325,10 @@ def test_dpr():
 def test_msmarco():
     sing, weigh = Passage("Whales sing.", useful=False), Passage("A whale weighs 100 t.", useful=True)
     assert one(MARCO) == Question("here", "9652", "what weighs a whale", ("100 t",), (sing, weigh), "msmarco")
-    hub = changed(MARCO, passages={"is_selected": [0, 1], "passage_text": ["Whales sing.", "A whale weighs 100 t."], "url": ["a", "b"]})
+    hub = changed(
+        MARCO,
+        passages={"is_selected": [0, 1], "passage_text": ["Whales sing.", "A whale weighs 100 t."], "url": ["a", "b"]},
+    )
     assert one(hub) == one(MARCO)
     assert one(changed(MARCO, answers=["No Answer Present."])).answers == (UNANSWERABLE,)
     assert read(changed(MARCO, answers=[])) == read(changed(MARCO, answers=[""])) == [Skipped("no answer is given")]
@@ -305,7 +336,9 @@ def test_msmarco():
 
 def test_topiocqa():
     turns = Passage("Q: who is ann\nA: a sailor\nQ: from where\nA: Rome", useful=True)
-    assert one(TOPIOCQA) == Question("here", "3/3", "how old is she", ("No", "40"), (turns,), "topiocqa", family="who is ann")
+    assert one(TOPIOCQA) == Question(
+        "here", "3/3", "how old is she", ("No", "40"), (turns,), "topiocqa", family="who is ann"
+    )
     gold = changed(TOPIOCQA, Gold_passage={"id": "1", "title": "Ann", "text": "Ann is 40."})
     assert one(gold).passages == (Passage("Ann is 40.", "Ann", useful=True),)
     first = changed(TOPIOCQA, Context=[], Turn_no=1)
@@ -316,12 +349,19 @@ def test_topiocqa():
 def test_triviaqa(tmp_path):
     """Texts of pages where they are there, or else what a search engine said of them."""
     found = one(TRIVIA)
-    assert found == Question("here", "tc_1", "Who sails?", ("Ann", "Ann S."), (Passage("Ann sails on ...", "Sails"),), "triviaqa")
+    assert found == Question(
+        "here", "tc_1", "Who sails?", ("Ann", "Ann S."), (Passage("Ann sails on ...", "Sails"),), "triviaqa"
+    )
     for name, text in (("wikipedia/Ann.txt", "Ann is a sailor."), ("web/3/3_1.txt", "Sails are white.")):
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).write_text(text)
-    assert one(TRIVIA, evidence=tmp_path).passages == (Passage("Ann is a sailor.", "Ann"), Passage("Sails are white.", "Sails"))
-    assert read(changed(TRIVIA, SearchResults=[]))[0].reason.startswith("no page has any text: name the release's folder")
+    assert one(TRIVIA, evidence=tmp_path).passages == (
+        Passage("Ann is a sailor.", "Ann"),
+        Passage("Sails are white.", "Sails"),
+    )
+    assert read(changed(TRIVIA, SearchResults=[]))[0].reason.startswith(
+        "no page has any text: name the release's folder"
+    )
     hub = {
         "question_id": "tc_1",
         "question": "Who sails?",
@@ -331,7 +371,9 @@ def test_triviaqa(tmp_path):
     }
     assert one(hub).passages == (Passage("Ann is a sailor.", "Ann"),)
     (tmp_path / "wikipedia/Ann.txt").unlink()
-    with pytest.raises(DataError, match=r"here: EntityPages\[0\]: its text, .*wikipedia/Ann.txt, is not there. --evidence names"):
+    with pytest.raises(
+        DataError, match=r"here: EntityPages\[0\]: its text, .*wikipedia/Ann.txt, is not there. --evidence names"
+    ):
         read(TRIVIA, evidence=tmp_path)
     with pytest.raises(DataError, match=r"'../../x' leads out of"):
         read(changed(TRIVIA, EntityPages=[{"Filename": "../../x", "Title": "x"}]), evidence=tmp_path)
@@ -350,18 +392,36 @@ def in_squad(**fields):
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        (in_squad(answers=[{"text": " "}]), "here, paragraphs[0].qas[0]: every answer is empty. A question without an answer must be"),
+        (
+            in_squad(answers=[{"text": " "}]),
+            "here, paragraphs[0].qas[0]: every answer is empty. A question without an answer must be",
+        ),
         (in_squad(answers=[]), "here, paragraphs[0].qas[0]: no answers, and not marked 'is_impossible'."),
-        (in_squad(is_impossible="false"), "here, paragraphs[0].qas[0]: field 'is_impossible': expected true or false, got 'false' (str)."),
+        (
+            in_squad(is_impossible="false"),
+            "here, paragraphs[0].qas[0]: field 'is_impossible': expected true or false, got 'false' (str).",
+        ),
         (in_squad(question=" "), "here, paragraphs[0].qas[0]: the question is empty."),
-        (in_squad(question="\ud800?"), r"here, paragraphs[0].qas[0]: field 'question': \ud800 at character 0 is half of a surrogate pair"),
+        (
+            in_squad(question="\ud800?"),
+            r"here, paragraphs[0].qas[0]: field 'question': \ud800 at character 0 is half of a surrogate pair",
+        ),
         (in_squad(id=None), "here, paragraphs[0].qas[0]: field 'id': expected str, got None"),
-        ({"paragraphs": [{"context": "", "qas": SQUAD["paragraphs"][0]["qas"]}]}, "here, paragraphs[0].qas[0]: the context is empty."),
+        (
+            {"paragraphs": [{"context": "", "qas": SQUAD["paragraphs"][0]["qas"]}]},
+            "here, paragraphs[0].qas[0]: the context is empty.",
+        ),
         ({"paragraphs": [{"qas": []}]}, "here, paragraphs[0]: field 'context' is missing. Fields: qas."),
         (changed(HOTPOT, answer=""), "here: every answer is empty."),
-        (changed(HOTPOT, context=[["Ann", "text"]]), "here: field 'context': the sentences of 'Ann' are no list of texts."),
+        (
+            changed(HOTPOT, context=[["Ann", "text"]]),
+            "here: field 'context': the sentences of 'Ann' are no list of texts.",
+        ),
         (changed(HOTPOT, context=[["Ann"]]), "here: field 'context'[0]: expected [title, sentences], got ['Ann']"),
-        (changed(HOTPOT, supporting_facts={"title": ["a"], "sent_id": []}), "field 'supporting_facts': 1 titles for 0 of 'sent_id'."),
+        (
+            changed(HOTPOT, supporting_facts={"title": ["a"], "sent_id": []}),
+            "field 'supporting_facts': 1 titles for 0 of 'sent_id'.",
+        ),
         (annotated(((3, 15), [], "NONE")), "here: the long answer is said to be tokens 3 to 15 of 14."),
         (annotated(((3, 10), [(5, 5)], "NONE")), "here: the short answer is said to be tokens 5 to 5 of 14."),
         (annotated(((3, None), [], "NONE")), "here: the long answer is said to be tokens 3 to None of 14."),
@@ -371,9 +431,15 @@ def in_squad(**fields):
         (changed(PREPARED, contexts_list="text"), "here: field 'contexts_list': expected list, got 'text' (str)."),
         (without(CTXS, "answers"), "here: field 'answers' is missing. Fields: question, ctxs, nq_annotated_gold."),
         (changed(CTXS, ctxs=[{"title": "a"}]), "here: ctxs[0]: field 'text' is missing. Fields: title."),
-        (changed(MARCO, passages={"is_selected": [0], "passage_text": []}), "field 'passages': 0 texts for 1 of 'is_selected'."),
+        (
+            changed(MARCO, passages={"is_selected": [0], "passage_text": []}),
+            "field 'passages': 0 texts for 1 of 'is_selected'.",
+        ),
         (changed(MARCO, query_id=None), "here: field 'query_id': expected str, got None"),
-        (changed(TOPIOCQA, Context=["a"]), "here: field 'Context': expected questions and answers in turn, got 1 texts."),
+        (
+            changed(TOPIOCQA, Context=["a"]),
+            "here: field 'Context': expected questions and answers in turn, got 1 texts.",
+        ),
         (changed(TRIVIA, Answer={"Aliases": []}), "here: field 'Answer': field 'Value' is missing."),
         (changed(NQ_OPEN, answer=["", " "]), "here: every answer is empty."),
         (changed(DPR, positive_ctxs=None), "here: field 'positive_ctxs': expected list, got None"),
@@ -386,7 +452,11 @@ def test_a_malformed_record_is_named(record, message):
 
 def test_answers_and_passages_are_kept_once():
     assert clean_answers([" a", "YES", "a", "", "no", "Nothing"], "here") == ("a", "Yes", "No", "Nothing")
-    first, again, useful = Passage("x", "A", useful=False), Passage("x", "B", useful=False), Passage("x", "C", useful=True)
+    first, again, useful = (
+        Passage("x", "A", useful=False),
+        Passage("x", "B", useful=False),
+        Passage("x", "C", useful=True),
+    )
     assert passages([first, again, Passage(" ")]) == (first,)
     assert passages([first, useful, again]) == (useful,)
 
@@ -399,7 +469,15 @@ def order(question=LETTERS, **options):
 
 
 def test_useful_passages_stand_where_they_should():
-    expected = {"given": "abUcVd", "first": "UVabcd", "middle": "abUVcd", "last": "abcdUV", "0": "UVabcd", "3": "abcUVd", "9": "abcdUV"}
+    expected = {
+        "given": "abUcVd",
+        "first": "UVabcd",
+        "middle": "abUVcd",
+        "last": "abcdUV",
+        "0": "UVabcd",
+        "3": "abcUVd",
+        "9": "abcdUV",
+    }
     assert {position: order(position=position) for position in expected} == expected
     assert order(position="given", distractors=2) == "abUV"
     assert order(position="middle", distractors=3) == "aUVbc"
@@ -447,7 +525,9 @@ def test_a_release_is_read_from_lines_or_a_list_packed_or_not(tmp_path, name):
         for data in (text.encode(), gzip.compress(text.encode())):
             (tmp_path / "f").write_bytes(data)
             found = list(Release(str(tmp_path / "f"), "train").questions())
-            assert [(layout, getattr(q, "id", None)) for layout, q in found] == [(layout, getattr(q, "id", None)) for layout, q in expected]
+            assert [(layout, getattr(q, "id", None)) for layout, q in found] == [
+                (layout, getattr(q, "id", None)) for layout, q in expected
+            ]
 
 
 def test_msmarco_in_columns(tmp_path):

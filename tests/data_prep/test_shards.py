@@ -1,4 +1,5 @@
-"""Shards of any format: those that are whole survive a failure, and what is made in two goes has the bytes of what is made in one."""
+"""Shards of any format: those that are whole survive a failure, and what is made in two goes has the bytes of what is
+made in one."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -55,7 +56,10 @@ def convert(batches: Iterable[Batch]) -> Iterator[tuple[Upper, Upper]]:
         texts = [text.upper() for _, text in batch.texts]
         if "BAD" in texts:
             raise DataError("bad.")
-        yield Upper([text for text in texts if int(text[1:]) % 3]), Upper([text for text in texts if not int(text[1:]) % 3])
+        yield (
+            Upper([text for text in texts if int(text[1:]) % 3]),
+            Upper([text for text in texts if not int(text[1:]) % 3]),
+        )
 
 
 def make(folder: Path, bad: int | None = None) -> list[int]:

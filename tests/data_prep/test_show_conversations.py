@@ -114,7 +114,10 @@ def test_packed_conversations_are_shown_one_by_one(show):
     [
         (["stf"], "unknown group 'stf'. Did you mean 'sft'?"),
         (["sft[2]"], "sft[2]: the group has 2 experiments, from sft[0] on."),
-        (["judged"], "judged: trains on no conversations. Name an experiment of recipe sft, reward, dpo that has a loop."),
+        (
+            ["judged"],
+            "judged: trains on no conversations. Name an experiment of recipe sft, reward, dpo that has a loop.",
+        ),
         (["text"], "text: trains on no conversations."),
         (["sft", "--samples", "0"], "--samples: expected at least 1, got 0."),
     ],
@@ -123,7 +126,13 @@ def test_mistakes_are_told(show, words: list[str], message: str):
     assert message in show(*words, code=1)
 
 
-LLAMA: dict[str, Any] = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 3, "num_attention_heads": 4}
+LLAMA: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 172,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+}
 
 
 def test_weights_and_optimizer_are_those_of_the_model(data: Path, tmp_path: Path):

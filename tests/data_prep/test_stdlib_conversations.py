@@ -17,7 +17,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Made of the examples of three modules."""
     folder = tmp_path_factory.mktemp("conversations")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stdlib_conversations.doctest_examples.stdlib_pages, "modules", lambda: ["difflib", "heapq", "textwrap"])
+        patch.setattr(
+            stdlib_conversations.doctest_examples.stdlib_pages, "modules", lambda: ["difflib", "heapq", "textwrap"]
+        )
         assert stdlib_conversations.main(["--data_path", str(folder / "a")]) == 0
         assert stdlib_conversations.main(["--data_path", str(folder / "b")]) == 0
         assert not stdlib_conversations.prepare(folder / "a"), "what is whole is not made again"

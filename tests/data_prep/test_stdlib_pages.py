@@ -52,7 +52,9 @@ def check_documents(pages: dict[str, str], at_least: int):
         def process(item):
             return local_markers(item, HtmlFilter(), "end")
 
-        nested, compatible = (insert(document.text, markers(document, ["html"], process, {}, how)) for how in ("nested", "compatible"))
+        nested, compatible = (
+            insert(document.text, markers(document, ["html"], process, {}, how)) for how in ("nested", "compatible")
+        )
         assert "".join(c for c, m in zip(*nested, strict=True) if not m) == document.text
         assert nested.text.replace("\\", "") == compatible.text.replace("\\", ""), "the cut tags still nest"
 

@@ -37,7 +37,15 @@ def whole(tmp_path_factory):
 @pytest.fixture(scope="session")
 def rows(whole):
     """Rows of both splits."""
-    fields = {"context": str, "question": str, "answer": str, "sample_idx": int, "dataset": str, "kind": str, "module": str}
+    fields = {
+        "context": str,
+        "question": str,
+        "answer": str,
+        "sample_idx": int,
+        "dataset": str,
+        "kind": str,
+        "module": str,
+    }
     return {split: list(jsonl.read_rows(whole / "stdlib_qa" / f"{split}.jsonl", fields)) for split in ("train", "val")}
 
 
@@ -74,7 +82,10 @@ def test_no_module_and_no_context_is_in_both_splits(rows, whole):
     for field in ("module", "context"):
         assert not {row[field] for row in rows["train"]} & {row[field] for row in rows["val"]}
     modules = {
-        split: {row["source"] for row in jsonl.read_rows(whole / "stdlib_text" / f"{split}.jsonl", {"source": str, "text": str})}
+        split: {
+            row["source"]
+            for row in jsonl.read_rows(whole / "stdlib_text" / f"{split}.jsonl", {"source": str, "text": str})
+        }
         for split in rows
     }
     assert not modules["train"] & modules["val"]
@@ -106,13 +117,19 @@ def test_answers_are_true_of_the_context_alone(rows):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             (node,) = ast.parse(row["context"]).body
-        assert all(not ast.get_docstring(n) for n in ast.walk(node) if isinstance(n, (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef)))
+        assert all(
+            not ast.get_docstring(n)
+            for n in ast.walk(node)
+            if isinstance(n, (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef))
+        )
         assert 40 <= len(row["context"]) <= 1000
         answer, kind = row["answer"], row["kind"]
         if kind == "name":
             assert node.name == answer
         elif kind == "parameters":
-            arguments = sorted((a for a in ast.walk(node.args) if isinstance(a, ast.arg)), key=lambda a: (a.lineno, a.col_offset))
+            arguments = sorted(
+                (a for a in ast.walk(node.args) if isinstance(a, ast.arg)), key=lambda a: (a.lineno, a.col_offset)
+            )
             besides = re.findall(r"besides (\w+)", row["question"])
             assert [*besides, *(name.lstrip("*") for name in answer.split(", "))] == [a.arg for a in arguments]
         elif kind == "default":
@@ -122,7 +139,11 @@ def test_answers_are_true_of_the_context_alone(rows):
             defaults |= {a.arg: d for a, d in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True) if d}
             assert ast.dump(defaults[parameter]) == ast.dump(ast.parse(answer, mode="eval").body)
         elif kind == "raises":
-            raised = {ast.unparse(n.exc.func if isinstance(n.exc, ast.Call) else n.exc) for n in ast.walk(node) if isinstance(n, ast.Raise)}
+            raised = {
+                ast.unparse(n.exc.func if isinstance(n.exc, ast.Call) else n.exc)
+                for n in ast.walk(node)
+                if isinstance(n, ast.Raise)
+            }
             assert set(answer.split(", ")) == raised
         elif kind == "calls":
             body = ast.Module(node.body, [])
@@ -171,7 +192,8 @@ def test_the_data_sets_read_it(whole):
 
 def test_two_runs_give_the_same_bytes(small_stdlib, tmp_path):
     code = (
-        "import sys; from pathlib import Path; from data_prep.stdlib_qa import prepare; prepare(Path(sys.argv[1]), 600, Path(sys.argv[2]))"
+        "import sys; from pathlib import Path; from data_prep.stdlib_qa import prepare; "
+        "prepare(Path(sys.argv[1]), 600, Path(sys.argv[2]))"
     )
     trees = []
     for seed in ("1", "2"):
@@ -185,9 +207,9 @@ def test_two_runs_give_the_same_bytes(small_stdlib, tmp_path):
         )
         trees.append(tree(tmp_path / seed))
     assert trees[0] == trees[1]
-    assert set(trees[0]) >= {f"stdlib_{kind}/{split}.jsonl" for kind in ("qa", "text") for split in ("train", "val")} | {
-        "stdlib_tokenizer/tokenizer.json"
-    }
+    assert set(trees[0]) >= {
+        f"stdlib_{kind}/{split}.jsonl" for kind in ("qa", "text") for split in ("train", "val")
+    } | {"stdlib_tokenizer/tokenizer.json"}
 
 
 def test_nothing_is_done_twice_and_changes_and_damage_are_noticed(small_stdlib, tmp_path, capsys):
@@ -199,7 +221,8 @@ def test_nothing_is_done_twice_and_changes_and_damage_are_noticed(small_stdlib, 
     capsys.readouterr()
     assert not prepare()
     assert re.fullmatch(
-        r".*stdlib_qa, .*stdlib_text, .*stdlib_tokenizer: whole and made from these .*: nothing to do\.\n", capsys.readouterr().out
+        r".*stdlib_qa, .*stdlib_text, .*stdlib_tokenizer: whole and made from these .*: nothing to do\.\n",
+        capsys.readouterr().out,
     )
     assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")} == before
     whole = tree(tmp_path)
@@ -239,7 +262,10 @@ def test_no_sources_is_one_line(tmp_path, monkeypatch):
     for place in (tmp_path, tmp_path / "python311.zip", tmp_path / "nowhere"):
         with pytest.raises(
             DataError,
-            match=rf"{re.escape(str(place))}: no Python sources. This Python keeps its standard library zipped, frozen or compiled",
+            match=(
+                rf"{re.escape(str(place))}: no Python sources. This Python keeps its standard library zipped, "
+                rf"frozen or compiled"
+            ),
         ):
             stdlib_qa.prepare(tmp_path / "data", 600, place)
     assert not (tmp_path / "data").exists()
@@ -253,7 +279,9 @@ def test_too_few_modules_for_two_splits(tmp_path):
 
 
 def test_too_small_a_vocabulary(tmp_path):
-    with pytest.raises(DataError, match=r"^--vocab_size: expected at least 265 \(256 bytes and 9 control tokens\), got 100\.$"):
+    with pytest.raises(
+        DataError, match=r"^--vocab_size: expected at least 265 \(256 bytes and 9 control tokens\), got 100\.$"
+    ):
         stdlib_qa.prepare(tmp_path, 100)
 
 

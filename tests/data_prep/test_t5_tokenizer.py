@@ -57,7 +57,12 @@ def test_sentinels_stand_behind_all_other_tokens(with_bytes, name, pad, tokens):
     assert prepare(with_bytes, "made", name)
     made = tokenizers.load(with_bytes / "made")
     assert len(made) == tokens + 100
-    assert made.convert_tokens_to_ids([f"<extra_id_{n}>" for n in (99, 98, 1, 0)]) == [tokens, tokens + 1, tokens + 98, tokens + 99]
+    assert made.convert_tokens_to_ids([f"<extra_id_{n}>" for n in (99, 98, 1, 0)]) == [
+        tokens,
+        tokens + 1,
+        tokens + 98,
+        tokens + 99,
+    ]
     assert (made.eos_token_id, made.pad_token_id) == (0, pad)
 
 
@@ -94,7 +99,9 @@ def test_as_many_sentinels_as_wanted(with_bytes, spiece, capsys):
 def test_made_once(with_bytes, capsys):
     main(["--data_path", str(with_bytes), "--from", "bytes", "--name", "made"])
     main(["--data_path", str(with_bytes), "--from", "bytes", "--name", "made"])
-    assert re.search(r"made: made in [\d.]+ s\n.*made: whole and made from these .*: nothing to do", capsys.readouterr().out)
+    assert re.search(
+        r"made: made in [\d.]+ s\n.*made: whole and made from these .*: nothing to do", capsys.readouterr().out
+    )
     assert prepare(with_bytes, "made", "unpadded")
     manifest = json.loads((with_bytes / "made" / "manifest.json").read_text())
     assert manifest["tokens"] == 359
@@ -150,9 +157,17 @@ def test_ids_of_t5(t5, tmp_path):
 
 
 def test_t5_cuts_real_text_as_sentencepiece_does(t5):
-    """A source of ours by paragraphs, and what is special. Long runs of one sign, which have many best cuts, are left out."""
+    """A source of ours by paragraphs, and what is special. Long runs of one sign, which have many best cuts, are left
+    out."""
     source = (ROOT / "src" / "files.py").read_text(encoding="utf-8")
-    texts = [*SPELLED, *source.split("\n\n"), "naïve café ﬁne ½ Ⅷ \u3000 x\u200bz", "emoji 😀😀 x", "{curly} ~tilde~", "日本語"]
+    texts = [
+        *SPELLED,
+        *source.split("\n\n"),
+        "naïve café ﬁne ½ Ⅷ \u3000 x\u200bz",
+        "emoji 😀😀 x",
+        "{curly} ~tilde~",
+        "日本語",
+    ]
     compare(t5, from_sentencepiece(t5), texts)
 
 
@@ -162,7 +177,13 @@ def test_names_of_sentences_stand_behind_the_sentinels(with_bytes, t5, capsys):
     assert prepare(with_bytes, "later", "plain", sentences=3)
     for name in ("named", "later"):
         made = tokenizers.load(with_bytes / name)
-        assert made.convert_tokens_to_ids(["<extra_id_99>", "<extra_id_0>", "<eosen>", "<sent_0>", "<sent_2>"]) == [264, 363, 364, 365, 367]
+        assert made.convert_tokens_to_ids(["<extra_id_99>", "<extra_id_0>", "<eosen>", "<sent_0>", "<sent_2>"]) == [
+            264,
+            363,
+            364,
+            365,
+            367,
+        ]
         assert len(made) == 368
         text = "a <eosen><sent_1> b"
         assert made.decode(tokenizers.SafeTokenizer(made).encode(text)) == text
@@ -217,7 +238,10 @@ def test_trained_on_text_it_has_the_ids_of_t5(text, model, capsys):
 
 def test_what_cannot_be_trained(text, capsys):
     for options, said in (
-        (["--vocab_size", "90000"], r"--vocab_size: Vocabulary size too high \(90000\). Please set it to a value <= \d+\.\n"),
+        (
+            ["--vocab_size", "90000"],
+            r"--vocab_size: Vocabulary size too high \(90000\). Please set it to a value <= \d+\.\n",
+        ),
         (
             ["--vocab_size", "90000", "--model", "bpe"],
             r"--vocab_size: Vocabulary size too high \(90000\). Please set it to a value <= \d+\.",

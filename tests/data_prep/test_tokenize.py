@@ -78,7 +78,10 @@ def test_the_share_of_validation_documents():
 
 
 def test_the_same_bytes_whatever_the_number_of_processes(data):
-    sources = [write_lines(data / "a.jsonl", TEXTS), write_lines(data / "b.jsonl.gz", [f"More: {string}" for string in TEXTS])]
+    sources = [
+        write_lines(data / "a.jsonl", TEXTS),
+        write_lines(data / "b.jsonl.gz", [f"More: {string}" for string in TEXTS]),
+    ]
     for processes, name in ((1, "one"), (2, "two")):
         run(data, name=name, train=sources, shard_tokens=4000, processes=processes)
     found = hashes(data / "one")
@@ -144,7 +147,9 @@ def tokenised_sources(monkeypatch):
     """Counts the batches that are tokenised."""
     counted = []
     original = token_workers.tokenise_batch
-    monkeypatch.setattr(token_workers, "tokenise_batch", lambda job, batch: counted.append(batch) or original(job, batch))
+    monkeypatch.setattr(
+        token_workers, "tokenise_batch", lambda job, batch: counted.append(batch) or original(job, batch)
+    )
     return counted
 
 
@@ -214,9 +219,21 @@ def test_a_killed_run_goes_on_behind_the_last_whole_shard(data):
     """kill -9 of the command, whose processes end with it; and one of the finished shards is torn before it goes on."""
     lines = write_lines(data / "a.jsonl", TEXTS * 12)
     run(data, name="whole", train=[lines], shard_tokens=12_000)
-    command = [sys.executable, "-m", "data_prep.tokenize", "--data_path", str(data), "--name", "made", "--tokenizer", "bytes"]
+    command = [
+        sys.executable,
+        "-m",
+        "data_prep.tokenize",
+        "--data_path",
+        str(data),
+        "--name",
+        "made",
+        "--tokenizer",
+        "bytes",
+    ]
     command += ["--train", lines, "--val_rate", "0.1", "--shard_tokens", "12000", "--processes", "2"]
-    process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.DEVNULL
+    )
     beside, deadline = data / ".made.partial", time.monotonic() + 300
     while not (beside / "00002.done.json").exists():
         assert process.poll() is None, "it ended before it could be killed"
@@ -228,7 +245,9 @@ def test_a_killed_run_goes_on_behind_the_last_whole_shard(data):
     process.wait()
     assert not psutil.wait_procs(children, timeout=300)[1]
     done = len(list(beside.glob("*.done.json")))
-    before = {path.name: path.stat().st_mtime_ns for path in beside.glob("*.ids") if int(path.stem.split("-")[1]) < done - 1}
+    before = {
+        path.name: path.stat().st_mtime_ns for path in beside.glob("*.ids") if int(path.stem.split("-")[1]) < done - 1
+    }
     torn = beside / f"train-{done - 1:05d}.ids"
     os.truncate(torn, torn.stat().st_size - 2)
     seen = {}
@@ -269,7 +288,11 @@ def test_two_at_once_are_refused(data):
 @pytest.mark.parametrize(
     ("content", "name", "said"),
     [
-        (b'{"text": "a"}\n{"txt": "b"}\n', "a.jsonl", "a.jsonl:2: field 'text' is missing. Fields: txt. --text_field names another."),
+        (
+            b'{"text": "a"}\n{"txt": "b"}\n',
+            "a.jsonl",
+            "a.jsonl:2: field 'text' is missing. Fields: txt. --text_field names another.",
+        ),
         (b'{"text": "a"}\n\xff\n', "a.jsonl", "a.jsonl:2: not UTF-8 text"),
         (b'{"text": "a"}\n\n', "a.jsonl", "a.jsonl:2: not valid JSON"),
         (b"a\n\xff\n", "a.txt", "a.txt:2: not UTF-8 text: invalid start byte at byte 0."),
@@ -288,7 +311,10 @@ def test_what_is_wrong_with_a_source_is_told_with_its_place(data, content, name,
 
 
 def test_missing_sources(data):
-    for name, said in (("nowhere.jsonl", "no such file."), ("owner/set", 'A set of the hub is written "hub:owner/set".')):
+    for name, said in (
+        ("nowhere.jsonl", "no such file."),
+        ("owner/set", 'A set of the hub is written "hub:owner/set".'),
+    ):
         with pytest.raises(DataError, match=re.escape(said)):
             run(data, train=[name])
     (data / "empty").mkdir()
@@ -319,7 +345,20 @@ def test_options_that_do_not_go_together(data, changes, said):
 
 def test_the_command_prints_what_it_made(data, capsys):
     lines = write_lines(data / "a.jsonl", TEXTS)
-    arguments = ["--data_path", str(data), "--name", "made", "--tokenizer", "bytes", "--train", lines, "--processes", "1"]
+    arguments = [
+        "--data_path",
+        str(data),
+        "--name",
+        "made",
+        "--tokenizer",
+        "bytes",
+        "--train",
+        lines,
+        "--processes",
+        "1",
+    ]
     main([*arguments, "--val_rate", "0.1"])
-    assert re.search(r"train +\d+ documents, [\d,]+ tokens with their end tokens, 1 shard\nval ", capsys.readouterr().out)
+    assert re.search(
+        r"train +\d+ documents, [\d,]+ tokens with their end tokens, 1 shard\nval ", capsys.readouterr().out
+    )
     assert jsonl.SPLITS == ("train", "val")

@@ -27,8 +27,12 @@ class World:
         toy.write_data(folder)
         with new_directory(folder / "say") as made:
             labels = f"[{', '.join(LABELS)}]"
-            (made / "task.yaml").write_text(f"say:\n  columns: [text]\n  labels: {labels}\n  metrics: [accuracy]\n  weight: 1\n")
-            rows = [{"index": i, "text": " ".join(toy.THINGS[: 3 * i]), "label": label} for i, label in enumerate(LABELS)]
+            (made / "task.yaml").write_text(
+                f"say:\n  columns: [text]\n  labels: {labels}\n  metrics: [accuracy]\n  weight: 1\n"
+            )
+            rows = [
+                {"index": i, "text": " ".join(toy.THINGS[: 3 * i]), "label": label} for i, label in enumerate(LABELS)
+            ]
             for split in ("train", "val"):
                 (made / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         places = Places(folder, folder)

@@ -1,4 +1,5 @@
-"""What is told of a model's speed: the tokens that were written are counted, and the operations of one follow from the sizes."""
+"""What is told of a model's speed: the tokens that were written are counted, and the operations of one follow from the
+sizes."""
 
 import pytest
 import torch
@@ -30,12 +31,15 @@ def who() -> AnswerGenerator:
     """4 query heads of width 8, which share one head of keys and values."""
     torch.manual_seed(0)
     sizes = {"hidden_size": WIDTH, "intermediate_size": INNER, "num_hidden_layers": LAYERS, "vocab_size": VOCABULARY}
-    model = LlamaForCausalLM(LlamaConfig(num_attention_heads=4, num_key_value_heads=1, max_position_embeddings=64, **sizes)).eval()
+    model = LlamaForCausalLM(
+        LlamaConfig(num_attention_heads=4, num_key_value_heads=1, max_position_embeddings=64, **sizes)
+    ).eval()
     return AnswerGenerator(model, Questions(), Ends(), 2, torch.device("cpu"))
 
 
 def test_operations_of_a_token_follow_from_the_sizes(who: AnswerGenerator):
-    """A product of matrices costs two operations a weight; of five tokens the later four read 12 to 15 keys, 13.5 on average."""
+    """A product of matrices costs two operations a weight; of five tokens the later four read 12 to 15 keys, 13.5 on
+    average."""
     weights = LAYERS * (2 * WIDTH * WIDTH + 2 * WIDTH * 8 + 3 * WIDTH * INNER) + WIDTH * VOCABULARY
     attention = LAYERS * 2 * 2 * (PROMPT + 2.5) * WIDTH
     found = answering_speed.measure(who, 0, 9, tokens=6, seconds=1.5)

@@ -58,7 +58,16 @@ def test_it_holds(text: str):
 
 @pytest.mark.parametrize(
     "text",
-    ["seed == 1", "0 < loss < 0.5", "em", "absent", "model.stride not in [4]", "loss < 1 and seed", "tied == 1", "state in []"],
+    [
+        "seed == 1",
+        "0 < loss < 0.5",
+        "em",
+        "absent",
+        "model.stride not in [4]",
+        "loss < 1 and seed",
+        "tied == 1",
+        "state in []",
+    ],
 )
 def test_it_does_not_hold(text: str):
     assert expressions.compile(text).matches(ROW) is False

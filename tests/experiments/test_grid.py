@@ -6,7 +6,17 @@ import shlex
 import pytest
 
 from src.errors import ConfigError
-from src.experiments.grid import BrokenGroup, deferred_errors, grid, parse_assignment, parse_assignments, ref, seeds, set_path, zip_axes
+from src.experiments.grid import (
+    BrokenGroup,
+    deferred_errors,
+    grid,
+    parse_assignment,
+    parse_assignments,
+    ref,
+    seeds,
+    set_path,
+    zip_axes,
+)
 from src.experiments.identity import exp_id
 from src.interfaces import load_experiment
 from src.registry import canonical_dict
@@ -59,7 +69,9 @@ def test_grid_refuses(axes: dict, message: str):
 def test_zip_axes_goes_position_by_position():
     experiments = zip_axes(BASE, {"model.stride": [1, 2], "seed": [7, 8]})
     assert [(e["model"]["stride"], e["seed"]) for e in experiments] == [(1, 7), (2, 8)]
-    with pytest.raises(ConfigError, match=r"^zip_axes: axes of equal length are needed, got model\.stride: 1, seed: 2\.$"):
+    with pytest.raises(
+        ConfigError, match=r"^zip_axes: axes of equal length are needed, got model\.stride: 1, seed: 2\.$"
+    ):
         zip_axes(BASE, {"model.stride": [1], "seed": [7, 8]})
 
 
@@ -106,13 +118,20 @@ def test_an_assignment_without_path_or_value_is_refused(text: str):
 
 @pytest.mark.parametrize("value", ["[" * 100_000, "1" * 5_000])
 def test_an_assignment_that_python_cannot_hold_is_refused(value: str):
-    with pytest.raises(ConfigError, match=r"^--set: loop\.x: nested too deeply, or a number of too many digits: .{30}\.\.\. \("):
+    with pytest.raises(
+        ConfigError, match=r"^--set: loop\.x: nested too deeply, or a number of too many digits: .{30}\.\.\. \("
+    ):
         parse_assignment(f"loop.x={value}")
 
 
 @pytest.mark.parametrize("base", [None, "x", [BASE]])
 def test_a_base_that_is_no_dict_is_refused(base: object):
-    for make in (lambda b: grid(b, {"seed": [1]}), lambda b: grid(b, {}), lambda b: zip_axes(b, {"seed": [1]}), lambda b: seeds([b], 1)):
+    for make in (
+        lambda b: grid(b, {"seed": [1]}),
+        lambda b: grid(b, {}),
+        lambda b: zip_axes(b, {"seed": [1]}),
+        lambda b: seeds([b], 1),
+    ):
         with pytest.raises(ConfigError, match=r"^expected a dict of an experiment, got "):
             make(base)
 
@@ -137,7 +156,9 @@ def test_an_axis_can_be_a_field_that_the_base_leaves_at_its_default():
     assert [exp["loop"]["weight_decay"] for exp in experiments] == [0.0, 0.5]
     assert [exp["loop"]["early_stopping"] for exp in experiments] == [{"patience": 3}] * 2
     assert "weight_decay" not in toy.BASE["loop"]
-    assert zip_axes(toy.BASE, {"loop.weight_decay": [0.5]}) == [experiments[1] | {"loop": {**toy.BASE["loop"], "weight_decay": 0.5}}]
+    assert zip_axes(toy.BASE, {"loop.weight_decay": [0.5]}) == [
+        experiments[1] | {"loop": {**toy.BASE["loop"], "weight_decay": 0.5}}
+    ]
 
 
 @pytest.mark.parametrize(
@@ -160,9 +181,14 @@ def test_a_refused_grid_breaks_only_its_own_group():
         around = [seeds(broken, 2), whole + broken, broken + whole]
     assert len(whole) == 2
     assert isinstance(broken, BrokenGroup)
-    line = re.match(rf"^{re.escape(__file__)}:(\d+): unknown key 'sed'|^{re.escape(__file__)}:(\d+): sed: unknown key 'sed'", broken.error)
+    line = re.match(
+        rf"^{re.escape(__file__)}:(\d+): unknown key 'sed'|^{re.escape(__file__)}:(\d+): sed: unknown key 'sed'",
+        broken.error,
+    )
     assert line, broken.error
-    assert [each.error for each in around if isinstance(each, BrokenGroup)] == [broken.error] * 3, "the place where it began"
+    assert [each.error for each in around if isinstance(each, BrokenGroup)] == [broken.error] * 3, (
+        "the place where it began"
+    )
     with pytest.raises(ConfigError, match="unknown key 'sed'"):
         list(broken)
     with pytest.raises(ConfigError, match=r"^sed: unknown key 'sed'"):
@@ -199,7 +225,9 @@ def test_numbers_between_commas_make_a_grid(texts: list[str], combinations: list
         ("x=[a,.5]", 'x=["a",0.5]', 'x="[a,.5]"', [["a", 0.5]]),
     ],
 )
-def test_commas_between_values_that_are_not_json_are_refused_with_both_spellings(text: str, several: str, one: str, values: list):
+def test_commas_between_values_that_are_not_json_are_refused_with_both_spellings(
+    text: str, several: str, one: str, values: list
+):
     with pytest.raises(ConfigError) as caught:
         parse_assignments([text])
     assert text.partition("=")[0] in str(caught.value)

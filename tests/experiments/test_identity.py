@@ -65,7 +65,10 @@ def test_a_known_id_never_moves():
         ({1: "a"}, r"^g\[0\]: expected keys of type str, got 1 \(int\)\.$"),
         ({"m": {"a.b": 1}}, r"^g\[0\]\.m: a key must not be empty or hold a dot, got 'a\.b'"),
         ({"m": {"": 1}}, r"^g\[0\]\.m: a key must not be empty"),
-        ({"m": {"t": (1, 2)}}, r"^g\[0\]\.m\.t: expected a JSON value .*, got \(1, 2\) \(tuple\)\. Write a list instead\.$"),
+        (
+            {"m": {"t": (1, 2)}},
+            r"^g\[0\]\.m\.t: expected a JSON value .*, got \(1, 2\) \(tuple\)\. Write a list instead\.$",
+        ),
         ({"t": [1, (2,)]}, r"^g\[0\]\.t\[1\]: expected a JSON value .*\(tuple\)"),
         ({"s": {1}}, r"^g\[0\]\.s: .*\(set\)\. Write a list"),
         ({"x": [{"y": float("nan")}]}, r"^g\[0\]\.x\[0\]\.y: expected a finite number, got nan"),

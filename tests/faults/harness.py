@@ -1,9 +1,11 @@
-"""Does a training survive? Kill it again and again, and compare what it ends with to what the undisturbed one ended with.
+"""Does a training survive? Kill it again and again, and compare what it ends with to what the undisturbed one ended
+with.
 
     python -m tests.faults.harness -e GROUP [--processes 2] [--faults 50] [--seed 0] -- [arguments of trainval.py]
 
-Each fault is SIGKILL, SIGTERM or a stop and continuation (SIGSTOP, SIGCONT) of a random process at a random moment: while it starts,
-between two steps, inside a checkpoint. Whatever ends is started again with the same command. Linux only.
+Each fault is SIGKILL, SIGTERM or a stop and continuation (SIGSTOP, SIGCONT) of a random process at a random moment:
+while it starts, between two steps, inside a checkpoint. Whatever ends is started again with the same command. Linux
+only.
 """
 
 import argparse
@@ -48,7 +50,9 @@ class Training:
         if self.warm:
             return warm.Process(self.command, self.environment, self.cwd, log)
         with open(log, "ab") as out:
-            return subprocess.Popen(list(self.command), env=self.environment, cwd=self.cwd, stdout=out, stderr=out, start_new_session=True)
+            return subprocess.Popen(
+                list(self.command), env=self.environment, cwd=self.cwd, stdout=out, stderr=out, start_new_session=True
+            )
 
     def rows(self) -> int:
         """Score rows so far: how progress is seen from outside."""
@@ -113,8 +117,11 @@ def undisturbed(training: Training, log: Path) -> dict[str, str]:
     return found
 
 
-def disturb(training: Training, faults: int, draw: random.Random, log: Path, world_size: int, kinds: Sequence[str] = FAULTS) -> Report:
-    """Train with `faults` faults of these kinds on the way, several times over if that is more than one training has time for.
+def disturb(
+    training: Training, faults: int, draw: random.Random, log: Path, world_size: int, kinds: Sequence[str] = FAULTS
+) -> Report:
+    """Train with `faults` faults of these kinds on the way, several times over if that is more than one training has
+    time for.
 
     Raises:
         AssertionError: it ended otherwise than the undisturbed training.
@@ -124,11 +131,14 @@ def disturb(training: Training, faults: int, draw: random.Random, log: Path, wor
     report = Report(kinds)
     while len(report.faults) < faults:
         if report.starts > 20 and not report.faults:
-            raise RuntimeError(f"{training.run}: none of {report.starts} starts could be disturbed: is it a launcher with processes?")
+            raise RuntimeError(
+                f"{training.run}: none of {report.starts} starts could be disturbed: is it a launcher with processes?"
+            )
         _train(training, faults, draw, log, world_size, report)
         found = training.fingerprints()
         assert found == wanted, (
-            f"{training.run}: {report.faults}: differs in {[name for name in wanted if found.get(name) != wanted[name]]}"
+            f"{training.run}: {report.faults}: differs in "
+            f"{[name for name in wanted if found.get(name) != wanted[name]]}"
         )
         report.scores = (training.run / "scores.jsonl").read_text()
         shutil.rmtree(training.run)
@@ -147,8 +157,12 @@ def _train(training: Training, faults: int, draw: random.Random, log: Path, worl
             _wait(process, training)
         finally:
             _end(process)
-        if training.state() == "failed" and len(report.faults) == before:  # who has lost a peer to SIGKILL says so, and may
-            raise RuntimeError(f"{training.run}: {(training.run / 'status.json').read_text()}\n{log.read_text()[-3000:]}")
+        if (
+            training.state() == "failed" and len(report.faults) == before
+        ):  # who has lost a peer to SIGKILL says so, and may
+            raise RuntimeError(
+                f"{training.run}: {(training.run / 'status.json').read_text()}\n{log.read_text()[-3000:]}"
+            )
 
 
 def _moments(training: Training, process: Started, draw: random.Random, left: int, world_size: int) -> Iterator[None]:
@@ -205,7 +219,9 @@ def _end(process: Started) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Disturb every experiment of a group; exit code 1 where one did not end as it should."""
-    parser = argparse.ArgumentParser(prog="python -m tests.faults.harness", description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.faults.harness", description=__doc__.splitlines()[0] if __doc__ else None
+    )
     parser.add_argument("-e", "--exp_group", required=True)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--faults", type=int, default=50, help="in all, shared between the experiments")
@@ -227,7 +243,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 bad += 1
                 print(f"{item.exp_id}  {error}", file=sys.stderr)
             else:
-                print(f"{item.exp_id}  {len(report.faults)} faults, {report.starts} starts: the same every time", flush=True)
+                print(
+                    f"{item.exp_id}  {len(report.faults)} faults, {report.starts} starts: the same every time",
+                    flush=True,
+                )
     return 1 if bad else 0
 
 
@@ -235,7 +254,16 @@ def trained(exp_id: str, runs: Path, count: int, rest: Sequence[str]) -> Trainin
     """The command of an experiment of exp_configs.py under torchrun."""
     import os
 
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(count), "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    launcher = [
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(count),
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        "localhost:0",
+    ]
     words = ["trainval.py", "--exp_id", exp_id, "-sb", str(runs), "--with-parents", *rest]
     return Training([sys.executable, *launcher, *words], runs / exp_id, dict(os.environ))
 

@@ -58,14 +58,38 @@ def test_random_kills_change_nothing(world: tuple[Path, Path], mode: str, tmp_pa
     ("kind", "processes", "number", "faults", "columns"),
     [
         ("packed", 2, 10, ["SIGKILL"], {"right", "loss/even", "loss/odd", "data/left_out", "data/padding"}),
-        ("replies", 1, 20, ["SIGKILL", "SIGTERM"], {"accuracy"}),  # after SIGTERM the checkpoint lies between two rows, with their sums
-        ("rollouts", 2, 6, ["SIGKILL"], {"train_loss"}),  # two checkpoints of three lie in the middle of what the model has made
+        (
+            "replies",
+            1,
+            20,
+            ["SIGKILL", "SIGTERM"],
+            {"accuracy"},
+        ),  # after SIGTERM the checkpoint lies between two rows, with their sums
+        (
+            "rollouts",
+            2,
+            6,
+            ["SIGKILL"],
+            {"train_loss"},
+        ),  # two checkpoints of three lie in the middle of what the model has made
     ],
 )
-def test_kills_change_no_bit_and_no_sum(tmp_path: Path, kind: str, processes: int, number: int, faults: list[str], columns: set[str]):
-    """Packed rows whose loss reports named sums and loss by source; questions with unequal numbers of replies; and what the model made."""
+def test_kills_change_no_bit_and_no_sum(
+    tmp_path: Path, kind: str, processes: int, number: int, faults: list[str], columns: set[str]
+):
+    """Packed rows whose loss reports named sums and loss by source; questions with unequal numbers of replies; and what
+    the model made."""
     test_packed_training.write_data(tmp_path)
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", "0", "--rdzv-backend", "c10d"]
+    launcher = [
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(processes),
+        "--master-port",
+        "0",
+        "--rdzv-backend",
+        "c10d",
+    ]
     script = [trainings.__file__, kind, str(tmp_path)]
     command = [sys.executable, *launcher, "--rdzv-endpoint", "localhost:0", *script]
     training = harness.Training(command, tmp_path / "runs" / exp_id(small.EXP), toy.environment(), warm=True)
@@ -80,7 +104,9 @@ def test_torchrun_starts_killed_processes_again(world: tuple[Path, Path], tmp_pa
     root, folder = world
     exp = copy.deepcopy(EXP)
     exp["loop"]["steps"] = 200
-    (root / "exp_configs.py").write_text(f"EXP_GROUPS = {{'toy': [{EXP!r}], 'short': [{SHORT!r}], 'long': [{exp!r}]}}\n")
+    (root / "exp_configs.py").write_text(
+        f"EXP_GROUPS = {{'toy': [{EXP!r}], 'short': [{SHORT!r}], 'long': [{exp!r}]}}\n"
+    )
     command = toy.command(root, ["-e", "long", "--log_every", "4"], folder, processes=2)
     at = command.index("--nproc-per-node")
     command = [*command[:at], "--max-restarts", "30", *command[at:-1], str(tmp_path / "runs")]

@@ -1,4 +1,5 @@
-"""Trainings to kill that no experiment describes, as their losses report named sums. For torchrun; test_faults.py compares what they leave.
+"""Trainings to kill that no experiment describes, as their losses report named sums. For torchrun; test_faults.py
+compares what they leave.
 
 python tests/faults/trainings.py KIND FOLDER      FOLDER has data/, as test_packed_training.write_data makes it
 """
@@ -64,7 +65,9 @@ def replies(run: Run) -> None:
 
 
 def rollouts(run: Run) -> None:
-    test_experience.train(run, config=test_experience.CONFIG.model_copy(update={"steps": STEPS["rollouts"], "eval_every": 40}))
+    test_experience.train(
+        run, config=test_experience.CONFIG.model_copy(update={"steps": STEPS["rollouts"], "eval_every": 40})
+    )
 
 
 def main(kind: str, folder: Path) -> None:

@@ -13,7 +13,8 @@ from tests.launch.fake_slurm.cluster import Cluster
 
 @pytest.fixture(autouse=True)
 def _no_process_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """End the jobs of a test that fails, or is interrupted, half way: every process whose command or variables name its folder.
+    """End the jobs of a test that fails, or is interrupted, half way: every process whose command or variables name its
+    folder.
 
     SIGTERM, as of `timeout`, interrupts a test as Ctrl-C does.
     """
@@ -33,7 +34,8 @@ def _no_process_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def _names(pid: int, folder: Path) -> bool:
-    """Whether a process other than this one was started for a test with this folder. Zombies, which name nothing, were not."""
+    """Whether a process other than this one was started for a test with this folder. Zombies, which name nothing, were
+    not."""
     name = os.fsencode(folder)
     with contextlib.suppress(OSError):
         said = b"".join(Path("/proc", str(pid), file).read_bytes() for file in ("cmdline", "environ"))

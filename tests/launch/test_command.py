@@ -61,7 +61,9 @@ def job_of(words: tuple[str, ...], folder: Path, python_binary: str | None = Non
 
 
 def received(job: Job, **env: str) -> list[str]:
-    done = subprocess.run(argv(job), cwd=job.cwd, env={**os.environ, **env}, capture_output=True, text=True, timeout=LONGEST, check=False)
+    done = subprocess.run(
+        argv(job), cwd=job.cwd, env={**os.environ, **env}, capture_output=True, text=True, timeout=LONGEST, check=False
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -100,7 +102,8 @@ def test_a_prefix_is_bash(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("visible", "count"), [("0", "1"), ("0,1", "2"), ("3,5,7", "3"), ("GPU-1a,GPU-2b", "2"), ("", "1"), ("-1", "1"), ("0, 1", "2")]
+    ("visible", "count"),
+    [("0", "1"), ("0,1", "2"), ("3,5,7", "3"), ("GPU-1a,GPU-2b", "2"), ("", "1"), ("-1", "1"), ("0, 1", "2")],
 )
 def test_ngpus_counts_the_visible_devices_of_the_node(tmp_path: Path, visible: str, count: str):
     job = job_of(("NGPUS",), tmp_path, python() + "--nproc-per-node NGPUS ")
@@ -132,8 +135,17 @@ def test_ngpus_asks_nvidia_smi_where_nothing_is_set(tmp_path: Path, monkeypatch,
 
 def test_ngpus_is_a_whole_word_and_may_stand_in_quotes(tmp_path: Path):
     """A variable of the user's own keeps its value; a nested bash sees the count too."""
-    quoted = f"""MY_NGPUS=9 bash -c '{sys.executable} -c "{ECHO}" NGPUS "$MY_NGPUS" "$@"' _ "$NGPUS" "${{NGPUS}}" "NGPUS" """
-    assert received(job_of(("x",), tmp_path, quoted), CUDA_VISIBLE_DEVICES="4,5,6", NGPUS="7") == ["3", "9", "7", "7", "3", "x"]
+    quoted = (
+        f"""MY_NGPUS=9 bash -c '{sys.executable} -c "{ECHO}" NGPUS "$MY_NGPUS" "$@"' _ "$NGPUS" "${{NGPUS}}" "NGPUS" """
+    )
+    assert received(job_of(("x",), tmp_path, quoted), CUDA_VISIBLE_DEVICES="4,5,6", NGPUS="7") == [
+        "3",
+        "9",
+        "7",
+        "7",
+        "3",
+        "x",
+    ]
 
 
 def test_the_exit_code_is_that_of_the_command(tmp_path: Path):
@@ -150,11 +162,15 @@ Path(f"got.{facts['RANK'] or 0}").write_text(json.dumps([facts, sys.argv[1:]]))
 """
 
 
-def run(job: Job, processes: Processes, environment: dict[str, str] | None = None, **env: str) -> list[tuple[dict[str, str], list[str]]]:
+def run(
+    job: Job, processes: Processes, environment: dict[str, str] | None = None, **env: str
+) -> list[tuple[dict[str, str], list[str]]]:
     """What each process of a job got, by rank."""
     (job.cwd / "print it.py").write_text(PRINT)
     command = argv(job, processes, environment)
-    done = subprocess.run(command, cwd=job.cwd, env={**os.environ, **env}, capture_output=True, text=True, timeout=LONGEST, check=False)
+    done = subprocess.run(
+        command, cwd=job.cwd, env={**os.environ, **env}, capture_output=True, text=True, timeout=LONGEST, check=False
+    )
     assert done.returncode == 0, done.stderr
     return [tuple(json.loads(path.read_text())) for path in sorted(job.cwd.glob("got.*"))]
 
@@ -172,7 +188,9 @@ def test_each_starter_starts_its_processes(tmp_path: Path, starter, per_node, wo
     """For real; what else may be asked of them is read from their arguments below."""
     job = job_of(("print it.py", *NASTY), tmp_path)
     devices = "" if starter == "deepspeed" else "0,1,2"  # it looks whether they are there
-    got = run(job, Processes(starter=starter, per_node=per_node), {"NAMED": "it's $HOME\n漢"}, CUDA_VISIBLE_DEVICES=devices)
+    got = run(
+        job, Processes(starter=starter, per_node=per_node), {"NAMED": "it's $HOME\n漢"}, CUDA_VISIBLE_DEVICES=devices
+    )
     assert [words for _, words in got] == [NASTY] * int(world or 1)
     assert [facts["RANK"] for facts, _ in got] == ([str(rank) for rank in range(int(world))] if world else [None])
     assert {facts["WORLD_SIZE"] for facts, _ in got} == {world}
@@ -189,17 +207,28 @@ def test_each_starter_starts_its_processes(tmp_path: Path, starter, per_node, wo
 )
 def test_accelerate_may_be_told_how_to_share_the_model(tmp_path: Path, arguments: list[str], told: tuple):
     settings = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}
-    (tmp_path / "fsdp.yaml").write_text(json.dumps({**settings, "mixed_precision": "bf16", "num_machines": 1, "num_processes": 4}))
+    (tmp_path / "fsdp.yaml").write_text(
+        json.dumps({**settings, "mixed_precision": "bf16", "num_machines": 1, "num_processes": 4})
+    )
     (tmp_path / "print it.py").write_text(PRINT)
-    processes = Processes(starter="accelerate", per_node=2, arguments=arguments, env_path=str(programs(tmp_path / "env", "accelerate")))
+    processes = Processes(
+        starter="accelerate", per_node=2, arguments=arguments, env_path=str(programs(tmp_path / "env", "accelerate"))
+    )
     line = argv(job_of(("print it.py", "a b"), tmp_path), processes)
-    name, _, launch, *words = json.loads(subprocess.run(line, capture_output=True, text=True, timeout=LONGEST, check=True).stdout)
+    name, _, launch, *words = json.loads(
+        subprocess.run(line, capture_output=True, text=True, timeout=LONGEST, check=True).stdout
+    )
     assert (name, launch) == ("accelerate", "launch")
     done = toy.finished([sys.executable, "-m", "accelerate.commands.launch", *words], toy.environment(), tmp_path)
     assert done.returncode == 0, done.stderr
     got = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("got.*"))]
-    assert [(facts["RANK"], facts["WORLD_SIZE"], words) for facts, words in got] == [("0", "2", ["a b"]), ("1", "2", ["a b"])]
-    assert {(f["ACCELERATE_USE_FSDP"], f["ACCELERATE_USE_DEEPSPEED"], f["ACCELERATE_MIXED_PRECISION"]) for f, _ in got} == {told}
+    assert [(facts["RANK"], facts["WORLD_SIZE"], words) for facts, words in got] == [
+        ("0", "2", ["a b"]),
+        ("1", "2", ["a b"]),
+    ]
+    assert {
+        (f["ACCELERATE_USE_FSDP"], f["ACCELERATE_USE_DEEPSPEED"], f["ACCELERATE_MIXED_PRECISION"]) for f, _ in got
+    } == {told}
 
 
 @pytest.mark.slow
@@ -211,9 +240,21 @@ def test_two_nodes_meet(tmp_path: Path, starter):
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     line = argv(job_of(("print it.py", "a b"), tmp_path), Processes(starter=starter, per_node=2, nodes=2))
-    common = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "NNODES": "2"}
+    common = {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": "",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+        "NNODES": "2",
+    }
     nodes = [
-        subprocess.Popen(line, cwd=tmp_path, env={**common, "NODE_RANK": str(n)}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        subprocess.Popen(
+            line,
+            cwd=tmp_path,
+            env={**common, "NODE_RANK": str(n)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         for n in range(2)
     ]
     try:
@@ -259,19 +300,62 @@ MANY = {"MASTER_ADDR": "n 1", "MASTER_PORT": "7", "NODE_RANK": "1", "NNODES": "2
         (
             {"starter": "accelerate"},  # which then starts plain python
             [
-                *("accelerate", None, "launch", "--num_processes", "1", "--num_machines", "1", "--main_process_port", "0"),
+                *(
+                    "accelerate",
+                    None,
+                    "launch",
+                    "--num_processes",
+                    "1",
+                    "--num_machines",
+                    "1",
+                    "--main_process_port",
+                    "0",
+                ),
                 *("--mixed_precision", "no", "--dynamo_backend", "no"),
             ],
         ),
         (
             {"starter": "torchrun", "per_node": "gpus", "nodes": 2},
-            ["torchrun", None, "--nnodes", "2", "--node-rank", "1", "--master-addr", "n 1", "--master-port", "7", "--nproc-per-node", "2"],
+            [
+                "torchrun",
+                None,
+                "--nnodes",
+                "2",
+                "--node-rank",
+                "1",
+                "--master-addr",
+                "n 1",
+                "--master-port",
+                "7",
+                "--nproc-per-node",
+                "2",
+            ],
         ),
         (
             {"starter": "accelerate", "per_node": "gpus", "nodes": 2},
             [
-                *("accelerate", None, "launch", "--multi_gpu", "--num_processes", "4", "--num_machines", "2", "--machine_rank", "1"),
-                *("--main_process_ip", "n 1", "--main_process_port", "7", "--mixed_precision", "no", "--dynamo_backend", "no"),
+                *(
+                    "accelerate",
+                    None,
+                    "launch",
+                    "--multi_gpu",
+                    "--num_processes",
+                    "4",
+                    "--num_machines",
+                    "2",
+                    "--machine_rank",
+                    "1",
+                ),
+                *(
+                    "--main_process_ip",
+                    "n 1",
+                    "--main_process_port",
+                    "7",
+                    "--mixed_precision",
+                    "no",
+                    "--dynamo_backend",
+                    "no",
+                ),
             ],
         ),
     ],
@@ -293,7 +377,9 @@ def test_deepspeed_starts_without_a_gpu_and_gives_no_local_rank_to_the_script(
     environment = programs(tmp_path / "env", "deepspeed", "nvidia-smi")
     (environment / "bin" / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
     (environment / "bin" / "python").symlink_to(sys.executable)
-    line = argv(job_of(("trainval.py",), tmp_path), Processes(starter="deepspeed", per_node=per_node, env_path=str(environment)))
+    line = argv(
+        job_of(("trainval.py",), tmp_path), Processes(starter="deepspeed", per_node=per_node, env_path=str(environment))
+    )
     env = told_nothing(CUDA_VISIBLE_DEVICES=devices)
     done = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=LONGEST, check=False)
     name, told, *words = json.loads(done.stdout)
@@ -314,11 +400,19 @@ def test_deepspeed_on_nodes_is_told_of_the_world_without_ssh(tmp_path: Path):
 exec {sys.executable} -c '{ECHO}' "$@"
 """)
     (environment / "bin" / "python").chmod(0o755)
-    line = argv(job_of(("trainval.py",), tmp_path), Processes(starter="deepspeed", per_node=2, nodes=2, env_path=str(environment)))
-    done = subprocess.run(line, cwd=tmp_path, env={**os.environ, **MANY}, capture_output=True, text=True, timeout=LONGEST, check=False)
+    line = argv(
+        job_of(("trainval.py",), tmp_path),
+        Processes(starter="deepspeed", per_node=2, nodes=2, env_path=str(environment)),
+    )
+    done = subprocess.run(
+        line, cwd=tmp_path, env={**os.environ, **MANY}, capture_output=True, text=True, timeout=LONGEST, check=False
+    )
     start, module, world, *words = json.loads(done.stdout)
     assert (start, module) == ("-m", "deepspeed.launcher.launch")
-    assert json.loads(base64.urlsafe_b64decode(world.removeprefix("--world_info="))) == {"node0": [0, 1], "node1": [0, 1]}
+    assert json.loads(base64.urlsafe_b64decode(world.removeprefix("--world_info="))) == {
+        "node0": [0, 1],
+        "node1": [0, 1],
+    }
     assert words == ["--node_rank=1", "--master_addr=n 1", "--master_port=7", "--no_local_rank", "trainval.py"]
 
 
@@ -330,9 +424,15 @@ class Fields(Config):
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        ({"processes": {"starter": "torchrn"}}, r"x\.processes\.starter: unknown value 'torchrn'\. Did you mean 'torchrun'\?"),
+        (
+            {"processes": {"starter": "torchrn"}},
+            r"x\.processes\.starter: unknown value 'torchrn'\. Did you mean 'torchrun'\?",
+        ),
         ({"processes": {"per_node": 2}}, r"x\.processes: the starter python starts one process\. Choose torchrun"),
-        ({"processes": {"starter": "torchrun", "per_node": 0}}, r"x\.processes\.per_node.*: expected a number >= 1, got 0"),
+        (
+            {"processes": {"starter": "torchrun", "per_node": 0}},
+            r"x\.processes\.per_node.*: expected a number >= 1, got 0",
+        ),
         ({"processes": {"pernode": 2}}, r"x\.processes: unknown key 'pernode'\. Did you mean 'per_node'\?"),
         ({"environment": {"A B": "c"}}, r"x\.environment: expected the name of an environment variable, got 'A B'"),
         ({"environment": {"A": 1}}, r"x\.environment\.A: expected str, got 1"),
@@ -376,13 +476,22 @@ raise SystemExit(int(sys.argv[2]))
 def test_a_job_that_was_stopped_in_order_ends_with_75(tmp_path: Path, before: str, state: str, code: int, ended: int):
     (tmp_path / "status.py").write_text(STATUS)
     for what, number in ((before, 0), (state, code)):
-        done = subprocess.run(argv(job_of(("status.py", what, str(number)), tmp_path)), cwd=tmp_path, timeout=LONGEST, check=False)
+        done = subprocess.run(
+            argv(job_of(("status.py", what, str(number)), tmp_path)), cwd=tmp_path, timeout=LONGEST, check=False
+        )
     assert done.returncode == ended
 
 
 @pytest.mark.parametrize(
     ("state", "code", "told"),
-    [("", 1, "failed"), ("", STOPPED, None), ("", INTERRUPTED, None), ("", 0, None), ("running", 1, "running"), ("done", 1, "done")],
+    [
+        ("", 1, "failed"),
+        ("", STOPPED, None),
+        ("", INTERRUPTED, None),
+        ("", 0, None),
+        ("running", 1, "running"),
+        ("done", 1, "done"),
+    ],
 )
 def test_a_job_that_failed_before_there_was_a_status_says_so(tmp_path: Path, state: str, code: int, told: str | None):
     """A status of the run itself stays as it is, though another process, which holds the run, may have written it."""
@@ -391,7 +500,9 @@ def test_a_job_that_failed_before_there_was_a_status_says_so(tmp_path: Path, sta
         subprocess.run([sys.executable, "status.py", state, "0"], cwd=tmp_path, check=True)
     job = job_of(("status.py", "", str(code)), tmp_path)
     assert subprocess.run(argv(job), cwd=tmp_path, timeout=LONGEST, check=False).returncode == code
-    assert (metadata.read_status(tmp_path / "run")["state"] if (tmp_path / "run" / "status.json").exists() else None) == told
+    assert (
+        metadata.read_status(tmp_path / "run")["state"] if (tmp_path / "run" / "status.json").exists() else None
+    ) == told
     assert {path.name for path in (tmp_path / "run").iterdir()} <= {"status.json"}
 
 
@@ -400,7 +511,9 @@ def test_a_later_start_that_fails_before_its_training_says_its_own_exit_code(tmp
     for code in (3, 4):
         job = job_of(("-c", f"raise SystemExit({code})"), tmp_path)
         assert subprocess.run(argv(job), cwd=tmp_path, timeout=LONGEST, check=False).returncode == code
-        assert metadata.read_status(tmp_path / "run")["reason"].startswith(f"exit code {code} before its training began")
+        assert metadata.read_status(tmp_path / "run")["reason"].startswith(
+            f"exit code {code} before its training began"
+        )
 
 
 @pytest.mark.parametrize(
@@ -434,7 +547,9 @@ time.sleep(1000)
 @pytest.mark.slow
 @pytest.mark.parametrize("starter", ["torchrun", "deepspeed", "accelerate"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_job_that_is_told_to_stop_ends_after_its_processes_have_saved(tmp_path: Path, starter, number: signal.Signals):
+def test_a_job_that_is_told_to_stop_ends_after_its_processes_have_saved(
+    tmp_path: Path, starter, number: signal.Signals
+):
     (tmp_path / "save.py").write_text(SAVE)
     line = argv(job_of(("save.py",), tmp_path), Processes(starter=starter, per_node=2))
     with open(tmp_path / "out", "w") as out:
@@ -453,7 +568,8 @@ def test_a_job_that_is_told_to_stop_ends_after_its_processes_have_saved(tmp_path
 def test_which_ends_count_as_quick_failures(tmp_path: Path, code: int, seconds: int, left: int):
     (tmp_path / "failures").write_text("1\n1\n")
     script = (
-        f"MOST=3; FAILURES={tmp_path / 'failures'}\n{STOP_AFTER_FAILURES}count_failure {code} {seconds}; queue_is_stopped && echo $SAID"
+        f"MOST=3; FAILURES={tmp_path / 'failures'}\n{STOP_AFTER_FAILURES}count_failure {code} {seconds}; "
+        f"queue_is_stopped && echo $SAID"
     )
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
     assert ("3 in a row" in done.stdout, done.stderr) == (left == 3, "")

@@ -57,7 +57,8 @@ class World(ABC):
         """Let the queued jobs run."""
 
     def finish(self, codes: Mapping[str, int]) -> None:
-        """Let the running jobs end. codes: the exit code of each, which its command gives by itself where it is a real process."""
+        """Let the running jobs end. codes: the exit code of each, which its command gives by itself where it is a real
+        process."""
         (self.folder / "go").touch()
 
     def close(self) -> None:  # noqa: B027  most leave nothing running
@@ -195,7 +196,9 @@ class Ray(World):
 
     def open(self) -> None:
         self.cluster = FakeRay()
-        self.config = ray.Config(address=self.cluster.address, submissions=str(self.submission.parent), patience_seconds=300.0)
+        self.config = ray.Config(
+            address=self.cluster.address, submissions=str(self.submission.parent), patience_seconds=300.0
+        )
 
     def start(self, ids: Sequence[str]) -> None:
         self.cluster.release()
@@ -221,7 +224,9 @@ def test_the_life_of_a_job(world: World):
     world.wait_for(ids, "running", "running")
     world.finish(dict(zip(ids, (0, 3), strict=True)))
     world.wait_for(ids, "completed", "failed")
-    assert world.config.states(ids)[ids[1]].reason.partition(".")[0] in ("exit code 3", ""), "a listing of the toolkit has no codes"
+    assert world.config.states(ids)[ids[1]].reason.partition(".")[0] in ("exit code 3", ""), (
+        "a listing of the toolkit has no codes"
+    )
     world.config.kill(ids)  # what has ended stays as it is
     assert world.states(ids) == ["completed", "failed"]
 
@@ -267,18 +272,50 @@ def test_what_a_lost_submission_has_queued_is_found_again(world: World):
 def test_what_a_submission_writes_is_its_owners_alone(world: World):
     """Scripts and queues hold the variables of jobs."""
     world.config.submit([world.job("a")], world.submission, lambda _: None)
-    written = [path for path in world.submission.iterdir() if path.is_file() and path.suffix != ".lock" and path.stat().st_size]
+    written = [
+        path for path in world.submission.iterdir() if path.is_file() and path.suffix != ".lock" and path.stat().st_size
+    ]
     assert written
     assert {stat.filemode(path.stat().st_mode) for path in written} == {"-rw-------"}
 
 
-BEGINNINGS = ("hf_", "sk-", "ghp_", "gho_", "ghs_", "github_pat_", "glpat-", "npm_", "AKIA", "ASIA", "AIza", "xoxa-", "xoxb-", "xoxp-")
+BEGINNINGS = (
+    "hf_",
+    "sk-",
+    "ghp_",
+    "gho_",
+    "ghs_",
+    "github_pat_",
+    "glpat-",
+    "npm_",
+    "AKIA",
+    "ASIA",
+    "AIza",
+    "xoxa-",
+    "xoxb-",
+    "xoxp-",
+)
 KEYS = (
     *(("A", f"{begin}xyzzy-xyzzy_xyzzy") for begin in BEGINNINGS),
-    *(("A", key) for key in ("-----BEGIN RSA PRIVATE KEY-----", "eyJhbGciOiJIUzI1.eyJzdWIiOiIxMjM0.c2ln", "redis://:xyzzy@host")),
+    *(
+        ("A", key)
+        for key in ("-----BEGIN RSA PRIVATE KEY-----", "eyJhbGciOiJIUzI1.eyJzdWIiOiIxMjM0.c2ln", "redis://:xyzzy@host")
+    ),
     *((name, "xyzzy-xyzzy") for name in ("DB_PASS", "HFTOKEN")),
     ("PROXY", "http://me:xyzzy@host"),
-    *((name, "xyzzy") for name in ("HF_TOKEN", "apikey", "API_KEY", "AWS_ACCESS_KEY_ID", "MY_SECRET_2", "PASSWD", "CREDENTIAL", "AUTH")),
+    *(
+        (name, "xyzzy")
+        for name in (
+            "HF_TOKEN",
+            "apikey",
+            "API_KEY",
+            "AWS_ACCESS_KEY_ID",
+            "MY_SECRET_2",
+            "PASSWD",
+            "CREDENTIAL",
+            "AUTH",
+        )
+    ),
     *(("AWS_SECRET_ACCESS_KEY", value) for value in ("/xyzzyxyzzy+xyzzy", "xyzzy/xyzzy+xyzzy")),  # no path of a file
     *((name, "123456") for name in ("PASSWORD", "PASSWD", "SECRET")),
     ("TOKEN", "1234567"),
@@ -291,7 +328,11 @@ def test_a_value_that_looks_like_a_key_is_refused(world: World):
     for name, value in KEYS:
         with pytest.raises(ConfigError, match=rf"environment: {name} looks like a secret"):
             configs.load(kind, {**raw, "environment": {name: value}}, "here")
-    harmless = {"HF_HUB_DISABLE_IMPLICIT_TOKEN": "1", "WANDB_API_KEY_FILE": "/home/me/.key", "TOKENIZERS_PARALLELISM": "false"}
+    harmless = {
+        "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1",
+        "WANDB_API_KEY_FILE": "/home/me/.key",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     harmless |= {
         "KEYBOARD": "xyzzy",
         "MONKEY": "xyzzy",
@@ -315,7 +356,11 @@ def test_a_value_that_looks_like_a_key_is_refused(world: World):
     ],
 )
 def test_a_job_knows_how_many_share_its_gpus(
-    kind: Callable[[Path, pytest.MonkeyPatch], World], given: dict[str, Any], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: Callable[[Path, pytest.MonkeyPatch], World],
+    given: dict[str, Any],
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     """What its GPU-hours are divided by. Not what a job that submits others was told."""
     monkeypatch.setenv(JOBS_PER_GPU, "12")

@@ -18,7 +18,13 @@ FAKE_EAI = Path(__file__).parent / "fake_eai"
 LAUNCHERS = {
     "local": {"launcher": "local", "wait": False, "slots": 4},
     "slurm": {"launcher": "slurm"},
-    "toolkit": {"launcher": "toolkit", "account": "a", "image": "b:1", "max_run_seconds": 3600, "timeout_seconds": 300.0}
+    "toolkit": {
+        "launcher": "toolkit",
+        "account": "a",
+        "image": "b:1",
+        "max_run_seconds": 3600,
+        "timeout_seconds": 300.0,
+    }
     # A parent that failed before this submission must not count: a child would give up at once.
     | {"parent_poll_seconds": 0.05, "parent_patience_seconds": 0, "calls_at_a_time": 1},
     "ray": {"launcher": "ray", "parent_poll_seconds": 0.05, "patience_seconds": 300.0},
@@ -50,7 +56,9 @@ def _repair(tmp_path: Path, launcher: str) -> None:
     items = [parent, well, child, heir, grandchild]
     actions.run(world.request(items), given)
     assert world.ended(items)[:2] == ["failed", "done"]
-    assert set(world.states([child, grandchild])) <= {"stopped", "failed"}, "failed where the job itself waits for the parent"
+    assert set(world.states([child, grandchild])) <= {"stopped", "failed"}, (
+        "failed where the job itself waits for the parent"
+    )
     assert world.states([heir]) == ["done"]
     (world.runs / "mended").touch()
     before = world.started()
@@ -64,9 +72,15 @@ def _repair(tmp_path: Path, launcher: str) -> None:
 class OneByOne:
     """A scheduler that gives resources to one job after the other."""
 
-    def __init__(self, launcher: str, folder: Path, monkeypatch: pytest.MonkeyPatch, stack: contextlib.ExitStack) -> None:
+    def __init__(
+        self, launcher: str, folder: Path, monkeypatch: pytest.MonkeyPatch, stack: contextlib.ExitStack
+    ) -> None:
         (folder / "service").mkdir()
-        for name, value in (("PATH", f"{FAKE_EAI}:{os.environ['PATH']}"), ("STATE", str(folder / "service")), ("HOLD", "1")):
+        for name, value in (
+            ("PATH", f"{FAKE_EAI}:{os.environ['PATH']}"),
+            ("STATE", str(folder / "service")),
+            ("HOLD", "1"),
+        ):
             monkeypatch.setenv(name if name == "PATH" else f"FAKE_EAI_{name}", value)
         self.ray = stack.enter_context(contextlib.closing(FakeRay())) if launcher == "ray" else None
         if self.ray:
@@ -95,15 +109,20 @@ class OneByOne:
 
 @pytest.mark.parametrize(("most", "started"), [(3, 5), (0, 8)])
 @pytest.mark.parametrize("launcher", ["toolkit", "ray"])
-def test_quick_failures_in_a_row_stop_what_waits(launcher: str, most: int, started: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """As on this machine and on Slurm: see test_local.py and test_tracking.py. A child that waits holds resources, and gives them back."""
+def test_quick_failures_in_a_row_stop_what_waits(
+    launcher: str, most: int, started: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As on this machine and on Slurm: see test_local.py and test_tracking.py. A child that waits holds resources, and
+    gives them back."""
     world = World(tmp_path)
     raw = LAUNCHERS[launcher] | ({"data": [f"a:{tmp_path}"]} if launcher == "toolkit" else {})
     items = [planned("fail", "one"), planned("end", "well"), *(planned("fail", str(n)) for n in range(6))]
     heir = planned("end", "heir", items[-1].exp_id)
     with contextlib.ExitStack() as stack:
         scheduler = OneByOne(launcher, tmp_path, monkeypatch, stack)
-        actions.run(world.request([*items, heir]), resources.load("here", raw | {"stop_after_failures": most}, world.runs))
+        actions.run(
+            world.request([*items, heir]), resources.load("here", raw | {"stop_after_failures": most}, world.runs)
+        )
         ids = {item.exp_id: (metadata.read_job(world.runs / item.exp_id) or {})["job_id"] for item in [*items, heir]}
         scheduler.start(ids[heir.exp_id])
         for item in items:
@@ -117,7 +136,12 @@ def test_quick_failures_in_a_row_stop_what_waits(launcher: str, most: int, start
                 assert row.state == "stopped"
                 assert row.reason.removeprefix("JOB_ENTRYPOINT_COMMAND_ERROR: ") == told
                 assert told in jobs.tail(world.runs / "logs" / f"{item.exp_id}.err.log", 1)
-        assert [row.state for row in rows] == ["failed", "done", *["failed"] * (started - 2), *["stopped"] * (8 - started)]
+        assert [row.state for row in rows] == [
+            "failed",
+            "done",
+            *["failed"] * (started - 2),
+            *["stopped"] * (8 - started),
+        ]
         assert told in world.rows([heir])[0].reason or not most
         scheduler.give_all(monkeypatch)
         (world.runs / "mended").touch()
@@ -135,7 +159,9 @@ def test_one_retry_repairs_what_a_stopped_queue_left_out(tmp_path: Path):
     assert world.ended(items) == ["done"] * 3
 
 
-def test_a_child_that_a_person_stopped_is_not_retried_without_its_parent(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_a_child_that_a_person_stopped_is_not_retried_without_its_parent(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     caplog.set_level("INFO")
     world = World(tmp_path)
     parent = planned("fail", "parent")
@@ -143,6 +169,12 @@ def test_a_child_that_a_person_stopped_is_not_retried_without_its_parent(tmp_pat
     world.run([parent, child])
     assert world.ended([parent, child]) == ["failed", "stopped"]
     world.run([child], "retry")
-    assert f"{child.exp_id}: it is stopped, not failed: run starts it again, and so does a retry of its parents" in caplog.text
-    assert f"its parent {parent.exp_id} has failed" in caplog.text or f"because {parent.exp_id} did not end well" in caplog.text
+    assert (
+        f"{child.exp_id}: it is stopped, not failed: run starts it again, and so does a retry of its parents"
+        in caplog.text
+    )
+    assert (
+        f"its parent {parent.exp_id} has failed" in caplog.text
+        or f"because {parent.exp_id} did not end well" in caplog.text
+    )
     assert len(world.submissions()) == 1

@@ -1,4 +1,5 @@
-"""Jobs on this machine: slots, devices, retries, logs, interruptions, and a scheduler that is killed. Real processes throughout."""
+"""Jobs on this machine: slots, devices, retries, logs, interruptions, and a scheduler that is killed. Real processes
+throughout."""
 
 import json
 import os
@@ -39,7 +40,9 @@ class World:
 
     def job(self, name: str, code: str, **values: Any) -> Job:
         words = ("-c", textwrap.dedent(code), name)
-        return Job(name, words, **{"cwd": self.folder, "run": self.folder / name, "log_dir": self.folder / "logs", **values})
+        return Job(
+            name, words, **{"cwd": self.folder, "run": self.folder / name, "log_dir": self.folder / "logs", **values}
+        )
 
     def submit(self, config: local.Config, jobs: list[Job], name: str = "one") -> list[str]:
         folder = self.submissions / name
@@ -118,7 +121,10 @@ def test_a_job_is_no_rank_of_the_torchrun_around_the_launcher(world: World, monk
         monkeypatch.setenv(name, "1")
     for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "RANKED", "MY_RANK"):
         monkeypatch.setenv(name, "kept")
-    code = "import os; print(*sorted(n for n, v in os.environ.items() if v == 'kept' or 'RANK' in n or 'WORLD' in n or 'ROLE' in n))"
+    code = (
+        "import os; print(*sorted(n for n, v in os.environ.items() if v == 'kept' or 'RANK' in n or 'WORLD' in n "
+        "or 'ROLE' in n))"
+    )
     world.run(world.config(environment={"OTHER_RANK": "kept"}), [world.job("a", code)])
     assert world.out("a") == "MY_RANK OTHER_RANK RANKED\n"
 
@@ -136,7 +142,13 @@ def test_one_failure_does_not_stop_the_others(world: World):
         world.job("nowhere", "pass", cwd=world.folder / "missing"),
     ]
     found = world.run(world.config(slots=2), jobs)
-    assert states(found) == {"good": "completed", "bad": "failed", "worse": "failed", "late": "completed", "nowhere": "failed"}
+    assert states(found) == {
+        "good": "completed",
+        "bad": "failed",
+        "worse": "failed",
+        "late": "completed",
+        "nowhere": "failed",
+    }
     assert re.fullmatch(r"exit code 3\. See .*/bad\.err\.log", found["bad"].reason)
     assert found["worse"].reason.startswith("exit code 137 (SIGKILL). See")
     assert re.match(r"could not be started: .*missing", found["nowhere"].reason)
@@ -197,7 +209,9 @@ def test_several_jobs_share_a_device_and_a_whole_one_is_shared_with_nobody(world
     whole = config.model_copy(update={"gpus_per_job": 1})
     code = MEET.replace("print(seen)", "import os; print(seen, os.environ['CUDA_VISIBLE_DEVICES'])")
     alone = "import os; print(len(os.listdir('room')), os.environ['CUDA_VISIBLE_DEVICES'])"
-    ids = world.submit(config, [world.job("a", code), world.job("b", code), world.job("whole", alone, resources=whole)], "one")
+    ids = world.submit(
+        config, [world.job("a", code), world.job("b", code), world.job("whole", alone, resources=whole)], "one"
+    )
     ids += world.submit(config, [world.job(n, code) for n in "cd"], "two")
     wait_until(lambda: {seen.state for seen in config.states(ids).values()} == {"completed"})
     assert [world.out(name) for name in "abcd"] == ["2 4\n"] * 4
@@ -208,13 +222,20 @@ def test_several_jobs_share_a_device_and_a_whole_one_is_shared_with_nobody(world
 def test_quick_failures_in_a_row_stop_the_queue(world: World, quick: int, ended: int):
     """All experiments of a group have the same mistake. A job that ends well in between shows that it is another's."""
     config = world.config(stop_after_failures=quick)
-    jobs = [world.job("one", "raise SystemExit(1)"), world.job("well", "pass"), *(world.job(f"bad{n}", "1 / 0") for n in range(6))]
+    jobs = [
+        world.job("one", "raise SystemExit(1)"),
+        world.job("well", "pass"),
+        *(world.job(f"bad{n}", "1 / 0") for n in range(6)),
+    ]
     found = world.run(config, jobs)
     assert [found[name].state for name in ("one", "well")] == ["failed", "completed"]
     rest = [found[f"bad{n}"] for n in range(6)]
     assert [seen.state for seen in rest] == ["failed"] * ended + ["cancelled"] * (6 - ended)
     if quick:
-        assert rest[-1].reason == "not started: 3 in a row failed within 60 s of their start. See why, then --job_option retry"
+        assert (
+            rest[-1].reason
+            == "not started: 3 in a row failed within 60 s of their start. See why, then --job_option retry"
+        )
 
 
 def test_a_child_of_what_a_stopped_queue_leaves_out_ends_once(world: World):
@@ -237,7 +258,8 @@ def test_slow_failures_do_not_stop_the_queue():
 
 
 def test_a_failed_job_is_tried_again_and_one_that_stopped_goes_on(world: World):
-    """Exit code 75 is no failure: it does not use up the one retry that there is. 130 is a person's stop, after which nothing starts."""
+    """Exit code 75 is no failure: it does not use up the one retry that there is. 130 is a person's stop, after which
+    nothing starts."""
     code = f"""
         import sys
         from pathlib import Path
@@ -246,14 +268,17 @@ def test_a_failed_job_is_tried_again_and_one_that_stopped_goes_on(world: World):
         ends = {{"stops": [{STOPPED}, {STOPPED}, 1, {STOPPED}, 0], "fails": [1, 2, 0], "mends": [1, 0], "person": [130, 0]}}[sys.argv[1]]
         raise SystemExit(ends[len(starts.read_text()) - 1])
     """
-    found = world.run(world.config(retries=1), [world.job(name, code) for name in ("stops", "fails", "mends", "person")])
+    found = world.run(
+        world.config(retries=1), [world.job(name, code) for name in ("stops", "fails", "mends", "person")]
+    )
     assert states(found) == {"stops": "completed", "fails": "failed", "mends": "completed", "person": "cancelled"}
     assert {name: seen.restarts for name, seen in found.items()} == {"stops": 4, "fails": 1, "mends": 1, "person": 0}
     assert found["fails"].reason.startswith("exit code 2")
 
 
 def test_a_child_waits_for_its_parent(world: World):
-    """Three slots are free, yet the child starts only when the parent has written its file, and the orphan not at all."""
+    """Three slots are free, yet the child starts only when the parent has written its file, and the orphan not at
+    all."""
     late = "import time; time.sleep(0.3); open('weights', 'w').close()"
     jobs = [
         world.job("parent", late),
@@ -265,7 +290,13 @@ def test_a_child_waits_for_its_parent(world: World):
         world.job("second", ""),
     ]
     found = world.run(world.config(slots=3), jobs)
-    ended = {"parent": "completed", "bad": "failed", "child": "completed", "orphan": "cancelled", "grandchild": "cancelled"}
+    ended = {
+        "parent": "completed",
+        "bad": "failed",
+        "child": "completed",
+        "orphan": "cancelled",
+        "grandchild": "cancelled",
+    }
     assert states(found) == ended | {"first": "completed", "second": "completed"}
     assert found["orphan"].reason == "not started, because bad did not end well"
     assert found["grandchild"].reason == "not started, because orphan did not end well"
@@ -297,7 +328,9 @@ def test_a_damaged_submission_ends_no_other(world: World, content: str):
     queue = world.submissions / "one" / "queue.json"
     whole = queue.read_text()
     queue.write_text(content)
-    found = world.run(world.config(slots=2), [world.job("child", "", after_jobs=tuple(parent)), world.job("other", "pass")], "two")
+    found = world.run(
+        world.config(slots=2), [world.job("child", "", after_jobs=tuple(parent)), world.job("other", "pass")], "two"
+    )
     assert states(found) == {"child": "cancelled", "other": "completed"}
     assert found["child"].reason.startswith(f"not started, because what became of job one.0 is not known: {queue}")
     assert "\n" not in found["child"].reason
@@ -374,7 +407,9 @@ def test_a_scheduler_that_is_killed_leaves_no_orphans(world: World):
     found = config.states(ids)
     assert [found[i].state for i in ids] == ["running", "running", "cancelled"]
     assert found[ids[2]].reason == "its scheduler on this machine has ended; it was never started"
-    assert states(world.run(world.config(slots=3), [world.job("d", "")], "two")) == {"d": "completed"}  # their two slots are still theirs
+    assert states(world.run(world.config(slots=3), [world.job("d", "")], "two")) == {
+        "d": "completed"
+    }  # their two slots are still theirs
     config.kill([ids[1]])
     assert config.states(ids)[ids[1]].state == "cancelled"
     assert all(map(gone, processes))
@@ -430,9 +465,13 @@ def test_what_a_crash_left_is_found_or_never_starts(world: World):
     config.kill(ids)
     assert config.find(world.submissions / "one", ["b"]) == {"b": ids[1]}
     late = world.submissions / "late"
-    shutil.copytree(world.submissions / "one", late, ignore=shutil.ignore_patterns("started", "*.end", "*.pid", "*.code", "cancel"))
+    shutil.copytree(
+        world.submissions / "one", late, ignore=shutil.ignore_patterns("started", "*.end", "*.pid", "*.code", "cancel")
+    )
     assert config.find(late, ["a", "b"]) == {}
-    done = subprocess.run([sys.executable, "-m", "src.launch.local.scheduler", str(late)], cwd=ROOT, timeout=300, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "src.launch.local.scheduler", str(late)], cwd=ROOT, timeout=300, check=False
+    )
     assert done.returncode == 1
     assert not list((late / "jobs").iterdir())
     assert config.find(world.submissions / "nothing", ["a"]) == {}
@@ -476,7 +515,10 @@ def test_jobs_of_another_machine_and_damaged_folders(world: World):
     ("values", "message"),
     [
         ({"slots": 0}, r"x\.slots: expected a number >= 1"),
-        ({"gpus": [0], "gpus_per_job": 0.7}, r"x: gpus_per_job: expected a whole number, or 1/2, 1/3, 1/4, 1/6 or 1/12, got 0\.7"),
+        (
+            {"gpus": [0], "gpus_per_job": 0.7},
+            r"x: gpus_per_job: expected a whole number, or 1/2, 1/3, 1/4, 1/6 or 1/12, got 0\.7",
+        ),
         ({"gpus": [0, 1], "gpus_per_job": 1.5}, r"x: gpus_per_job: expected a whole number above 1, got 1\.5"),
         ({"gpus": [0, 1], "gpus_per_job": 3}, r"x: gpus_per_job is 3, but gpus lists 2\."),
         ({"gpus": [0, "0"]}, r"x: gpus lists a device twice"),
@@ -538,7 +580,9 @@ def interrupt(world: World, child: str, number: signal.Signals, grace: float, tw
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, -2)])
-def test_an_interruption_of_who_waits_lets_jobs_save_and_leaves_none_behind(world: World, number: signal.Signals, code: int):
+def test_an_interruption_of_who_waits_lets_jobs_save_and_leaves_none_behind(
+    world: World, number: signal.Signals, code: int
+):
     assert interrupt(world, HOLD, number, grace=300) == code
     assert (world.folder / "a.saved").exists()
     assert (world.folder / "b.saved").exists()
@@ -554,8 +598,13 @@ def test_a_second_interruption_does_not_wait(world: World):
 def test_who_waits_is_told_of_each_failure(world: World):
     config = world.config()
     before = signal.getsignal(signal.SIGTERM)
-    ids = world.submit(config, [world.job("a", ""), world.job("b", "raise SystemExit(3)"), world.job("c", "", after=("b",))])
-    message = r"^2 of 3 jobs did not end well:\nb: exit code 3\. See .*/b\.err\.log\.\nc: not started, because b did not end well\.$"
+    ids = world.submit(
+        config, [world.job("a", ""), world.job("b", "raise SystemExit(3)"), world.job("c", "", after=("b",))]
+    )
+    message = (
+        r"^2 of 3 jobs did not end well:\nb: exit code 3\. See .*/b\.err\.log\.\nc: not started, because b did "
+        r"not end well\.$"
+    )
     with pytest.raises(LaunchError, match=message):
         config.wait_for(ids)
     assert signal.getsignal(signal.SIGTERM) is before
@@ -563,7 +612,10 @@ def test_who_waits_is_told_of_each_failure(world: World):
 
 def test_detached_jobs_outlive_who_submitted_them(world: World):
     """The terminal goes away: its session is ended with SIGHUP, then killed."""
-    code = textwrap.dedent(PARENT).replace("slots=2", "slots=2, wait=False") + "\nimport time; print('ready', flush=True); time.sleep(300)"
+    code = (
+        textwrap.dedent(PARENT).replace("slots=2", "slots=2, wait=False")
+        + "\nimport time; print('ready', flush=True); time.sleep(300)"
+    )
     script = world.folder / "child.py"
     script.write_text(textwrap.dedent(HOLD))
     command = [sys.executable, "-c", code, world.folder, script, "5"]

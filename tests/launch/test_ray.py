@@ -1,4 +1,5 @@
-"""The launcher ray: parents, restarts, stops, and whatever may answer in Ray's place. tests/ray runs the first half on a real Ray, too."""
+"""The launcher ray: parents, restarts, stops, and whatever may answer in Ray's place. tests/ray runs the first half on
+a real Ray, too."""
 
 import json
 import socket
@@ -35,7 +36,10 @@ while True:
 """
 ENDS = 'import sys; print("start", flush=True); n = len(open(sys.argv[1]).readlines()); sys.exit(int(sys.argv[1 + n]))'
 """Exits with the n-th code at the n-th start, which it counts in its own log."""
-DONE = 'import pathlib, sys; p = pathlib.Path(sys.argv[1]); p.mkdir(parents=True); (p / "status.json").write_text(\'{"state": "done"}\')'
+DONE = (
+    "import pathlib, sys; p = pathlib.Path(sys.argv[1]); p.mkdir(parents=True); (p / "
+    '"status.json").write_text(\'{"state": "done"}\')'
+)
 
 
 class World:
@@ -114,7 +118,9 @@ def test_a_child_starts_after_its_parent_and_never_after_one_that_failed(world: 
     later = world.submission.with_name(f"{world.submission.name}-later")
     late = world.job("late", "print(1)"), world.job("too_late", "print(1)")
     parents = (("good", ids[0]), ("bad", ids[1]))
-    jobs = [replace(job, after=(name,), after_jobs=(job_id,)) for job, (name, job_id) in zip(late, parents, strict=True)]
+    jobs = [
+        replace(job, after=(name,), after_jobs=(job_id,)) for job, (name, job_id) in zip(late, parents, strict=True)
+    ]
     then = world.config.submit(jobs, later, lambda _: None)
     world.wait_for(then[0], "completed", "exit code 0")
     world.wait_for(then[1], "cancelled", "not started, because bad did not end well")
@@ -181,7 +187,10 @@ def test_a_request_that_arrives_after_its_submission_was_given_up_starts_nothing
     world.config.forbid(world.submission, ["a"])
     (world.folder / "logs" / "a.out.log").unlink()
     ray.ask(
-        cluster.address, "POST", "/api/jobs/", {name: value for name, value in late.items() if name not in ("status", "driver_exit_code")}
+        cluster.address,
+        "POST",
+        "/api/jobs/",
+        {name: value for name, value in late.items() if name not in ("status", "driver_exit_code")},
     )
     world.wait_for(job_id, "cancelled", "stopped")
     assert world.log("a") == []
@@ -191,7 +200,9 @@ def test_a_look_that_got_no_answer_in_time_forbids_nothing_later(cluster: FakeRa
     """Its answer, which is older than the job, comes when another command has found the job."""
     suite = Suite(tmp_path)
     item = planned("end", waits=True)
-    target = resources.load("there", {"launcher": "ray", "address": cluster.address, "patience_seconds": 300.0}, suite.runs)
+    target = resources.load(
+        "there", {"launcher": "ray", "address": cluster.address, "patience_seconds": 300.0}, suite.runs
+    )
     cluster.held = True
     actions.run(suite.request([item]), target)
     (folder,) = suite.submissions()
@@ -227,7 +238,11 @@ def test_a_restarted_cluster_has_no_jobs(cluster: FakeRay, world: World):
 
 def test_a_parent_that_shows_no_sign_of_life_is_given_up(world: World):
     (job_id,) = world.config.submit(
-        [replace(world.job("a", "print(1)", parent_wait_seconds=1), after=("gone",), after_jobs=("20260101-other.gone",))],
+        [
+            replace(
+                world.job("a", "print(1)", parent_wait_seconds=1), after=("gone",), after_jobs=("20260101-other.gone",)
+            )
+        ],
         world.submission,
         lambda _: None,
     )
@@ -236,7 +251,11 @@ def test_a_parent_that_shows_no_sign_of_life_is_given_up(world: World):
 
 HTML: Answer = (200, {"Content-Type": "text/html"}, b"<!doctype html><title>Sign in</title>")
 LOGIN: Answer = (302, {"Location": "https://login.example/?next=\x1b[31m"}, b"")
-BUSY: Answer = (500, {}, b"Traceback (most recent call last):\nTimeoutError: No available agent\x1b[0m to submit job.\n.\n")
+BUSY: Answer = (
+    500,
+    {},
+    b"Traceback (most recent call last):\nTimeoutError: No available agent\x1b[0m to submit job.\n.\n",
+)
 
 
 def cut(answer: Answer) -> Answer:
@@ -250,8 +269,14 @@ def cut(answer: Answer) -> Answer:
     [
         (HTML, "expected JSON of Ray, got '<!doctype.*'. Is it the address of the dashboard, and are you logged in"),
         ((502, {}, b"<html>Bad gateway"), "Ray has trouble, status 502: <html>Bad gateway"),
-        (LOGIN, r"a redirection to https://login.example/\?next= ?\[31m. Put the header that it wants into RAY_JOB_HEADERS"),
-        ((401, {}, b"Unauthorized"), "refused with status 401: Unauthorized. Put the header that it wants into RAY_JOB_HEADERS"),
+        (
+            LOGIN,
+            r"a redirection to https://login.example/\?next= ?\[31m. Put the header that it wants into RAY_JOB_HEADERS",
+        ),
+        (
+            (401, {}, b"Unauthorized"),
+            "refused with status 401: Unauthorized. Put the header that it wants into RAY_JOB_HEADERS",
+        ),
         (BUSY, r"Ray has trouble, status 500: TimeoutError: No available agent ?\[0m to submit job"),
         ((200, {}, b"[" * 200_000), "expected JSON of Ray"),
         ((200, {}, b'{"a": '), "expected JSON of Ray, got '{\"a\":'"),
@@ -270,7 +295,9 @@ def test_other_answers_are_one_line(cluster: FakeRay, world: World, fault: Answe
 
 def test_a_cluster_that_is_not_there(world: World, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:9/")
-    with pytest.raises(LaunchError, match=r"^http://127.0.0.1:9: Ray does not answer: .*refused\. Does its dashboard run there\?$"):
+    with pytest.raises(
+        LaunchError, match=r"^http://127.0.0.1:9: Ray does not answer: .*refused\. Does its dashboard run there\?$"
+    ):
         ray.Config(patience_seconds=0.3).check()
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     assert ray.Config().scheduler() == "http://127.0.0.1:8265", "the address of the GCS is none of the dashboard"
@@ -289,11 +316,15 @@ def test_a_lost_answer_queues_nothing_twice(cluster: FakeRay, world: World):
     assert world.submit(world.ends("a", 0), world.ends("b", 0)) == list(cluster.jobs)
 
 
-@pytest.mark.parametrize("fault", [(400, {}, b"TypeError: entrypoint_num_gpus must be a number"), (403, {}, b"Forbidden")])
+@pytest.mark.parametrize(
+    "fault", [(400, {}, b"TypeError: entrypoint_num_gpus must be a number"), (403, {}, b"Forbidden")]
+)
 def test_a_refusal_leaves_nothing_queued(cluster: FakeRay, world: World, fault: Answer):
     cluster.held = True
     cluster.faults = [None, fault]
-    with pytest.raises(LaunchError, match=r"refused with status 40[03]: (TypeError: entrypoint_num_gpus must be a number|Forbidden)"):
+    with pytest.raises(
+        LaunchError, match=r"refused with status 40[03]: (TypeError: entrypoint_num_gpus must be a number|Forbidden)"
+    ):
         world.submit(world.ends("a", 0), world.ends("b", 0))
     first = f"{world.submission.name}.a"
     assert world.config.states([first])[first].state == "cancelled"
@@ -308,10 +339,13 @@ def test_queued_jobs_of_a_stopped_cluster_do_not_start(cluster: FakeRay, world: 
     impatient = world.config.model_copy(update={"patience_seconds": 0.3})
     cluster.faults = [None, *[BUSY] * 30]
     with pytest.raises(
-        LaunchError, match=r"No available agent.*\n.*will not start, but what runs could not be stopped: .*No available agent"
+        LaunchError,
+        match=r"No available agent.*\n.*will not start, but what runs could not be stopped: .*No available agent",
     ):
         impatient.submit(
-            [world.ends("a", 0, patience_seconds=0.3), world.ends("b", 0, patience_seconds=0.3)], world.submission, lambda _: None
+            [world.ends("a", 0, patience_seconds=0.3), world.ends("b", 0, patience_seconds=0.3)],
+            world.submission,
+            lambda _: None,
         )
     cluster.faults = []
     cluster.release()
@@ -327,7 +361,9 @@ def test_an_id_of_somebody_else_is_refused(cluster: FakeRay, world: World):
         world.submit(world.ends("a", 0))
 
 
-def test_headers_come_from_the_environment_and_stay_with_ray(cluster: FakeRay, world: World, monkeypatch: pytest.MonkeyPatch):
+def test_headers_come_from_the_environment_and_stay_with_ray(
+    cluster: FakeRay, world: World, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("RAY_JOB_HEADERS", '{"Authorization": "Bearer secret-of-mine"}')
     other = FakeRay()
     try:
@@ -351,7 +387,10 @@ def test_headers_come_from_the_environment_and_stay_with_ray(cluster: FakeRay, w
         assert "secret-of-mine" not in str(caught.value)
 
 
-DIED = "Job supervisor actor died: The actor died.\n\tpid: 1\nThe actor died because its node has died.\n\thealth check failed\x1b[2J"
+DIED = (
+    "Job supervisor actor died: The actor died.\n\tpid: 1\nThe actor died because its node has died.\n\thealth "
+    "check failed\x1b[2J"
+)
 
 
 @pytest.mark.parametrize(
@@ -407,7 +446,11 @@ def test_overrides_choose_resources_but_no_other_cluster(cluster: FakeRay, world
     cluster.held = True
     world.submit(world.ends("a", 0, num_gpus=0.5, mem_gb=2, resources={"a b": 0.1}))
     sent = cluster.jobs[f"{world.submission.name}.a"]
-    assert (sent["entrypoint_num_gpus"], sent["entrypoint_memory"], sent["entrypoint_resources"]) == (0.5, 2 << 30, {"a b": 0.1})
+    assert (sent["entrypoint_num_gpus"], sent["entrypoint_memory"], sent["entrypoint_resources"]) == (
+        0.5,
+        2 << 30,
+        {"a b": 0.1},
+    )
     assert json.loads(json.dumps(sent["runtime_env"])) == {
         "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "300", "RAY_JOB_STOP_SIGNAL": "SIGTERM"}
     }
@@ -419,12 +462,15 @@ def test_a_parent_that_could_wait_for_what_its_children_hold(cluster: FakeRay, w
     """A waiting child holds its resources."""
     big, small = world.ends("big", 0, num_gpus=8), world.job("small", "print(1)", after=("big",), num_gpus=0.5)
     with pytest.raises(
-        LaunchError, match=r"^small: its parent big needs num_gpus 8, and .* children hold 0\.5 each .* Submit the parents first"
+        LaunchError,
+        match=r"^small: its parent big needs num_gpus 8, and .* children hold 0\.5 each .* Submit the parents first",
     ):
         world.submit(big, small)
     assert cluster.jobs == {}
     cluster.held = True
-    world.submit(replace(big, resources=None), small, world.job("elsewhere", "print(1)", after=("big",), resources={"other": 1}))
+    world.submit(
+        replace(big, resources=None), small, world.job("elsewhere", "print(1)", after=("big",), resources={"other": 1})
+    )
     assert len(cluster.jobs) == 3
 
 

@@ -87,7 +87,9 @@ def test_resources_arrive_at_sbatch(cluster: Cluster, folder: Path):
 def test_unset_resources_use_the_cluster_defaults(cluster: Cluster, folder: Path):
     submit([job(folder, "a")], folder, slurm.Config(signal_seconds=0, gpus_per_node=0, options={"exclusive": False}))
     (call,) = cluster.calls("sbatch")
-    assert [option(call, name) for name in ("partition", "time", "mem", "signal", "exclusive", "dependency")] == [None] * 6
+    assert [option(call, name) for name in ("partition", "time", "mem", "signal", "exclusive", "dependency")] == [
+        None
+    ] * 6
     assert option(call, "gpus-per-node") == "0"
 
 
@@ -176,7 +178,11 @@ def test_values_arrive_unchanged_and_logs_are_appended(cluster: Cluster, tmp_pat
     code = f"import os, json; print(json.dumps([os.environ.get('V%d' % i) for i in range({len(HOSTILE)})]))"
     shows = Job("shows", ("-c", code), folder, tmp_path / "runs" / "shows", folder / "logs")
     for _ in range(2):
-        submit([Job("echoes", job(folder, "echoes", *HOSTILE).args, folder, tmp_path / "r", folder / "logs"), shows], folder, config)
+        submit(
+            [Job("echoes", job(folder, "echoes", *HOSTILE).args, folder, tmp_path / "r", folder / "logs"), shows],
+            folder,
+            config,
+        )
     out = (folder / "logs" / "echoes.out.log").read_text().splitlines()
     assert out == ["hello there", json.dumps(HOSTILE)] * 2
     assert (folder / "logs" / "shows.out.log").read_text().splitlines()[1] == json.dumps(HOSTILE)
@@ -187,7 +193,9 @@ def test_values_arrive_unchanged_and_logs_are_appended(cluster: Cluster, tmp_pat
 def test_children_of_a_failed_parent_do_not_run(cluster: Cluster, folder: Path):
     cluster.configure(run=True)
     fails = Job("fails", ("-c", "raise SystemExit(3)"), folder, folder / "r", folder / "logs")
-    ids, _ = submit([fails, job(folder, "child", after=("fails",)), job(folder, "grandchild", after=("child",))], folder)
+    ids, _ = submit(
+        [fails, job(folder, "child", after=("fails",)), job(folder, "grandchild", after=("child",))], folder
+    )
     result = SOON.states(ids)
     assert (result[ids[0]].state, result[ids[0]].word, result[ids[0]].reason) == ("failed", "FAILED", "exit code 3")
     assert (result[ids[1]].state, result[ids[1]].reason) == ("cancelled", "DependencyNeverSatisfied")
@@ -201,7 +209,9 @@ def test_children_of_a_failed_parent_do_not_run(cluster: Cluster, folder: Path):
         ({"account": "nobody"}, "Invalid account or account/partition combination.*Change 'account'"),
     ],
 )
-def test_a_refusal_is_passed_on_and_nothing_stays_queued(cluster: Cluster, folder: Path, change: dict[str, str], match: str):
+def test_a_refusal_is_passed_on_and_nothing_stays_queued(
+    cluster: Cluster, folder: Path, change: dict[str, str], match: str
+):
     refused = slurm.Config(patience_seconds=300.0, **change)  # type: ignore[arg-type]
     jobs = [job(folder, "a"), job(folder, "b"), job(folder, "c", resources=refused)]
     with pytest.raises(LaunchError, match=match):
@@ -238,7 +248,8 @@ def test_sbatch_that_timed_out_after_queuing_is_not_run_again(cluster: Cluster, 
 
 
 def test_two_lost_answers_still_leave_one_array(cluster: Cluster, folder: Path):
-    """sbatch queues and does not say so, and the queue is a moment late: the second sbatch makes a double, which is cancelled."""
+    """sbatch queues and does not say so, and the queue is a moment late: the second sbatch makes a double, which is
+    cancelled."""
     cluster.fail("sbatch", "say_after", "sbatch: error: Socket timed out on send/recv operation")
     cluster.fail("squeue", "garbage", "")
     ids, _ = submit([job(folder, "a")], folder)
@@ -248,7 +259,9 @@ def test_two_lost_answers_still_leave_one_array(cluster: Cluster, folder: Path):
 
 @pytest.mark.parametrize("do", ["say", "hang"])
 def test_a_controller_that_is_down_is_retried(cluster: Cluster, folder: Path, do: str):
-    cluster.fail("scontrol", do, "slurm_load_ctl_conf error: Unable to contact slurm controller (connect failure)", times=99)
+    cluster.fail(
+        "scontrol", do, "slurm_load_ctl_conf error: Unable to contact slurm controller (connect failure)", times=99
+    )
     patience = slurm.Config(patience_seconds=2.5) if do == "hang" else IMPATIENT
     with pytest.raises(LaunchError, match=r"scontrol.*(does not answer|no answer).*scontrol ping"):
         submit([job(folder, "a")], folder, patience)
@@ -258,7 +271,12 @@ def test_a_controller_that_is_down_is_retried(cluster: Cluster, folder: Path, do
 
 
 def test_sbatch_that_never_answers_leaves_nothing(cluster: Cluster, folder: Path):
-    cluster.fail("sbatch", "say_after", "sbatch: error: Batch job submission failed: Unable to contact slurm controller", times=99)
+    cluster.fail(
+        "sbatch",
+        "say_after",
+        "sbatch: error: Batch job submission failed: Unable to contact slurm controller",
+        times=99,
+    )
     cluster.fail("squeue", "say", DOWN, times=99)
     with pytest.raises(LaunchError, match="Nothing stays queued"):
         submit([job(folder, "a")], folder, IMPATIENT)
@@ -268,7 +286,9 @@ def test_sbatch_that_never_answers_leaves_nothing(cluster: Cluster, folder: Path
 def test_an_unknown_outcome_is_reported(cluster: Cluster, folder: Path):
     for command in ("sbatch", "squeue", "scancel"):
         cluster.fail(command, "say", DOWN, times=99)
-    with pytest.raises(LaunchError, match=r"not known; once Slurm answers, `scancel --name=20260101-batch.array-000` cancels them"):
+    with pytest.raises(
+        LaunchError, match=r"not known; once Slurm answers, `scancel --name=20260101-batch.array-000` cancels them"
+    ):
         submit([job(folder, "a")], folder, IMPATIENT)
 
 

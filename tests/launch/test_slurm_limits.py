@@ -23,7 +23,8 @@ def config(max_running: int | None, **more: object) -> slurm.Config:
 def queued(cluster: Cluster) -> list[tuple[str, str]]:
     """Tasks and dependency of each array."""
     calls = [
-        dict(word.removeprefix("--").partition("=")[::2] for word in call if word.startswith("--")) for call in cluster.calls("sbatch")
+        dict(word.removeprefix("--").partition("=")[::2] for word in call if word.startswith("--"))
+        for call in cluster.calls("sbatch")
     ]
     return [(call["array"], call.get("dependency", "")) for call in calls]
 
@@ -48,7 +49,9 @@ def test_children_wait_for_their_parents_and_for_the_arrays_before(cluster: Clus
 
 def test_an_override_has_a_lower_limit(cluster: Cluster, folder: Path):
     cluster.configure(max_array=2)
-    jobs = [job(folder, f"small{i}") for i in range(2)] + [job(folder, f"big{i}", resources=config(1, mem="99G")) for i in range(3)]
+    jobs = [job(folder, f"small{i}") for i in range(2)] + [
+        job(folder, f"big{i}", resources=config(1, mem="99G")) for i in range(3)
+    ]
     submit(jobs, folder, config(8))
     assert queued(cluster) == [("0-1%8", ""), ("0-1%1", ""), ("0-0%1", "afterany:1:2")]
 
@@ -68,7 +71,9 @@ def test_shared_tasks_count_as_tasks(cluster: Cluster, folder: Path, tmp_path: P
 
 def test_throttle_is_shared_by_the_arrays_that_run_together(cluster: Cluster, folder: Path):
     ids, _ = submit(
-        [job(folder, f"{mem}{i}", resources=config(None, mem=f"{mem}G")) for mem in (1, 2) for i in range(4)], folder, config(None)
+        [job(folder, f"{mem}{i}", resources=config(None, mem=f"{mem}G")) for mem in (1, 2) for i in range(4)],
+        folder,
+        config(None),
     )
     SOON.throttle(ids, 3)
     assert [cluster.state["arrays"][array]["throttle"] for array in ("1", "2")] == ["2", "1"]
@@ -79,7 +84,8 @@ def test_throttle_is_shared_by_the_arrays_that_run_together(cluster: Cluster, fo
 
 
 @pytest.mark.parametrize(
-    ("path", "output"), [("/a/100%A/b.log", "/a/100%%A/b.log"), ("/a/b\\%j/c", "/a/b\\\\%j/c"), ("/a/%%", "/a/%%%%"), ("/a b/c", "/a b/c")]
+    ("path", "output"),
+    [("/a/100%A/b.log", "/a/100%%A/b.log"), ("/a/b\\%j/c", "/a/b\\\\%j/c"), ("/a/%%", "/a/%%%%"), ("/a b/c", "/a b/c")],
 )
 def test_paths_are_escaped_for_slurm(path: str, output: str):
     assert slurm._escape(path) == output

@@ -36,7 +36,13 @@ class Task:
         self.job = job(folder, "exp")
         write_tasks(folder / "array-000.tasks", [self.job], [WAITS], requeue)
         self.up, self.let = folder / "up", folder / "let"
-        names = {"SLURM_ARRAY_JOB_ID": "41", "SLURM_ARRAY_TASK_ID": "0", "SLURM_JOB_ID": "57", "UP": str(self.up), "LET": str(self.let)}
+        names = {
+            "SLURM_ARRAY_JOB_ID": "41",
+            "SLURM_ARRAY_TASK_ID": "0",
+            "SLURM_JOB_ID": "57",
+            "UP": str(self.up),
+            "LET": str(self.let),
+        }
         self.process = subprocess.Popen(
             ["bash", str(write_script(folder)), str(folder / "array-000.tasks")],
             env={**os.environ, **names, **environment},
@@ -83,7 +89,9 @@ def test_a_task_that_never_gets_to_a_checkpoint_is_not_requeued_for_ever(cluster
 
 
 @pytest.mark.parametrize(("requeue", "deaf", "code"), [(False, "", 75), (True, "1", 0), (True, "1", 3)])
-def test_the_time_limit_requeues_no_job_that_shall_not_or_that_ended(cluster: Cluster, folder: Path, requeue: bool, deaf: str, code: int):
+def test_the_time_limit_requeues_no_job_that_shall_not_or_that_ended(
+    cluster: Cluster, folder: Path, requeue: bool, deaf: str, code: int
+):
     task = Task(folder, requeue, DEAF=deaf, CODE=str(code))
     task.process.send_signal(signal.SIGUSR1)
     wait_until(lambda: "told" in task.out())
@@ -105,7 +113,9 @@ def test_a_limit_of_its_own_requeues_as_the_time_limit_does(cluster: Cluster, fo
 def test_scancel_and_preemption_requeue_nothing(cluster: Cluster, folder: Path):
     """Slurm's TERM reaches every process at once."""
     task = Task(folder, requeue=True)
-    children = subprocess.run(["pgrep", "-P", str(task.process.pid)], capture_output=True, text=True, check=True).stdout.split()
+    children = subprocess.run(
+        ["pgrep", "-P", str(task.process.pid)], capture_output=True, text=True, check=True
+    ).stdout.split()
     task.process.send_signal(signal.SIGTERM)
     for child in children:
         os.kill(int(child), signal.SIGTERM)

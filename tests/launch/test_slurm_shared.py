@@ -41,7 +41,11 @@ def start(cluster: Cluster, folder: Path, config: slurm.Config) -> Callable[[], 
     """Submit a and b, start their task, and return their ids once both run."""
 
     def start() -> list[str]:
-        ids, _ = submit([Job(name, ("-c", STOPPABLE, name), folder, folder / name, folder / "logs") for name in "ab"], folder, config)
+        ids, _ = submit(
+            [Job(name, ("-c", STOPPABLE, name), folder, folder / name, folder / "logs") for name in "ab"],
+            folder,
+            config,
+        )
         cluster.start("1_0")
         wait_until(lambda: sorted(started(folder)) == ["a", "b"])
         return ids
@@ -60,7 +64,10 @@ def end(folder: Path, name: str, code: int) -> None:
 
 def written(submissions: Path) -> dict[str, int]:
     """When the exit code of each experiment that has ended was written."""
-    return {path.name.removesuffix(".code"): path.stat().st_mtime_ns for path in (submissions / "shared_tasks").glob("*.code")}
+    return {
+        path.name.removesuffix(".code"): path.stat().st_mtime_ns
+        for path in (submissions / "shared_tasks").glob("*.code")
+    }
 
 
 def states(config: slurm.Config, cluster: Cluster, ids: list[str]) -> list[str]:
@@ -71,7 +78,11 @@ def states(config: slurm.Config, cluster: Cluster, ids: list[str]) -> list[str]:
 
 def test_parents_do_not_share_a_task(cluster: Cluster, folder: Path, config: slurm.Config):
     """Those with equal resources and parents, but nobody that another waits for."""
-    jobs = [job(folder, "p"), *(job(folder, f"c{n}", after=("p",)) for n in range(5)), *(job(folder, f"x{n}") for n in range(2))]
+    jobs = [
+        job(folder, "p"),
+        *(job(folder, f"c{n}", after=("p",)) for n in range(5)),
+        *(job(folder, f"x{n}") for n in range(2)),
+    ]
     ids, _ = submit(jobs, folder, config)
     shared = ["2_0+0of2", "2_0+1of2", "2_1+0of2", "2_1+1of2", "2_2+0of1", "3_0+0of2", "3_0+1of2"]
     assert ids == ["1_0", *(f"{job_id}.{folder.name}" for job_id in shared)]
@@ -80,11 +91,15 @@ def test_parents_do_not_share_a_task(cluster: Cluster, folder: Path, config: slu
         ("0-2", "afterok:1_0"),
         ("0-0", None),
     ]
-    assert config.find(folder, [one.exp_id for one in jobs]) == dict(zip([one.exp_id for one in jobs], ids, strict=True))
+    assert config.find(folder, [one.exp_id for one in jobs]) == dict(
+        zip([one.exp_id for one in jobs], ids, strict=True)
+    )
 
 
 def test_what_cannot_be_is_refused(cluster: Cluster, folder: Path, config: slurm.Config):
-    with pytest.raises(LaunchError, match=r"e: it starts from the experiment of job 1_0\+0of2, which shares a Slurm task"):
+    with pytest.raises(
+        LaunchError, match=r"e: it starts from the experiment of job 1_0\+0of2, which shares a Slurm task"
+    ):
         submit([job(folder, "e", after_jobs=("1_0+0of2",))], folder, config)
     assert not cluster.calls("sbatch")
     with pytest.raises(LaunchError, match=r"job 1_0\+0of2: it shares its task, and Slurm can only hold complete tasks"):
@@ -93,7 +108,9 @@ def test_what_cannot_be_is_refused(cluster: Cluster, folder: Path, config: slurm
         configs.load(slurm.Config, {"jobs_per_task": 2, "processes": {"starter": "torchrun", "nodes": 3}}, "here")
 
 
-def test_each_experiment_ends_by_itself(cluster: Cluster, folder: Path, config: slurm.Config, start: Callable[[], list[str]]):
+def test_each_experiment_ends_by_itself(
+    cluster: Cluster, folder: Path, config: slurm.Config, start: Callable[[], list[str]]
+):
     ids = start()
     assert states(config, cluster, ids) == ["running", "running"]
     end(folder, "b", 3)
@@ -128,7 +145,9 @@ def test_a_requeue_restarts_unfinished_experiments(
     assert states(config, cluster, ids) == [state, "completed"]
 
 
-def test_a_stop_outweighs_a_failure(cluster: Cluster, folder: Path, config: slurm.Config, start: Callable[[], list[str]]):
+def test_a_stop_outweighs_a_failure(
+    cluster: Cluster, folder: Path, config: slurm.Config, start: Callable[[], list[str]]
+):
     """What Slurm preempts it queues again by itself; the code says that something is left to do."""
     ids = start()
     end(folder, "a", 75)
@@ -190,7 +209,9 @@ def test_a_killed_experiment_that_does_not_stop_is_killed_with_all_that_it_start
     assert task.wait(300) == 0
 
 
-def test_job_ids_repeat_on_a_reinstalled_cluster(cluster: Cluster, folder: Path, config: slurm.Config, start: Callable[[], list[str]]):
+def test_job_ids_repeat_on_a_reinstalled_cluster(
+    cluster: Cluster, folder: Path, config: slurm.Config, start: Callable[[], list[str]]
+):
     ids = start()
     end(folder, "a", 3)
     end(folder, "b", 0)
@@ -205,11 +226,15 @@ def test_job_ids_repeat_on_a_reinstalled_cluster(cluster: Cluster, folder: Path,
     assert states(config, cluster, ids)[1] == "completed"
 
 
-def test_experiments_of_an_earlier_version_resume(cluster: Cluster, folder: Path, config: slurm.Config, monkeypatch: pytest.MonkeyPatch):
+def test_experiments_of_an_earlier_version_resume(
+    cluster: Cluster, folder: Path, config: slurm.Config, monkeypatch: pytest.MonkeyPatch
+):
     """Its job ids, and so its files, have no name of a submission."""
     earlier = shared_tasks._SCRIPT_TEXT.replace("of$count.$SUBMISSION", "of$count").replace("SUBMISSION", "UNUSED")
     monkeypatch.setattr(shared_tasks, "_SCRIPT_TEXT", earlier)
-    ids, _ = submit([Job(name, ("-c", STOPPABLE, name), folder, folder / name, folder / "logs") for name in "ab"], folder, config)
+    ids, _ = submit(
+        [Job(name, ("-c", STOPPABLE, name), folder, folder / name, folder / "logs") for name in "ab"], folder, config
+    )
     assert ids == ["1_0+0of2", "1_0+1of2"]
     assert config.find(folder, ["a", "b"]) == dict(zip("ab", ids, strict=True))
     task = cluster.start("1_0")

@@ -18,8 +18,10 @@ AWAY = "squeue: error: slurm_receive_msgs: Socket timed out on send/recv operati
 DOWN = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
 # Job states of `man squeue` and of `man sacct`, 22.05 to 24.05.
 WORDS = (
-    "BOOT_FAIL CANCELLED COMPLETED CONFIGURING COMPLETING DEADLINE FAILED LAUNCH_FAILED NODE_FAIL OUT_OF_MEMORY PENDING POWER_UP_NODE "
-    "PREEMPTED RECONFIG_FAIL REQUEUED REQUEUE_FED REQUEUE_HOLD RESIZING RESV_DEL_HOLD REVOKED RUNNING SIGNALING SPECIAL_EXIT STAGE_OUT "
+    "BOOT_FAIL CANCELLED COMPLETED CONFIGURING COMPLETING DEADLINE FAILED LAUNCH_FAILED NODE_FAIL OUT_OF_MEMORY "
+    "PENDING POWER_UP_NODE "
+    "PREEMPTED RECONFIG_FAIL REQUEUED REQUEUE_FED REQUEUE_HOLD RESIZING RESV_DEL_HOLD REVOKED RUNNING SIGNALING "
+    "SPECIAL_EXIT STAGE_OUT "
     "STOPPED SUSPENDED TIMEOUT UPDATE_DB"
 )
 
@@ -44,10 +46,16 @@ def test_every_word_of_slurm_has_a_state(word: str):
         ({"state": "RUNNING", "node": "n[1-2]", "seconds": 75}, ("running", "RUNNING", "", "n[1-2]", 75.0, 0)),
         ({"state": "COMPLETING", "node": "n1"}, ("running", "COMPLETING", "", "n1", 0.0, 0)),
         ({"state": "COMPLETED", "seconds": 9}, ("completed", "COMPLETED", "", "", 9.0, 0)),
-        ({"state": "FAILED", "exit": "75:0", "reason": "NonZeroExitCode"}, ("failed", "FAILED", "exit code 75", "", 0.0, 0)),
+        (
+            {"state": "FAILED", "exit": "75:0", "reason": "NonZeroExitCode"},
+            ("failed", "FAILED", "exit code 75", "", 0.0, 0),
+        ),
         ({"state": "FAILED", "exit": "0:9"}, ("failed", "FAILED", "killed by SIGKILL", "", 0.0, 0)),
         ({"state": "FAILED", "exit": "0:99"}, ("failed", "FAILED", "killed by signal 99", "", 0.0, 0)),
-        ({"state": "FAILED", "exit": "0:0", "reason": "JobLaunchFailure"}, ("failed", "FAILED", "JobLaunchFailure", "", 0.0, 0)),
+        (
+            {"state": "FAILED", "exit": "0:0", "reason": "JobLaunchFailure"},
+            ("failed", "FAILED", "JobLaunchFailure", "", 0.0, 0),
+        ),
         ({"state": "TIMEOUT"}, ("failed", "TIMEOUT", "time limit reached", "", 0.0, 0)),
         ({"state": "NODE_FAIL"}, ("failed", "NODE_FAIL", "a node failed", "", 0.0, 0)),
         ({"state": "OUT_OF_MEMORY", "exit": "0:125"}, ("failed", "OUT_OF_MEMORY", "out of memory", "", 0.0, 0)),
@@ -57,7 +65,8 @@ def test_every_word_of_slurm_has_a_state(word: str):
 )
 @pytest.mark.parametrize("forgotten", ["", "controller"])
 def test_states(cluster: Cluster, folder: Path, task: dict[str, Any], seen: tuple[Any, ...], forgotten: str):
-    """The controller and, for what it has forgotten, accounting say the same; but what accounting thinks alive then is not known."""
+    """The controller and, for what it has forgotten, accounting say the same; but what accounting thinks alive then is
+    not known."""
     submit([job(folder, "a")], folder)
     cluster.set("1_0", **{"reason": "None", **task, "forgotten": forgotten})
     found = SOON.states(["1_0"])["1_0"]
@@ -182,11 +191,21 @@ def test_one_lost_answer_is_asked_for_again(cluster: Cluster, folder: Path):
     assert SOON.states(ids)["1_0"].state == "queued"
 
 
-def test_settings_of_the_shell_do_not_change_the_question(cluster: Cluster, folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_settings_of_the_shell_do_not_change_the_question(
+    cluster: Cluster, folder: Path, monkeypatch: pytest.MonkeyPatch
+):
     """The stand-in cannot show what SQUEUE_STATES does to a real squeue; that it does not arrive can be seen."""
     path = cluster.bin / "squeue"
     path.write_text(path.read_text().replace("exec", f"env > {folder}/seen; exec"))
-    foreign = {"SQUEUE_STATES", "SQUEUE_FORMAT", "SLURM_TIME_FORMAT", "SLURM_JOB_ID", "RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"}
+    foreign = {
+        "SQUEUE_STATES",
+        "SQUEUE_FORMAT",
+        "SLURM_TIME_FORMAT",
+        "SLURM_JOB_ID",
+        "RANK",
+        "MASTER_ADDR",
+        "TORCHELASTIC_RUN_ID",
+    }
     for name in foreign:
         monkeypatch.setenv(name, "RUNNING")
     monkeypatch.setenv("SLURM_CONF", "/kept")
@@ -199,7 +218,9 @@ def test_settings_of_the_shell_do_not_change_the_question(cluster: Cluster, fold
 
 def test_a_kill_of_what_is_ending_is_no_error_and_a_refused_one_is(cluster: Cluster, folder: Path):
     submit([job(folder, "a")], folder)
-    cluster.fail("scancel", "say", "scancel: error: Kill job error on job id 1_0: Job/step already completing or completed")
+    cluster.fail(
+        "scancel", "say", "scancel: error: Kill job error on job id 1_0: Job/step already completing or completed"
+    )
     SOON.kill(["1_0"])
     cluster.fail("scancel", "say", "scancel: error: Kill job error on job id 1_0: Access/permission denied")
     with pytest.raises(LaunchError, match="permission denied"):
@@ -259,8 +280,14 @@ def test_check(cluster: Cluster, monkeypatch: pytest.MonkeyPatch):
         ({"options": {"comment": "a\n#SBATCH x"}}, "expected text on one line"),
         ({"environment": {"1X": "y"}}, "environment"),
         ({"partitoin": "x"}, "Did you mean 'partition'"),
-        ({"setup": ["module load cuda", "export A=hf_xyzzyxyzzyxyzzy"]}, r"\.setup\[1\]: it holds what looks like a key"),
-        ({"processes": {"arguments": ["--x=hf_xyzzyxyzzyxyzzy"]}}, r"\.processes\.arguments\[0\]: it holds what looks like a key"),
+        (
+            {"setup": ["module load cuda", "export A=hf_xyzzyxyzzyxyzzy"]},
+            r"\.setup\[1\]: it holds what looks like a key",
+        ),
+        (
+            {"processes": {"arguments": ["--x=hf_xyzzyxyzzyxyzzy"]}},
+            r"\.processes\.arguments\[0\]: it holds what looks like a key",
+        ),
         ({"options": {"comment": "hf_xyzzyxyzzyxyzzy"}}, r"\.options: it holds what looks like a key"),
         ({"setup": ["curl http://me:xyzzy@host"]}, r"\.setup\[0\]: it holds what looks like a key"),
         ({"setup": ["a\0b"]}, r"\.setup\[0\]"),

@@ -14,7 +14,9 @@ from src.runs.code_version import code_version
 
 def git(root: Path, *words: str) -> str:
     identity = ["-c", "user.name=n", "-c", "user.email=e"]
-    return subprocess.run(["git", *identity, *words], cwd=root, check=True, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        ["git", *identity, *words], cwd=root, check=True, capture_output=True, text=True
+    ).stdout.strip()
 
 
 @pytest.fixture
@@ -76,16 +78,32 @@ def test_git_says_what_belongs_to_the_code(root: Path, tmp_path: Path):
 
 
 def test_without_git_results_environments_and_hidden_files_stay(root: Path, tmp_path: Path):
-    for name in ("results/runs/x", ".hidden/x", ".dot", "my_env/lib/x.py", "src/__pycache__/x.pyc", "src/results/kept.py"):
+    for name in (
+        "results/runs/x",
+        ".hidden/x",
+        ".dot",
+        "my_env/lib/x.py",
+        "src/__pycache__/x.pyc",
+        "src/results/kept.py",
+    ):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text("x")
     (root / "my_env" / "pyvenv.cfg").write_text("x")
     assert names(snapshot.take(root, tmp_path / "snapshots")) == CODE | {"src/results/kept.py"}
 
 
-def test_environments_are_no_code_whatever_they_are_called(root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_environments_are_no_code_whatever_they_are_called(
+    root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     under_git(root)
-    for name in ("env/pyvenv.cfg", "env/lib/x.py", "env/lib/secrets.json", "deep/conda/conda-meta/x", "deep/conda/lib/x.py", "deep/y.py"):
+    for name in (
+        "env/pyvenv.cfg",
+        "env/lib/x.py",
+        "env/lib/secrets.json",
+        "deep/conda/conda-meta/x",
+        "deep/conda/lib/x.py",
+        "deep/y.py",
+    ):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text("x")
     (root / "env").rename(tmp_path / "env")
@@ -100,7 +118,9 @@ def test_environments_are_no_code_whatever_they_are_called(root: Path, tmp_path:
 
 
 @pytest.mark.parametrize("with_git", [True, False])
-def test_a_link_to_a_part_of_an_environment_is_no_code(root: Path, tmp_path: Path, with_git: bool, caplog: pytest.LogCaptureFixture):
+def test_a_link_to_a_part_of_an_environment_is_no_code(
+    root: Path, tmp_path: Path, with_git: bool, caplog: pytest.LogCaptureFixture
+):
     """The environment is recognised by pyvenv.cfg wherever it lies. Code that itself lies in one is code."""
     inside = root.rename((tmp_path / "around").mkdir() or tmp_path / "around" / "project")
     (tmp_path / "around" / "pyvenv.cfg").write_text("x")
@@ -142,14 +162,33 @@ def test_save_directories_and_data_are_no_code_wherever_they_lie(root: Path, tmp
     assert names(copy) - {".gitignore"} == CODE
 
 
-SECRET = [".env", ".env.local", "server.pem", "id_rsa", "id_ed25519.pub", "my.key", ".netrc", "credentials.json", "wandb_token.txt"]
+SECRET = [
+    ".env",
+    ".env.local",
+    "server.pem",
+    "id_rsa",
+    "id_ed25519.pub",
+    "my.key",
+    ".netrc",
+    "credentials.json",
+    "wandb_token.txt",
+]
 SECRET += ["SECRETS.yaml", "db-password.txt", "secrets.py", "deep/kaggle.json"]
-NOT_SECRET = ["tokenizers.py", "token.py", "special_tokens_map.json", "tokenizer.json", "keyboard.txt", "test_secret_files.py"]
+NOT_SECRET = [
+    "tokenizers.py",
+    "token.py",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "keyboard.txt",
+    "test_secret_files.py",
+]
 NOT_SECRET += ["copy_token.sh"]
 
 
 @pytest.mark.parametrize("with_git", [True, False])
-def test_files_that_look_like_keys_are_left_out_and_named(root: Path, tmp_path: Path, with_git: bool, caplog: pytest.LogCaptureFixture):
+def test_files_that_look_like_keys_are_left_out_and_named(
+    root: Path, tmp_path: Path, with_git: bool, caplog: pytest.LogCaptureFixture
+):
     (root / "deep").mkdir()
     for name in [*SECRET, *NOT_SECRET]:
         (root / name).write_text("hush\n")
@@ -168,7 +207,8 @@ def test_a_large_file_is_refused_by_name(root: Path, tmp_path: Path):
     with open(root / "weights.bin", "wb") as file:
         file.truncate(snapshot.MAX_FILE_BYTES + 1)
     with pytest.raises(
-        LaunchError, match=r"project/weights\.bin: 20,000,001 bytes, more than the 20,000,000 of a file of code\. .*\.gitignore"
+        LaunchError,
+        match=r"project/weights\.bin: 20,000,001 bytes, more than the 20,000,000 of a file of code\. .*\.gitignore",
     ):
         snapshot.take(root, tmp_path / "snapshots")
     assert not (tmp_path / "snapshots").exists()

@@ -15,7 +15,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("states", [["failed"], ["lost", "running"]])
-def test_no_match_is_one_line_with_the_states_that_exist(tmp_path: Path, capsys: pytest.CaptureFixture[str], states: list[str]):
+def test_no_match_is_one_line_with_the_states_that_exist(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], states: list[str]
+):
     items = plan.load_groups({"g": [toy.BASE, {**toy.BASE, "seed": 1}]}, ["g"], [])
     with RunDir.open(tmp_path, items[0].exp, {}) as run:
         run.set_status("done")

@@ -1,4 +1,5 @@
-"""Submitting, looking, ending, repairing: scheduler and save directory together, and nothing twice. Real jobs on this machine."""
+"""Submitting, looking, ending, repairing: scheduler and save directory together, and nothing twice. Real jobs on this
+machine."""
 
 import contextlib
 import json
@@ -89,11 +90,15 @@ class World:
         (self.root / "trainval.py").write_text(PROGRAM)
 
     def resources_with(self, **values: Any) -> resources.Resources:
-        return resources.load("here", {"launcher": "local", "wait": False, "slots": 8, "grace_seconds": 10.0, **values}, self.runs)
+        return resources.load(
+            "here", {"launcher": "local", "wait": False, "slots": 8, "grace_seconds": 10.0, **values}, self.runs
+        )
 
     def request(self, items: Sequence[Planned], chosen: set[str] | None = None, reset: int = 0) -> actions.Request:
         ids = {item.exp_id for item in items} if chosen is None else chosen
-        return actions.Request(self.runs, items, ids, self.root, lambda i: ["trainval.py", str(self.runs / i)], reset=reset)
+        return actions.Request(
+            self.runs, items, ids, self.root, lambda i: ["trainval.py", str(self.runs / i)], reset=reset
+        )
 
     def run(self, items: Sequence[Planned], option: str = "run", reset: int = 0, **values: Any) -> None:
         actions.run(self.request(items, reset=reset), self.resources_with(**values), option)
@@ -228,7 +233,10 @@ def test_a_failed_parent_is_named(world: World):
     assert world.ended([parent, child]) == ["failed", "stopped"]
     assert f"not started, because {parent.exp_id} did not end well" in world.rows([child])[0].reason
     assert f"its parent {parent.exp_id} has failed" in world.rows([planned("end", "child", parent.exp_id)])[0].reason
-    message = rf"^g\[child\]: it starts from experiment {parent.exp_id}, which is failed, not done \(out of luck.*Repair it first"
+    message = (
+        rf"^g\[child\]: it starts from experiment {parent.exp_id}, which is failed, not done \(out of "
+        rf"luck.*Repair it first"
+    )
     with pytest.raises(LaunchError, match=message):
         world.run([parent, child])
     assert len(world.submissions()) == 1
@@ -263,7 +271,10 @@ def test_an_old_note_that_is_damaged_hides_no_later_job(world: World):
     assert last > first
     (first / "jobs.json").write_text('{"jobs": {"torn')
     wait_until(lambda: world.states([item]) == ["running"])
-    assert metadata.read_job(world.runs / item.exp_id) == {**metadata.read_job(world.runs / item.exp_id), "submission": last.name}  # type: ignore[dict-item]
+    assert metadata.read_job(world.runs / item.exp_id) == {
+        **metadata.read_job(world.runs / item.exp_id),
+        "submission": last.name,
+    }  # type: ignore[dict-item]
     world.run([item])
     assert len(world.submissions()) == 2
     world.go()
@@ -288,7 +299,9 @@ def test_an_unclear_submission_blocks_only_its_experiments(world: World, caplog:
     world.run([])
     submissions.create(world.runs, toolkit, "there", "x", {one.exp_id: ["trainval.py"]})
     for _ in range(2):
-        with pytest.raises(LaunchError, match=r"(?s)NOT_SET_HERE is not set.*nothing is submitted again before that is known"):
+        with pytest.raises(
+            LaunchError, match=r"(?s)NOT_SET_HERE is not set.*nothing is submitted again before that is known"
+        ):
             world.run([one])
     world.run([other])
     assert "was interrupted, and its jobs are unknown" in caplog.text
@@ -316,7 +329,9 @@ def test_a_damaged_run_does_not_prevent_kills_of_the_rest(world: World):
     assert world.states([items[0]]) == ["unknown"], "its job has ended, too"
     (world.runs / items[0].exp_id / "job_dict.json").unlink()
     assert world.states([items[0]]) == ["stopped"]
-    with pytest.raises(LaunchError, match=r"(?s)submission\.json:1: not valid JSON.*look for its jobs by hand.*move the folder away"):
+    with pytest.raises(
+        LaunchError, match=r"(?s)submission\.json:1: not valid JSON.*look for its jobs by hand.*move the folder away"
+    ):
         world.run(items[1:3])
     torn.rename(world.runs / "put aside")
     world.go()
@@ -330,7 +345,11 @@ def test_a_submission_that_queued_nothing_is_made_again(world: World):
     world.run([])
     resources_with = world.resources_with()
     submissions.create(
-        world.runs, registry.resolved_dict(resources_with.launcher, key="launcher"), "here", "x", {item.exp_id: ["trainval.py"]}
+        world.runs,
+        registry.resolved_dict(resources_with.launcher, key="launcher"),
+        "here",
+        "x",
+        {item.exp_id: ["trainval.py"]},
     )
     (world.runs / "submissions" / "20260101-000000-00000000").mkdir()
     world.run([item])
@@ -374,7 +393,11 @@ def test_a_submitter_killed_at_any_moment_leaves_no_duplicates_and_no_orphans(wo
 
 def test_a_lock_that_is_held_too_long(world: World):
     message = r"another submission has held the lock for 0\.1 s"
-    with submissions.lock(world.runs), pytest.raises(LaunchError, match=message), submissions.lock(world.runs, wait_seconds=0.1):
+    with (
+        submissions.lock(world.runs),
+        pytest.raises(LaunchError, match=message),
+        submissions.lock(world.runs, wait_seconds=0.1),
+    ):
         pass
 
 
@@ -399,10 +422,15 @@ def test_an_unreachable_scheduler_makes_no_run_failed(world: World):
 
 
 @pytest.mark.parametrize(
-    ("damage", "doubt"), [('{"host": "elsewhere", "jobs": [{}, {}]}', "its jobs run on elsewhere"), ("{", "not valid JSON")]
+    ("damage", "doubt"),
+    [('{"host": "elsewhere", "jobs": [{}, {}]}', "its jobs run on elsewhere"), ("{", "not valid JSON")],
 )
 def test_an_unreadable_queue_makes_only_its_jobs_doubtful(world: World, damage: str, doubt: str):
-    lost, gone, other = planned("end", "lost", waits=True), planned("end", "gone", waits=True), planned("end", "other", waits=True)
+    lost, gone, other = (
+        planned("end", "lost", waits=True),
+        planned("end", "gone", waits=True),
+        planned("end", "other", waits=True),
+    )
     done = planned("end", "done")
     world.run([done, lost])
     world.run([gone])
@@ -439,7 +467,9 @@ def test_damaged_files_are_named_and_hurt_nobody_else(world: World):
     for path in sorted(runs[4].rglob("*"), reverse=True):
         path.unlink() if path.is_file() else path.rmdir()
     runs[4].rmdir()
-    wait_until(lambda: world.states(items) == ["unknown", "unknown", "done", "unknown", "never", "done"])  # the processes are gone, too
+    wait_until(
+        lambda: world.states(items) == ["unknown", "unknown", "done", "unknown", "never", "done"]
+    )  # the processes are gone, too
     rows = world.rows(items)
     for row, name in zip(rows, ("status.json", "job_dict.json", "scores.jsonl", "exp_dict.json"), strict=False):
         assert f"{row.exp_id}/{name}" in row.reason
@@ -494,9 +524,14 @@ def scheduler_state(state: str, word: str = "", reason: str = "") -> SchedulerSt
         ("failed", None, ("failed", "it broke")),
     ],
 )
-def test_scheduler_and_directory_together(tmp_path: Path, run_state: str, queue_state: SchedulerState | None, expected: tuple[str, str]):
+def test_scheduler_and_directory_together(
+    tmp_path: Path, run_state: str, queue_state: SchedulerState | None, expected: tuple[str, str]
+):
     status = {"state": run_state, **({"reason": "it broke"} if run_state == "failed" else {})}
-    assert jobs._resolve_state(tmp_path, run_state, status, tracking.TrackedJob("7", "s", None, queue_state), None) == expected
+    assert (
+        jobs._resolve_state(tmp_path, run_state, status, tracking.TrackedJob("7", "s", None, queue_state), None)
+        == expected
+    )
 
 
 def test_without_a_job_the_directory_speaks(tmp_path: Path):
@@ -514,7 +549,12 @@ def test_a_forgotten_job_on_another_machine_counts_as_running_while_it_beats(tmp
     beat = lease.heartbeat_seconds(tmp_path)
     assert beat is not None
     assert max(0.0, age) <= beat < max(0.0, age) + 5
-    assert jobs._resolve_state(tmp_path, "running", {"state": "running"}, tracking.TrackedJob("7", "s", None, None), beat)[0] == state
+    assert (
+        jobs._resolve_state(tmp_path, "running", {"state": "running"}, tracking.TrackedJob("7", "s", None, None), beat)[
+            0
+        ]
+        == state
+    )
 
 
 def test_a_training_by_hand_is_seen_though_its_old_job_failed(tmp_path: Path):
@@ -547,7 +587,9 @@ def look(world: World, items: Sequence[Planned], *words: str) -> int:
     return trainval.look(args, items, Places(world.runs, world.runs, {}))
 
 
-def test_the_status_as_json_of_some_states_and_again(world: World, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_the_status_as_json_of_some_states_and_again(
+    world: World, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     """--watch ends when nothing is alive."""
     items = [planned("end", waits=True, size=1), planned("end", "y", waits=True, size=2), planned("fail", "z")]
     world.run(items)
@@ -573,7 +615,9 @@ def test_the_status_as_json_of_some_states_and_again(world: World, capsys: pytes
             arguments.check(arguments.make_parser("", ROOT).parse_args(["-e", "g", *words]), 1)
 
 
-def test_a_watch_continues_while_a_job_is_unknown(world: World, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_a_watch_continues_while_a_job_is_unknown(
+    world: World, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     """But not for what is damaged and has no job, which nobody will ever know more of."""
     item, damaged = planned("end", waits=True), planned("end", "damaged")
     (world.runs / damaged.exp_id).mkdir(parents=True)
@@ -653,7 +697,10 @@ def test_overrides_give_single_experiments_other_resources(world: World):
     resources_with = world.resources_with(overrides=overrides, processes={"stop_seconds": 7})
     configs = [resources_with.config_for(planned("end", size=size).exp) for size in (1, 5, 8)]
     assert configs[0] is None
-    assert [(c.retries, c.processes.arguments, c.processes.stop_seconds) for c in configs[1:]] == [(1, ["-u"], 7), (2, ["-u"], 7)]  # type: ignore[union-attr]
+    assert [(c.retries, c.processes.arguments, c.processes.stop_seconds) for c in configs[1:]] == [
+        (1, ["-u"], 7),
+        (2, ["-u"], 7),
+    ]  # type: ignore[union-attr]
     item = planned("end", size=5)
     world.run([item], overrides=overrides)
     assert world.ended([item]) == ["done"]
@@ -667,13 +714,22 @@ HERE = r"JOB_CONFIGS\['here'\]"
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        ({"overrides": [{"where": "size > 4", "retris": 1}]}, HERE + r"\.overrides\[0\]: unknown key 'retris'\. Did you mean 'retries'\?"),
-        ({"overrides": [{"where": "size > 4", "slots": "two"}]}, HERE + r"\.overrides\[0\]\.slots: expected int, got 'two'"),
+        (
+            {"overrides": [{"where": "size > 4", "retris": 1}]},
+            HERE + r"\.overrides\[0\]: unknown key 'retris'\. Did you mean 'retries'\?",
+        ),
+        (
+            {"overrides": [{"where": "size > 4", "slots": "two"}]},
+            HERE + r"\.overrides\[0\]\.slots: expected int, got 'two'",
+        ),
         ({"overrides": [{"where": "size >", "slots": 2}]}, HERE + r"\.overrides\[0\]\.where: "),
         ({"overrides": [{"retries": 2}]}, HERE + r"\.overrides\[0\]: expected a dict with 'where'"),
         ({"overrides": [{"where": "size > 4"}]}, HERE + r"\.overrides\[0\]: changes nothing"),
         ({"overrides": {"where": "size > 4"}}, HERE + r"\.overrides: expected a list"),
-        ({"overrides": [{"where": "size > 4", "launcher": "slurm"}]}, HERE + r"\.overrides\[0\]\.launcher: is the same for all jobs"),
+        (
+            {"overrides": [{"where": "size > 4", "launcher": "slurm"}]},
+            HERE + r"\.overrides\[0\]\.launcher: is the same for all jobs",
+        ),
         ({"submissions": "x"}, HERE + r"\.submissions: filled in when jobs are submitted"),
         ({"sltos": 1}, HERE + r": unknown key 'sltos'\. Did you mean 'slots'\?"),
     ],
@@ -700,7 +756,8 @@ def test_the_environment_of_the_jobs_comes_from_env_path(world: World, tmp_path:
 
 
 def test_the_variables_of_jobs_are_in_no_readable_file(world: World):
-    """Others need the log of submissions, to submit nothing twice; one of an older version may hold what is refused today."""
+    """Others need the log of submissions, to submit nothing twice; one of an older version may hold what is refused
+    today."""
     item = planned("end")
     world.run([item], environment={"COLOUR": "mauve"})
     assert world.ended([item]) == ["done"]
@@ -710,7 +767,9 @@ def test_the_variables_of_jobs_are_in_no_readable_file(world: World):
     assert not any("mauve" in path.read_text() for path in readable)
     (world.runs / item.exp_id / "status.json").unlink()
     intent = json.loads((folder / "submission.json").read_text())
-    write_json(folder / "submission.json", intent | {"launcher": intent["launcher"] | {"environment": {"HF_TOKEN": "xyzzy"}}})
+    write_json(
+        folder / "submission.json", intent | {"launcher": intent["launcher"] | {"environment": {"HF_TOKEN": "xyzzy"}}}
+    )
     wait_until(lambda: world.rows([item])[0].reason.startswith("COMPLETED says the scheduler"))
 
 

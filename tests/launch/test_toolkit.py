@@ -1,4 +1,5 @@
-"""The toolkit: one job for each experiment, whatever fails on the way. The program `eai` is an emulator, its jobs are real processes."""
+"""The toolkit: one job for each experiment, whatever fails on the way. The program `eai` is an emulator, its jobs are
+real processes."""
 
 import contextlib
 import hashlib
@@ -32,7 +33,8 @@ FAKE = Path(__file__).parent / "fake_eai"
 
 
 class Popen(subprocess.Popen[Any]):
-    """Only a call of the emulator that says that it hangs takes time, and then all that it is given; a busy machine does not count."""
+    """Only a call of the emulator that says that it hangs takes time, and then all that it is given; a busy machine
+    does not count."""
 
     def communicate(self, input: Any = None, timeout: float | None = None) -> tuple[Any, Any]:  # noqa: A002
         while True:
@@ -58,8 +60,19 @@ def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def configured(tmp_path: Path, **values: Any) -> Config:
-    raw = {"account": "$EAI_ACCOUNT_ID", "image": "registry:5000/python:3.11", "data": [f"a.b@main:{tmp_path}:rw"], "max_run_seconds": 3600}
-    raw |= {"backoff_seconds": 0.01, "retries": 3, "timeout_seconds": 30, "kill_seconds": 30, "parent_poll_seconds": 0.05}
+    raw = {
+        "account": "$EAI_ACCOUNT_ID",
+        "image": "registry:5000/python:3.11",
+        "data": [f"a.b@main:{tmp_path}:rw"],
+        "max_run_seconds": 3600,
+    }
+    raw |= {
+        "backoff_seconds": 0.01,
+        "retries": 3,
+        "timeout_seconds": 30,
+        "kill_seconds": 30,
+        "parent_poll_seconds": 0.05,
+    }
     return configs.load(Config, raw | values, "toolkit")
 
 
@@ -110,7 +123,9 @@ def log(item: Job, stream: str = "out") -> str:
 
 def status(tmp_path: Path, item: Job, state: str) -> None:
     item.run.mkdir(parents=True, exist_ok=True)
-    (item.run / "status.json").write_text(json.dumps({"attempt": 1, "reason": '"state": "no"', "state": state}, indent=4, sort_keys=True))
+    (item.run / "status.json").write_text(
+        json.dumps({"attempt": 1, "reason": '"state": "no"', "state": state}, indent=4, sort_keys=True)
+    )
 
 
 class TestConfig:
@@ -140,7 +155,13 @@ class TestConfig:
         assert "xyzzy" not in str(caught.value)
 
     def test_what_only_sounds_secret(self, tmp_path: Path):
-        environment = {"TOKENIZERS_PARALLELISM": "false", "MAX_TOKENS": "12", "KEYBOARD": "us", "AUTHOR": "x", "GIT_COMMIT": "0f" * 20}
+        environment = {
+            "TOKENIZERS_PARALLELISM": "false",
+            "MAX_TOKENS": "12",
+            "KEYBOARD": "us",
+            "AUTHOR": "x",
+            "GIT_COMMIT": "0f" * 20,
+        }
         assert configured(tmp_path, environment=environment).environment == environment
 
     def test_the_length_of_a_job_must_be_said(self):
@@ -163,7 +184,12 @@ class TestConfig:
 class TestSubmit:
     def test_a_job_runs_and_its_logs_are_appended(self, tmp_path: Path, service: Path):
         item = job(
-            tmp_path, "a", "import os, sys; print(os.getcwd(), os.environ['EAI_RUN_INDEX'], os.environ['A']); print('w', file=sys.stderr)"
+            tmp_path,
+            "a",
+            (
+                "import os, sys; print(os.getcwd(), os.environ['EAI_RUN_INDEX'], os.environ['A']); print('w', "
+                "file=sys.stderr)"
+            ),
         )
         item.log_dir.mkdir(parents=True)
         (item.log_dir / f"{item.exp_id}.out.log").write_text("before\n")
@@ -180,7 +206,14 @@ class TestSubmit:
 
     def test_the_whole_command(self, tmp_path: Path, service: Path, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setenv("FAKE_EAI_HOLD", "1")
-        values = {"gpus": 2, "gpu_mem_gb": 80, "gpu_model": "!A100", "bid": 7, "preemptable": False, "restartable": False}
+        values = {
+            "gpus": 2,
+            "gpu_mem_gb": 80,
+            "gpu_model": "!A100",
+            "bid": 7,
+            "preemptable": False,
+            "restartable": False,
+        }
         item = job(tmp_path, "a")
         processes = {"starter": "torchrun", "nodes": 2, "per_node": "gpus"}
         launched(tmp_path, [item], **values, cpu=8, mem_gb=64, environment={"A": "b=c"}, processes=processes)
@@ -189,14 +222,49 @@ class TestSubmit:
         script = folder(tmp_path) / f"{item.exp_id}.sh"
         mount = f"a.b@main:{tmp_path}:rw"
         assert words == [
-            *["job", "new", "--account", "account-1", "--name", "--image", "registry:5000/python:3.11", "--workdir", str(tmp_path)],
-            *["--data", mount, "--env", "A=b=c", "--cpu", "8", "--mem", "64", "--max-run-time", "3600", "--gpu-mem", "80"],
+            *[
+                "job",
+                "new",
+                "--account",
+                "account-1",
+                "--name",
+                "--image",
+                "registry:5000/python:3.11",
+                "--workdir",
+                str(tmp_path),
+            ],
+            *[
+                "--data",
+                mount,
+                "--env",
+                "A=b=c",
+                "--cpu",
+                "8",
+                "--mem",
+                "64",
+                "--max-run-time",
+                "3600",
+                "--gpu-mem",
+                "80",
+            ],
             *["--gpu-model-filter", "!A100", "--bid", "7", "--gpu", "2", "--replicas", "2", "--non-preemptable"],
             *["--field", "id", "--no-header", "--format", "csv", "--", "/bin/bash", str(script)],
         ]
 
     def test_every_value_arrives_unchanged(self, tmp_path: Path):
-        words = ["two words", "it's", 'say "hi"', "$HOME `id` $(id)", "a\nb", "\\", "*", "--", "", "naïve 漢字", "#x;y&z"]
+        words = [
+            "two words",
+            "it's",
+            'say "hi"',
+            "$HOME `id` $(id)",
+            "a\nb",
+            "\\",
+            "*",
+            "--",
+            "",
+            "naïve 漢字",
+            "#x;y&z",
+        ]
         item = job(tmp_path, "a", "import json, sys; print(json.dumps(sys.argv[1:]))", *words)
         config, (job_id,), _ = launched(tmp_path, [item])
         assert wait_for(config, job_id).state == "completed"
@@ -220,7 +288,9 @@ class TestSubmit:
 
     def test_a_job_without_a_mount_is_refused(self, tmp_path: Path, service: Path):
         item = job(tmp_path, "a")
-        with pytest.raises(LaunchError, match=r"a job writes to .*, which is below no writable mount of `data` \(none\)"):
+        with pytest.raises(
+            LaunchError, match=r"a job writes to .*, which is below no writable mount of `data` \(none\)"
+        ):
             launched(tmp_path, [item], data=[])
         with pytest.raises(LaunchError, match="a job writes to"):
             launched(tmp_path, [item], data=[f"a:{tmp_path}:ro"])
@@ -257,7 +327,9 @@ class TestSubmit:
             launched(tmp_path, [slow, refused], calls_at_a_time=1)
         assert [record["state"] for record in records(service)] == ["CANCELLED"]
 
-    def test_the_same_submission_twice_queues_nothing_twice(self, tmp_path: Path, service: Path, monkeypatch: pytest.MonkeyPatch):
+    def test_the_same_submission_twice_queues_nothing_twice(
+        self, tmp_path: Path, service: Path, monkeypatch: pytest.MonkeyPatch
+    ):
         monkeypatch.setenv("FAKE_EAI_HOLD", "1")
         jobs = [job(tmp_path, name) for name in "abc"]
         config, first, _ = launched(tmp_path, jobs)
@@ -268,9 +340,13 @@ class TestSubmit:
         assert again[1:] == first[1:]
         assert again[0] != first[0]
         assert f"hv_{jobs[0].exp_id}_20261121_1f_2" in {record["name"] for record in records(service)}
-        assert config.find(folder(tmp_path), [item.exp_id for item in jobs]) == dict(zip([j.exp_id for j in jobs], again, strict=True))
+        assert config.find(folder(tmp_path), [item.exp_id for item in jobs]) == dict(
+            zip([j.exp_id for j in jobs], again, strict=True)
+        )
 
-    def test_a_name_that_another_has_is_not_taken_for_ours(self, tmp_path: Path, service: Path, monkeypatch: pytest.MonkeyPatch):
+    def test_a_name_that_another_has_is_not_taken_for_ours(
+        self, tmp_path: Path, service: Path, monkeypatch: pytest.MonkeyPatch
+    ):
         monkeypatch.setenv("FAKE_EAI_HOLD", "1")
         _, (job_id,), _ = launched(tmp_path, [job(tmp_path, "a")])
         edit(service, job_id, tags=["hv_submission=other", f"hv_exp={job(tmp_path, 'a').exp_id}"])
@@ -287,7 +363,9 @@ class TestFaults:
     """On each verb, each way to fail: no job twice, none forgotten, and no state made up."""
 
     @pytest.mark.parametrize("fault", ["dial", "401", "500", "502_after_create", "hang", "garbage"])
-    def test_submitting_through_a_fault(self, tmp_path: Path, service: Path, monkeypatch: pytest.MonkeyPatch, fault: str):
+    def test_submitting_through_a_fault(
+        self, tmp_path: Path, service: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+    ):
         monkeypatch.setenv("FAKE_EAI_HOLD", "1")
         monkeypatch.setenv("FAKE_EAI_FAULT", f"{fault}@new:2,{fault if fault != '502_after_create' else '500'}@ls:1")
         jobs = [job(tmp_path, name) for name in "abc"]
@@ -299,8 +377,11 @@ class TestFaults:
         assert all(f"hv_exp={item.exp_id}" in queued[job_id]["tags"] for item, job_id in zip(jobs, ids, strict=True))
 
     @pytest.mark.parametrize("fault", ["dial", "401", "500", "502_after_create", "hang", "garbage"])
-    def test_submitting_into_an_outage(self, tmp_path: Path, service: Path, monkeypatch: pytest.MonkeyPatch, fault: str):
-        """Every `new` fails, but the rest answers: what was created all the same is either taken or cancelled, never forgotten."""
+    def test_submitting_into_an_outage(
+        self, tmp_path: Path, service: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+    ):
+        """Every `new` fails, but the rest answers: what was created all the same is either taken or cancelled, never
+        forgotten."""
         monkeypatch.setenv("FAKE_EAI_HOLD", "1")
         monkeypatch.setenv("FAKE_EAI_FAULT", f"{fault}@new")
         jobs = [job(tmp_path, name) for name in "ab"]
@@ -313,19 +394,23 @@ class TestFaults:
             assert sorted(ids) == sorted(record["id"] for record in records(service))
 
     def test_a_listing_that_lags_behind(self, tmp_path: Path, service: Path, monkeypatch: pytest.MonkeyPatch):
-        """The job of the failed call is not listed at once, and has ended when it is: it is the one that was wanted all the same."""
+        """The job of the failed call is not listed at once, and has ended when it is: it is the one that was wanted all
+        the same."""
         monkeypatch.setenv("FAKE_EAI_FAULT", "502_after_create@new:1,empty@ls:1")
         item = job(tmp_path, "a", "import time; time.sleep(0.1)")
         _, (job_id,), _ = launched(tmp_path, [item], backoff_seconds=3)
         (record,) = records(service)
         assert (record["id"], record["state"]) == (job_id, "SUCCEEDED")
 
-    def test_an_outage_in_which_nothing_can_be_undone(self, tmp_path: Path, service: Path, monkeypatch: pytest.MonkeyPatch):
+    def test_an_outage_in_which_nothing_can_be_undone(
+        self, tmp_path: Path, service: Path, monkeypatch: pytest.MonkeyPatch
+    ):
         monkeypatch.setenv("FAKE_EAI_HOLD", "1")
         monkeypatch.setenv("FAKE_EAI_FAULT", "502_after_create@new,dial@ls")
         item = job(tmp_path, "a")
         with pytest.raises(
-            LaunchError, match=r"(?s)Bad Gateway.*could not be asked: .*could not be cancelled with certainty; .*left\.json"
+            LaunchError,
+            match=r"(?s)Bad Gateway.*could not be asked: .*could not be cancelled with certainty; .*left\.json",
         ):
             launched(tmp_path, [item], retries=1)
         (record,) = records(service)
@@ -335,7 +420,9 @@ class TestFaults:
         assert launched(tmp_path, [item])[1] == [record["id"]]
 
     @pytest.mark.parametrize("fault", ["dial", "401", "500", "502_after", "hang", "garbage"])
-    def test_a_failed_poll_is_no_failed_job(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, service: Path, fault: str):
+    def test_a_failed_poll_is_no_failed_job(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, service: Path, fault: str
+    ):
         monkeypatch.setenv("FAKE_EAI_HOLD", "1")
         config, ids, _ = launched(tmp_path, [job(tmp_path, name) for name in "ab"], retries=1)
         monkeypatch.setenv("FAKE_EAI_FAULT", f"{fault}@ls:1")
@@ -350,7 +437,9 @@ class TestFaults:
         seen = config.states(ids)
         assert (seen[ids[0]].state, seen[ids[1]].state) == ("queued", "unknown")
 
-    def test_an_outage_is_not_asked_about_for_each_of_many_jobs(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, service: Path):
+    def test_an_outage_is_not_asked_about_for_each_of_many_jobs(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, service: Path
+    ):
         monkeypatch.setenv("FAKE_EAI_FAULT", "dial@get")
         config = configured(tmp_path, retries=1, calls_at_a_time=2)
         assert {seen.state for seen in config.states([f"old-{i}" for i in range(50)]).values()} == {"unknown"}
@@ -368,7 +457,9 @@ class TestFaults:
         monkeypatch.setenv("FAKE_EAI_HOLD", "1")
         config, ids, _ = launched(tmp_path, [job(tmp_path, "a")], retries=0, kill_seconds=0.2)
         monkeypatch.setenv("FAKE_EAI_FAULT", "500@kill")
-        with pytest.raises(LaunchError, match=f"1 of 1 jobs are not known to have ended: {ids[0]}. .*Internal Server Error"):
+        with pytest.raises(
+            LaunchError, match=f"1 of 1 jobs are not known to have ended: {ids[0]}. .*Internal Server Error"
+        ):
             config.kill(ids)
         monkeypatch.setenv("FAKE_EAI_FAULT", "dial@ls")
         with pytest.raises(LaunchError, match=r"not known to have ended: .*connection refused"):
@@ -423,12 +514,16 @@ class TestStates:
         record = json.loads((service / "jobs" / f"{job_id}.json").read_text())
         ids = [f"{i:08x}-0000-0000-0000-000000000000" for i in range(1000)]
         for i, name in enumerate(ids):
-            (service / "jobs" / f"{name}.json").write_text(json.dumps(record | {"id": name, "name": f"n{i}", "state": "RUNNING"}))
+            (service / "jobs" / f"{name}.json").write_text(
+                json.dumps(record | {"id": name, "name": f"n{i}", "state": "RUNNING"})
+            )
         before = len(calls(service))
         assert {seen.state for seen in config.states(ids).values()} == {"running"}
         assert len(calls(service)) == before + 1
 
-    def test_what_is_not_listed_is_asked_for_and_may_be_gone(self, tmp_path: Path, service: Path, monkeypatch: pytest.MonkeyPatch):
+    def test_what_is_not_listed_is_asked_for_and_may_be_gone(
+        self, tmp_path: Path, service: Path, monkeypatch: pytest.MonkeyPatch
+    ):
         monkeypatch.setenv("FAKE_EAI_HOLD", "1")
         config, (old, young), _ = launched(tmp_path, [job(tmp_path, name) for name in "ab"])
         times = {"startedOn": "2026-01-01T00:00:00+00:00", "endedOn": "2026-01-01T00:01:30+00:00"}
@@ -468,7 +563,9 @@ def training(tmp_path: Path, **values: Any) -> Job:
 
 
 class TestEndings:
-    def test_a_killed_job_saves_first_and_killing_again_is_no_error(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def test_a_killed_job_saves_first_and_killing_again_is_no_error(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ):
         monkeypatch.setenv("FAKE_EAI_CANCEL_SECONDS", "2.5")
         item = training(tmp_path)
         config, ids, _ = launched(tmp_path, [item])
@@ -480,7 +577,11 @@ class TestEndings:
         config.kill([])
 
     def test_only_what_fails_by_itself_counts_as_a_quick_failure(self, tmp_path: Path):
-        code = TRAINING.replace('"stopped"', '"failed"').replace("exit(75)", "exit(1)").replace("sys.argv[1]", "os.environ['RUN']")
+        code = (
+            TRAINING.replace('"stopped"', '"failed"')
+            .replace("exit(75)", "exit(1)")
+            .replace("sys.argv[1]", "os.environ['RUN']")
+        )
         killed = job(tmp_path, "killed", code)
         config, ids, _ = launched(tmp_path, [killed], environment={"RUN": str(killed.run)})
         wait_until(lambda: "training" in log(killed))
@@ -521,13 +622,17 @@ class TestEndings:
         item = job(tmp_path, "a")
         config, (job_id,), _ = launched(tmp_path, [item], max_run_seconds=os.getpid() * 100 + 99, stop_before_seconds=1)
         wait_for(config, job_id)
-        sleeping = subprocess.run(["pgrep", "-f", f"sleep {os.getpid()}[0-9][0-9]$"], capture_output=True, text=True, check=False).stdout
+        sleeping = subprocess.run(
+            ["pgrep", "-f", f"sleep {os.getpid()}[0-9][0-9]$"], capture_output=True, text=True, check=False
+        ).stdout
         assert sleeping == ""
 
     def test_a_node_that_is_not_the_first_has_logs_of_its_own(self, tmp_path: Path):
         """What the toolkit tells of nodes becomes what torchrun is told, and no training takes it for its own."""
         names = ("NODE_RANK", "NNODES", "MASTER_PORT", "RANK", "WORLD_SIZE")
-        item = job(tmp_path, "a", f"import os; print([os.environ.get(n) for n in {names}])", python_binary=sys.executable)
+        item = job(
+            tmp_path, "a", f"import os; print([os.environ.get(n) for n in {names}])", python_binary=sys.executable
+        )
         processes = Processes(starter="torchrun", nodes=3)
         configured(tmp_path, processes=processes.model_dump()).submit([item], folder(tmp_path), lambda _: None)
         path = item.log_dir / f"{item.exp_id}.out.log"
@@ -562,7 +667,8 @@ class TestParents:
         assert log(child) == "ran\n"
 
     @pytest.mark.parametrize(
-        ("state", "told"), [("failed", "is failed for 0"), ("stopped", "is stopped for 0"), (None, "is not started for 0")]
+        ("state", "told"),
+        [("failed", "is failed for 0"), ("stopped", "is stopped for 0"), (None, "is not started for 0")],
     )
     def test_a_child_of_a_parent_that_fails_names_it(self, tmp_path: Path, state: str | None, told: str):
         parent = job(tmp_path, "parent", "raise SystemExit(1)")
@@ -572,14 +678,18 @@ class TestParents:
         if state:
             status(tmp_path, parent, state)
         assert wait_for(config, other).state == "failed"
-        assert f"not started: it starts from experiment {parent.exp_id}, which {told} seconds; see {parent.run}" in log(child, "err")
+        assert f"not started: it starts from experiment {parent.exp_id}, which {told} seconds; see {parent.run}" in log(
+            child, "err"
+        )
         assert log(child) == ""
 
     def test_a_failure_of_a_parent_that_is_submitted_again_does_not_count(self, tmp_path: Path, service: Path):
         parent = job(tmp_path, "parent", "import time; time.sleep(60)")
         child = job(tmp_path, "child", "print('ran')", after=(parent.exp_id,))
         status(tmp_path, parent, "failed")
-        config, (first, other), _ = launched(tmp_path, [parent, child], parent_patience_seconds=0, parent_poll_seconds=0.617)
+        config, (first, other), _ = launched(
+            tmp_path, [parent, child], parent_patience_seconds=0, parent_poll_seconds=0.617
+        )
         wait_until(lambda: pauses(service, "0.617") or config.states([other])[other].state == "failed")
         status(tmp_path, parent, "done")
         assert wait_for(config, other).state == "completed", log(child, "err")
@@ -615,14 +725,23 @@ def test_the_examples_are_valid(tmp_path: Path, launcher: str):
 
 @pytest.mark.net
 @pytest.mark.skipif(
-    os.environ.get("EAI_LIVE") != "1", reason="EAI_LIVE=1 runs a job on the real toolkit: EAI_ACCOUNT_ID, EAI_IMAGE, EAI_DATA"
+    os.environ.get("EAI_LIVE") != "1",
+    reason="EAI_LIVE=1 runs a job on the real toolkit: EAI_ACCOUNT_ID, EAI_IMAGE, EAI_DATA",
 )
 def test_the_real_toolkit(monkeypatch: pytest.MonkeyPatch):
-    """A short job on one CPU: queued, found, seen running, killed. EAI_DATA: "name@branch:/folder:rw", where /folder is here too."""
+    """A short job on one CPU: queued, found, seen running, killed. EAI_DATA: "name@branch:/folder:rw", where /folder is
+    here too."""
     monkeypatch.undo()
     mount = os.environ["EAI_DATA"]
     home = Path(mount.split(":")[1]) / f"smoke-{os.getpid()}"
-    raw = {"account": "$EAI_ACCOUNT_ID", "image": os.environ["EAI_IMAGE"], "data": [mount], "max_run_seconds": 900, "cpu": 1, "mem_gb": 1}
+    raw = {
+        "account": "$EAI_ACCOUNT_ID",
+        "image": os.environ["EAI_IMAGE"],
+        "data": [mount],
+        "max_run_seconds": 900,
+        "cpu": 1,
+        "mem_gb": 1,
+    }
     config = configs.load(Config, raw, "toolkit")
     item = job(home, "live", python_binary="sleep 600; true")
     sent = folder(home, f"smoke{int(time.time())}")

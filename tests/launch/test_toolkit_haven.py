@@ -35,7 +35,13 @@ def client(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def configured(tmp_path: Path, **values: Any) -> Config:
-    raw = {"via": "haven", "account": "account-1", "image": "python:3.11", "data": [f"a.b@main:{tmp_path}"], "max_run_seconds": 3600}
+    raw = {
+        "via": "haven",
+        "account": "account-1",
+        "image": "python:3.11",
+        "data": [f"a.b@main:{tmp_path}"],
+        "max_run_seconds": 3600,
+    }
     raw |= {"backoff_seconds": 0.01, "retries": 2, "kill_seconds": 0.2, "timeout_seconds": 20}
     return configs.load(Config, raw | values, "toolkit")
 
@@ -60,7 +66,14 @@ def test_what_haven_submits_runs(tmp_path: Path, client: ModuleType):
     assert noted == {item.exp_id: job_id}
     (made,) = client.jobs
     facts = dict(made.spec.facts)
-    assert facts.pop("resources").facts == {"cpu": 4, "mem": 16, "gpu": 1, "gpu_mem": 40, "gpu_model": "A100", "replicas": None}
+    assert facts.pop("resources").facts == {
+        "cpu": 4,
+        "mem": 16,
+        "gpu": 1,
+        "gpu_mem": 40,
+        "gpu_model": "A100",
+        "replicas": None,
+    }
     command = facts.pop("command")
     assert facts == {
         "name": f"hv_{item.exp_id}_s_1",
@@ -85,7 +98,9 @@ def test_states_in_two_calls(tmp_path: Path, client: ModuleType):
     client.jobs[0].state, client.jobs[1].state = "REBALANCING", "CANCELLING"
     client.calls.clear()
     meant = {"REBALANCING": "unknown", "CANCELLING": "running", "QUEUED": "queued"}
-    assert config.states([*ids, "gone"]) == {made.id: SchedulerState(meant[made.state], made.state) for made in client.jobs}  # type: ignore[arg-type]
+    assert config.states([*ids, "gone"]) == {
+        made.id: SchedulerState(meant[made.state], made.state) for made in client.jobs
+    }  # type: ignore[arg-type]
     assert [method for method, _ in client.calls] == ["v1_account_job_get", "v1_cluster_job_get"]
 
 
@@ -125,4 +140,6 @@ def test_without_the_client(tmp_path: Path):
             print(type(error).__name__, error)
     """
     done = subprocess.run([sys.executable, "-c", code], cwd=FAKE.parents[1], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("LaunchError toolkit: via 'haven' needs the client eai_toolkit_client, which is not installed")
+    assert done.stdout.startswith(
+        "LaunchError toolkit: via 'haven' needs the client eai_toolkit_client, which is not installed"
+    )

@@ -104,7 +104,8 @@ def test_a_job_that_failed_before_its_training_is_known_to_have_failed(world: Wo
 
 
 def test_one_query_serves_all_readers(world: World, cluster: Cluster, monkeypatch: pytest.MonkeyPatch):
-    """Any number of runs, readers and times; anew for a job that nobody asked about, and when the answer is 30 seconds old."""
+    """Any number of runs, readers and times; anew for a job that nobody asked about, and when the answer is 30 seconds
+    old."""
     monkeypatch.setattr(tracking, "time", cluster.clock)
     monkeypatch.setattr(jobs, "time", cluster.clock)
     items = submit(world, 6)
@@ -118,7 +119,9 @@ def test_one_query_serves_all_readers(world: World, cluster: Cluster, monkeypatc
     cluster.set("1_4", state="RUNNING", node="n1")
     cluster.clock.now += REFRESH.max_age_seconds
     assert [row.state for row in look(world, items[3:5], PATIENT_REFRESH)] == ["queued", "queued"]
-    assert [row.state for row in look(world, items[3:5])] == ["queued", "running"], "who does not ask for an old answer gets none"
+    assert [row.state for row in look(world, items[3:5])] == ["queued", "running"], (
+        "who does not ask for an old answer gets none"
+    )
     assert len(cluster.calls("squeue")) == 2
     cluster.clock.now += 1
     assert [row.state for row in look(world, items, PATIENT_REFRESH)][3:] == ["queued", "running", "queued"]
@@ -153,7 +156,9 @@ def test_a_scheduler_that_hangs_is_not_waited_for(world: World, monkeypatch: pyt
 
 @pytest.mark.parametrize("jobs_per_task", [1, 2])
 @pytest.mark.parametrize(("most", "started"), [(3, 5), (0, 8)])
-def test_quick_failures_in_a_row_stop_what_waits(world: World, cluster: Cluster, most: int, started: int, jobs_per_task: int):
+def test_quick_failures_in_a_row_stop_what_waits(
+    world: World, cluster: Cluster, most: int, started: int, jobs_per_task: int
+):
     """As on this machine: see test_local.py."""
     cluster.configure(run=True)
     items = [planned("fail", "one"), planned("end", "well"), *(planned("fail", str(n)) for n in range(6))]
@@ -167,7 +172,9 @@ def test_quick_failures_in_a_row_stop_what_waits(world: World, cluster: Cluster,
     assert bool(stopped) == bool(most)
     for row in stopped:
         assert row.exp_id not in world.started()
-        assert row.reason == "not started: 3 in a row failed within 60 s of their start. See why, then --job_option retry"
+        assert (
+            row.reason == "not started: 3 in a row failed within 60 s of their start. See why, then --job_option retry"
+        )
         assert row.reason in jobs.tail(world.runs / "logs" / f"{row.exp_id}.err.log", 1)
     (world.runs / "mended").touch()
     actions.run(world.request(items), resources.load("there", {"launcher": "slurm"}, world.runs), "retry")
@@ -212,12 +219,17 @@ def test_a_reset_that_is_refused_kills_nobody(world: World, cluster: Cluster):
 def test_setup_commands_are_in_private_files_only(world: World, cluster: Cluster):
     """One of an older version may hold what is refused today."""
     item = planned("end")
-    actions.run(world.request([item]), resources.load("there", {"launcher": "slurm", "setup": ["echo mauve"]}, world.runs))
+    actions.run(
+        world.request([item]), resources.load("there", {"launcher": "slurm", "setup": ["echo mauve"]}, world.runs)
+    )
     (folder,) = world.submissions()
     assert [path for path in folder.iterdir() if b"mauve" in path.read_bytes() and path.stat().st_mode & 0o077] == []
     assert any(b"mauve" in path.read_bytes() for path in folder.iterdir())
     intent = json.loads((folder / "submission.json").read_text())
-    write_json(folder / "submission.json", intent | {"launcher": intent["launcher"] | {"setup": ["export A=hf_xyzzyxyzzyxyzzy"]}})
+    write_json(
+        folder / "submission.json",
+        intent | {"launcher": intent["launcher"] | {"setup": ["export A=hf_xyzzyxyzzyxyzzy"]}},
+    )
     assert [row.state for row in look(world, [item])] == ["queued"]
 
 
@@ -264,14 +276,21 @@ def test_an_interrupted_submission_delays_no_look(world: World, monkeypatch: pyt
         release.set()
 
 
-def test_a_saved_row_follows_its_job_into_the_queue_again(world: World, cluster: Cluster, monkeypatch: pytest.MonkeyPatch):
+def test_a_saved_row_follows_its_job_into_the_queue_again(
+    world: World, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+):
     """A requeued job of a stopped run changes nothing in the save directory until it starts."""
     monkeypatch.setattr(read_cache, "SETTLED_SECONDS", 0.0)
     (item,) = submit(world, 1)
     say(world, item, "stopped", reason="SIGTERM")
     cluster.set("1_0", state="CANCELLED")
     saved: jobs.RowCache = ReadCache(world.runs)
-    for state, expected in (("CANCELLED", "stopped"), ("CANCELLED", "stopped"), ("PENDING", "queued"), ("CANCELLED", "stopped")):
+    for state, expected in (
+        ("CANCELLED", "stopped"),
+        ("CANCELLED", "stopped"),
+        ("PENDING", "queued"),
+        ("CANCELLED", "stopped"),
+    ):
         cluster.set("1_0", state=state)
         (row,) = jobs.table(world.runs, [item.exp_id], PATIENT_LOOK, saved)
         assert row.state == expected

@@ -12,11 +12,18 @@ class Right(MetricConfig):
     """Whether a prediction is one of the references, and its length."""
 
     def score(self, answers: Sequence[Prediction]) -> dict[str, list[float]]:
-        return {"right": [float(a.text in a.references) for a in answers], "length": [float(len(a.text)) for a in answers]}
+        return {
+            "right": [float(a.text in a.references) for a in answers],
+            "length": [float(len(a.text)) for a in answers],
+        }
 
 
 def test_means_over_all_and_over_each_source():
-    answers = [Prediction("a", ["a"], source="nq"), Prediction("b", ["a"], source="nq"), Prediction("cc", ["cc"], source="squad")]
+    answers = [
+        Prediction("a", ["a"], source="nq"),
+        Prediction("b", ["a"], source="nq"),
+        Prediction("cc", ["cc"], source="squad"),
+    ]
     assert answered.scores([Right()], answers) == {
         "right": 2 / 3,
         "right/nq": 1 / 2,

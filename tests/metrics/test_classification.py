@@ -13,7 +13,9 @@ from src.metrics.classification import Config
 ABC = ["a", "b", "c"]
 
 
-def of(name: str, predictions: str, references: str, labels: Sequence[str] = (), groups: str = "") -> float | list[float]:
+def of(
+    name: str, predictions: str, references: str, labels: Sequence[str] = (), groups: str = ""
+) -> float | list[float]:
     config = load(Config, {"scores": [name], "labels": list(labels)}, "metric")
     words = zip(predictions.split(), references.split(), groups.split() or [""] * len(predictions.split()), strict=True)
     return config.score([Prediction(p, [r], question=q) for p, r, q in words])[name]
@@ -26,7 +28,8 @@ def test_accuracy_is_of_each_answer():
 
 
 def test_f1_takes_what_is_no_label_for_the_wrong_one():
-    """Of class b: right 1 (first), wrongly b 2 (third, and the fourth that is none of both), missed 2: 2 / (2 + 2 + 2)."""
+    """Of class b: right 1 (first), wrongly b 2 (third, and the fourth that is none of both), missed 2: 2 / (2 + 2 +
+    2)."""
     assert of("f1", "b a b x x", "b b a a b", "ab") == pytest.approx(1 / 3)
     assert of("f1", "x x", "a a", "ab") == 0.0
 
@@ -74,7 +77,11 @@ def test_what_is_always_the_same_correlates_with_nothing():
 
 def test_multirc():
     """Question 1 all right; of question 2 one of two. F1: right 1 of True, none too many, 1 missed."""
-    given = {"predictions": "True False False False", "references": "True False True False", "labels": ["False", "True"]}
+    given = {
+        "predictions": "True False False False",
+        "references": "True False True False",
+        "labels": ["False", "True"],
+    }
     assert of("question_match", **given, groups="1 1 2 2") == 0.5
     assert of("f1a", **given, groups="1 1 2 2") == pytest.approx(2 / 3)
 

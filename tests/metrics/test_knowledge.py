@@ -18,7 +18,8 @@ def f1(precision: float, recall: float) -> float:
 @pytest.mark.parametrize(
     ("prediction", "question", "contexts", "plain", "plus_plus"),
     [
-        # Of "paris is nice", paris and is are among the 5 words "paris is capital of france"; is stands in the question.
+        # Of "paris is nice", paris and is are among the 5 words "paris is capital of france"; is stands in the
+        # question.
         ("Paris is nice.", "What is it?", ["Paris is the capital of France"], (2 / 3, 2 / 5), (1 / 2, 1 / 5)),
         # A word counts as often as it stands in both.
         ("no no no", "?", ["no, no"], (2 / 3, 1), (2 / 3, 1)),
@@ -34,7 +35,9 @@ def f1(precision: float, recall: float) -> float:
     ],
 )
 def test_by_hand(prediction, question, contexts, plain, plus_plus):
-    expected = {f"k_{name}": value for name, value in zip(("precision", "recall", "f1"), (*plain, f1(*plain)), strict=True)}
+    expected = {
+        f"k_{name}": value for name, value in zip(("precision", "recall", "f1"), (*plain, f1(*plain)), strict=True)
+    }
     after = zip(("precision", "recall", "f1"), (*plus_plus, f1(*plus_plus)), strict=True)
     expected |= {f"k_{name}_plus_plus": value for name, value in after}
     assert one(prediction, question, *contexts) == pytest.approx(expected)

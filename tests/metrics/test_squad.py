@@ -47,7 +47,9 @@ def test_one_reference(prediction, reference, em, precision, recall):
 
 
 def test_best_reference_gives_precision_and_recall_too():
-    assert one("a b c d e f", "b", "b c d x", "y") == pytest.approx({"em": 0, "f1": 2 / 3, "precision": 3 / 5, "recall": 3 / 4})
+    assert one("a b c d e f", "b", "b c d x", "y") == pytest.approx(
+        {"em": 0, "f1": 2 / 3, "precision": 3 / 5, "recall": 3 / 4}
+    )
 
 
 def test_exact_match_of_any_reference():
@@ -56,7 +58,12 @@ def test_exact_match_of_any_reference():
 
 def test_each_answer_has_its_score():
     scores = Config().score([Prediction("cat", ["cat"]), Prediction("cat", ["dog"]), Prediction("x y", ["x"])])
-    assert scores == {"em": [1, 0, 0], "f1": [1, 0, pytest.approx(2 / 3)], "precision": [1, 0, 1 / 2], "recall": [1, 0, 1]}
+    assert scores == {
+        "em": [1, 0, 0],
+        "f1": [1, 0, pytest.approx(2 / 3)],
+        "precision": [1, 0, 1 / 2],
+        "recall": [1, 0, 1],
+    }
 
 
 def test_word_order_counts_for_exact_match_only():
@@ -67,7 +74,14 @@ def test_real_squad_answers_score_fully_against_themselves(shared_data):
     import json
 
     articles = json.loads((shared_data / "squad" / "squad_v1.1-dev-shared.json").read_text())["data"]
-    answers = [[a["text"] for a in q["answers"]] for article in articles for p in article["paragraphs"] for q in p["qas"]]
+    answers = [
+        [a["text"] for a in q["answers"]] for article in articles for p in article["paragraphs"] for q in p["qas"]
+    ]
     assert len(answers) > 80
     scores = Config().score([Prediction(a[-1], a) for a in answers])
-    assert {name: set(values) for name, values in scores.items()} == {"em": {1.0}, "f1": {1.0}, "precision": {1.0}, "recall": {1.0}}
+    assert {name: set(values) for name, values in scores.items()} == {
+        "em": {1.0},
+        "f1": {1.0},
+        "precision": {1.0},
+        "recall": {1.0},
+    }

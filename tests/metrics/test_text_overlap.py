@@ -25,7 +25,9 @@ def one(module, prediction: str, *references: str, **options) -> dict[str, float
 def real_pairs(shared_data: Path) -> list[tuple[str, str]]:
     """Answers of SQuAD, each with another of the same question."""
     articles = json.loads((shared_data / "squad" / "squad_v1.1-dev-shared.json").read_text())["data"]
-    answers = [[a["text"] for a in q["answers"]] for article in articles for p in article["paragraphs"] for q in p["qas"]]
+    answers = [
+        [a["text"] for a in q["answers"]] for article in articles for p in article["paragraphs"] for q in p["qas"]
+    ]
     found = [(some[0], some[-1]) for some in answers if len(some) > 1]
     assert len(found) > 50
     return found
@@ -34,7 +36,9 @@ def real_pairs(shared_data: Path) -> list[tuple[str, str]]:
 def test_rouge_by_hand():
     scores = one(rouge, "the cat sat", "the cat sat on the mat")
     # Unigrams: 3 shared of 3 and of 6. Bigrams: 2 of 2 and of 5. Common subsequence: 3 of 3 and of 6.
-    assert scores == pytest.approx({"rouge1": 2 * 0.5 / 1.5, "rouge2": 2 * 0.4 / 1.4, "rougeL": 2 * 0.5 / 1.5, "rougeLsum": 2 * 0.5 / 1.5})
+    assert scores == pytest.approx(
+        {"rouge1": 2 * 0.5 / 1.5, "rouge2": 2 * 0.4 / 1.4, "rougeL": 2 * 0.5 / 1.5, "rougeLsum": 2 * 0.5 / 1.5}
+    )
     assert one(rouge, "sat cat the", "the cat sat")["rougeL"] == pytest.approx(1 / 3)
 
 
@@ -107,7 +111,10 @@ def test_every_metric(module):
 def test_names_are_known_before_the_library_is_loaded(module):
     assert module.Config().score_names() == tuple(module.Config().score([]))
     path, name = module.__name__, module.__name__.rpartition(".")[2]
-    code = f"import sys; from {path} import Config; Config().score_names(); sys.exit(any(m in sys.modules for m in {LIBRARIES}))"
+    code = (
+        f"import sys; from {path} import Config; Config().score_names(); sys.exit(any(m in sys.modules for m in "
+        f"{LIBRARIES}))"
+    )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0, name
 
 
@@ -117,7 +124,9 @@ def test_references_of_which_any_will_do(module):
     assert set(one(module, "", "").values()) == {1.0}
     assert set(one(module, "", "x").values()) == {0.0}
     assert set(one(module, "x", "").values()) == {0.0}
-    each = [one(module, "the cat sat on a mat", reference) for reference in ("a dog", "cats sat on the mats", "the cat")]
+    each = [
+        one(module, "the cat sat on a mat", reference) for reference in ("a dog", "cats sat on the mats", "the cat")
+    ]
     both = one(module, "the cat sat on a mat", "a dog", "cats sat on the mats", "the cat")
     for name in both:
         if name not in ("precision", "recall"):  # these are of the reference with the best f1

@@ -14,11 +14,19 @@ from src.models.cross_attention.layers import CrossAttentionLM
 from src.registry import MODELS, bind
 
 VOCABULARY = 23
-PLACEHOLDER = {"name": "gpt_bigcode", "tokenizer": "t", "hidden_size": 8, "num_layers": 1, "num_heads": 1, "max_positions": 8}
+PLACEHOLDER = {
+    "name": "gpt_bigcode",
+    "tokenizer": "t",
+    "hidden_size": 8,
+    "num_layers": 1,
+    "num_heads": 1,
+    "max_positions": 8,
+}
 
 
 def make_base(model_type: str, **sizes: Any) -> PreTrainedModel:
-    """Four layers of width 16 with four heads; weights of a visible size, so that a fault is not lost in the rounding."""
+    """Four layers of width 16 with four heads; weights of a visible size, so that a fault is not lost in the
+    rounding."""
     sizes = {
         "vocab_size": VOCABULARY,
         "hidden_size": 16,
@@ -86,6 +94,8 @@ def places(tmp_path: Path) -> Places:
 
     words = ["<pad>", "<s>", "</s>", "<unk>", *(f"w{i}" for i in range(VOCABULARY - 4))]
     inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
     tokenizer.save_pretrained(tmp_path / "data" / "tokenizer")
     return Places(data=tmp_path / "data", runs=tmp_path / "runs")

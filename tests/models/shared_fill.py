@@ -1,8 +1,10 @@
-"""Has FSDP2 fill models around a pretrained base, and compares them with those that are built whole. For torchrun; test_unfilled.py asks.
+"""Has FSDP2 fill models around a pretrained base, and compares them with those that are built whole. For torchrun;
+test_unfilled.py asks.
 
 python tests/models/shared_fill.py DATA MODEL      a model as in an experiment, as JSON
 
-Each process puts into DATA/grown-RANK the bytes by which its memory has grown at most until the model was filled, and those of the model.
+Each process puts into DATA/grown-RANK the bytes by which its memory has grown at most until the model was filled, and
+those of the model.
 """
 
 import json
@@ -39,11 +41,15 @@ def main(data: Path, model: dict[str, Any]) -> None:
         grown = 1024 * (kilobytes("VmHWM") - start)
         torch.manual_seed(0)
         whole = config.build(places)
-        (data / f"grown-{distributed.rank()}").write_text(json.dumps([grown, sum(weight.nbytes for weight in whole.parameters())]))
+        (data / f"grown-{distributed.rank()}").write_text(
+            json.dumps([grown, sum(weight.nbytes for weight in whole.parameters())])
+        )
         found = cut.state_dict()
         assert found.keys() == whole.state_dict().keys()
         for name, tensor in whole.state_dict().items():
-            assert torch.equal(found[name].full_tensor() if hasattr(found[name], "full_tensor") else found[name], tensor), name
+            assert torch.equal(
+                found[name].full_tensor() if hasattr(found[name], "full_tensor") else found[name], tensor
+            ), name
         for (name, one), (other, two) in zip(cut.named_buffers(), whole.named_buffers(), strict=True):
             assert name == other
             assert torch.equal(one, two), name

@@ -1,4 +1,5 @@
-"""The decoders that an experiment can name: from random weights, from a folder or the hub's cache, from another experiment."""
+"""The decoders that an experiment can name: from random weights, from a folder or the hub's cache, from another
+experiment."""
 
 import json
 import shutil
@@ -17,7 +18,14 @@ from src.interfaces import ModelConfig
 from src.registry import MODELS, bind, resolved_dict
 from src.weights import load_trained, trained_weights
 
-GPT = {"name": "gpt_bigcode", "tokenizer": "tokenizer", "hidden_size": 16, "num_layers": 4, "num_heads": 4, "max_positions": 32}
+GPT = {
+    "name": "gpt_bigcode",
+    "tokenizer": "tokenizer",
+    "hidden_size": 16,
+    "num_layers": 4,
+    "num_heads": 4,
+    "max_positions": 32,
+}
 PARENT = "0123456789abcdef0123456789abcdef"
 
 
@@ -40,10 +48,14 @@ def save_checkpoint(model: torch.nn.Module, raw: dict, places: Places, step: int
 
 def test_light_modules_import_nothing_heavy():
     code = (
-        "import sys; import src.models.cross_attention.config, src.models.trained_model, src.models.gpt_bigcode, src.models.hf, src.weights;"  # noqa: E501
-        "print([m for m in ('torch', 'transformers', 'numpy', 'pandas', 'safetensors', 'huggingface_hub') if m in sys.modules])"
+        "import sys; import src.models.cross_attention.config, src.models.trained_model, src.models.gpt_bigcode, "
+        "src.models.hf, src.weights;"  # noqa: E501
+        "print([m for m in ('torch', 'transformers', 'numpy', 'pandas', 'safetensors', 'huggingface_hub') if m in "
+        "sys.modules])"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    )
 
 
 # ---- gpt_bigcode
@@ -72,7 +84,9 @@ def test_gpt_bigcode_draws_from_the_global_generator(places):
 def test_gpt_bigcode_without_its_tokenizer(places):
     raw = part({**GPT, "tokenizer": "other"})
     for method in (raw.check, raw.build):
-        with pytest.raises(DataError, match=r"data/other: no tokenizer here \(tokenizer.json is missing\)\. Prepare it"):
+        with pytest.raises(
+            DataError, match=r"data/other: no tokenizer here \(tokenizer.json is missing\)\. Prepare it"
+        ):
             method(places)
 
 
@@ -130,7 +144,8 @@ def test_experiment_knows_the_parent_s_depth_before_and_after_its_training(place
     assert raw.architecture(planned).num_layers == 4
     raw.check(planned)
     with pytest.raises(
-        ConfigError, match=rf"the last checkpoint of parent {PARENT} is not there\. Train the parent first: add --with-parents"
+        ConfigError,
+        match=rf"the last checkpoint of parent {PARENT} is not there\. Train the parent first: add --with-parents",
     ):
         raw.build(planned)
     with pytest.raises(ConfigError, match=rf"parent {PARENT}: neither under .* nor in exp_configs\.py.*--with-parents"):
@@ -148,14 +163,18 @@ def test_experiment_wants_a_whole_id(exp_id):
 def test_experiment_with_a_parent_that_we_cannot_read(places):
     raw = part({"name": "experiment", "exp_id": PARENT})
     with pytest.raises(ConfigError, match=rf"parent {PARENT}: model.hidden_size: missing"):
-        raw.check(Places(places.data, places.runs, {PARENT: {"model": {k: v for k, v in GPT.items() if k != "hidden_size"}}}))
+        raw.check(
+            Places(places.data, places.runs, {PARENT: {"model": {k: v for k, v in GPT.items() if k != "hidden_size"}}})
+        )
     with pytest.raises(ConfigError, match=rf"parent {PARENT}: its experiment has no 'model'"):
         raw.check(Places(places.data, places.runs, {PARENT: {"recipe": "lm"}}))
     written = places.runs / PARENT / "exp_dict.json"
     written.parent.mkdir(parents=True)
     for damaged in (3, "x model", ["model"]):
         write_json(written, damaged)
-        with pytest.raises(ConfigError, match=rf"parent {PARENT}: {written}: expected a dict, got {type(damaged).__name__}\.$"):
+        with pytest.raises(
+            ConfigError, match=rf"parent {PARENT}: {written}: expected a dict, got {type(damaged).__name__}\.$"
+        ):
             raw.check(places)
 
 
@@ -164,7 +183,14 @@ def test_experiment_with_a_parent_that_we_cannot_read(places):
     [
         (3, [r"model: expected a dict with 'name', got 3 (int)."]),
         (
-            {"name": "gpt_bigcode", "num_layers": 0, "num_heads": 1, "max_positions": 8, "tokenizer": "t", "hiden_size": 8},
+            {
+                "name": "gpt_bigcode",
+                "num_layers": 0,
+                "num_heads": 1,
+                "max_positions": 8,
+                "tokenizer": "t",
+                "hiden_size": 8,
+            },
             [
                 "model.hidden_size: missing. It has no default, so write it.",
                 "model.num_layers: expected a number > 0, got 0 (int).",
@@ -201,7 +227,11 @@ def test_cross_attention_is_checked_before_anything_is_loaded(places):
     planned = Places(places.data, places.runs, {PARENT: {"model": GPT}})
     raw = {"name": "cross_attention", "num_layers": 2, "stride": 3, "base": {"name": "experiment", "exp_id": PARENT}}
     with pytest.raises(
-        ConfigError, match=r"num_layers 2 x stride 3 needs 6 decoder layers, the base has 4. Fits: num_layers up to 1 or stride up to 2"
+        ConfigError,
+        match=(
+            r"num_layers 2 x stride 3 needs 6 decoder layers, the base has 4. Fits: num_layers up to 1 or stride "
+            r"up to 2"
+        ),
     ):
         part(raw).check(planned)
     with pytest.raises(ConfigError, match=f"parent {PARENT}: neither"):
@@ -220,7 +250,8 @@ def test_cross_attention_is_checked_before_anything_is_loaded(places):
 
 
 class Mixed(torch.nn.Module):
-    """A frozen part, a trained part with a running mean and a scratch buffer, a tied pair, and a constant of no trained module."""
+    """A frozen part, a trained part with a running mean and a scratch buffer, a tied pair, and a constant of no trained
+    module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -233,7 +264,14 @@ class Mixed(torch.nn.Module):
         self.tied.weight = self.first.weight
 
 
-TRAINED = {"norm.weight", "norm.bias", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked", "first.weight"}
+TRAINED = {
+    "norm.weight",
+    "norm.bias",
+    "norm.running_mean",
+    "norm.running_var",
+    "norm.num_batches_tracked",
+    "first.weight",
+}
 
 
 def test_trained_weights_are_trained_parameters_and_their_modules_buffers():
@@ -256,7 +294,10 @@ def test_load_trained_restores_and_keeps_ties(tmp_path):
     ("change", "message"),
     [
         (lambda w: w.pop("norm.bias"), r"w.safetensors: of another model. Missing: norm.bias; unexpected: none\."),
-        (lambda w: w.update({f"x{i}": torch.ones(1) for i in range(5)}), r"Missing: none; unexpected: x0, x1, x2 and 2 more\."),
+        (
+            lambda w: w.update({f"x{i}": torch.ones(1) for i in range(5)}),
+            r"Missing: none; unexpected: x0, x1, x2 and 2 more\.",
+        ),
         (
             lambda w: w.update({"first.weight": torch.ones(2, 3)}),
             r"w.safetensors: of another model. first.weight is \[2, 3\], expected \[2, 2\]",

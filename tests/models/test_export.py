@@ -18,7 +18,14 @@ from src.registry import MODELS, bind, resolved_dict
 from src.runs.checkpoints import folder as checkpoints
 from src.weights import trained_weights
 
-GPT = {"name": "gpt_bigcode", "tokenizer": "tokenizer", "hidden_size": 16, "num_layers": 2, "num_heads": 4, "max_positions": 32}
+GPT = {
+    "name": "gpt_bigcode",
+    "tokenizer": "tokenizer",
+    "hidden_size": 16,
+    "num_layers": 2,
+    "num_heads": 4,
+    "max_positions": 32,
+}
 ADAPTED = {"name": "lora", "rank": 2, "alpha": 8.0, "target_modules": ["c_attn", "c_fc"], "base": {"name": "hf"}}
 IDS = torch.arange(3, 13).view(2, 5)
 

@@ -1,4 +1,5 @@
-"""Operations of models with parts of their own, and of adapters, against those that PyTorch counts in a training pass."""
+"""Operations of models with parts of their own, and of adapters, against those that PyTorch counts in a training
+pass."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,7 +9,14 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import GPTBigCodeConfig, GPTBigCodeForCausalLM, LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import (
+    GPTBigCodeConfig,
+    GPTBigCodeForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from src.models.cross_attention.config import Config
 from src.models.cross_attention.layers import CrossAttentionLM
@@ -21,7 +29,9 @@ VOCABULARY, LAYERS = 96, 6
 
 
 def bigcode() -> Any:
-    return GPTBigCodeForCausalLM(GPTBigCodeConfig(n_embd=64, n_layer=LAYERS, n_head=4, vocab_size=VOCABULARY, n_positions=64))
+    return GPTBigCodeForCausalLM(
+        GPTBigCodeConfig(n_embd=64, n_layer=LAYERS, n_head=4, vocab_size=VOCABULARY, n_positions=64)
+    )
 
 
 def llama() -> Any:
@@ -58,14 +68,18 @@ def reading(base: Callable[[], Any], adapters: list[str] | None = None, **settin
 CROSSED: dict[str, tuple[Callable[[], Any], float]] = {
     "bigcode": (partial(reading, bigcode), EXACT),
     "llama, after the layers, one for all": (partial(reading, llama, final_layer=True, shared_weights=True), EXACT),
-    "one matrix for queries and keys, narrow": (partial(reading, bigcode, shared_projections=True, hidden_size=32), EXACT),
+    "one matrix for queries and keys, narrow": (
+        partial(reading, bigcode, shared_projections=True, hidden_size=32),
+        EXACT,
+    ),
     "base trained": (partial(reading, llama, train_all_params=True), EXACT),
     "adapters": (partial(reading, llama, ["q_proj", "down_proj"]), NEARLY),
 }
 
 
 def crossed_batch(encoded: bool) -> dict[str, torch.Tensor]:
-    """Three questions with up to three chunks of unlike lengths, more than are encoded in one pass; or with encoded contexts."""
+    """Three questions with up to three chunks of unlike lengths, more than are encoded in one pass; or with encoded
+    contexts."""
     lengths = torch.tensor([[20, 7, 3], [20, 12, 0], [1, 1, 20], [9, 9, 9]])
     mask = torch.arange(20) < lengths[..., None]
     batch = {"input_ids": torch.randint(1, VOCABULARY, (4, 12)), "attention_mask": torch.ones(4, 12).bool()}
@@ -107,7 +121,9 @@ def test_fusion_in_decoder(names: list[str], tolerance: float):
     assert expected(model, batch) == pytest.approx(counted(model, batch), rel=tolerance)
 
 
-@pytest.mark.parametrize(("base", "names"), [(llama, ["q_proj", "up_proj"]), (bigcode, ["c_attn"]), (t5, ["q", "k", "wi"])])
+@pytest.mark.parametrize(
+    ("base", "names"), [(llama, ["q_proj", "up_proj"]), (bigcode, ["c_attn"]), (t5, ["q", "k", "wi"])]
+)
 def test_adapters_in_a_frozen_model(base: Callable[[], Any], names: list[str]):
     model = adapted(eager(base()), names)
     batch = {"input_ids": torch.randint(1, VOCABULARY, (3, 20))}

@@ -19,7 +19,10 @@ from src.registry import MODELS, bind
 EOS, PAD = 1, 0
 START = 3  # not the padding, as in T5, so that a mix-up shows
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 7, "eos_token_id": EOS, "pad_token_id": PAD}
-T5 = {"name": "t5", "random": {"tokenizer": "tokenizer", "hidden_size": 16, "feed_forward_size": 24, "num_layers": 2, "num_heads": 4}}
+T5 = {
+    "name": "t5",
+    "random": {"tokenizer": "tokenizer", "hidden_size": 16, "feed_forward_size": 24, "num_layers": 2, "num_heads": 4},
+}
 
 PARENT = {"name": "experiment", "exp_id": "0" * 32}
 
@@ -28,7 +31,9 @@ PARENT = {"name": "experiment", "exp_id": "0" * 32}
 def t5() -> T5ForConditionalGeneration:
     """Two layers each; weights of a visible size, so that a fault is not lost in the rounding."""
     torch.manual_seed(3)
-    model = T5ForConditionalGeneration(T5Config(vocab_size=29, d_model=16, d_kv=4, d_ff=24, num_layers=2, num_heads=4, dropout_rate=0.0))
+    model = T5ForConditionalGeneration(
+        T5Config(vocab_size=29, d_model=16, d_kv=4, d_ff=24, num_layers=2, num_heads=4, dropout_rate=0.0)
+    )
     model.config.decoder_start_token_id = model.generation_config.decoder_start_token_id = START
     model.eval()
     for parameter in model.parameters():
@@ -58,7 +63,11 @@ def batch() -> dict[str, torch.Tensor]:
 
 def plain_states(t5: T5ForConditionalGeneration, passages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """(1, P, D): each passage (S,) encoded alone and unpadded, one behind the other."""
-    found = [t5.encoder(input_ids=ids[there][None]).last_hidden_state[0] for ids, there in zip(passages, mask, strict=True) if there.any()]
+    found = [
+        t5.encoder(input_ids=ids[there][None]).last_hidden_state[0]
+        for ids, there in zip(passages, mask, strict=True)
+        if there.any()
+    ]
     return torch.cat(found)[None]
 
 
@@ -85,7 +94,8 @@ def test_with_one_passage_it_is_the_t5_itself(t5, batch):
     start = {"input_ids": torch.full((3, 1), START), "attention_mask": torch.ones(3, 1, dtype=torch.bool)}
     for settings in (GREEDY, {**GREEDY, "num_beams": 3}):
         assert torch.equal(
-            model.generate(**start, **passage, **settings), t5.generate(input_ids=ids, attention_mask=mask.long(), **settings)
+            model.generate(**start, **passage, **settings),
+            t5.generate(input_ids=ids, attention_mask=mask.long(), **settings),
         )
 
 
@@ -144,14 +154,18 @@ def test_generation_in_a_batch_is_that_of_each_sample_alone(t5, batch):
     got = model.generate(**start, context_ids=batch["context_ids"], context_mask=batch["context_mask"], **GREEDY)
     assert got[:, 0].tolist() == [START] * 3, "whatever stood there"
     for b in range(3):
-        expected = one_token_at_a_time(t5, plain_states(t5, batch["context_ids"][b], batch["context_mask"][b]), GREEDY["max_new_tokens"])
+        expected = one_token_at_a_time(
+            t5, plain_states(t5, batch["context_ids"][b], batch["context_mask"][b]), GREEDY["max_new_tokens"]
+        )
         assert got[b, : len(expected)].tolist() == expected
         assert (got[b, len(expected) :] == PAD).all()
 
 
 def test_every_weight_learns_and_no_empty_passage_is_encoded(t5, batch):
     model, encoded = FusionInDecoder(t5).train(), []
-    t5.encoder.register_forward_pre_hook(lambda _, __, kwargs: encoded.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True)
+    t5.encoder.register_forward_pre_hook(
+        lambda _, __, kwargs: encoded.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
     model(**batch).square().sum().backward()
     assert encoded == [(6, 5)]
     assert not [name for name, parameter in model.named_parameters() if parameter.grad is None]
@@ -170,19 +184,36 @@ class TestConfig:
         assert config.fingerprint(places) is None
 
     def test_a_decoder_as_base_is_refused(self):
-        decoder = {"name": "gpt_bigcode", "tokenizer": "t", "hidden_size": 8, "num_layers": 1, "num_heads": 1, "max_positions": 8}
+        decoder = {
+            "name": "gpt_bigcode",
+            "tokenizer": "t",
+            "hidden_size": 8,
+            "num_layers": 1,
+            "num_heads": 1,
+            "max_positions": 8,
+        }
         assert bind(MODELS, decoder).kind(None) == DECODER
         with pytest.raises(
-            ConfigError, match=r"expected an encoder-decoder, such as 't5'; got 'gpt_bigcode', which is of the kind 'decoder'"
+            ConfigError,
+            match=r"expected an encoder-decoder, such as 't5'; got 'gpt_bigcode', which is of the kind 'decoder'",
         ):
             load(fusion_in_decoder.Config, {"base": decoder}, "model")
 
     def test_a_parent_that_trained_a_decoder_is_refused_once_it_is_known(self, places: Places):
-        decoder = {"name": "gpt_bigcode", "tokenizer": "t", "hidden_size": 8, "num_layers": 1, "num_heads": 1, "max_positions": 8}
+        decoder = {
+            "name": "gpt_bigcode",
+            "tokenizer": "t",
+            "hidden_size": 8,
+            "num_layers": 1,
+            "num_heads": 1,
+            "max_positions": 8,
+        }
         parent = {"recipe": "lm", "model": decoder}
         config = load(fusion_in_decoder.Config, {"base": PARENT}, "model")
         known = Places(places.data, places.runs, {PARENT["exp_id"]: parent})
-        with pytest.raises(ConfigError, match=r"fusion_in_decoder\.base: expected an encoder-decoder.*got 'experiment'"):
+        with pytest.raises(
+            ConfigError, match=r"fusion_in_decoder\.base: expected an encoder-decoder.*got 'experiment'"
+        ):
             config.check(known)
 
     def test_a_parent_that_trains_nothing_is_refused(self, places: Places):
@@ -193,7 +224,9 @@ class TestConfig:
 
     def test_adapters_go_around_it(self, places: Places, batch: dict[str, torch.Tensor]):
         wrapped = {"name": "fusion_in_decoder", "base": T5}
-        adapted: Callable[..., Any] = bind(MODELS, {"name": "lora", "rank": 2, "alpha": 4.0, "target_modules": ["q", "v"], "base": wrapped})
+        adapted: Callable[..., Any] = bind(
+            MODELS, {"name": "lora", "rank": 2, "alpha": 4.0, "target_modules": ["q", "v"], "base": wrapped}
+        )
         assert isinstance(adapted, ModelConfig)
         adapted.check(places)
         model = adapted.build(places)
@@ -202,7 +235,9 @@ class TestConfig:
         assert all("lora_" in name for name in learned)
         batch = {name: tensor % 20 if name.endswith("ids") else tensor for name, tensor in batch.items()}
         before = model.eval()(**batch)
-        assert lora.merge(model) == len(learned) // 2 == 2 * 2 + 2 * 4  # q and v of encoder layers, twice of the decoder's
+        assert (
+            lora.merge(model) == len(learned) // 2 == 2 * 2 + 2 * 4
+        )  # q and v of encoder layers, twice of the decoder's
         torch.testing.assert_close(model(**batch), before)
         with pytest.raises(ConfigError, match="put 'lora' around 'fusion_in_decoder'"):
             load(

@@ -1,4 +1,5 @@
-"""Pretrained models from a folder or the hub's cache: what is missing or damaged is named, and which weights were loaded is known."""
+"""Pretrained models from a folder or the hub's cache: what is missing or damaged is named, and which weights were
+loaded is known."""
 
 import json
 import shutil
@@ -17,7 +18,14 @@ from src.registry import MODELS, bind, resolved_dict
 from src.training.config import check_weight_type
 from tests import toy
 
-GPT = {"name": "gpt_bigcode", "tokenizer": "tokenizer", "hidden_size": 16, "num_layers": 4, "num_heads": 4, "max_positions": 32}
+GPT = {
+    "name": "gpt_bigcode",
+    "tokenizer": "tokenizer",
+    "hidden_size": 16,
+    "num_layers": 4,
+    "num_heads": 4,
+    "max_positions": 32,
+}
 
 
 def part(raw: dict) -> ModelConfig:
@@ -41,17 +49,25 @@ def test_hf_loads_a_folder(pretrained, places, base_of):
 
 
 @pytest.mark.parametrize(
-    "around", [lambda base: base, lambda base: {"name": "lora", "rank": 2, "alpha": 2.0, "target_modules": ["q_proj"], "base": base}]
+    "around",
+    [
+        lambda base: base,
+        lambda base: {"name": "lora", "rank": 2, "alpha": 2.0, "target_modules": ["q_proj"], "base": base},
+    ],
 )
 def test_weights_of_one_short_type_are_not_computed_with_in_the_other(pretrained, places, around):
     model = part(around({"name": "hf", "path": str(pretrained), "dtype": "float16"}))
     for precision in ("float16", "float32"):
         check_weight_type(precision, "loop.precision", model, places)
-    with pytest.raises(ConfigError, match=r"loop.precision: 'bfloat16', and the model's weights are in 'float16' \(dtype\)"):
+    with pytest.raises(
+        ConfigError, match=r"loop.precision: 'bfloat16', and the model's weights are in 'float16' \(dtype\)"
+    ):
         check_weight_type("bfloat16", "loop.precision", model, places)
 
 
-@pytest.mark.parametrize(("model_type", "groups", "head_size"), [("llama", 2, 4), ("gpt_bigcode", 1, None), ("gpt_neox", 4, None)])
+@pytest.mark.parametrize(
+    ("model_type", "groups", "head_size"), [("llama", 2, 4), ("gpt_bigcode", 1, None), ("gpt_neox", 4, None)]
+)
 def test_hf_knows_the_sizes_before_loading(base_of, tmp_path, places, model_type, groups, head_size):
     base_of(model_type).save_pretrained(tmp_path / "m")
     raw = part({"name": "hf", "path": str(tmp_path / "m")})
@@ -67,12 +83,15 @@ def test_hf_loads_from_the_cache_by_hub_id(pretrained, places, tmp_path, monkeyp
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     for raw in ({"path": "owner/name"}, {"path": "owner/name", "revision": "abc123"}):
         assert part({"name": "hf", **raw}).build(places).config.model_type == "llama"
-    with pytest.raises(ConfigError, match=r"'owner/name' at revision 'v9' is neither .* `hf download owner/name --revision v9`"):
+    with pytest.raises(
+        ConfigError, match=r"'owner/name' at revision 'v9' is neither .* `hf download owner/name --revision v9`"
+    ):
         part({"name": "hf", "path": "owner/name", "revision": "v9"}).check(places)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "elsewhere"))
     with pytest.raises(
         ConfigError,
-        match=r"'owner/name' is neither a folder nor in the local Hugging Face cache\. Get it once with `hf download owner/name` "
+        match=r"'owner/name' is neither a folder nor in the local Hugging Face cache\. Get it once with `hf download "
+        r"owner/name` "
         r"\(gated models: `hf auth login` first\), or give a folder as the model's path\.",
     ):
         part({"name": "hf", "path": "owner/name"}).check(places)
@@ -84,7 +103,9 @@ def test_hf_refuses_what_it_would_ignore_and_what_is_no_model(pretrained, places
     with pytest.raises(ConfigError, match=r"is a folder without a config.json"):
         part({"name": "hf", "path": str(tmp_path)}).check(places)
     (pretrained / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"pretrained: no weights here. Expected model.safetensors or pytorch_model.bin"):
+    with pytest.raises(
+        CheckpointError, match=r"pretrained: no weights here. Expected model.safetensors or pytorch_model.bin"
+    ):
         part({"name": "hf", "path": str(pretrained)}).check(places)
 
 
@@ -92,7 +113,9 @@ def test_hf_names_the_damaged_file(pretrained, places):
     file = pretrained / "model.safetensors"
     whole = file.read_bytes()
     file.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(CheckpointError, match=r"pretrained/model.safetensors: damaged or of another model .*Get it again"):
+    with pytest.raises(
+        CheckpointError, match=r"pretrained/model.safetensors: damaged or of another model .*Get it again"
+    ):
         part({"name": "hf", "path": str(pretrained)}).build(places)
 
 
@@ -100,8 +123,14 @@ def test_hf_names_the_damaged_file(pretrained, places):
 def test_hf_refuses_weights_that_do_not_fit(pretrained, places):
     file = pretrained / "model.safetensors"
     whole = load_file(file)
-    save_file({name: tensor for name, tensor in whole.items() if "layers.2.mlp.up" not in name}, file, metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"model.safetensors: incomplete: model.layers.2.mlp.up_proj.weight missing"):
+    save_file(
+        {name: tensor for name, tensor in whole.items() if "layers.2.mlp.up" not in name},
+        file,
+        metadata={"format": "pt"},
+    )
+    with pytest.raises(
+        CheckpointError, match=r"model.safetensors: incomplete: model.layers.2.mlp.up_proj.weight missing"
+    ):
         part({"name": "hf", "path": str(pretrained)}).build(places)
     save_file({**whole, "model.norm.weight": torch.ones(3)}, file, metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"model.safetensors: damaged or of another model"):
@@ -117,7 +146,9 @@ def test_hf_names_the_missing_shard(base_of, places, tmp_path):
     shards = sorted(folder.glob("model-*.safetensors"))
     assert len(shards) > 1
     shards[1].unlink()
-    with pytest.raises(CheckpointError, match=rf"{shards[1].name}: missing, though model.safetensors.index.json lists it"):
+    with pytest.raises(
+        CheckpointError, match=rf"{shards[1].name}: missing, though model.safetensors.index.json lists it"
+    ):
         raw.check(places)
 
 
@@ -145,7 +176,9 @@ def test_hf_names_what_is_wrong_in_config_json(pretrained, places, change, messa
             method(places)
 
 
-@pytest.mark.parametrize("change", [{"model_type": "nope"}, {"hidden_act": "nope"}, {"rope_parameters": 3}, {"vocab_size": "x"}])
+@pytest.mark.parametrize(
+    "change", [{"model_type": "nope"}, {"hidden_act": "nope"}, {"rope_parameters": 3}, {"vocab_size": "x"}]
+)
 @pytest.mark.filterwarnings("ignore")  # transformers warns of some in its own way
 def test_hf_names_the_config_json_that_makes_no_model(pretrained, places, change):
     file = pretrained / "config.json"
@@ -177,10 +210,15 @@ def test_hf_fingerprint_of_a_folder_is_that_of_its_weights(pretrained, places, t
     shutil.copytree(pretrained, tmp_path / "copy")
     (tmp_path / "copy" / "README.md").write_text("not loaded")
     assert part({"name": "hf", "path": str(tmp_path / "copy")}).fingerprint(places) == first
-    assert part({"name": "cross_attention", "num_layers": 1, "stride": 1, "base": resolved_dict(raw)}).fingerprint(places) == first
+    assert (
+        part({"name": "cross_attention", "num_layers": 1, "stride": 1, "base": resolved_dict(raw)}).fingerprint(places)
+        == first
+    )
     assert part({"name": "cross_attention", "num_layers": 1, "stride": 1, "base": GPT}).fingerprint(places) is None
     weights = load_file(pretrained / "model.safetensors")
-    save_file({**weights, "model.norm.weight": torch.zeros(16)}, pretrained / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {**weights, "model.norm.weight": torch.zeros(16)}, pretrained / "model.safetensors", metadata={"format": "pt"}
+    )
     second = raw.fingerprint(places)
     config = pretrained / "config.json"
     write_json(config, {**json.loads(config.read_text()), "rms_norm_eps": 0.5})
@@ -204,7 +242,8 @@ def test_hf_fingerprint_of_shards_and_of_a_hub_id(base_of, places, tmp_path, mon
 
 
 def test_hf_fingerprint_meets_every_large_matrix(base_of, places, tmp_path):
-    """As the export of merged adapters leaves it: the same sizes, and one matrix in the middle of the file is another."""
+    """As the export of merged adapters leaves it: the same sizes, and one matrix in the middle of the file is
+    another."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
     model = base_of("llama", **sizes)
     model.save_pretrained(tmp_path / "m")
@@ -253,7 +292,9 @@ def test_hf_refuses_an_attention_that_cannot_be_used(pretrained, places, base_of
     flex.check(places)
     around = part({"name": "lora", "rank": 1, "alpha": 1.0, "target_modules": ["q_proj"], "base": resolved_dict(flex)})
     for refused in (lambda: flex.build(places), flex.check_device, around.check_device):
-        with pytest.raises(ConfigError, match=r"^model\.attention: 'flex_attention' cannot train without a GPU\. Take 'sdpa'\.$"):
+        with pytest.raises(
+            ConfigError, match=r"^model\.attention: 'flex_attention' cannot train without a GPU\. Take 'sdpa'\.$"
+        ):
             refused()
     base_of("gpt_bigcode").save_pretrained(tmp_path / "gpt")
     with pytest.raises(ConfigError, match=r"the family 'gpt_bigcode' has no 'flex_attention'\. Take 'sdpa'\."):
@@ -264,7 +305,11 @@ def test_families_lack_the_attention_that_is_refused():
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    flags = {"sdpa": "_supports_sdpa", "flash_attention_2": "_supports_flash_attn", "flex_attention": "_supports_flex_attn"}
+    flags = {
+        "sdpa": "_supports_sdpa",
+        "flash_attention_2": "_supports_flash_attn",
+        "flex_attention": "_supports_flex_attn",
+    }
     for attention, families in hf.WITHOUT.items():
         for family in families:
             model = getattr(transformers, CONFIG_MAPPING[family].__name__.removesuffix("Config") + "PreTrainedModel")
@@ -275,7 +320,8 @@ def test_families_lack_the_attention_that_is_refused():
 @pytest.mark.parametrize("model_type", ["llama", "gpt_bigcode", "gpt_neox"])
 @pytest.mark.parametrize("attention", ["sdpa", *hf.ON_GPU])
 def test_each_attention_is_eager_to_rounding(base_of, tmp_path, places, model_type, attention):
-    """Of float32 to 1e-5 of logits and gradients, of bfloat16, which flash_attention_2 needs, to 2e-2; rows are padded on the left."""
+    """Of float32 to 1e-5 of logits and gradients, of bfloat16, which flash_attention_2 needs, to 2e-2; rows are padded
+    on the left."""
     if attention in hf.ON_GPU and not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     if model_type in hf.WITHOUT[attention] or (attention == "flash_attention_2" and hf.find_spec("flash_attn") is None):
@@ -288,12 +334,22 @@ def test_each_attention_is_eager_to_rounding(base_of, tmp_path, places, model_ty
     mask[0, :5] = mask[1, :1] = 0
     found = []
     for each in ("eager", attention):
-        raw = {"name": "hf", "path": str(tmp_path / "m"), "attention": each, "dtype": "bfloat16" if short else "float32"}
+        raw = {
+            "name": "hf",
+            "path": str(tmp_path / "m"),
+            "attention": each,
+            "dtype": "bfloat16" if short else "float32",
+        }
         model = part(raw).build(places).to(device).eval()
         assert model.config._attn_implementation == each
         logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[mask.bool()].float()
         logits.logsumexp(-1).sum().backward()
-        found.append([logits.detach(), *(parameter.grad.float() for parameter in model.parameters() if parameter.grad is not None)])
+        found.append(
+            [
+                logits.detach(),
+                *(parameter.grad.float() for parameter in model.parameters() if parameter.grad is not None),
+            ]
+        )
     for one, other in zip(*found, strict=True):
         assert (one - other).abs().max() <= (2e-2 if short else 1e-5) * max(1.0, float(one.abs().max()))
 
@@ -305,7 +361,13 @@ def test_a_dry_run_refuses_an_attention_that_needs_a_gpu(tmp_path, base_of, monk
         if file.name != "manifest.json":
             shutil.copy(file, tmp_path / "data" / "m")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    asked = {each: {**toy.BASE, "model": {"name": "hf", "path": "m", "attention": each}} for each in ("flex_attention", "eager")}
+    asked = {
+        each: {**toy.BASE, "model": {"name": "hf", "path": "m", "attention": each}}
+        for each in ("flex_attention", "eager")
+    }
     codes = {each: toy.main(["-e", "group", "--dry-run"], {"group": [exp]}, tmp_path) for each, exp in asked.items()}
     assert codes == {"flex_attention": 1, "eager": 0}
-    assert "group[0]: model.attention: 'flex_attention' cannot train without a GPU. Take 'sdpa'." in capsys.readouterr().err
+    assert (
+        "group[0]: model.attention: 'flex_attention' cannot train without a GPU. Take 'sdpa'."
+        in capsys.readouterr().err
+    )

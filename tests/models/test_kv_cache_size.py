@@ -20,9 +20,12 @@ def nbytes(tensors) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-@pytest.mark.parametrize(("model_type", "wide"), [*((name, False) for name in FAMILIES), ("llama", True), ("mistral", True)])
+@pytest.mark.parametrize(
+    ("model_type", "wide"), [*((name, False) for name in FAMILIES), ("llama", True), ("mistral", True)]
+)
 def test_a_decoders_cache(base_of, model_type, wide):
-    """4 layers of width 16 with 4 heads; 2 key/value heads in the Llama style, 1 in GPTBigCode. wide: heads of 6, not of 16 / 4."""
+    """4 layers of width 16 with 4 heads; 2 key/value heads in the Llama style, 1 in GPTBigCode. wide: heads of 6, not
+    of 16 / 4."""
     base = base_of(model_type, **({"head_dim": 6} if wide else {}))
     cache = base(input_ids=torch.arange(3, 10)[None], use_cache=True).past_key_values
     live = nbytes(tensor for layer in cache.layers for tensor in (layer.keys, layer.values)) / 7
@@ -61,7 +64,8 @@ def test_what_cross_attention_keeps(make, batch, tmp_path: Path, settings):
 
 
 def test_sizes_of_published_models():
-    """Llama-2-7B in half precision: 2 x 32 layers x 4096 numbers x 2 bytes are half a MiB a token; with cross-attention 1/64 of it."""
+    """Llama-2-7B in half precision: 2 x 32 layers x 4096 numbers x 2 bytes are half a MiB a token; with cross-attention
+    1/64 of it."""
     llama = Architecture("llama", num_layers=32, hidden_size=4096, num_heads=32, num_key_value_heads=32)
     assert decoder_bytes(llama, 2) == {"cache_bytes_per_context_token": 524_288}
     assert cross_attention_bytes(llama, 5, 2 * 1024, 2) == {
@@ -73,7 +77,14 @@ def test_sizes_of_published_models():
 
 def test_an_older_config_of_starcoder_has_one_key_value_head():
     """Its config.json says multi_query, and no number."""
-    raw = {"model_type": "gpt_bigcode", "n_layer": 40, "n_embd": 6144, "n_head": 48, "multi_query": True, "n_positions": 8192}
+    raw = {
+        "model_type": "gpt_bigcode",
+        "n_layer": 40,
+        "n_embd": 6144,
+        "n_head": 48,
+        "multi_query": True,
+        "n_positions": 8192,
+    }
     sizes = architecture.from_dict(raw)
     assert sizes is not None
     assert (sizes.num_key_value_heads, numbers_per_token(sizes)) == (1, 2 * 40 * 128)

@@ -22,7 +22,14 @@ from src.weights import load_trained, trained_weights
 from tests.conftest import ROOT
 from tests.models.conftest import make_base
 
-GPT = {"name": "gpt_bigcode", "tokenizer": "tokenizer", "hidden_size": 16, "num_layers": 2, "num_heads": 4, "max_positions": 32}
+GPT = {
+    "name": "gpt_bigcode",
+    "tokenizer": "tokenizer",
+    "hidden_size": 16,
+    "num_layers": 2,
+    "num_heads": 4,
+    "max_positions": 32,
+}
 LORA = {"name": "lora", "rank": 2, "alpha": 8, "target_modules": ["c_attn", "c_fc"], "base": GPT}
 PARENT = "0123456789abcdef0123456789abcdef"
 IDS = torch.arange(3, 13).view(2, 5)
@@ -63,7 +70,11 @@ def test_the_matrices_of_each_family_are_those_that_a_model_has(model_type: str)
 @pytest.mark.parametrize("model_type", DECODERS)
 def test_only_adapters_learn_and_they_begin_by_changing_nothing(model_type: str, tmp_path: Path, places):
     name = lora.MATRICES[model_type][0]
-    model = bind(MODELS, {**LORA, "target_modules": [name], "base": pretrained(model_type, tmp_path / "m")}).build(places).eval()
+    model = (
+        bind(MODELS, {**LORA, "target_modules": [name], "base": pretrained(model_type, tmp_path / "m")})
+        .build(places)
+        .eval()
+    )
     base = make_base(model_type)
     assert torch.equal(model(IDS).logits, base(IDS).logits)
     before = copy.deepcopy(model.state_dict())
@@ -71,7 +82,9 @@ def test_only_adapters_learn_and_they_begin_by_changing_nothing(model_type: str,
     assert trained
     assert all(f".{name}.lora_" in key for key in trained)
     matrices = [module.weight for key, module in base.named_modules() if key.endswith(f".{name}")]
-    assert sum(tensor.numel() for tensor in trained.values()) == sum(2 * (rows + columns) for rows, columns in (m.shape for m in matrices))
+    assert sum(tensor.numel() for tensor in trained.values()) == sum(
+        2 * (rows + columns) for rows, columns in (m.shape for m in matrices)
+    )
 
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
     for _ in range(2):
@@ -119,7 +132,9 @@ def test_merged_it_is_a_plain_model_that_says_the_same(model_type: str, tmp_path
     names = list(lora.MATRICES[model_type])
     model: Any = moved(part(target_modules=names, base=pretrained(model_type, tmp_path / "m")).build(places))
     expected, written = model(IDS).logits, model.generate(IDS, max_new_tokens=8, do_sample=False)
-    assert lora.merge(model) == 4 * sum(key.startswith(_layer(model_type, 0)) for key, _ in lora._matrices(make_base(model_type)))
+    assert lora.merge(model) == 4 * sum(
+        key.startswith(_layer(model_type, 0)) for key, _ in lora._matrices(make_base(model_type))
+    )
     base = make_base(model_type)
     assert model.state_dict().keys() == base.state_dict().keys()
     assert not torch.allclose(base(IDS).logits, expected, atol=1e-2)
@@ -186,7 +201,9 @@ def test_a_child_starts_from_a_parents_adapters(places):
     again = bind(MODELS, {**LORA, "target_modules": ["v_proj"], "base": child})
     again.check(places)
     anew: Any = again.build(places).eval()
-    assert all(".v_proj.lora_" in name for name in trained_weights(anew)), "the parent's adapters are part of the base now"
+    assert all(".v_proj.lora_" in name for name in trained_weights(anew)), (
+        "the parent's adapters are part of the base now"
+    )
     torch.testing.assert_close(anew(IDS).logits, parent(IDS).logits, rtol=1e-5, atol=1e-5)
 
     crossing: Any = bind(MODELS, {"name": "cross_attention", "num_layers": 1, "stride": 1, "base": child}).build(places)
@@ -225,7 +242,9 @@ def test_what_would_be_ignored_is_refused(changes: dict[str, Any], path: str, me
 
 
 def test_adapters_below_a_cross_attention_model_are_refused():
-    with pytest.raises(Problems, match=r"it is frozen, so new adapters in it would be ignored\. Put 'lora' around 'cross_attention'"):
+    with pytest.raises(
+        Problems, match=r"it is frozen, so new adapters in it would be ignored\. Put 'lora' around 'cross_attention'"
+    ):
         bind(MODELS, {"name": "cross_attention", "num_layers": 1, "stride": 1, "base": LORA})
 
 
@@ -257,7 +276,11 @@ def test_of_the_vocabulary_the_rows_of_extra_tokens_alone_are_learned(model_type
         optimizer.step()
     after, whole = merged(model).state_dict(), merged(model).eval()(ids).logits
     changed = {name for name in before if not torch.equal(before[name], after[name])}
-    tables = {"transformer.wte.weight", "lm_head.weight"} if model_type == "gpt2" else {"model.embed_tokens.weight", "lm_head.weight"}
+    tables = (
+        {"transformer.wte.weight", "lm_head.weight"}
+        if model_type == "gpt2"
+        else {"model.embed_tokens.weight", "lm_head.weight"}
+    )
     assert changed - tables == {name for name in before if name.split(".")[-2] in names and name.endswith("weight")}
     assert changed >= tables
     for name in tables:

@@ -1,4 +1,5 @@
-"""Adapters through the command line: they learn, a killed run ends with the same bits, and however processes share the model."""
+"""Adapters through the command line: they learn, a killed run ends with the same bits, and however processes share the
+model."""
 
 import copy
 import hashlib
@@ -16,11 +17,24 @@ from tests import toy
 
 MATRICES = ["c_attn", "c_fc", "c_proj"]
 LORA: dict[str, Any] = copy.deepcopy(toy.BASE)
-LORA["model"] = {"name": "lora", "rank": 4, "alpha": 8.0, "dropout_rate": 0.1, "target_modules": MATRICES, "base": ref(toy.BASE)}
+LORA["model"] = {
+    "name": "lora",
+    "rank": 4,
+    "alpha": 8.0,
+    "dropout_rate": 0.1,
+    "target_modules": MATRICES,
+    "base": ref(toy.BASE),
+}
 LORA["loop"] |= {"steps": 6, "eval_every": 3, "micro_batch": 4}
 CHILD: dict[str, Any] = {**LORA, "model": ref(LORA)}
 CROSSED: dict[str, Any] = copy.deepcopy(toy.CROSSATTN)
-CROSSED["model"] = {"name": "lora", "rank": 2, "alpha": 4.0, "target_modules": ["c_attn"], "base": toy.CROSSATTN["model"]}
+CROSSED["model"] = {
+    "name": "lora",
+    "rank": 2,
+    "alpha": 4.0,
+    "target_modules": ["c_attn"],
+    "base": toy.CROSSATTN["model"],
+}
 CROSSED["loop"] |= {"steps": 4, "eval_every": 4}
 GROUPS = {"base": [toy.BASE], "lora": [LORA], "child": [CHILD], "crossed": [CROSSED]}
 LAST = f"step-{LORA['loop']['steps']:08d}"
@@ -38,7 +52,9 @@ class World:
         assert toy.main(["-e", "base"], GROUPS, folder) == 0
 
     def start(self, mode: str) -> None:
-        words = {"alone": [], "replicated": [], "fsdp": ["--fsdp"]}.get(mode, ["--deepspeed", str(self.folder / f"{mode}.json")])
+        words = {"alone": [], "replicated": [], "fsdp": ["--fsdp"]}.get(
+            mode, ["--deepspeed", str(self.folder / f"{mode}.json")]
+        )
         done = toy.run(self.root, ["-e", "lora", *words], self.folder, processes=1 if mode == "alone" else 2)
         assert done.returncode == 0, done.stderr
 

@@ -13,15 +13,35 @@ from src.models.lora import MATRICES
 from src.training.loss import causal_lm_loss
 from src.training.parallel.memory import checkpoint_layers
 
-GPT = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-LLAMA = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 64}
+GPT = {
+    "n_embd": 16,
+    "n_layer": 2,
+    "n_head": 2,
+    "n_positions": 64,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+}
+LLAMA = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+}
 SIZES: dict[str, dict[str, Any]] = {
     "gpt2": GPT,
     "gpt_bigcode": GPT,
     "gpt_neox": LLAMA,
     "llama": {**LLAMA, "num_key_value_heads": 1},
     "mistral": {**LLAMA, "num_key_value_heads": 1, "sliding_window": 5},
-    "qwen2": {**LLAMA, "num_key_value_heads": 1, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    "qwen2": {
+        **LLAMA,
+        "num_key_value_heads": 1,
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "max_window_layers": 1,
+    },
 }
 ROWS = [[9, 1, 5, 12], [3, 2], [27], [1, 1, 8]]
 """Tokens of the documents of each row; most rows are padded."""
@@ -30,7 +50,9 @@ EVERY = pytest.mark.parametrize("family", FAMILIES)
 
 def build(family: str, attention: str) -> Any:
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(family, vocab_size=31, bos_token_id=0, eos_token_id=0, pad_token_id=0, **SIZES[family])
+    config = transformers.AutoConfig.for_model(
+        family, vocab_size=31, bos_token_id=0, eos_token_id=0, pad_token_id=0, **SIZES[family]
+    )
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
 
 
@@ -42,7 +64,9 @@ def documents() -> list[list[list[int]]]:
 def packed_batch() -> Any:
     rows = documents()
     masks = [[i > 0 for document in row for i in range(len(document))] for row in rows]
-    return collate.pack_tokens([[token for document in row for token in document] for row in rows], masks, ROWS, pad_id=0, length=27)
+    return collate.pack_tokens(
+        [[token for document in row for token in document] for row in rows], masks, ROWS, pad_id=0, length=27
+    )
 
 
 def batch_of(document: list[int]) -> Any:

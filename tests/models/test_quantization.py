@@ -92,7 +92,9 @@ def test_a_trained_model_is_quantized_with_its_adapters(folder: str, places, ada
 
 def test_8_bits_need_a_gpu_and_their_package(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match=r"--8bit: needs a GPU, and there is none here, or --device names none\. Leave it out\."):
+    with pytest.raises(
+        ConfigError, match=r"--8bit: needs a GPU, and there is none here, or --device names none\. Leave it out\."
+    ):
         require_8bit(None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ConfigError, match="needs a GPU"):

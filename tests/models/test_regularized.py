@@ -1,4 +1,5 @@
-"""Dropout behind the parts of a layer, frozen layers, and scaled rotary positions, in every family that the presets name."""
+"""Dropout behind the parts of a layer, frozen layers, and scaled rotary positions, in every family that the presets
+name."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,13 @@ from src.registry import MODELS, bind
 from src.weights import trained_weights
 
 GPT = {"n_embd": 16, "n_layer": 3, "n_head": 2, "n_positions": 64}
-LLAMA = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2, "max_position_embeddings": 64}
+LLAMA = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+}
 SIZES: dict[str, dict[str, Any]] = {
     "gpt2": GPT,
     "gptj": {**GPT, "rotary_dim": 4},
@@ -22,11 +29,31 @@ SIZES: dict[str, dict[str, Any]] = {
     "gpt_neox": LLAMA,
     "llama": LLAMA,
     "falcon": {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2},
-    "opt": {"hidden_size": 16, "ffn_dim": 24, "num_hidden_layers": 3, "num_attention_heads": 2, "word_embed_proj_dim": 16},
+    "opt": {
+        "hidden_size": 16,
+        "ffn_dim": 24,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "word_embed_proj_dim": 16,
+    },
     "bloom": {"hidden_size": 16, "n_layer": 3, "n_head": 2},
 }
-QUIET = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "dropout": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
-RANDOM = {"name": "gpt_bigcode", "tokenizer": "t", "hidden_size": 8, "num_layers": 2, "num_heads": 1, "max_positions": 8}
+QUIET = {
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "dropout": 0.0,
+    "attn_pdrop": 0.0,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+}
+RANDOM = {
+    "name": "gpt_bigcode",
+    "tokenizer": "t",
+    "hidden_size": 8,
+    "num_layers": 2,
+    "num_heads": 1,
+    "max_positions": 8,
+}
 EVERY = pytest.mark.parametrize("family", SIZES)
 IDS = torch.arange(12)[None] % 31
 
@@ -47,7 +74,10 @@ def built(raw: dict[str, Any], folder: Path) -> Any:
 @EVERY
 def test_dropout_changes_training_alone(family: str, tmp_path: Path):
     base = saved(tmp_path, family)
-    plain, dropped = built(base, tmp_path), built({"name": "regularized", "base": base, "residual_dropout": 0.5}, tmp_path)
+    plain, dropped = (
+        built(base, tmp_path),
+        built({"name": "regularized", "base": base, "residual_dropout": 0.5}, tmp_path),
+    )
     assert torch.equal(plain.eval()(IDS).logits, dropped.eval()(IDS).logits)
     assert plain.state_dict().keys() == dropped.state_dict().keys()
     assert torch.equal(plain.train()(IDS).logits, plain(IDS).logits)
@@ -60,19 +90,30 @@ def test_the_first_layers_and_the_embeddings_are_not_trained(family: str, tmp_pa
     model = built({"name": "regularized", "base": base, "frozen_layers": 2, "frozen_embeddings": True}, tmp_path)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert {part for name in trained for part in name.split(".") if part.isdigit()} == {"2"}
-    assert not [name for name in trained if any(word in name for word in ("embed_in", "embed_tokens", "embed_positions", "wte", "wpe"))]
+    assert not [
+        name
+        for name in trained
+        if any(word in name for word in ("embed_in", "embed_tokens", "embed_positions", "wte", "wpe"))
+    ]
     assert trained == trained_weights(model).keys() & dict(model.named_parameters()).keys()
     whole = built({"name": "regularized", "base": base, "frozen_layers": 2}, tmp_path)
     assert whole.get_input_embeddings().weight.requires_grad
 
 
 def test_the_rate_grows_from_nothing_in_the_first_layer_to_the_whole_in_the_last(tmp_path: Path):
-    part = {"name": "regularized", "base": saved(tmp_path, "llama"), "residual_dropout": 0.3, "dropout_by_layer": "growing"}
+    part = {
+        "name": "regularized",
+        "base": saved(tmp_path, "llama"),
+        "residual_dropout": 0.3,
+        "dropout_by_layer": "growing",
+    }
     assert bind(MODELS, part).dropout_rates(3) == pytest.approx([0.0, 0.15, 0.3])
     model = built(part, tmp_path).train()
     drops = [[], [], []]
     for number, layer in enumerate(model.model.layers):
-        layer.mlp.register_forward_hook(lambda *given, own=drops[number]: own.append(float((given[2] == 0).float().mean())))
+        layer.mlp.register_forward_hook(
+            lambda *given, own=drops[number]: own.append(float((given[2] == 0).float().mean()))
+        )
     for _ in range(40):
         model(IDS)
     assert [sum(own) / len(own) for own in drops] == pytest.approx([0.0, 0.15, 0.3], abs=0.03)
@@ -98,7 +139,9 @@ def test_linear_scaling_divides_positions(family: str, tmp_path: Path):
     part = {**base, "rope": {"kind": "linear", "factor": 2.0}}
     plain, scaled = built(base, tmp_path).eval(), built(part, tmp_path).eval()
     positions = torch.arange(12)[None]
-    assert torch.allclose(plain(IDS, position_ids=positions).logits, scaled(IDS, position_ids=2 * positions).logits, atol=1e-5)
+    assert torch.allclose(
+        plain(IDS, position_ids=positions).logits, scaled(IDS, position_ids=2 * positions).logits, atol=1e-5
+    )
     assert not torch.allclose(plain(IDS).logits, scaled(IDS).logits, atol=1e-4)
     places = Places(tmp_path, tmp_path)
     assert (bind(MODELS, base).longest_sequence(places), bind(MODELS, part).longest_sequence(places)) == (64, 128)
@@ -114,4 +157,6 @@ def test_ntk_scaling_multiplies_the_base_of_the_frequencies(tmp_path: Path):
     assert config.rope_parameters["rope_theta"] == pytest.approx(20452.23, abs=0.01)
     assert config.max_position_embeddings == 128
     with pytest.raises(ConfigError, match="no rotary positions"):
-        bind(MODELS, {**saved(tmp_path, "gpt2"), "rope": {"kind": "linear", "factor": 2.0}}).check(Places(tmp_path, tmp_path))
+        bind(MODELS, {**saved(tmp_path, "gpt2"), "rope": {"kind": "linear", "factor": 2.0}}).check(
+            Places(tmp_path, tmp_path)
+        )

@@ -41,7 +41,8 @@ def rows(lengths: list[int], left: bool = False) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 def test_padding_changes_no_reward(places: Places, pooling: str):
-    """Whatever its id: the last token of these is the padding id, too. A mean over tokens was an error of shapes (B17)."""
+    """Whatever its id: the last token of these is the padding id, too. A mean over tokens was an error of shapes
+    (B17)."""
     model = built(places, pooling=pooling)
     with torch.no_grad():
         together = model(**rows([9, 4, 1]))
@@ -62,7 +63,14 @@ def test_the_reward_is_of_the_hidden_state_that_is_asked_for(places: Places):
 
 def test_adapters_are_trained_beside_the_head(places: Places):
     model = bind(
-        MODELS, {"name": "lora", "rank": 2, "alpha": 4.0, "target_modules": ["c_attn"], "base": {"name": "reward", "base": BASE}}
+        MODELS,
+        {
+            "name": "lora",
+            "rank": 2,
+            "alpha": 4.0,
+            "target_modules": ["c_attn"],
+            "base": {"name": "reward", "base": BASE},
+        },
     ).build(places)
     names = trained_weights(model).keys()
     assert "head.weight" in names
@@ -92,7 +100,9 @@ def test_operations_are_those_of_the_body(places: Places):
     from src.flops import head_weights, training_flops
 
     batch = rows([9, 4])
-    assert model.training_flops()(batch) == training_flops(decoder.config, 2, 9) - 6 * 2 * 9 * head_weights(decoder.config)
+    assert model.training_flops()(batch) == training_flops(decoder.config, 2, 9) - 6 * 2 * 9 * head_weights(
+        decoder.config
+    )
 
 
 def test_the_base_must_be_a_decoder():

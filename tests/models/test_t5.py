@@ -17,7 +17,13 @@ from src.models.t5 import config as t5
 from src.weights import load_trained, trained_weights
 from tests.models.conftest import VOCABULARY
 
-SIZES: dict[str, Any] = {"tokenizer": "tokenizer", "hidden_size": 32, "feed_forward_size": 40, "num_layers": 2, "num_heads": 4}
+SIZES: dict[str, Any] = {
+    "tokenizer": "tokenizer",
+    "hidden_size": 32,
+    "feed_forward_size": 40,
+    "num_layers": 2,
+    "num_heads": 4,
+}
 
 
 def config(**values: Any) -> t5.Config:
@@ -61,7 +67,8 @@ def test_the_original_takes_logits_from_the_scaled_embedding(places: Places):
 
 
 def test_the_loss_of_v1_1_begins_at_that_of_knowing_nothing(places: Places):
-    """ln V, and half the variance of logits, which is 1. A matrix that is drawn as the embedding is gives logits of variance 256."""
+    """ln V, and half the variance of logits, which is 1. A matrix that is drawn as the embedding is gives logits of
+    variance 256."""
     torch.manual_seed(0)
     found = logits(config(random={**SIZES, "hidden_size": 256}).build(places)).detach()
     assert 0.5 < found.var().item() < 2.0
@@ -102,7 +109,9 @@ def dropout_rates(model: Any) -> set[float]:
 
 def test_adapters_know_its_matrices(places: Places):
     models = [config(random={**SIZES, "version": version}).build(places) for version in ("v1.1", "original")]
-    assert {name.rpartition(".")[2] for model in models for name, _ in lora._matrices(model)} == set(lora.MATRICES["t5"])
+    assert {name.rpartition(".")[2] for model in models for name, _ in lora._matrices(model)} == set(
+        lora.MATRICES["t5"]
+    )
 
 
 class TestPretrained:
@@ -154,12 +163,25 @@ class TestPretrained:
 
 @pytest.mark.parametrize("attention", ["local", "transient-global"])
 def test_a_longt5_is_read_from_a_folder(attention: str, places: Places, tmp_path: Path):
-    """Guo et al. 2022: its encoder sees a neighbourhood, with transient-global attention also a summary of each block."""
+    """Guo et al. 2022: its encoder sees a neighbourhood, with transient-global attention also a summary of each
+    block."""
     from transformers import LongT5Config, LongT5ForConditionalGeneration
 
     torch.manual_seed(3)
-    sizes: dict[str, Any] = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 1, "num_heads": 4, "feed_forward_proj": "gated-gelu"}
-    local: dict[str, Any] = {"local_radius": 7, "global_block_size": 4, "encoder_attention_type": attention, "decoder_start_token_id": 0}
+    sizes: dict[str, Any] = {
+        "d_model": 16,
+        "d_kv": 4,
+        "d_ff": 24,
+        "num_layers": 1,
+        "num_heads": 4,
+        "feed_forward_proj": "gated-gelu",
+    }
+    local: dict[str, Any] = {
+        "local_radius": 7,
+        "global_block_size": 4,
+        "encoder_attention_type": attention,
+        "decoder_start_token_id": 0,
+    }
     saved = LongT5ForConditionalGeneration(LongT5Config(vocab_size=VOCABULARY, **sizes, **local)).eval()
     saved.save_pretrained(tmp_path / "long")
     part = config(path=str(tmp_path / "long"), dropout_rate=0.0)
@@ -181,7 +203,9 @@ def test_a_longt5_is_read_from_a_folder(attention: str, places: Places, tmp_path
     mask = (torch.arange(640) < 600)[None]
     first, second = model.generate(ids, max_new_tokens=3), model.generate(padded, attention_mask=mask, max_new_tokens=3)
     assert torch.equal(first, second)
-    torch.testing.assert_close(model.encoder(padded, attention_mask=mask)[0][:, :600], model.encoder(ids)[0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        model.encoder(padded, attention_mask=mask)[0][:, :600], model.encoder(ids)[0], atol=1e-5, rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize(
@@ -189,9 +213,18 @@ def test_a_longt5_is_read_from_a_folder(attention: str, places: Places, tmp_path
     [
         ({}, "model: expected either path, of pretrained weights, or random"),
         ({"path": "google/flan-t5-xl", "random": SIZES}, "model: expected either path"),
-        ({"random": SIZES, "dtype": "bfloat16"}, "model: dtype: it is of pretrained weights, so random ones would ignore it."),
-        ({"random": {**SIZES, "num_heads": 5}}, "model.random: hidden_size 32 does not divide by num_heads 5. Write head_size."),
-        ({"random": {**SIZES, "version": "1.1"}}, "model.random.version: unknown value '1.1'. Did you mean 'v1.1'? Known: original, v1.1."),
+        (
+            {"random": SIZES, "dtype": "bfloat16"},
+            "model: dtype: it is of pretrained weights, so random ones would ignore it.",
+        ),
+        (
+            {"random": {**SIZES, "num_heads": 5}},
+            "model.random: hidden_size 32 does not divide by num_heads 5. Write head_size.",
+        ),
+        (
+            {"random": {**SIZES, "version": "1.1"}},
+            "model.random.version: unknown value '1.1'. Did you mean 'v1.1'? Known: original, v1.1.",
+        ),
     ],
 )
 def test_config_refuses(values: dict[str, Any], message: str):

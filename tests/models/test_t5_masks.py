@@ -16,9 +16,18 @@ B, S, T, D, HEADS, VOCABULARY = 3, 7, 6, 16, 4, 23
 
 
 def make(attention="sdpa"):
-    """Two layers on each side, with weights of a visible size. Of seven positions, each distance has a bucket of its own."""
+    """Two layers on each side, with weights of a visible size. Of seven positions, each distance has a bucket of its
+    own."""
     torch.manual_seed(0)
-    sizes = {"vocab_size": VOCABULARY, "d_model": D, "d_kv": 5, "d_ff": 24, "num_layers": 2, "num_heads": HEADS, "dropout_rate": 0.0}
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "d_model": D,
+        "d_kv": 5,
+        "d_ff": 24,
+        "num_layers": 2,
+        "num_heads": HEADS,
+        "dropout_rate": 0.0,
+    }
     ids = {"pad_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 0, "feed_forward_proj": "gated-gelu"}
     settings: Any = {**sizes, **ids, "tie_word_embeddings": False, "attn_implementation": attention}
     model: Any = T5ForConditionalGeneration(T5Config(**settings))
@@ -31,7 +40,10 @@ def make(attention="sdpa"):
 @pytest.fixture
 def batch():
     generator = torch.Generator().manual_seed(1)
-    masks = {name: torch.rand(shape, generator=generator) < 0.5 for name, shape in (("e", (B, S, S)), ("d", (B, T, T)), ("c", (B, T, S)))}
+    masks = {
+        name: torch.rand(shape, generator=generator) < 0.5
+        for name, shape in (("e", (B, S, S)), ("d", (B, T, T)), ("c", (B, T, S)))
+    }
     masks["e"] |= torch.eye(S, dtype=torch.bool)
     masks["d"] = (masks["d"] | torch.eye(T, dtype=torch.bool)).tril()
     masks["c"][:, :, 0] |= ~masks["c"].any(2)
@@ -53,7 +65,8 @@ def plain(model, batch):
 
     def attention(x, source, name, mask, bias):
         q, k, v = (
-            (y @ w[f"{name}.{m}.weight"].T).unflatten(-1, (HEADS, -1)).transpose(1, 2) for y, m in ((x, "q"), (source, "k"), (source, "v"))
+            (y @ w[f"{name}.{m}.weight"].T).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            for y, m in ((x, "q"), (source, "k"), (source, "v"))
         )
         shares = (q @ k.transpose(2, 3) + bias).masked_fill(~mask, -torch.inf).softmax(-1)
         return (shares @ v).transpose(1, 2).flatten(2) @ w[f"{name}.o.weight"].T
@@ -79,7 +92,9 @@ def plain(model, batch):
         return norm(x, f"{side}.final_layer_norm")
 
     encoded = stack("encoder", batch["input_ids"], batch["attention_mask"])
-    return stack("decoder", batch["decoder_input_ids"], batch["decoder_attention_mask"], encoded) @ w["lm_head.weight"].T
+    return (
+        stack("decoder", batch["decoder_input_ids"], batch["decoder_attention_mask"], encoded) @ w["lm_head.weight"].T
+    )
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -90,7 +105,10 @@ def test_logits_and_gradients_are_those_of_a_plain_model(batch, attention):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     weights = dict(model.named_parameters())
     weights.pop("encoder.embed_tokens.weight", None)
-    gradients = [torch.autograd.grad((y * y.detach().sin()).sum(), list(weights.values()), allow_unused=True) for y in (expected, found)]
+    gradients = [
+        torch.autograd.grad((y * y.detach().sin()).sum(), list(weights.values()), allow_unused=True)
+        for y in (expected, found)
+    ]
     for name, mine, other in zip(weights, *gradients, strict=True):
         assert mine is not None, name
         torch.testing.assert_close(other, mine, rtol=1e-3, atol=1e-3 * float(mine.abs().max()))
@@ -111,7 +129,10 @@ def test_other_calls_are_as_before(batch):
     ids = {name: batch[name] for name in ("input_ids", "decoder_input_ids")}
     for mask in (None, torch.arange(S) < torch.tensor([7, 5, 3])[:, None]):
         assert torch.equal(changed(**ids, attention_mask=mask).logits, model(**ids, attention_mask=mask).logits)
-    made = [m.generate(batch["input_ids"], max_new_tokens=5, do_sample=False).tolist() for m in (model, changed, copy.deepcopy(changed))]
+    made = [
+        m.generate(batch["input_ids"], max_new_tokens=5, do_sample=False).tolist()
+        for m in (model, changed, copy.deepcopy(changed))
+    ]
     assert made[0] == made[1] == made[2]
 
 
@@ -130,5 +151,6 @@ def test_every_t5_that_is_built_takes_them(places: Places, batch):
     sizes = {"tokenizer": "tokenizer", "hidden_size": 16, "feed_forward_size": 24, "num_layers": 1, "num_heads": 4}
     model = load(t5.Config, {"random": sizes}, "model").build(places)
     assert not torch.equal(
-        model(**batch).logits, model(**{**batch, "cross_attention_mask": torch.ones_like(batch["cross_attention_mask"])}).logits
+        model(**batch).logits,
+        model(**{**batch, "cross_attention_mask": torch.ones_like(batch["cross_attention_mask"])}).logits,
     )

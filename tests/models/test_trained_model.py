@@ -15,7 +15,14 @@ from src.registry import MODELS, bind, resolved_dict
 from src.runs.checkpoints import folder as checkpoints
 from src.weights import trained_weights
 
-GPT = {"name": "gpt_bigcode", "tokenizer": "tokenizer", "hidden_size": 16, "num_layers": 1, "num_heads": 4, "max_positions": 32}
+GPT = {
+    "name": "gpt_bigcode",
+    "tokenizer": "tokenizer",
+    "hidden_size": 16,
+    "num_layers": 1,
+    "num_heads": 4,
+    "max_positions": 32,
+}
 PARENT = "0123456789abcdef0123456789abcdef"
 
 
@@ -47,7 +54,9 @@ def run(places: Places) -> Path:
 
 
 @pytest.mark.parametrize(("checkpoint", "step"), [("last", 4), ("best", 2)])
-def test_the_child_has_the_weights_of_the_checkpoint_that_it_names(run: Path, places: Places, checkpoint: str, step: int):
+def test_the_child_has_the_weights_of_the_checkpoint_that_it_names(
+    run: Path, places: Places, checkpoint: str, step: int
+):
     model = child(checkpoint).build(places)
     torch.manual_seed(step)
     expected = bind(MODELS, GPT).build(places)
@@ -59,7 +68,8 @@ def test_the_child_has_the_weights_of_the_checkpoint_that_it_names(run: Path, pl
 def test_a_damaged_checkpoint_is_refused_and_no_other_is_taken(run: Path, places: Places, checkpoint: str, step: int):
     (checkpoints.folder(run, step) / "tokenizer" / "tokenizer.json").unlink()
     with pytest.raises(
-        CheckpointError, match=rf"step-0000000{step}: the {checkpoint} checkpoint is damaged \(.*tokenizer\.json: missing\)"
+        CheckpointError,
+        match=rf"step-0000000{step}: the {checkpoint} checkpoint is damaged \(.*tokenizer\.json: missing\)",
     ):
         child(checkpoint).build(places)
 
@@ -67,6 +77,7 @@ def test_a_damaged_checkpoint_is_refused_and_no_other_is_taken(run: Path, places
 def test_a_parent_that_is_still_running_has_no_last_checkpoint(run: Path, places: Places):
     write_json(run / "status.json", {"state": "running", "step": 4})
     with pytest.raises(
-        ConfigError, match=rf"the last checkpoint of parent {PARENT} is not there\. Train the parent first: add --with-parents"
+        ConfigError,
+        match=rf"the last checkpoint of parent {PARENT} is not there\. Train the parent first: add --with-parents",
     ):
         child("last").build(places)

@@ -1,4 +1,5 @@
-"""Pretrained models that FSDP2 cuts before their weights are there: the numbers are those of models that were built whole."""
+"""Pretrained models that FSDP2 cuts before their weights are there: the numbers are those of models that were built
+whole."""
 
 import copy
 import json
@@ -36,7 +37,14 @@ def save(folder: Path, family: str, **sizes: Any) -> Path:
 def make_t5(logits_tied: bool, vocab_size: int = 60) -> Any:
     """logits_tied: as in the original T5, and not in v1.1. Its config.json says that they are in either case."""
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
+    sizes: dict[str, Any] = {
+        "d_model": 16,
+        "d_kv": 4,
+        "d_ff": 24,
+        "num_layers": 2,
+        "num_heads": 4,
+        "decoder_start_token_id": 0,
+    }
     model: Any = T5ForConditionalGeneration(T5Config(vocab_size=vocab_size, **sizes))
     if not logits_tied:
         model.lm_head.weight = nn.Parameter(torch.randn(vocab_size, 16))
@@ -44,7 +52,8 @@ def make_t5(logits_tied: bool, vocab_size: int = 60) -> Any:
 
 
 def built(data: Path, **more: Any) -> tuple[Any, Any]:
-    """The model of data/pretrained, or another around it, whole and for FSDP2. Neither draws more numbers than the other."""
+    """The model of data/pretrained, or another around it, whole and for FSDP2. Neither draws more numbers than the
+    other."""
     config: Any = bind(MODELS, more if "base" in more else {"name": "hf", "path": "pretrained", **more})
     places, loaded, drawn = Places(data, data), [], []
     for build in (config.build, config.build_unfilled):
@@ -65,7 +74,10 @@ FAMILIES = [
 
 
 PRETRAINED = {"name": "hf", "path": "pretrained"}
-CONVERTED = {**PRETRAINED, "dtype": "bfloat16"}  # transformers does not read weights of the type of the files until they are used
+CONVERTED = {
+    **PRETRAINED,
+    "dtype": "bfloat16",
+}  # transformers does not read weights of the type of the files until they are used
 CROSSED = {"name": "cross_attention", "num_layers": 2, "stride": 2, "feed_forward_size": 64, "base": CONVERTED}
 WRAPPED: dict[str, dict[str, Any]] = {
     "adapters": {"rank": 3, "target_modules": ["q_proj", "down_proj"], "base": CONVERTED},
@@ -84,7 +96,11 @@ for model in WRAPPED.values():
 @pytest.mark.parametrize("kind", WRAPPED)
 def test_new_layers_around_a_base_are_initialised(tmp_path: Path, kind: str):
     data = toy.write_data(tmp_path / "data")
-    save(data / "pretrained", "gpt2" if "gpt2" in kind else "llama", **({} if "gpt2" in kind else {"tie_word_embeddings": True}))
+    save(
+        data / "pretrained",
+        "gpt2" if "gpt2" in kind else "llama",
+        **({} if "gpt2" in kind else {"tie_word_embeddings": True}),
+    )
     whole, unfilled = built(data, **WRAPPED[kind])
     parameters = dict(unfilled.named_parameters())
     assert [*parameters] == [name for name, _ in whole.named_parameters()], "tied alike"
@@ -94,7 +110,11 @@ def test_new_layers_around_a_base_are_initialised(tmp_path: Path, kind: str):
     base = {id(state[full]): file for file, full in names.items()}
     for name, expected in whole.named_parameters():
         loaded = parameters[name]
-        assert (loaded.requires_grad, loaded.dtype, loaded.shape) == (expected.requires_grad, expected.dtype, expected.shape), name
+        assert (loaded.requires_grad, loaded.dtype, loaded.shape) == (
+            expected.requires_grad,
+            expected.dtype,
+            expected.shape,
+        ), name
         assert loaded.is_meta == (id(loaded) in base), name
         assert torch.equal(held[base[id(loaded)]].to(expected.dtype) if loaded.is_meta else loaded, expected), name
     assert any(loaded.requires_grad and not loaded.is_meta for loaded in parameters.values())
@@ -122,7 +142,9 @@ def test_no_process_builds_a_full_base(tmp_path: Path, kind: str):
     data = toy.write_data(tmp_path / "data")
     save(data / "pretrained", "llama", hidden_size=512, intermediate_size=2048, num_hidden_layers=12)
     for processes in (1, 4):
-        output = warm.torchrun(Path(shared_fill.__file__), [str(data), json.dumps(WRAPPED[kind])], processes, tmp_path / "log")
+        output = warm.torchrun(
+            Path(shared_fill.__file__), [str(data), json.dumps(WRAPPED[kind])], processes, tmp_path / "log"
+        )
         assert output == ""
     for rank in range(4):
         grown, whole = json.loads((data / f"grown-{rank}").read_text())
@@ -139,7 +161,9 @@ def test_all_but_the_weights_is_there(tmp_path: Path, family: str, sizes: dict[s
     assert is_unfilled(unfilled)
     assert not is_unfilled(whole)
     assert [*unfilled.state_dict()] == [*whole.state_dict()]
-    assert [name for name, _ in unfilled.named_parameters()] == [name for name, _ in whole.named_parameters()], "tied alike"
+    assert [name for name, _ in unfilled.named_parameters()] == [name for name, _ in whole.named_parameters()], (
+        "tied alike"
+    )
     assert all(parameter.is_meta for parameter in unfilled.parameters())
     buffers = dict(unfilled.named_buffers())
     assert buffers.keys() == dict(whole.named_buffers()).keys()
@@ -150,7 +174,11 @@ def test_all_but_the_weights_is_there(tmp_path: Path, family: str, sizes: dict[s
     assert unfilled.config.to_dict() == whole.config.to_dict()
     assert unfilled.generation_config.to_dict() == whole.generation_config.to_dict()
     assert str(unfilled) == str(whole), "and dropout"
-    assert (unfilled.name_or_path, unfilled.training, unfilled.dtype) == (whole.name_or_path, whole.training, whole.dtype)
+    assert (unfilled.name_or_path, unfilled.training, unfilled.dtype) == (
+        whole.name_or_path,
+        whole.training,
+        whole.dtype,
+    )
 
 
 def test_tied_weights_that_the_files_have_twice_stay_tied(tmp_path: Path):
@@ -185,7 +213,10 @@ def test_weights_that_cannot_be_read_in_parts_are_loaded_fully(tmp_path: Path):
     shutil.rmtree(data / "pretrained")
     shutil.copytree(saved, data / "pretrained", ignore=shutil.ignore_patterns("*.safetensors*"))
     held = {name: tensor for file in saved.glob("*.safetensors") for name, tensor in load_file(file).items()}
-    save_file({name.removeprefix("transformer."): tensor for name, tensor in held.items()}, data / "pretrained" / "model.safetensors")
+    save_file(
+        {name.removeprefix("transformer."): tensor for name, tensor in held.items()},
+        data / "pretrained" / "model.safetensors",
+    )
     assert refused(), "names of the body of the model"
     shutil.rmtree(data / "pretrained")
     save(data / "pretrained", "gpt_neox")
@@ -195,8 +226,9 @@ def test_weights_that_cannot_be_read_in_parts_are_loaded_fully(tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["float32", "t5", "adapters", "cross-attention", "both"])
 def test_a_training_has_the_same_bits_and_resumes(tmp_path: Path, name: str):
-    """Frequencies of positions, which no file has, tied embeddings, logits of their own, and weights converted to another type; a base
-    that is in no checkpoint, and what is trained around it, which begins as drawn and goes on from the checkpoint."""
+    """Frequencies of positions, which no file has, tied embeddings, logits of their own, and weights converted to
+    another type; a base that is in no checkpoint, and what is trained around it, which begins as drawn and goes on from
+    the checkpoint."""
     test_seq2seq.write_data(tmp_path)
     data = tmp_path / "data"
     size = len(AutoTokenizer.from_pretrained(data / "toy_tokenizer"))
@@ -207,7 +239,9 @@ def test_a_training_has_the_same_bits_and_resumes(tmp_path: Path, name: str):
         exp["model"] = {"name": "t5", "path": "pretrained"}
     else:
         save(data / "pretrained", "llama", tie_word_embeddings=True, vocab_size=size)
-        exp["model"] = WRAPPED.get(name, {**PRETRAINED, "dtype": name}) | ({"dropout_rate": 0.1} if name == "adapters" else {})
+        exp["model"] = WRAPPED.get(name, {**PRETRAINED, "dtype": name}) | (
+            {"dropout_rate": 0.1} if name == "adapters" else {}
+        )
     exp["loop"] |= {"steps": 6, "eval_every": 3, "learning_rate": 1e-3} | ({"micro_batch": 4} if crossed else {})
     root = toy.project(tmp_path, f"EXP_GROUPS = {{'x': [{exp!r}]}}\n")
     run, loaded = tmp_path / "runs" / exp_id(exp), {}

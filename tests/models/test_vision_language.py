@@ -1,4 +1,5 @@
-"""A model that reads images: packed pages do not read each other, every image counts, and every process makes the same passes."""
+"""A model that reads images: packed pages do not read each other, every image counts, and every process makes the same
+passes."""
 
 import json
 from pathlib import Path
@@ -39,7 +40,11 @@ def data_of(folder: Path, **changes: Any) -> Any:
 def logits(model: Any, batch: Any, **more: Any) -> torch.Tensor:
     with torch.no_grad():
         return model(
-            input_ids=batch["input_ids"], position_ids=batch["position_ids"], pixel_values=batch["frames"][None], use_cache=False, **more
+            input_ids=batch["input_ids"],
+            position_ids=batch["position_ids"],
+            pixel_values=batch["frames"][None],
+            use_cache=False,
+            **more,
         ).logits
 
 
@@ -64,7 +69,9 @@ def test_packed_pages_have_the_logits_of_single_ones(folder: Path):
     model, data = build(folder), data_of(folder, sequence_tokens=300, max_frames=30)
     assert packed_and_alone(model, data) < 1e-5
     mask = torch.ones(4, 300, dtype=torch.long)
-    assert packed_and_alone(model, data, attention_mask=mask) > 1e-3, "with a mask of ones beside the positions pages read each other"
+    assert packed_and_alone(model, data, attention_mask=mask) > 1e-3, (
+        "with a mask of ones beside the positions pages read each other"
+    )
 
 
 def test_gradients_do_not_depend_on_the_micro_batch(folder: Path):
@@ -129,8 +136,13 @@ def test_a_batch_without_images_passes_through_the_encoder(folder: Path, tmp_pat
     assert passes == [1]
     seen = [parameter.grad for parameter in model.model.vision_model.parameters()]
     assert all(gradient is not None and not gradient.any() for gradient in seen), "and nothing is learned from it"
-    text: Any = model.model.text_model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
-    assert torch.equal(model.lm_head(text.last_hidden_state), logits(model, {**batch, "frames": torch.ones(1, 3, pages.SIDE, pages.SIDE)}))
+    text: Any = model.model.text_model(
+        input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False
+    )
+    assert torch.equal(
+        model.lm_head(text.last_hidden_state),
+        logits(model, {**batch, "frames": torch.ones(1, 3, pages.SIDE, pages.SIDE)}),
+    )
 
 
 @pytest.mark.slow
@@ -142,11 +154,16 @@ def test_processes_with_and_without_images_end(tmp_path: Path, mode: str):
     write(tmp_path / "data" / "plain" / "train", plain, {}, Writing(source="plain"))
     write(tmp_path / "data" / "plain" / "val", plain[:8], {}, Writing(source="plain"))
     sources = {"pages": {"path": "toy_pages", "rate": 1.0}, "plain": {"path": "plain", "rate": 2.0}}
-    exp = override(PAGES, {"data.sources": sources, "loop.steps": 12, "loop.micro_batch": 1, "loop.eval_every": 6, "data.open_rows": 1})
+    exp = override(
+        PAGES,
+        {"data.sources": sources, "loop.steps": 12, "loop.micro_batch": 1, "loop.eval_every": 6, "data.open_rows": 1},
+    )
     exp.pop("answers")
     data: Any = bind(DATASETS, exp["data"]).build(Places(tmp_path / "data", tmp_path), pages.tokenizer(), "train", 0)
     read = [[bool(data.sample(*key).frames) for key in step.keys] for step in test_streamed.steps_of(data, 12)]
-    assert sum(own != other for step in read for own, other in zip(step[::2], step[1::2], strict=True)) >= 5, "one process alone has images"
+    assert sum(own != other for step in read for own, other in zip(step[::2], step[1::2], strict=True)) >= 5, (
+        "one process alone has images"
+    )
     words = {"replicated": [], "fsdp": ["--fsdp"], "zero3": ["--deepspeed", str(tmp_path / "zero3.json")]}[mode]
     if mode == "zero3":
         pytest.importorskip("deepspeed", reason="needs deepspeed")

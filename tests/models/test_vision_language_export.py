@@ -1,4 +1,5 @@
-"""What is exported is loaded by transformers alone, whose processor makes the ids and the pixels that the model was trained on."""
+"""What is exported is loaded by transformers alone, whose processor makes the ids and the pixels that the model was
+trained on."""
 
 import io
 from pathlib import Path
@@ -29,7 +30,16 @@ from tests.data.streaming import pages
 from tests.recipes.train_pages import PAGES
 
 SIDE = pages.SIDE
-SIZES = [(SIDE, SIDE), (3, 5), (SIDE, SIDE // 2), (2 * SIDE, SIDE), (SIDE, 2 * SIDE), (2 * SIDE, 2 * SIDE), (11, 2 * SIDE), (14, 13)]
+SIZES = [
+    (SIDE, SIDE),
+    (3, 5),
+    (SIDE, SIDE // 2),
+    (2 * SIDE, SIDE),
+    (SIDE, 2 * SIDE),
+    (2 * SIDE, 2 * SIDE),
+    (11, 2 * SIDE),
+    (14, 13),
+]
 LARGE = [*SIZES, (40, 12), (1, 60), (100, 99), (31, 57), (16, 9)]
 READ = {  # how images are read, and which sizes
     "enlarged": ({"max_size": 2 * SIDE, "enlarge": True}, LARGE),
@@ -60,7 +70,14 @@ def page(pictures: list[bytes]) -> list[Part]:
     """Texts that follow a text or an image, with and without a space before them, and images that follow each other."""
     images = [Part("image", content, "png") for content in pictures]
     between = [part for image in images for part in (image, Part("text", b"and"))]
-    return [Part("text", b"see"), *between, Part("text", b"more"), *images, Part("text", b" end"), Part("text", b"here")]
+    return [
+        Part("text", b"see"),
+        *between,
+        Part("text", b"more"),
+        *images,
+        Part("text", b" end"),
+        Part("text", b"here"),
+    ]
 
 
 def trained(tmp_path: Path, images: dict[str, Any], begins: bool = False) -> tuple[Places, Path]:
@@ -70,8 +87,13 @@ def trained(tmp_path: Path, images: dict[str, Any], begins: bool = False) -> tup
     if begins:
         tokenizer.add_special_tokens({"bos_token": "<begin>"})
     tokenizer.save_pretrained(places.data / "pages_tokenizer")
-    resampler = {"max_tiles": 1, "resampler": {"tokens": 1, "num_layers": 1, "num_heads": 2}} if "style" in images else {}
-    exp = override(PAGES, {"data.images": {**pages.IMAGES, **images}, **{f"model.{name}": value for name, value in resampler.items()}})
+    resampler = (
+        {"max_tiles": 1, "resampler": {"tokens": 1, "num_layers": 1, "num_heads": 2}} if "style" in images else {}
+    )
+    exp = override(
+        PAGES,
+        {"data.images": {**pages.IMAGES, **images}, **{f"model.{name}": value for name, value in resampler.items()}},
+    )
     torch.manual_seed(0)
     config = bind(MODELS, exp["model"])
     model: Any = config.build(places)
@@ -102,7 +124,9 @@ def test_their_processor_makes_our_ids_and_pixels_and_their_model_our_logits(kin
     ours, tokenizer = load(run, places)
     config = read_images_config(checkpoints.folder(run, 4))
     assert config == ImagesConfig(**{**pages.IMAGES, **images})
-    read = pages.config({"pages": {"path": "page"}}, images={**pages.IMAGES, **images}, sequence_tokens=400, max_frames=60)
+    read = pages.config(
+        {"pages": {"path": "page"}}, images={**pages.IMAGES, **images}, sequence_tokens=400, max_frames=60
+    )
 
     pictures = [picture(size, number) for number, size in enumerate(sizes)]
     documents = [page(pictures[first : first + 3]) for first in range(0, len(sizes), 3)]
@@ -120,7 +144,11 @@ def test_their_processor_makes_our_ids_and_pixels_and_their_model_our_logits(kin
             for place, part in enumerate(parts)
         ]
         inputs_of_processor = processor.apply_chat_template(
-            [{"role": "user", "content": message_content}], tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=True
+            [{"role": "user", "content": message_content}],
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+            add_generation_prompt=True,
         )
         assert processor.tokenizer.decode(inputs_of_processor["input_ids"][0]) == tokenizer.decode(ids)
         assert inputs_of_processor["input_ids"][0].tolist() == ids
@@ -136,7 +164,10 @@ def test_exported_files_have_the_permissions_of_the_user(tmp_path: Path):
     places, run = trained(tmp_path, {})
     (tmp_path / "plain").touch()
     assert run_export(places, run, tmp_path / "out") == 0
-    modes = {path.name: path.stat().st_mode for path in (*checkpoints.folder(run, 4).rglob("*"), *(tmp_path / "out").rglob("*"))}
+    modes = {
+        path.name: path.stat().st_mode
+        for path in (*checkpoints.folder(run, 4).rglob("*"), *(tmp_path / "out").rglob("*"))
+    }
     assert modes["model.safetensors"] == (tmp_path / "plain").stat().st_mode
     assert {name for name, mode in modes.items() if mode & 0o777 == 0o600} == set()
 
@@ -149,7 +180,9 @@ def test_it_generates(tmp_path: Path):
     assert model.generation_config.eos_token_id == processor.tokenizer.eos_token_id
     image = Image.open(io.BytesIO(picture((16, 8), 1)))
     messages = [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": "?"}]}]
-    inputs = processor.apply_chat_template(messages, tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=True)
+    inputs = processor.apply_chat_template(
+        messages, tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=True
+    )
     written = model.generate(**inputs, max_new_tokens=4, do_sample=False)
     assert written.shape[0] == 1
     assert inputs["input_ids"].shape[1] < written.shape[1] <= inputs["input_ids"].shape[1] + 4
@@ -167,7 +200,10 @@ def test_a_checkpoint_away_from_its_run_is_not_exported(tmp_path: Path, capsys: 
     places, run = trained(tmp_path, {})
     (run / "exp_dict.json").unlink()
     assert run_export(places, checkpoints.folder(run, 4), tmp_path / "out") == 1
-    assert "how images became frames is in its run's exp_dict.json. Name a checkpoint that is in its run." in capsys.readouterr().err
+    assert (
+        "how images became frames is in its run's exp_dict.json. Name a checkpoint that is in its run."
+        in capsys.readouterr().err
+    )
     assert not (tmp_path / "out").exists()
     with pytest.raises(ConfigError, match="Name a checkpoint that is in its run"):
         read_images_config(checkpoints.folder(run, 4))

@@ -1,4 +1,5 @@
-"""Models that read images, from a folder or put together of two: whose weights they have, what is frozen, what their passes cost."""
+"""Models that read images, from a folder or put together of two: whose weights they have, what is frozen, what their
+passes cost."""
 
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,13 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
     pages.tokenizer().save_pretrained(data / "pages_tokenizer")
     torch.manual_seed(5)
     SiglipVisionModel(SiglipVisionConfig(**VISION)).save_pretrained(data / "encoder")
-    text = {"vocab_size": 20, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {
+        "vocab_size": 20,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     SiglipModel(SiglipConfig(vision_config=VISION, text_config=text)).save_pretrained(data / "both")
     for family in ("llama", "mistral", "qwen2"):
         write_decoder(data / ("decoder" if family == "llama" else family), family)
@@ -64,8 +71,16 @@ def write_decoder(folder: Path, family: str) -> None:
     backend = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", pad_token="<pad>").save_pretrained(folder)
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
-    config = AutoConfig.for_model(family, vocab_size=258, eos_token_id=256, max_position_embeddings=64, tie_word_embeddings=True, **sizes)
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
+    config = AutoConfig.for_model(
+        family, vocab_size=258, eos_token_id=256, max_position_embeddings=64, tie_word_embeddings=True, **sizes
+    )
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
@@ -94,7 +109,11 @@ def frame_sizes(model: Any) -> tuple[int, int]:
 
 
 def logits(model: Any, batch: dict[str, Any]) -> torch.Tensor:
-    inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "pixel_values": batch["frames"][None]}
+    inputs = {
+        "input_ids": batch["input_ids"],
+        "position_ids": batch["position_ids"],
+        "pixel_values": batch["frames"][None],
+    }
     with torch.no_grad():
         return model(**inputs, use_cache=False).logits
 
@@ -128,8 +147,13 @@ def test_a_smolvlm_is_read(places: Places, tmp_path: Path):
     from transformers import SmolVLMConfig, SmolVLMForConditionalGeneration
 
     own = build(RANDOM, places)
-    text, vision = own.config.text_config.to_dict(), own.config.vision_config.to_dict() | {"model_type": "smolvlm_vision"}
-    config = SmolVLMConfig(text_config=text, vision_config=vision, scale_factor=2, image_token_id=own.config.image_token_id)
+    text, vision = (
+        own.config.text_config.to_dict(),
+        own.config.vision_config.to_dict() | {"model_type": "smolvlm_vision"},
+    )
+    config = SmolVLMConfig(
+        text_config=text, vision_config=vision, scale_factor=2, image_token_id=own.config.image_token_id
+    )
     model = SmolVLMForConditionalGeneration(config)
     model.load_state_dict(own.state_dict())
     model.save_pretrained(tmp_path / "saved")
@@ -172,7 +196,9 @@ def test_frozen_parts_do_not_change_and_are_in_no_checkpoint(places: Places, tmp
     optimizer = torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad], 0.5)
     interleaved_lm_loss(model, batch_of(model)).backward()
     optimizer.step()
-    changed = {part: [not torch.equal(before[name], p) for name, p in own] for part, own in parameters_by_part(model).items()}
+    changed = {
+        part: [not torch.equal(before[name], p) for name, p in own] for part, own in parameters_by_part(model).items()
+    }
     assert all(changed["connector"])
     assert all(changed["embeddings"])
     assert not any(changed["vision"] + changed["text"])
@@ -209,7 +235,8 @@ def test_operations_are_those_that_are_computed(more: dict[str, Any], images: in
 
 
 def check_operations(model: Any, batch: dict[str, Any], tolerance: float = 0.002) -> None:
-    """Assert that its operations are those that PyTorch counts; which counts no backward of the fused attention on a CPU."""
+    """Assert that its operations are those that PyTorch counts; which counts no backward of the fused attention on a
+    CPU."""
     model.set_attn_implementation("eager")
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counted:
         interleaved_lm_loss(model, batch).backward()
@@ -218,7 +245,9 @@ def check_operations(model: Any, batch: dict[str, Any], tolerance: float = 0.002
     assert count(batch) == pytest.approx(counted.get_total_flops(), rel=tolerance)
 
 
-@pytest.mark.parametrize("frozen", [["vision"], ["vision", "text"], ["vision", "text", "embeddings"], ["text"], ["vision", "connector"]])
+@pytest.mark.parametrize(
+    "frozen", [["vision"], ["vision", "text"], ["vision", "text", "embeddings"], ["text"], ["vision", "connector"]]
+)
 def test_operations_of_frozen_parts(frozen: list[str], places: Places, tmp_path: Path):
     build(RANDOM, places).save_pretrained(tmp_path / "saved")
     model = build({"name": "vision_language_hf", "path": str(tmp_path / "saved"), "frozen": frozen}, places).train()
@@ -228,8 +257,14 @@ def test_operations_of_frozen_parts(frozen: list[str], places: Places, tmp_path:
 def test_what_does_not_fit_is_refused(places: Places, tmp_path: Path):
     for more, message in (
         ({"scale_factor": 3}, "scale_factor 3: the 4 patches of a side do not divide by it"),
-        ({"scale_factor": 2, "resampler": RESAMPLER}, "scale_factor: it is of the pixel shuffle, and there is a resampler"),
-        ({"max_tiles": 2, "resampler": RESAMPLER}, "max_tiles: with a resampler .Idefics2. images are not cut into tiles"),
+        (
+            {"scale_factor": 2, "resampler": RESAMPLER},
+            "scale_factor: it is of the pixel shuffle, and there is a resampler",
+        ),
+        (
+            {"max_tiles": 2, "resampler": RESAMPLER},
+            "max_tiles: with a resampler .Idefics2. images are not cut into tiles",
+        ),
         ({"resampler": {**RESAMPLER, "num_heads": 3}}, "resampler.num_heads: hidden_size 16 does not divide by 3"),
     ):
         with pytest.raises(Problems, match=message):
@@ -238,15 +273,25 @@ def test_what_does_not_fit_is_refused(places: Places, tmp_path: Path):
             bind(MODELS, {**PARTS, **more}).check(places)
     with pytest.raises(Problems, match="frozen: its weights are new, so the part 'connector' must be trained"):
         bind(MODELS, {**PARTS, "frozen": ["connector"]})
-    with pytest.raises(Problems, match="frozen: those of the tokens of images are new, so the part 'embeddings' must be trained"):
+    with pytest.raises(
+        Problems, match="frozen: those of the tokens of images are new, so the part 'embeddings' must be trained"
+    ):
         bind(MODELS, {**PARTS, "frozen": ["embeddings"]})
     with pytest.raises(Problems, match="every part is frozen"):
-        bind(MODELS, {"name": "vision_language_hf", "path": "x", "frozen": ["vision", "connector", "embeddings", "text"]})
-    with pytest.raises(ConfigError, match=r"model.vision: decoder is of type 'llama'; expected one of siglip, siglip_vision_model"):
+        bind(
+            MODELS, {"name": "vision_language_hf", "path": "x", "frozen": ["vision", "connector", "embeddings", "text"]}
+        )
+    with pytest.raises(
+        ConfigError, match=r"model.vision: decoder is of type 'llama'; expected one of siglip, siglip_vision_model"
+    ):
         bind(MODELS, {**PARTS, "vision": "decoder"}).check(places)
-    with pytest.raises(ConfigError, match=r"model.text: encoder is of type 'siglip_vision_model'; expected one of llama"):
+    with pytest.raises(
+        ConfigError, match=r"model.text: encoder is of type 'siglip_vision_model'; expected one of llama"
+    ):
         bind(MODELS, {**PARTS, "text": "encoder"}).check(places)
-    with pytest.raises(ConfigError, match=r"decoder: a model of type 'llama'; expected one that reads images: idefics2"):
+    with pytest.raises(
+        ConfigError, match=r"decoder: a model of type 'llama'; expected one that reads images: idefics2"
+    ):
         bind(MODELS, {"name": "vision_language_hf", "path": "decoder"}).check(places)
     with pytest.raises(ConfigError, match="neither a folder nor in the local Hugging Face cache"):
         bind(MODELS, {"name": "vision_language_hf", "path": str(tmp_path / "none")}).check(places)
@@ -257,7 +302,9 @@ def test_it_takes_the_attention_that_is_asked_for_to_rounding(places: Places, tm
     build(RANDOM, places).save_pretrained(tmp_path / "saved")
     found = []
     for attention in ("eager", "sdpa"):
-        model = build({"name": "vision_language_hf", "path": str(tmp_path / "saved"), "attention": attention}, places).eval()
+        model = build(
+            {"name": "vision_language_hf", "path": str(tmp_path / "saved"), "attention": attention}, places
+        ).eval()
         parts = (model.config, model.config.text_config, model.config.vision_config)
         assert [part._attn_implementation for part in parts] == [attention] * 3
         batch = batch_of(model)

@@ -1,4 +1,5 @@
-"""Trainings of models that read images, whoever's weights they begin with: packed pages, parts that stay, memory, going on, exports."""
+"""Trainings of models that read images, whoever's weights they begin with: packed pages, parts that stay, memory, going
+on, exports."""
 
 import json
 from pathlib import Path
@@ -45,10 +46,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("vision_language")
     data = write_data(folder / "data")
     torch.manual_seed(3)
-    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
-    SiglipVisionModel(SiglipVisionConfig(image_size=pages.SIDE, patch_size=4, **sizes)).save_pretrained(data / "encoder")
+    sizes: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    SiglipVisionModel(SiglipVisionConfig(image_size=pages.SIDE, patch_size=4, **sizes)).save_pretrained(
+        data / "encoder"
+    )
     tokenizer = pages.tokenizer(images=False)
-    config = LlamaConfig(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, max_position_embeddings=128, **sizes)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, max_position_embeddings=128, **sizes
+    )
     AutoModelForCausalLM.from_config(config).save_pretrained(data / "decoder")
     tokenizer.save_pretrained(data / "decoder")
     bind(MODELS, PLAIN["model"]).build(Places(data, folder)).save_pretrained(data / "saved")
@@ -76,11 +86,15 @@ def test_it_trains_goes_on_and_is_exported(name: str, folder: Path, tmp_path: Pa
     memory = ["--gradient_checkpointing", "--offload_activations"]
     assert toy.main(["-e", "pages", *memory], {"pages": [exp]}, folder) == 0
     again = weights(folder, exp)
-    assert all(torch.equal(again[key], tensor) for key, tensor in trained.items()), "neither the pause nor the memory changes a bit"
+    assert all(torch.equal(again[key], tensor) for key, tensor in trained.items()), (
+        "neither the pause nor the memory changes a bit"
+    )
 
     words = ["--data_path", str(folder / "data"), "-sb", str(folder / "runs")]
     assert export([str(run), str(tmp_path / "out"), *words]) == 0
-    theirs, processor = (kind.from_pretrained(tmp_path / "out") for kind in (AutoModelForImageTextToText, AutoProcessor))
+    theirs, processor = (
+        kind.from_pretrained(tmp_path / "out") for kind in (AutoModelForImageTextToText, AutoProcessor)
+    )
     ours, tokenizer = load(run, Places(folder / "data", folder / "runs"))
     assert len(processor.tokenizer) >= len(tokenizer)
     for key, tensor in ours.state_dict().items():
@@ -98,7 +112,10 @@ def test_adapters_train_around_a_trained_model(folder: Path, tmp_path: Path, cap
     assert all(json.loads(line)["model_flops_per_second"] > 0 for line in timings)
     wrong = override(exp, {"data.images.image_tokens": 2})
     assert toy.main(["-e", "child", "--dry-run"], {"pages": [PLAIN], "child": [wrong]}, tmp_path) == 1
-    assert "the model reads frames of 8 pixels a side as 1 tokens each, and frame_size is 8 and image_tokens 2" in capsys.readouterr().err
+    assert (
+        "the model reads frames of 8 pixels a side as 1 tokens each, and frame_size is 8 and image_tokens 2"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -110,14 +127,22 @@ def test_packed_pages_have_the_logits_of_single_ones(name: str, folder: Path):
         parameter.data += torch.randn_like(parameter) / 10
     config = {**exp["data"], "sequence_tokens": 120, "max_frames": 30}
     data: Any = bind(DATASETS, config).build(places, pages.tokenizer(), "train", 0)
-    documents = [i for i in range(40) if data.pieces(i) and data.pieces(i)[0].frames and data.pieces(i)[0].tokens <= 40][:9]
+    documents = [
+        i for i in range(40) if data.pieces(i) and data.pieces(i)[0].frames and data.pieces(i)[0].tokens <= 40
+    ][:9]
 
     def logits(batch: Any, **more: Any) -> torch.Tensor:
-        inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "pixel_values": batch["frames"][None]}
+        inputs = {
+            "input_ids": batch["input_ids"],
+            "position_ids": batch["position_ids"],
+            "pixel_values": batch["frames"][None],
+        }
         with torch.no_grad():
             return model(**inputs, **more, use_cache=False).logits
 
-    batch = data.collate([data.sample(*[part for i in documents[first : first + 3] for part in (0, i, 0)]) for first in (0, 3, 6)])
+    batch = data.collate(
+        [data.sample(*[part for i in documents[first : first + 3] for part in (0, i, 0)]) for first in (0, 3, 6)]
+    )
     image = batch["input_ids"] == model.config.image_token_id
     assert image.sum() == len(batch["frames"]) * exp["data"]["images"]["image_tokens"]
     assert not (batch["loss_mask"] & image).any(), "no token of an image is learned"
@@ -154,7 +179,9 @@ def test_processes_share_it(name: str, mode: str, folder: Path, tmp_path: Path):
         (tmp_path / runs / "data").symlink_to(folder / "data")
     assert toy.main(["-e", "pages"], {"pages": [exp]}, tmp_path / "alone") == 0
     root = toy.project(tmp_path, f"EXP_GROUPS = {{'pages': [{exp!r}]}}\n")
-    ended = toy.finished(toy.command(root, ["-e", "pages", *words], tmp_path / "shared", processes=2), toy.environment(), root)
+    ended = toy.finished(
+        toy.command(root, ["-e", "pages", *words], tmp_path / "shared", processes=2), toy.environment(), root
+    )
     assert ended.returncode == 0, ended.stderr[-3000:]
     found, wanted = (toy.evaluations(tmp_path / runs, exp_id(exp))[-1] for runs in ("shared", "alone"))
     for score in ("train_loss", "val_loss", "images/pages", "documents/plain"):

@@ -1,4 +1,5 @@
-"""Convert, evaluate, upload, clean up: each stage once, whoever is killed when; nothing deleted that was not read back."""
+"""Convert, evaluate, upload, clean up: each stage once, whoever is killed when; nothing deleted that was not read
+back."""
 
 import contextlib
 import json
@@ -47,9 +48,17 @@ class World:
         write_json(self.run / metadata.STATUS, {"state": "done", "step": steps[-1], "attempt": 1})
         self.raw: Raw = {
             "checkpoints": {"every": 10},
-            "convert": {"command": self.says("convert", "cp {checkpoint}/model.safetensors {output}/weights"), "retry_seconds": 0},
+            "convert": {
+                "command": self.says("convert", "cp {checkpoint}/model.safetensors {output}/weights"),
+                "retry_seconds": 0,
+            },
             "evaluate": {
-                "tasks": {"size": {"command": self.says("evaluate", 'echo "{{\\"bytes\\": {step}}}" > {scores}'), "retry_seconds": 0}}
+                "tasks": {
+                    "size": {
+                        "command": self.says("evaluate", 'echo "{{\\"bytes\\": {step}}}" > {scores}'),
+                        "retry_seconds": 0,
+                    }
+                }
             },
             "upload": {"folders": ["checkpoint", "converted"], "to": f"file://{self.there}", "retry_seconds": 0},
             "clean_up": {"delete": ["checkpoint", "converted"], "keep_last": 1, "retry_seconds": 0},
@@ -74,7 +83,15 @@ class World:
 
     def start(self, *words: str) -> subprocess.Popen[bytes]:
         self.write()
-        command = [sys.executable, "-m", "src.operations.checkpoint_jobs", str(self.runs), "--plan", str(self.file), *words]
+        command = [
+            sys.executable,
+            "-m",
+            "src.operations.checkpoint_jobs",
+            str(self.runs),
+            "--plan",
+            str(self.file),
+            *words,
+        ]
         return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def done(self) -> Counter[str]:
@@ -105,7 +122,9 @@ def poll(happened: Callable[[], Any], seconds: float = 300) -> None:
 
 def test_every_stage_of_every_checkpoint_once(world: World):
     assert [world.once(), world.once()] == [0, 0]
-    assert world.done() == Counter([f"{stage} {step}" for stage in ("convert", "evaluate") for step in (10, 20, 30, 40)])
+    assert world.done() == Counter(
+        [f"{stage} {step}" for stage in ("convert", "evaluate") for step in (10, 20, 30, 40)]
+    )
     assert world.steps() == [40]
     assert sorted(path.name for path in (world.run / "converted").iterdir()) == ["branch-0-step-00000040"]
     for step in (10, 20, 30, 40):
@@ -113,7 +132,9 @@ def test_every_stage_of_every_checkpoint_once(world: World):
         assert world.uploaded(step, "checkpoint", "model.safetensors").read_bytes() == weights
         assert world.uploaded(step, "converted", "weights").read_bytes() == weights
         assert world.uploaded(step, "checkpoint", "tokenizer/tokenizer.json").exists()
-    assert defect(world.there / ID / "branch-0-step-00000010" / "checkpoint") is None  # a whole checkpoint, to be copied back
+    assert (
+        defect(world.there / ID / "branch-0-step-00000010" / "checkpoint") is None
+    )  # a whole checkpoint, to be copied back
     rows = jsonl_records.rows(world.run / EVALUATIONS)
     assert [(row["run"], row["branch"], row["step"], row["task"], row["scores"]) for row in rows] == [
         (ID, 0, step, "size", {"bytes": step}) for step in (10, 20, 30, 40)
@@ -133,7 +154,15 @@ def test_every_stage_of_every_checkpoint_once(world: World):
 def test_command_prints_its_actions(world: World):
     world.raw["evaluate"]["tasks"]["size"]["command"] = "false {scores}"
     world.write()
-    command = [sys.executable, "-m", "src.operations.checkpoint_jobs", str(world.runs), "--plan", str(world.file), "--once"]
+    command = [
+        sys.executable,
+        "-m",
+        "src.operations.checkpoint_jobs",
+        str(world.runs),
+        "--plan",
+        str(world.file),
+        "--once",
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == checkpoint_jobs.FAILED
     assert f"{ID} step 10: convert\n" in done.stderr
@@ -219,7 +248,9 @@ def test_altered_upload_does_not_count(world: World):
         assert world.once() == checkpoint_jobs.FAILED
     assert world.steps() == [10, 20, 30, 40]
     tries = world.lines("upload")
-    assert Counter((line["step"], line["result"]) for line in tries) == {(step, "failed"): 2 for step in (10, 20, 30, 40)}
+    assert Counter((line["step"], line["result"]) for line in tries) == {
+        (step, "failed"): 2 for step in (10, 20, 30, 40)
+    }
     assert "read back from the destination as 5000 bytes" in tries[0]["reason"]
     world.raw["upload"]["command"] = world.raw["upload"]["command"].replace("head -c 5000", "cat")
     assert world.once() == checkpoint_jobs.FAILED  # given up
@@ -228,7 +259,8 @@ def test_altered_upload_does_not_count(world: World):
 
 
 @pytest.mark.parametrize(
-    ("printed", "message"), [("", "got ''"), ("a" * 64, "expected one sha256"), (f"{'a' * 64} 12 13", "expected one sha256")]
+    ("printed", "message"),
+    [("", "got ''"), ("a" * 64, "expected one sha256"), (f"{'a' * 64} 12 13", "expected one sha256")],
 )
 def test_a_readback_must_print_sha256_and_size(tmp_path: Path, printed: str, message: str):
     there = uploads.Commands(lambda file, name: "true", lambda name: f"echo '{printed}'", 10, tmp_path / "log")
@@ -257,7 +289,9 @@ def test_missing_destination_is_reported_and_retried(world: World):
 
 def test_a_destination_without_room(world: World):
     """A file system of 64 KiB, real where we may mount one."""
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", world.there], capture_output=True, check=False).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", world.there], capture_output=True, check=False
+    ).returncode:
         pytest.skip("may not mount a small file system")
     try:
         assert world.once() == checkpoint_jobs.FAILED
@@ -274,12 +308,16 @@ def test_a_destination_without_room(world: World):
 
 def test_failures_are_retried_up_to_a_limit_and_block_dependent_stages(world: World):
     world.raw["convert"] |= {
-        "command": f"echo tried >> {world.effects}; test {{step}} != 20 && cp {{checkpoint}}/model.safetensors {{output}}"
+        "command": (
+            f"echo tried >> {world.effects}; test {{step}} != 20 && cp {{checkpoint}}/model.safetensors {{output}}"
+        )
     }
     for _ in range(5):
         assert world.once() == checkpoint_jobs.FAILED
     tries = [line for line in world.lines("convert") if line["step"] == 20]
-    assert [(line["attempt"], line["exit_code"], line["result"]) for line in tries] == [(n, 1, "failed") for n in (1, 2, 3)]
+    assert [(line["attempt"], line["exit_code"], line["result"]) for line in tries] == [
+        (n, 1, "failed") for n in (1, 2, 3)
+    ]
     assert world.steps() == [20, 40]
     assert not [line for line in world.lines() if line["step"] == 20 and line["stage"] != "convert"]
     assert world.done()["tried"] == 3 + 3
@@ -321,7 +359,9 @@ def test_scores_that_are_not_finite_are_null(world: World):
 def test_evaluations_that_were_rolled_back_are_made_again(world: World):
     world.raw = {key: world.raw[key] for key in ("checkpoints", "convert", "evaluate")}
     assert world.once() == 0
-    (world.run / EVALUATIONS).write_text("".join(f"{json.dumps(row)}\n" for row in jsonl_records.rows(world.run / EVALUATIONS)[:2]))
+    (world.run / EVALUATIONS).write_text(
+        "".join(f"{json.dumps(row)}\n" for row in jsonl_records.rows(world.run / EVALUATIONS)[:2])
+    )
     assert world.once() == 0
     assert world.done()["evaluate 20"] == 1
     assert world.done()["evaluate 40"] == 2
@@ -332,7 +372,10 @@ def test_unrecorded_work_is_repeated_with_the_same_result(world: World):
     """As if every worker had been killed between the end of a stage and its line."""
     world.raw = {key: world.raw[key] for key in ("checkpoints", "convert", "evaluate", "upload")}
     assert world.once() == 0
-    rows, sent = jsonl_records.rows(world.run / EVALUATIONS), world.uploaded(10, "converted", "weights").stat().st_mtime_ns
+    rows, sent = (
+        jsonl_records.rows(world.run / EVALUATIONS),
+        world.uploaded(10, "converted", "weights").stat().st_mtime_ns,
+    )
     (world.run / JOBS).unlink()
     assert world.once() == 0
     assert set(world.done().values()) == {2}
@@ -419,7 +462,9 @@ def test_the_command_of_a_killed_worker_is_killed_and_the_stage_repeated(world: 
     world.raw["evaluate"]["tasks"]["t"]["command"] = "echo '{{\"a\": 1}}' > {scores}"
     assert world.once() == 0
     assert [(line["attempt"], line["result"]) for line in world.lines()] == [(1, "ok")]
-    assert [path.name for path in (world.run / "checkpoint_jobs" / "branch-0-step-00000040" / "evaluate.t").glob("*work*")] == []
+    assert [
+        path.name for path in (world.run / "checkpoint_jobs" / "branch-0-step-00000040" / "evaluate.t").glob("*work*")
+    ] == []
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.001, 0.002, 0.005, 0.2])
@@ -456,7 +501,11 @@ def test_two_at_once_killed_at_any_moment_do_each_stage_once(world: World):
     kills = 0
 
     def observe() -> tuple[int, ...]:
-        return len(world.steps()), *(sum(1 for _ in os.walk(place)) for place in (world.run, world.there)), len(world.lines())
+        return (
+            len(world.steps()),
+            *(sum(1 for _ in os.walk(place)) for place in (world.run, world.there)),
+            len(world.lines()),
+        )
 
     try:
         while world.steps() != [40] or len(world.lines("upload", "ok")) < 4:
@@ -478,7 +527,11 @@ def test_two_at_once_killed_at_any_moment_do_each_stage_once(world: World):
     assert len(jsonl_records.rows(world.run / EVALUATIONS)) == 4
     assert Counter((line["stage"], line["step"]) for line in world.lines(result="ok")) == {
         **{(stage, step): 1 for stage in ("convert", "evaluate", "upload") for step in (10, 20, 30, 40)},
-        **{("clean_up", step): 1 for step in (10, 20, 30) if any(x["step"] == step for x in world.lines("clean_up", "ok"))},
+        **{
+            ("clean_up", step): 1
+            for step in (10, 20, 30)
+            if any(x["step"] == step for x in world.lines("clean_up", "ok"))
+        },
     }
     for step in (10, 20, 30, 40):
         assert defect(world.there / ID / f"branch-0-step-{step:08d}" / "checkpoint") is None
@@ -506,14 +559,23 @@ def mistake(world: World, change: Callable[[Raw], object]) -> str:
             "{chekpoint}: unknown placeholder 'chekpoint'. Did you mean 'checkpoint'?",
         ),
         (lambda raw: raw["convert"].update(command="x {checkpoint}"), "convert.command: has no {output} in it"),
-        (lambda raw: raw["convert"].update(command="x } {output}"), "a brace that begins no placeholder is written twice"),
+        (
+            lambda raw: raw["convert"].update(command="x } {output}"),
+            "a brace that begins no placeholder is written twice",
+        ),
         (lambda raw: raw["convert"].update(attempts="3"), "convert.attempts: expected int, got '3' (str)."),
         (lambda raw: raw.pop("convert"), "upload.folders: 'converted' is made by the stage convert"),
         (lambda raw: raw.pop("upload"), "clean_up: deletes only what was uploaded"),
         (lambda raw: raw["clean_up"].update(after=["convert"]), "clean_up: deletes only what was uploaded"),
         (lambda raw: raw["upload"].update(folders=["checkpoint"]), "clean_up.delete: converted: not in upload.folders"),
-        (lambda raw: raw["upload"].update(command="cp {file} {name}"), "expected either `to: FOLDER`, or both `command` and `readback`"),
-        (lambda raw: raw["upload"].update(to="s3://bucket"), "upload.to: expected file:///FOLDER or /FOLDER, got 's3://bucket'"),
+        (
+            lambda raw: raw["upload"].update(command="cp {file} {name}"),
+            "expected either `to: FOLDER`, or both `command` and `readback`",
+        ),
+        (
+            lambda raw: raw["upload"].update(to="s3://bucket"),
+            "upload.to: expected file:///FOLDER or /FOLDER, got 's3://bucket'",
+        ),
         (lambda raw: raw["evaluate"].update(tasks={"../x": {"command": "x {scores}"}}), "expected a name of letters"),
         (lambda raw: raw["evaluate"].update(tasks={}), "evaluate.tasks: expected"),
     ],

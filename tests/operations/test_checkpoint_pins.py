@@ -1,4 +1,5 @@
-"""What a plan means stays in the run until the plan is done with it: the training that goes on meanwhile does not delete it."""
+"""What a plan means stays in the run until the plan is done with it: the training that goes on meanwhile does not
+delete it."""
 
 import json
 import signal
@@ -25,7 +26,11 @@ def world(tmp_path: Path) -> Iterator[World]:
     gate = f"while ! test -e {tmp_path}/gate-{{step}} -o -e {tmp_path}/over; do sleep 0.02; done"
     world.raw = {
         "checkpoints": {"every": 10},
-        "evaluate": {"tasks": {"size": {"command": f"{gate}; echo '{{{{\"x\": 1}}}}' > {{scores}}", "retry_seconds": 0, "attempts": 1}}},
+        "evaluate": {
+            "tasks": {
+                "size": {"command": f"{gate}; echo '{{{{\"x\": 1}}}}' > {{scores}}", "retry_seconds": 0, "attempts": 1}
+            }
+        },
     }
     yield world
     (tmp_path / "over").touch()  # the commands of watchers that were killed go on
@@ -113,7 +118,10 @@ def test_only_an_upload_that_was_given_up_is_still_waited_for(world: World, stag
     if stage == "evaluate":
         world.raw["evaluate"]["tasks"]["size"]["command"] = "false {scores}"
     else:
-        world.raw = {"checkpoints": {"every": 10}, "upload": {"command": "false {file} {name}", "readback": "false {name}", "attempts": 1}}
+        world.raw = {
+            "checkpoints": {"every": 10},
+            "upload": {"command": "false {file} {name}", "readback": "false {name}", "attempts": 1},
+        }
     process = world.start("--every", "0.1")
     try:
         poll(lambda: [row for row in world.lines(stage, "failed") if row["step"] == 10])

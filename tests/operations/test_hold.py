@@ -43,17 +43,25 @@ def submit(run: Path, job_id: str, launcher: str = "slurm") -> None:
     submissions.note(submission, {run.name: job_id}, complete=True)
 
 
-def test_a_job_is_held_and_released_and_the_ledger_says_by_whom_and_why(run: Path, calls: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_job_is_held_and_released_and_the_ledger_says_by_whom_and_why(
+    run: Path, calls: Path, capsys: pytest.CaptureFixture[str]
+):
     submit(run, "7_3")
     assert interventions.main(["hold", str(run), "--why", "the data moves"]) == 0
     assert capsys.readouterr().out == f"{run}: held job 7_3\n"
     assert interventions.main(["release", str(run)]) == 0
     assert calls.read_text() == "hold 7_3\nrelease 7_3\n"
     held, released = ledger.read(run)
-    assert (held["event"], held["job"], held["who"], held["why"]) == ("hold", "7_3", ledger.user_and_host(), "the data moves")
+    assert (held["event"], held["job"], held["who"], held["why"]) == (
+        "hold",
+        "7_3",
+        ledger.user_and_host(),
+        "the data moves",
+    )
     assert (released["event"], released["job"]) == ("release", "7_3")
     assert (
-        capsys.readouterr().out == f"{run}: released job 7_3, which {ledger.user_and_host()} held since {held['when']} (the data moves)\n"
+        capsys.readouterr().out
+        == f"{run}: released job 7_3, which {ledger.user_and_host()} held since {held['when']} (the data moves)\n"
     )
 
 
@@ -65,7 +73,10 @@ def test_a_job_that_haven_submitted_is_held(run: Path, calls: Path):
 
 @pytest.mark.parametrize(
     ("variables", "job_id"),
-    [({"SLURM_JOB_ID": "12"}, "12"), ({"SLURM_JOB_ID": "15", "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "4"}, "12_4")],
+    [
+        ({"SLURM_JOB_ID": "12"}, "12"),
+        ({"SLURM_JOB_ID": "15", "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "4"}, "12_4"),
+    ],
 )
 def test_a_job_that_was_written_by_hand_is_held(run: Path, calls: Path, variables: dict[str, str], job_id: str):
     write_json(run / "env.json", {"variables": variables})
@@ -89,7 +100,9 @@ def test_without_a_job_there_is_nothing_to_hold(run: Path, calls: Path, capsys: 
 def test_other_launchers_have_no_queue_to_wait_in(run: Path, capsys: pytest.CaptureFixture[str]):
     submit(run, "4", "local")
     assert interventions.main(["hold", str(run)]) == 1
-    assert "the launcher 'local' of job 4 has no hold: only Slurm's jobs can wait in a queue." in capsys.readouterr().err
+    assert (
+        "the launcher 'local' of job 4 has no hold: only Slurm's jobs can wait in a queue." in capsys.readouterr().err
+    )
 
 
 def test_a_submission_that_cannot_be_read_is_named(run: Path, capsys: pytest.CaptureFixture[str]):

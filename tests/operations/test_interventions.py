@@ -1,4 +1,5 @@
-"""Going back in a run and back again, on save directories as a training leaves them; killed at every change of the disk."""
+"""Going back in a run and back again, on save directories as a training leaves them; killed at every change of the
+disk."""
 
 import hashlib
 import json
@@ -47,7 +48,12 @@ def train(run: Path, first: int, last: int, words: str = "weights") -> None:
             with open(run / "perf.jsonl", "a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": step, "tokens_per_second": 5.0}) + "\n")
             with open(run / "evaluations.jsonl", "a", encoding="utf-8") as file:
-                file.write(json.dumps({"model_name_or_path": f"{run}/checkpoints/step-{step:08d}", "score": words, "task": "é"}) + "\n")
+                file.write(
+                    json.dumps(
+                        {"model_name_or_path": f"{run}/checkpoints/step-{step:08d}", "score": words, "task": "é"}
+                    )
+                    + "\n"
+                )
             save(run, step, words, best=20 if step >= 20 else None)
             if step == 20:
                 checkpoints.mark_best(run, 20)
@@ -72,7 +78,11 @@ def state(run: Path) -> dict[str, str]:
     """Hashes of all that a training reads or a person looks at."""
     left_out = ("abandoned/", "attempts/", "lease", ledger.FILE, "env.json")
     found = {str(path.relative_to(run)): path for path in sorted(run.rglob("*")) if path.is_file()}
-    return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in found.items() if not name.startswith(left_out)}
+    return {
+        name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for name, path in found.items()
+        if not name.startswith(left_out)
+    }
 
 
 def steps(folder: Path) -> list[int]:
@@ -84,7 +94,10 @@ def rows(path: Path) -> list[int]:
 
 
 def test_a_rewind_puts_everything_after_the_step_aside(run: Path, capsys: pytest.CaptureFixture[str]):
-    assert tell(run, "rewind", "--to", "30", "--data", "skip:5", "--lr", "x0.75", "--reset-optimizer", "--why", "spike") == 0
+    assert (
+        tell(run, "rewind", "--to", "30", "--data", "skip:5", "--lr", "x0.75", "--reset-optimizer", "--why", "spike")
+        == 0
+    )
     aside = run / "abandoned" / "branch-1"
     assert (steps(run / "checkpoints"), steps(aside / "checkpoints")) == ([10, 20, 30], [40, 50])
     for name in ("scores.jsonl", "perf.jsonl", "evaluations.jsonl"):
@@ -111,7 +124,9 @@ def test_a_rewind_puts_everything_after_the_step_aside(run: Path, capsys: pytest
 
 
 def test_the_ledger_says_who_when_why_what_and_of_which_content(run: Path):
-    hashes = {name: hashlib.sha256((run / "checkpoints" / name / "manifest.json").read_bytes()).hexdigest() for name in NEWER}
+    hashes = {
+        name: hashlib.sha256((run / "checkpoints" / name / "manifest.json").read_bytes()).hexdigest() for name in NEWER
+    }
     later = b"".join((run / "scores.jsonl").read_bytes().splitlines(keepends=True)[3:])
     assert tell(run, "rewind", "--to", "30", "--why", "loss spike at 41") == 0
     (event,) = ledger.read(run)
@@ -124,7 +139,9 @@ def test_the_ledger_says_who_when_why_what_and_of_which_content(run: Path):
     )
     assert event["moved"] == hashes
     assert event["archived"]["scores.jsonl"] == {"rows": 2, "sha256": hashlib.sha256(later).hexdigest()}
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    head = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    ).stdout.strip()
     assert (event["commit"] or "").rstrip("+") == head
 
 
@@ -143,7 +160,9 @@ def test_undo_keeps_what_was_trained_since(run: Path):
     before = state(run)
     assert tell(run, "rewind", "--to", "30") == 0
     train(run, 30, 60, "others")
-    Rotation(run, RotationRule(), "val_loss", "min").rotate(60, 20)  # retention deletes what was there before the rewind
+    Rotation(run, RotationRule(), "val_loss", "min").rotate(
+        60, 20
+    )  # retention deletes what was there before the rewind
     assert steps(run / "checkpoints") == [20, 50, 60]
     trained = {name: value for name, value in state(run).items() if "step-" in name and "00020" not in name}
     assert tell(run, "undo") == 0
@@ -169,7 +188,9 @@ def test_two_rewinds_are_undone_one_after_the_other(run: Path, capsys: pytest.Ca
     assert tell(run, "undo") == 1
     assert "there is nothing to undo. The last rewind was undone at 20" in capsys.readouterr().err
     assert tell(run, "rewind", "--to", "40", "--data", "reshuffle") == 0
-    assert [branch.number for branch in branches.read(run)] == [5], "a number is never given twice, so this is another order"
+    assert [branch.number for branch in branches.read(run)] == [5], (
+        "a number is never given twice, so this is another order"
+    )
 
 
 def test_to_go_back_further_leaves_the_branch_that_began_there(run: Path, capsys: pytest.CaptureFixture[str]):
@@ -302,7 +323,9 @@ def test_damaged_scores_are_named_before_anything_is_changed(run: Path, capsys: 
 
 
 def test_a_live_run_is_left_alone(run: Path, capsys: pytest.CaptureFixture[str]):
-    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(run)], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(run)], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     try:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
@@ -348,7 +371,10 @@ def test_a_run_is_found_by_the_beginning_of_its_id(run: Path, capsys: pytest.Cap
     assert steps(run / "checkpoints") == [10, 20, 30]
     capsys.readouterr()
     assert interventions.main(["rewind", "zzz", "--runs", runs, "--to", "30"]) == 1
-    assert capsys.readouterr().err == f"error: zzz: no experiments in {runs} are called that, and it is no save directory.\n"
+    assert (
+        capsys.readouterr().err
+        == f"error: zzz: no experiments in {runs} are called that, and it is no save directory.\n"
+    )
 
 
 def test_the_ledger_is_shown(run: Path, capsys: pytest.CaptureFixture[str]):
@@ -362,7 +388,8 @@ CHANGES = {"os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.link", "os.trun
 
 
 def killed(action: Callable[[], Any], run: Path, moment: int) -> bool:
-    """Do `action` in a process that is killed just before its change number `moment` of the disk; False where it made fewer."""
+    """Do `action` in a process that is killed just before its change number `moment` of the disk; False where it made
+    fewer."""
     child = os.fork()
     if child == 0:
         made = 0
@@ -393,14 +420,19 @@ def content(run: Path) -> dict[str, Any]:
         if path.is_file() and not swept_later and not name.startswith(("lease", "attempts/")):
             found[name] = path.read_bytes().replace(str(run).encode(), b"")
             if path.name in ("record.json", "status.json", ledger.FILE):
-                found[name] = [timeless(line) for line in (path.read_text().splitlines() if name == ledger.FILE else [path.read_text()])]
+                found[name] = [
+                    timeless(line)
+                    for line in (path.read_text().splitlines() if name == ledger.FILE else [path.read_text()])
+                ]
     return found
 
 
 def timeless(text: str) -> Any:
     value = json.loads(text)
     undone = {"undone": "then"} if value.get("undone") else {}
-    return {k: v for k, v in value.items() if k not in ("when", "id", "updated", "undone", "started", "before", "archived")} | undone
+    return {
+        k: v for k, v in value.items() if k not in ("when", "id", "updated", "undone", "started", "before", "archived")
+    } | undone
 
 
 def copies(source: Path, folder: Path, number: int) -> Path:
@@ -442,7 +474,12 @@ def _unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_rewind_that_is_killed_anywhere_is_finished_by_the_next_call(tmp_path: Path):
     run = tmp_path / "runs" / exp_id(EXP)
     train(run, 0, 20)
-    assert kill_everywhere(run, tmp_path / "copies", "rewind", "--to", "10", "--data", "skip:2", "--new-wandb-run", "--why", "x") > 40
+    assert (
+        kill_everywhere(
+            run, tmp_path / "copies", "rewind", "--to", "10", "--data", "skip:2", "--new-wandb-run", "--why", "x"
+        )
+        > 40
+    )
 
 
 @pytest.mark.usefixtures("_unsynced")
@@ -503,7 +540,10 @@ def test_the_next_start_of_the_run_finishes_what_was_interrupted(run: Path):
 def test_a_row_that_others_add_while_a_rewind_waits_to_be_finished_is_not_lost(run: Path):
     """Who evaluates checkpoints holds no lease."""
     moment = 30
-    while not (run / "abandoned/branch-1/before/evaluations.jsonl").exists() or (run / "abandoned/branch-1/evaluations.jsonl").exists():
+    while (
+        not (run / "abandoned/branch-1/before/evaluations.jsonl").exists()
+        or (run / "abandoned/branch-1/evaluations.jsonl").exists()
+    ):
         shutil.rmtree(run)
         train(run, 0, 50)
         assert killed(lambda at=moment: tell(run, "rewind", "--to", "30"), run, moment)
@@ -539,7 +579,9 @@ def test_undo_brings_back_the_checkpoint_that_a_stop_before_the_first_step_repla
     save(run, 30, "without moments", best=20)
     assert tell(run, "undo") == 0
     assert state(run) == before
-    assert (run / "abandoned/branch-2/checkpoints/step-00000030/model.safetensors").read_text() == "without moments at 30"
+    assert (
+        run / "abandoned/branch-2/checkpoints/step-00000030/model.safetensors"
+    ).read_text() == "without moments at 30"
 
 
 def test_a_number_is_not_given_again_when_what_was_left_is_deleted_by_hand(run: Path):

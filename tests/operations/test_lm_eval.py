@@ -1,4 +1,5 @@
-"""Checkpoints are scored by lm-evaluation-harness as they come, by the plan in resources/. `.ci/lm_eval` installs the harness."""
+"""Checkpoints are scored by lm-evaluation-harness as they come, by the plan in resources/. `.ci/lm_eval` installs the
+harness."""
 
 import json
 import os
@@ -28,12 +29,16 @@ SHORT = override(TOLD, {"gains": None, "loop.steps": 40, "loop.eval_every": 20})
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not LM_EVAL.exists(), reason="needs lm-evaluation-harness: .ci/lm_eval, or LM_EVAL names its Python")
+@pytest.mark.skipif(
+    not LM_EVAL.exists(), reason="needs lm-evaluation-harness: .ci/lm_eval, or LM_EVAL names its Python"
+)
 def test_the_harness_scores_a_local_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     write_metadata(toy.write_data(tmp_path / "data"))
     assert toy.main(["-e", "short"], {"short": [SHORT]}, tmp_path) == 0
     rows = [
-        {"text": f"the {thing} is", "choices": [f" {colour}", " cat"], "label": 0} for thing in toy.THINGS for colour in toy.COLOURS[:2]
+        {"text": f"the {thing} is", "choices": [f" {colour}", " cat"], "label": 0}
+        for thing in toy.THINGS
+        for colour in toy.COLOURS[:2]
     ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     task = {
@@ -47,15 +52,21 @@ def test_the_harness_scores_a_local_task(tmp_path: Path, monkeypatch: pytest.Mon
     (found,) = score(tmp_path, monkeypatch, "checkpoint_jobs_lm_eval.yaml", "arc_easy", task, SHORT)
     run = tmp_path / "runs" / exp_id(SHORT)
     assert (found["step"], found["task"]) == (40, "colours")
-    assert found["scores"]["colours/acc"] == pytest.approx(accuracy(run, Places(tmp_path / "data", tmp_path / "runs"), rows))
+    assert found["scores"]["colours/acc"] == pytest.approx(
+        accuracy(run, Places(tmp_path / "data", tmp_path / "runs"), rows)
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not LM_EVAL.exists(), reason="needs lm-evaluation-harness: .ci/lm_eval, or LM_EVAL names its Python")
+@pytest.mark.skipif(
+    not LM_EVAL.exists(), reason="needs lm-evaluation-harness: .ci/lm_eval, or LM_EVAL names its Python"
+)
 def test_the_harness_asks_assistants_by_their_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Whoever learned by heart that "2?" is two answers so, and only where it is asked as it was trained."""
     write_data(tmp_path / "data")
-    learned = override(SFT, {"model.hidden_size": 32, "loop.steps": 200, "loop.eval_every": 100, "loop.learning_rate": 1e-2})
+    learned = override(
+        SFT, {"model.hidden_size": 32, "loop.steps": 200, "loop.eval_every": 100, "loop.learning_rate": 1e-2}
+    )
     assert toy.main(["-e", "learned"], {"learned": [learned]}, tmp_path) == 0
     rows = [{"question": f"{number}?", "answer": WORDS[number - 1]} for number in range(1, 9)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -71,11 +82,21 @@ def test_the_harness_asks_assistants_by_their_template(tmp_path: Path, monkeypat
 
 
 def score(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, plan_name: str, stands_for: str, task: dict[str, Any], exp: dict[str, Any]
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    plan_name: str,
+    stands_for: str,
+    task: dict[str, Any],
+    exp: dict[str, Any],
 ) -> list[dict[str, Any]]:
-    """What the harness told of the last checkpoint of a run, by a plan whose task `stands_for` is a local one about rows.jsonl."""
+    """What the harness told of the last checkpoint of a run, by a plan whose task `stands_for` is a local one about
+    rows.jsonl."""
     (folder / "tasks").mkdir()
-    facts = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(folder / "rows.jsonl")}}, "test_split": "test"}
+    facts = {
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(folder / "rows.jsonl")}},
+        "test_split": "test",
+    }
     (folder / "tasks" / "colours.yaml").write_text(yaml.safe_dump({"task": "colours", **facts, **task}))
     plan = yaml.safe_load((ROOT / "resources" / plan_name).read_text())
     plan["checkpoints"] = {"last": True}

@@ -1,4 +1,5 @@
-"""Hung, dead, finished, starting: told apart on real processes that hold a save directory, and each incident noted once."""
+"""Hung, dead, finished, starting: told apart on real processes that hold a save directory, and each incident noted
+once."""
 
 import contextlib
 import json
@@ -78,7 +79,9 @@ class World:
     def perf(self, *rows: tuple[int, float, float]) -> None:
         """(step, seconds since the row before, steps per second)"""
         keys = ("step", "seconds", "steps_per_second")
-        (self.run / "perf.jsonl").write_text("".join(json.dumps(dict(zip(keys, row, strict=True))) + "\n" for row in rows))
+        (self.run / "perf.jsonl").write_text(
+            "".join(json.dumps(dict(zip(keys, row, strict=True))) + "\n" for row in rows)
+        )
 
     def age(self, name: str, seconds: float) -> None:
         then = time.time() - seconds
@@ -213,7 +216,11 @@ def test_finished_and_failed_runs(world: World):
     (world.run / events.EVENTS).unlink()
     command = [sys.executable, "-m", "src.operations.watchdog", str(world.runs), "--once"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr.startswith(f"{ID} error "), "out of luck" in done.stderr) == (watchdog.NEW, True, True)
+    assert (done.returncode, done.stderr.startswith(f"{ID} error "), "out of luck" in done.stderr) == (
+        watchdog.NEW,
+        True,
+        True,
+    )
     world.start()
     world.tell("done 100")
     world.kill()
@@ -233,7 +240,9 @@ def test_a_stopped_process_is_hung_not_dead(world: World):
         world.age(name, 100)
     verdict = world.verdict()
     assert verdict.state == "hung"
-    assert verdict.reason.endswith("Its lease does not beat either: is the process stopped (SIGSTOP), or its disk full?")
+    assert verdict.reason.endswith(
+        "Its lease does not beat either: is the process stopped (SIGSTOP), or its disk full?"
+    )
 
 
 def test_a_silent_holder_on_another_machine_is_dead(world: World):
@@ -247,7 +256,9 @@ def test_a_silent_holder_on_another_machine_is_dead(world: World):
     assert "lost contact 5 min ago" in world.verdict().reason
 
 
-def test_log_events_are_in_the_status_table_and_reported(world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_log_events_are_in_the_status_table_and_reported(
+    world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     world.start()
     log = world.runs / "logs" / f"{ID}.err.log"
     log.parent.mkdir()
@@ -288,7 +299,9 @@ def test_damaged_files_are_named_and_stop_nothing_else(world: World, caplog: pyt
         ([".", "--factor", "0"], "expected numbers above 0"),
     ],
 )
-def test_a_wrong_command_is_one_line(words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
+def test_a_wrong_command_is_one_line(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+):
     monkeypatch.chdir(tmp_path)
     assert watchdog.main([*words, "--once"]) == 1
     assert message in capsys.readouterr().err

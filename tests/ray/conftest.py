@@ -15,7 +15,11 @@ def _cluster_of_the_session() -> Iterator[Cluster]:
     real = Cluster()
     yield real
     real.close()
-    left = [process.pid for process in psutil.process_iter(["cmdline"]) if str(real.folder) in " ".join(process.info["cmdline"] or ())]
+    left = [
+        process.pid
+        for process in psutil.process_iter(["cmdline"])
+        if str(real.folder) in " ".join(process.info["cmdline"] or ())
+    ]
     assert not left, "processes of Ray outlive it"
 
 

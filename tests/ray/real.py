@@ -19,7 +19,8 @@ from src.launch.ray.api import ask
 from tests.conftest import ROOT
 
 PYTHON = ROOT / ".ray" / "bin" / "python"
-# Ray takes 127.0.0.1 for "find out my address", and so would listen on all addresses of the machine, but where it supports no clusters.
+# Ray takes 127.0.0.1 for "find out my address", and so would listen on all addresses of the machine, but where it
+# supports no clusters.
 _NO_CLUSTERS = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 _LOOPBACK = """
 import ctypes
@@ -77,7 +78,14 @@ class Cluster:
             "--include-dashboard",
             "true",
         ]
-        words += ["--ray-client-server-port", client, "--temp-dir", str(self.folder), "--system-config", json.dumps(_SOON_LOST)]
+        words += [
+            "--ray-client-server-port",
+            client,
+            "--temp-dir",
+            str(self.folder),
+            "--system-config",
+            json.dumps(_SOON_LOST),
+        ]
         self._start("head", words, {"slot": 2})
 
         def answers() -> bool:
@@ -90,7 +98,8 @@ class Cluster:
         wait_until(answers, "Ray's dashboard")
 
     def add(self, name: str, resources: dict[str, float]) -> None:
-        """Start another node, and wait until it has run a job. Ray gives one up that needs more than 30 s, as on a busy machine."""
+        """Start another node, and wait until it has run a job. Ray gives one up that needs more than 30 s, as on a busy
+        machine."""
         probe = {"submission_id": f"probe.{name}", "entrypoint": "true", "entrypoint_resources": {name: 1}}
         ask(self.address, "POST", "/api/jobs/", probe)
 
@@ -104,8 +113,24 @@ class Cluster:
     def _start(self, name: str, words: list[str], resources: dict[str, float]) -> None:
         listen, grpc, export = free_ports(3)
         self.ports[name] = listen
-        words += ["--dashboard-agent-listen-port", listen, "--dashboard-agent-grpc-port", grpc, "--metrics-export-port", export]
-        words += ["--num-cpus", "2", "--num-gpus", "0", "--resources", json.dumps(resources), "--object-store-memory", str(80 << 20)]
+        words += [
+            "--dashboard-agent-listen-port",
+            listen,
+            "--dashboard-agent-grpc-port",
+            grpc,
+            "--metrics-export-port",
+            export,
+        ]
+        words += [
+            "--num-cpus",
+            "2",
+            "--num-gpus",
+            "0",
+            "--resources",
+            json.dumps(resources),
+            "--object-store-memory",
+            str(80 << 20),
+        ]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         environment |= _NO_CLUSTERS | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_memory_monitor_refresh_ms": "0"}
         with open(self.folder / f"{name}.log", "wb") as log:

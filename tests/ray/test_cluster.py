@@ -1,4 +1,5 @@
-"""Twelve experiments on a real Ray of two nodes: a worker killed, a node lost, submitted again; then a training that is ended in order."""
+"""Twelve experiments on a real Ray of two nodes: a worker killed, a node lost, submitted again; then a training that is
+ended in order."""
 
 import json
 from collections import Counter
@@ -21,7 +22,9 @@ from tests.ray.real import Cluster, wait_until
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 PARENTS = [planned("end", f"parent {n}", waits="parents may end") for n in range(2)]
 CHILDREN = [planned("end", f"child {n}", PARENTS[n % 2].exp_id, waits="children may end") for n in range(10)]
-LONG = [{**toy.BASE, "seed": seed, "loop": {**toy.BASE["loop"], "steps": 20_000, "eval_every": 10_000}} for seed in (8, 9)]
+LONG = [
+    {**toy.BASE, "seed": seed, "loop": {**toy.BASE["loop"], "steps": 20_000, "eval_every": 10_000}} for seed in (8, 9)
+]
 
 
 class Grid(World):
@@ -33,7 +36,13 @@ class Grid(World):
         (self.root / "trainval.py").write_text(PROGRAM.replace('"go"', 'exp["waits"]'))
 
     def resources_with(self, **values: Any) -> resources.Resources:
-        entry = {"launcher": "ray", "address": self.cluster.address, "num_cpus": 0, "resources": {"slot": 1}, "retries": 1}
+        entry = {
+            "launcher": "ray",
+            "address": self.cluster.address,
+            "num_cpus": 0,
+            "resources": {"slot": 1},
+            "retries": 1,
+        }
         return resources.load("here", {**entry, "parent_poll_seconds": 0.2, **values}, self.runs)
 
     def let(self, event: str) -> None:
@@ -41,7 +50,9 @@ class Grid(World):
 
     def submitted(self) -> Counter[str]:
         return Counter(
-            job["submission_id"].rpartition(".")[2] for job in self.cluster.jobs() if not job["submission_id"].startswith("probe")
+            job["submission_id"].rpartition(".")[2]
+            for job in self.cluster.jobs()
+            if not job["submission_id"].startswith("probe")
         )
 
 
@@ -51,7 +62,11 @@ def processes(identity: str) -> Iterator[psutil.Process]:
         try:
             words = process.cmdline()
             named = any(word.rpartition("/")[2] == identity for word in words)
-            if named and any(word.endswith("trainval.py") for word in words) and Path(words[0]).name.startswith("python"):
+            if (
+                named
+                and any(word.endswith("trainval.py") for word in words)
+                and Path(words[0]).name.startswith("python")
+            ):
                 yield process
         except psutil.Error:
             continue
@@ -84,10 +99,18 @@ def test_twelve_experiments(cluster: Cluster, grid: Grid):
     wait_until(lambda: len(set(grid.started()) & set(children)) == 4, "children on both nodes")
 
     def running() -> dict[str, str]:  # Ray says so some time after they have begun
-        return {job["submission_id"]: job["driver_agent_http_address"] for job in cluster.jobs() if job["status"] == "RUNNING"}
+        return {
+            job["submission_id"]: job["driver_agent_http_address"]
+            for job in cluster.jobs()
+            if job["status"] == "RUNNING"
+        }
 
     wait_until(lambda: len(running()) == 4, "Ray to know of it")
-    victims = {name.rpartition(".")[2] for name, address in running().items() if address.endswith(f":{cluster.ports['second']}")}
+    victims = {
+        name.rpartition(".")[2]
+        for name, address in running().items()
+        if address.endswith(f":{cluster.ports['second']}")
+    }
     cluster.lose("second")
     grid.let("children may end")
     wait_until(lambda: not cluster.alive(), "the others to end")
@@ -105,7 +128,9 @@ def test_twelve_experiments(cluster: Cluster, grid: Grid):
     assert set(grid.ended(items)) == {"done"}
     grid.run(items, "retry")
     assert grid.submitted() - before == {identity: 1 + (identity in victims) for identity in once}
-    assert Counter(grid.started()) == {identity: 1 + (identity in victims or identity == parents[0]) for identity in once}
+    assert Counter(grid.started()) == {
+        identity: 1 + (identity in victims or identity == parents[0]) for identity in once
+    }
 
 
 def rows_written(folder: Path, identity: str) -> int:

@@ -1,4 +1,5 @@
-"""What every launcher promises, and what the launcher ray does, on a real Ray: what its stand-in in the fast tests assumes is so."""
+"""What every launcher promises, and what the launcher ray does, on a real Ray: what its stand-in in the fast tests
+assumes is so."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -55,25 +55,43 @@ def test_chosen_questions(settings: dict[str, Any], listed: list[int] | None, ex
             ConfigError,
             r"^inference\.datasets: unknown source 'ood'\. Did you mean 'odd'\? Known: even, odd\.$",
         ),
-        ({"index_file": "x.txt"}, [3, 10], DataError, r"^inference\.index_file: x\.txt: row 10 of 10, counted from 0\.$"),
+        (
+            {"index_file": "x.txt"},
+            [3, 10],
+            DataError,
+            r"^inference\.index_file: x\.txt: row 10 of 10, counted from 0\.$",
+        ),
         ({"index_file": "x.txt"}, [3, 5, 3], DataError, r"^inference\.index_file: x\.txt: row 3 is listed 2 times\.$"),
         ({"index_file": "x.txt"}, [], DataError, r"^inference: no row of the split is in inference\.index_file"),
-        ({"index_file": "x.txt", "datasets": ["odd"]}, [2, 4], DataError, r"^inference: no row of the split is in inference\.index_file"),
+        (
+            {"index_file": "x.txt", "datasets": ["odd"]},
+            [2, 4],
+            DataError,
+            r"^inference: no row of the split is in inference\.index_file",
+        ),
     ],
 )
-def test_questions_that_do_not_exist(settings: dict[str, Any], listed: list[int] | None, error: type[Exception], message: str):
+def test_questions_that_do_not_exist(
+    settings: dict[str, Any], listed: list[int] | None, error: type[Exception], message: str
+):
     with pytest.raises(error, match=message):
         inference(**settings).select(Rows(), listed)
 
 
 def test_names_of_scores_and_number_of_questions():
-    answers = configs.load(Answers, {"questions": 10, "max_new_tokens": 7, "metrics": [{"name": "squad"}, {"name": "rouge"}]}, "answers")
+    answers = configs.load(
+        Answers, {"questions": 10, "max_new_tokens": 7, "metrics": [{"name": "squad"}, {"name": "rouge"}]}, "answers"
+    )
     assert set(score_names(answers.metrics)) == {"em", "f1", "precision", "recall", *ROUGE}
     answers.require(Rows())
     control = answers.model_copy(update={"shuffled_context": True})
-    assert set(control.score_names()) == {end for name in score_names(answers.metrics) for end in (name, f"{name}_shuffled_context")}
+    assert set(control.score_names()) == {
+        end for name in score_names(answers.metrics) for end in (name, f"{name}_shuffled_context")
+    }
     assert answers.score_names() == score_names(answers.metrics)
-    with pytest.raises(ConfigError, match=r"^answers\.shuffled_context: these data are read without contexts\. Leave it out\.$"):
+    with pytest.raises(
+        ConfigError, match=r"^answers\.shuffled_context: these data are read without contexts\. Leave it out\.$"
+    ):
         control.require(Rows())
     with pytest.raises(DataError, match=r"^answers\.questions: 11 of a validation set of 10\. Ask for fewer\.$"):
         answers.model_copy(update={"questions": 11}).require(Rows())
@@ -103,11 +121,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"inference": {**INFERENCE, "split": "tst"}}, "toy_qa: has no tst.jsonl. It holds: train.jsonl, val.jsonl."),
         ({"inference": {**INFERENCE, "index_file": "hard.txt"}}, "toy_qa: has no hard.txt."),
         ({"inference": {**INFERENCE, "max_new_tokens": 60}}, "data.sequence_tokens"),
-        ({"loop": {**toy.CROSSATTN["loop"], "best_metric": "rougeL", "best_mode": "max"}}, "loop.best_metric: unknown score 'rougeL'."),
-        ({"loop": {**toy.CROSSATTN["loop"], "best_metric": "inference/em", "best_mode": "max"}}, "loop.best_metric: unknown score"),
+        (
+            {"loop": {**toy.CROSSATTN["loop"], "best_metric": "rougeL", "best_mode": "max"}},
+            "loop.best_metric: unknown score 'rougeL'.",
+        ),
+        (
+            {"loop": {**toy.CROSSATTN["loop"], "best_metric": "inference/em", "best_mode": "max"}},
+            "loop.best_metric: unknown score",
+        ),
     ],
 )
-def test_a_dry_run_reports_mistakes(folder: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], message: str):
+def test_a_dry_run_reports_mistakes(
+    folder: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], message: str
+):
     exp = copy.deepcopy(toy.CROSSATTN) | changes
     assert toy.main(["-e", "c", "--dry-run"], {"base": [toy.BASE], "c": [exp]}, folder) == 1
     assert message in capsys.readouterr().err

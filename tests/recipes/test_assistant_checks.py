@@ -59,7 +59,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("talk_tokenizer", {**MIXED, "draw": {"a": {"size": 24}, "b": {"size": 99, "fraction": 9.0}}}, None),
     ],
 )
-def test_dry_run_refuses(folder: Path, tokenizer: str, data: dict[str, Any], message: str | None, capsys: pytest.CaptureFixture[str]):
+def test_dry_run_refuses(
+    folder: Path, tokenizer: str, data: dict[str, Any], message: str | None, capsys: pytest.CaptureFixture[str]
+):
     exp = override(SFT, {"model.tokenizer": tokenizer, "data": data})
     assert toy.main(["-e", "x", "--dry-run"], {"x": [exp]}, folder) == (message is not None)
     assert (message or "") in capsys.readouterr().err

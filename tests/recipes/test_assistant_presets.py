@@ -1,4 +1,5 @@
-"""Every published setting of assistants passes its checks, and learns from rows of its data sets on a small model of its family."""
+"""Every published setting of assistants passes its checks, and learns from rows of its data sets on a small model of
+its family."""
 
 import json
 import re
@@ -24,14 +25,28 @@ from tests.data.conversations.talk import tokenizer, write_rows
 from tests.test_flagship import PROGRAMS
 
 NEOX, GPT, LLAMA = (
-    {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "max_position_embeddings": 2048},
+    {
+        "hidden_size": 8,
+        "intermediate_size": 16,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 2048,
+    },
     {"n_embd": 8, "n_layer": 3, "n_head": 2, "n_positions": 2048},
-    {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "max_position_embeddings": 2048},
+    {
+        "hidden_size": 8,
+        "intermediate_size": 16,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 2048,
+    },
 )
 OPT = {"hidden_size": 8, "ffn_dim": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "word_embed_proj_dim": 8}
 BASES: dict[str, tuple[str, dict[str, Any]]] = {
     "facebook/galactica-125m": ("opt", OPT),
-    **{f"EleutherAI/pythia-{size}-deduped": ("gpt_neox", NEOX) for size in ("70m", "1b", "1.4b", "2.8b", "6.9b", "12b")},
+    **{
+        f"EleutherAI/pythia-{size}-deduped": ("gpt_neox", NEOX) for size in ("70m", "1b", "1.4b", "2.8b", "6.9b", "12b")
+    },
     "EleutherAI/gpt-neox-20b": ("gpt_neox", NEOX),
     "togethercomputer/GPT-JT-6B-v1": ("gptj", {**GPT, "rotary_dim": 2}),
     "Salesforce/codegen-2B-multi": ("codegen", {**GPT, "n_head": 4, "rotary_dim": 2}),
@@ -51,7 +66,9 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
     folder = tmp_path_factory.mktemp("presets")
     plain = tokenizer(())
     for path, (family, sizes) in BASES.items():
-        config = transformers.AutoConfig.for_model(family, vocab_size=len(plain), bos_token_id=0, eos_token_id=0, pad_token_id=1, **sizes)
+        config = transformers.AutoConfig.for_model(
+            family, vocab_size=len(plain), bos_token_id=0, eos_token_id=0, pad_token_id=1, **sizes
+        )
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / path)
         plain.save_pretrained(folder / path)
     chat_tokenizer.prepare(folder, "facebook/galactica-125m", "oasst", "galactica_oasst")
@@ -63,8 +80,8 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_it_learns_on_a_small_base_of_its_family(group: str, places: Places):
-    """Of the reference, sections of GPT-JT (B10), of adapters (B11) and of reward models (B31) ended before the first step, and reward
-    models had no embeddings of new control tokens (B28)."""
+    """Of the reference, sections of GPT-JT (B10), of adapters (B11) and of reward models (B31) ended before the first
+    step, and reward models had no embeddings of new control tokens (B28)."""
     (exp,) = GROUPS[group]
     recipe: Any = load_experiment(exp, group)
     recipe.check(places)
@@ -96,10 +113,15 @@ def test_a_dry_run_checks_every_group(places: Places, tmp_path: Path, capsys: py
 
 @pytest.mark.parametrize("name", RLHF)
 def test_a_policy_learns_from_small_parents(name: str, places: Places, tmp_path: Path):
-    """B18: a reward had to be told the tokenizer by a name that a later trlx changed; B19: prompts without answers could not be read."""
+    """B18: a reward had to be told the tokenizer by a name that a later trlx changed; B19: prompts without answers
+    could not be read."""
     (exp,) = RLHF[name]
     policy, judge = GROUPS["assistant_pythia-12b" if "pythia" in name else "assistant_llama-30b"][0], reward("1.4b")
-    base = override(exp["model"]["base"], {"base": policy["model"], "frozen_layers": 1}) if "llama" in name else policy["model"]
+    base = (
+        override(exp["model"]["base"], {"base": policy["model"], "frozen_layers": 1})
+        if "llama" in name
+        else policy["model"]
+    )
     (tmp_path / "data").mkdir()
     for path in places.data.iterdir():
         (tmp_path / "data" / path.name).symlink_to(path)
@@ -109,7 +131,14 @@ def test_a_policy_learns_from_small_parents(name: str, places: Places, tmp_path:
         "model.base": base,
         "rewards": [{**exp["rewards"][0], "model": judge["model"]}],
         "data": {**exp["data"], "rollouts": 4, "passes": 1, "max_new_tokens": 2, "generation_batch": 2},
-        "loop": {**exp["loop"], "steps": 1, "sequences_per_step": 4, "micro_batch": 2, "eval_every": 1, "precision": "float32"},
+        "loop": {
+            **exp["loop"],
+            "steps": 1,
+            "sequences_per_step": 4,
+            "micro_batch": 2,
+            "eval_every": 1,
+            "precision": "float32",
+        },
         "answers": {**exp["answers"], "max_new_tokens": 2},
     }
     assert toy.main(["-e", "x"], {"x": [override(exp, small)]}, tmp_path) == 0
@@ -121,7 +150,9 @@ SMALLER = shlex.split("--set loop.steps=2 loop.eval_every=2 loop.sequences_per_s
 @pytest.mark.slow
 def test_the_commands_that_open_assistants_readme_has(places: Places):
     """Those of our page, one after another, in a folder where the releases are prepared and the models are small."""
-    (block,) = re.findall(r"What you knew.*?```bash\n# needs the hub\n(.*?)```", (toy.ROOT / "docs/assistants.md").read_text(), re.DOTALL)
+    (block,) = re.findall(
+        r"What you knew.*?```bash\n# needs the hub\n(.*?)```", (toy.ROOT / "docs/assistants.md").read_text(), re.DOTALL
+    )
     lines = [re.split(" +#", line)[0] for line in block.splitlines()]
     rows, run = [{"instruction": f"Add 1 to {i}.", "input": "", "output": str(i + 1)} for i in range(20)], ""
     (places.runs / "alpaca.json").write_text(json.dumps(rows))

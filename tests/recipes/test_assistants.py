@@ -53,7 +53,9 @@ def test_each_link_of_the_chain_learns(folder: Path):
     for name in CHAIN:
         assert rows[name][-1]["train_loss"] < rows[name][0]["train_loss"], name
     assert {"val_loss", "val_perplexity", "val_accuracy", "em", "f1"} <= rows["sft"][-1].keys()
-    assert {"val_accuracy", "val_kendall", "val_spearman", "val_best_reward", "val_worst_reward", "accuracy"} <= rows["reward"][-1].keys()
+    assert {"val_accuracy", "val_kendall", "val_spearman", "val_best_reward", "val_worst_reward", "accuracy"} <= rows[
+        "reward"
+    ][-1].keys()
     assert {"val_accuracy", "val_margin", "val_chosen_logratio", "margin"} <= rows["dpo"][-1].keys()
     assert "val_perplexity" not in rows["reward"][-1]
 
@@ -118,7 +120,14 @@ def test_adapters_come_back_as_they_were(folder: Path):
     """Also where something fails while they are off."""
     from src.training.preferences.reference import adapters_off
 
-    lora = {"name": "lora", "rank": 2, "alpha": 8.0, "target_modules": ["c_attn"], "base": SFT["model"], "dropout_rate": 0.5}
+    lora = {
+        "name": "lora",
+        "rank": 2,
+        "alpha": 8.0,
+        "target_modules": ["c_attn"],
+        "base": SFT["model"],
+        "dropout_rate": 0.5,
+    }
     model = model_of(folder, lora).train()
     learned = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     with adapters_off(model):
@@ -162,7 +171,8 @@ def test_a_gradient_does_not_depend_on_how_its_batch_is_cut(folder: Path, recipe
 
 
 def test_packed_conversations_give_the_loss_of_padded_ones(folder: Path):
-    """And the gradients: no conversation reads another. (Samples that the reference mixed into one raised, and would have, B3.)"""
+    """And the gradients: no conversation reads another. (Samples that the reference mixed into one raised, and would
+    have, B3.)"""
     exp: Any = load_experiment(SFT, "here")
     packed = data_of(folder, {"name": "packed", "documents": TALK, "sequence_tokens": 96, "too_long": "drop"}, "val")
     padded = data_of(folder, TALK, "val")
@@ -231,7 +241,9 @@ def test_shuffled_ranks_affect_only_the_training_split(folder: Path):
     assert any(exported != other for exported, other in ranks)
     assert all(mixed.sample(3, i)["ranks"] == other for i, (_, other) in enumerate(ranks)), "the same in every epoch"
     val = data_of(folder, {**REPLIES, "shuffled_ranks": True}, "val")
-    assert [val.sample(0, i)["ranks"] for i in range(6)] == [data_of(folder, REPLIES, "val").sample(0, i)["ranks"] for i in range(6)]
+    assert [val.sample(0, i)["ranks"] for i in range(6)] == [
+        data_of(folder, REPLIES, "val").sample(0, i)["ranks"] for i in range(6)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -239,7 +251,11 @@ def test_shuffled_ranks_affect_only_the_training_split(folder: Path):
     [
         (DPO, {"data": REPLIES}, "this recipe reads pairs: 'ranked_replies' with max_replies 2"),
         (DPO, {"data": TALK}, "data: 'conversations' is for a decoder"),
-        (DPO, {"data.writing": {"tags": {"dropout": 0.5}}}, "another text in each epoch has no stored reference. Write 0"),
+        (
+            DPO,
+            {"data.writing": {"tags": {"dropout": 0.5}}},
+            "another text in each epoch has no stored reference. Write 0",
+        ),
         (DPO, {"preference": {"kind": "ipo", "flipped": 0.1}}, "'ipo' has no such setting"),
         (DPO, {"preference": {"kind": "sigmoidal"}}, "preference.kind"),
         (DPO, {"preference": {"reference": "adapters_off"}}, "only model 'lora' has adapters to switch off"),
@@ -266,9 +282,14 @@ def test_a_reward_model_is_exported_with_its_rewards(folder: Path, tmp_path: Pat
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     run = folder / "runs" / exp_id(REWARD)
-    assert export([str(run), str(tmp_path / "out"), "--data_path", str(folder / "data"), "-sb", str(folder / "runs")]) == 0
+    assert (
+        export([str(run), str(tmp_path / "out"), "--data_path", str(folder / "data"), "-sb", str(folder / "runs")]) == 0
+    )
     model, _ = load(run, Places(folder / "data", folder / "runs"))
-    theirs, exported = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out"), AutoTokenizer.from_pretrained(tmp_path / "out")
+    theirs, exported = (
+        AutoModelForSequenceClassification.from_pretrained(tmp_path / "out"),
+        AutoTokenizer.from_pretrained(tmp_path / "out"),
+    )
     assert theirs.config.pad_token_id == exported.pad_token_id != exported.eos_token_id
     texts = ["<|prompter|>1?<end><|assistant|>one<end>", "<|prompter|>2?<end><|assistant|>none of none of <end>"]
     batch = exported(texts, return_tensors="pt", padding=True)
@@ -287,8 +308,13 @@ def test_an_exported_chat_model_writes_as_it_was_trained(folder: Path, tmp_path:
     exp = override(SFT, {"data.writing": {"template": template}, "loop.steps": 4})
     assert toy.main(["-e", "x"], {"x": [exp]}, folder) == 0
     run = folder / "runs" / exp_id(exp)
-    assert export([str(run), str(tmp_path / "out"), "--data_path", str(folder / "data"), "-sb", str(folder / "runs")]) == 0
-    tokenizer, model = AutoTokenizer.from_pretrained(tmp_path / "out"), AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert (
+        export([str(run), str(tmp_path / "out"), "--data_path", str(folder / "data"), "-sb", str(folder / "runs")]) == 0
+    )
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(tmp_path / "out"),
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out"),
+    )
     data = data_of(folder, exp["data"])
     row = {"role": "user", "content": "2?"}, {"role": "assistant", "content": "two"}
     prompt_ids = tokenizer.apply_chat_template([row[0]], add_generation_prompt=True, return_dict=False)
@@ -296,7 +322,9 @@ def test_an_exported_chat_model_writes_as_it_was_trained(folder: Path, tmp_path:
     assert data.prompt(1)["input_ids"] == prompt_ids
     ours, _ = load(run, Places(folder / "data", folder / "runs"))
     with torch.no_grad():
-        assert torch.equal(model(input_ids=torch.tensor([prompt_ids])).logits, ours(input_ids=torch.tensor([prompt_ids])).logits)
+        assert torch.equal(
+            model(input_ids=torch.tensor([prompt_ids])).logits, ours(input_ids=torch.tensor([prompt_ids])).logits
+        )
     ends = ["<end>"] if template == "oasst" else ["<end>", "<|im_end|>"]
     assert end_ids(tokenizer) == Talk(ours, tokenizer, load_experiment(exp, "here").data)._ends[-len(ends) :]  # type: ignore[attr-defined]
     results = model.generation_config.eos_token_id
@@ -304,7 +332,9 @@ def test_an_exported_chat_model_writes_as_it_was_trained(folder: Path, tmp_path:
     assert model.generation_config.pad_token_id == tokenizer.pad_token_id
 
 
-def test_conversation_continues_until_it_is_reset(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_conversation_continues_until_it_is_reset(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     """From the keyboard, or a file in its place."""
     run, where = str(folder / "runs" / exp_id(SFT)), ["--data_path", str(folder / "data"), "-sb", str(folder / "runs")]
     options = ["--temperature", "0", "--max_new_tokens", "4", "--device", "cpu"]
@@ -329,11 +359,16 @@ def test_conversation_continues_until_it_is_reset(folder: Path, capsys: pytest.C
 
 @pytest.mark.parametrize("template", ["oasst", "chatml"])
 def test_prompt_is_a_prefix_of_the_trained_sequence(folder: Path, template: str):
-    """The reference's chat dropped the conversation where a system message was given (B15), wrote another form than its training (B29);
-    and a report of samples lost the system message where a text stood before the prompts (B23)."""
+    """The reference's chat dropped the conversation where a system message was given (B15), wrote another form than its
+    training (B29); and a report of samples lost the system message where a text stood before the prompts (B23)."""
     writing = {"template": template, "system": "Be kind."}
     recipe: Any = load_experiment(override(SFT, {"data.writing": writing}), "here")
-    dialogue = [Message("user", "2?"), Message("assistant", "two"), Message("user", "Say: 3?"), Message("assistant", "three")]
+    dialogue = [
+        Message("user", "2?"),
+        Message("assistant", "two"),
+        Message("user", "Say: 3?"),
+        Message("assistant", "three"),
+    ]
     data = data_of(folder, {**TALK, "writing": writing})
     trained = data.renderer.render([Message("system", "Be kind."), *dialogue])
     talk_with = Talk(model_of(folder), talk.tokenizer(), recipe.data)

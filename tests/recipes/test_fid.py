@@ -1,4 +1,5 @@
-"""Fusion-in-Decoder through the command line: it learns from its passages, resumes bit for bit, and refuses what does not fit."""
+"""Fusion-in-Decoder through the command line: it learns from its passages, resumes bit for bit, and refuses what does
+not fit."""
 
 import hashlib
 import shutil
@@ -13,7 +14,13 @@ from tests import toy
 
 T5: dict[str, Any] = {
     "name": "t5",
-    "random": {"tokenizer": "toy_tokenizer", "hidden_size": 32, "feed_forward_size": 64, "num_layers": 2, "num_heads": 2},
+    "random": {
+        "tokenizer": "toy_tokenizer",
+        "hidden_size": 32,
+        "feed_forward_size": 64,
+        "num_layers": 2,
+        "num_heads": 2,
+    },
     "dropout_rate": 0.1,
 }
 METRICS = [{"name": "squad"}]
@@ -54,7 +61,9 @@ def test_it_learns_to_read_its_passages(folder: Path):
 def test_a_run_that_was_cut_short_ends_with_the_same_bits(folder: Path):
     """Dropout and all."""
     run, last = folder / "runs" / exp_id(FID), "checkpoints/step-00000080"
-    files = [run / last / name for name in ("model.safetensors", "optimizer.safetensors", "state.json")] + [run / "scores.jsonl"]
+    files = [run / last / name for name in ("model.safetensors", "optimizer.safetensors", "state.json")] + [
+        run / "scores.jsonl"
+    ]
     before = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
     shutil.rmtree(run / last)
     (run / "status.json").unlink()
@@ -154,8 +163,19 @@ def test_processes_may_share_the_model(tmp_path: Path):
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("model", toy.BASE["model"], "model: expected 'fusion_in_decoder' around an encoder-decoder; got 'gpt_bigcode'"),
-        ("model", T5, "model: expected 'fusion_in_decoder' around an encoder-decoder; got 't5', which is of the kind 'encoder_decoder'"),
+        (
+            "model",
+            toy.BASE["model"],
+            "model: expected 'fusion_in_decoder' around an encoder-decoder; got 'gpt_bigcode'",
+        ),
+        (
+            "model",
+            T5,
+            (
+                "model: expected 'fusion_in_decoder' around an encoder-decoder; got 't5', which is of the kind "
+                "'encoder_decoder'"
+            ),
+        ),
         ("model.base", toy.BASE["model"], "expected an encoder-decoder, such as 't5'; got 'gpt_bigcode'"),
         ("data", toy.CROSSATTN["data"], "data: the data of this recipe are 'fid_qa', got 'qa'."),
         ("loop.compile", True, "loop.compile: needs batches of one length, and those of 'fid_qa' differ."),
@@ -178,9 +198,14 @@ def test_what_does_not_fit_is_told_before_anything_starts(
             "data: 'fid_qa' is for 'fusion_in_decoder' around an encoder-decoder; this recipe reads data for a decoder",
         ),
         (set_path(toy.CROSSATTN, "model.base", T5, must_exist=True), "unknown family of the base 't5'"),
-        (set_path(toy.CROSSATTN, "model", FID["model"], must_exist=True), "expected 'cross_attention' around a decoder"),
+        (
+            set_path(toy.CROSSATTN, "model", FID["model"], must_exist=True),
+            "expected 'cross_attention' around a decoder",
+        ),
     ],
 )
-def test_other_recipes_take_none_of_its_parts(folder: Path, capsys: pytest.CaptureFixture[str], exp: dict[str, Any], message: str):
+def test_other_recipes_take_none_of_its_parts(
+    folder: Path, capsys: pytest.CaptureFixture[str], exp: dict[str, Any], message: str
+):
     assert toy.main(["-e", "g", "--dry-run"], {"g": [exp]}, folder) == 1
     assert message in capsys.readouterr().err

@@ -1,4 +1,5 @@
-"""After the training: the questions of a split with the model's answers, whole or not at all, and their scores in the last row."""
+"""After the training: the questions of a split with the model's answers, whole or not at all, and their scores in the
+last row."""
 
 import copy
 import json
@@ -35,7 +36,8 @@ CONTROL["inference"]["wrong_contexts"] = True
 
 
 class World:
-    """Data, a base whose random weights are so large that it answers differently to each question, and the runs that are made on them."""
+    """Data, a base whose random weights are so large that it answers differently to each question, and the runs that
+    are made on them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -58,7 +60,8 @@ class World:
             (new_world / "hard.txt").write_text("7\n4\n\n5\n20\n1\n3\n")
         base = {"name": "hf", "path": str(folder / "base")}
         self.groups = {
-            name: [{**exp, "model": {**exp["model"], "base": base}}] for name, exp in (("all", EXP), ("some", SOME), ("control", CONTROL))
+            name: [{**exp, "model": {**exp["model"], "base": base}}]
+            for name, exp in (("all", EXP), ("some", SOME), ("control", CONTROL))
         }
         self.project = toy.project(folder, f"EXP_GROUPS = {self.groups!r}\n")
 
@@ -70,7 +73,9 @@ class World:
         """Train "all" in several processes; what they print."""
         log = self.folder / "log"
         log.unlink(missing_ok=True)
-        process = warm.Process(toy.command(self.project, ["-e", "all", *more], self.folder, processes), toy.environment(), None, log)
+        process = warm.Process(
+            toy.command(self.project, ["-e", "all", *more], self.folder, processes), toy.environment(), None, log
+        )
         try:
             assert process.wait(timeout=600) == 0, log.read_text()
         finally:
@@ -87,9 +92,17 @@ def _write_base(folder: Path, tokenizer: Path) -> None:
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     words = AutoTokenizer.from_pretrained(tokenizer)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(words), max_position_embeddings=64, initializer_range=0.5, **sizes))
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=len(words), max_position_embeddings=64, initializer_range=0.5, **sizes)
+    )
     model.save_pretrained(folder)
     words.save_pretrained(folder)
 
@@ -123,7 +136,9 @@ def last_row(run: Path) -> dict[str, Any]:
 def test_every_row_is_answered_and_scored(world: World):
     run = world.folder / "undisturbed"
     answers = lines(run)
-    assert [{name: value for name, value in row.items() if name != "answer_pred"} for row in answers] == world.rows[:ROWS]
+    assert [{name: value for name, value in row.items() if name != "answer_pred"} for row in answers] == world.rows[
+        :ROWS
+    ]
     assert len({row["answer_pred"] for row in answers}) > 10, "else their order does not show"
     assert defect(run / "inference") is None
     assert not (run / "inference.part.jsonl").exists()
@@ -132,7 +147,9 @@ def test_every_row_is_answered_and_scored(world: World):
     assert not [name for name in before if name.startswith(("inference", "cache"))]
     assert {"em", "rougeL", "val_loss", "em/one"} <= before.keys()
     for part, some in (("", answers), ("/one", answers[::2]), ("/two", answers[1::2])):
-        for name, values in knowledge.Config().score([make_prediction(row, row["answer_pred"]) for row in some]).items():
+        for name, values in (
+            knowledge.Config().score([make_prediction(row, row["answer_pred"]) for row in some]).items()
+        ):
             assert last[f"inference/{name}{part}"] == pytest.approx(sum(values) / len(values))
     assert {"inference/em", "inference/f1/one"} <= last.keys()
     assert 0 < last["inference/k_precision/one"] != last["inference/k_precision/two"]
@@ -146,7 +163,9 @@ def test_a_control_uses_the_contexts_of_other_questions(world: World):
     assert world.main("control") == 0
     run = world.run("control")
     right, wrong = (rescore.read(run / "inference" / f"test{end}.jsonl") for end in ("", WRONG))
-    assert lines(run) == lines(world.folder / "undisturbed"), "the questions themselves are answered as without a control"
+    assert lines(run) == lines(world.folder / "undisturbed"), (
+        "the questions themselves are answered as without a control"
+    )
     assert [replace(answer, text="") for answer in wrong] == [replace(answer, text="") for answer in right]
     assert [answer.text for answer in wrong] != [answer.text for answer in right]
 
@@ -172,7 +191,9 @@ def test_scores_can_be_recomputed_from_the_file(world: World):
     metrics = [bind(METRICS, metric) for metric in EXP["inference"]["metrics"]]
     computed = rescore.score_answers(metrics, rescore.read(run / "inference" / "test.jsonl"), best_answer=False)
     again = {f"inference/{name}": value for name, value in computed["all"].items() if name != "rows"}
-    again |= {f"inference/{name}/{s}": computed[s][name] for s in ("one", "two") for name in computed[s] if name != "rows"}
+    again |= {
+        f"inference/{name}/{s}": computed[s][name] for s in ("one", "two") for name in computed[s] if name != "rows"
+    }
     assert again == {name: value for name, value in last_row(run).items() if name.startswith("inference/")}
 
 
@@ -180,7 +201,9 @@ def test_tables_show_the_scores_of_the_trained_model(world: World):
     rows, _ = results.load_rows(world.folder / "runs")
     shown = results.headline_scores(results.score_names(rows))
     assert {"inference/em", "inference/f1", "cache_bytes_per_context_token"} <= set(shown)
-    assert not {"inference/em/one", "projected_bytes_per_context_token", "decoder_cache_bytes_per_context_token"} & set(shown)
+    assert not {"inference/em/one", "projected_bytes_per_context_token", "decoder_cache_bytes_per_context_token"} & set(
+        shown
+    )
 
 
 def test_a_finished_inference_is_not_made_again(world: World, ended: Path):
@@ -190,17 +213,26 @@ def test_a_finished_inference_is_not_made_again(world: World, ended: Path):
     assert last_row(ended) == row
 
 
-@pytest.mark.parametrize("damage", ["of other weights", "of other inputs", "of another batch size", "torn", "a part of other weights"])
+@pytest.mark.parametrize(
+    "damage", ["of other weights", "of other inputs", "of another batch size", "torn", "a part of other weights"]
+)
 def test_outputs_with_another_key_are_recomputed(world: World, ended: Path, damage: str):
     expected, folder = lines(ended), ended / "inference"
-    facts = {name: value for name, value in json.loads((folder / "manifest.json").read_text()).items() if name != "files"}
-    changed = {"of other inputs": {"inputs": {**facts["inputs"], "data": "0" * 64}}, "of another batch size": {"batch_size": 5}}
+    facts = {
+        name: value for name, value in json.loads((folder / "manifest.json").read_text()).items() if name != "files"
+    }
+    changed = {
+        "of other inputs": {"inputs": {**facts["inputs"], "data": "0" * 64}},
+        "of another batch size": {"batch_size": 5},
+    }
     others = facts | changed.get(damage, {"weights": "0" * 64})
     if damage == "torn":
         (folder / "test.jsonl").write_text("{")
     elif damage.startswith("of "):
         with new_directory(folder, others) as new_world:
-            (new_world / "test.jsonl").write_text("".join(json.dumps(row | {"answer_pred": "wrong"}) + "\n" for row in expected))
+            (new_world / "test.jsonl").write_text(
+                "".join(json.dumps(row | {"answer_pred": "wrong"}) + "\n" for row in expected)
+            )
     else:
         shutil.rmtree(folder)
         (ended / "inference.part.jsonl").write_text(json.dumps(others, sort_keys=True) + '\n"wrong"\n"wrong"\n')
@@ -251,7 +283,8 @@ def test_an_interrupted_inference_resumes(world: World, ended: Path, caplog: pyt
 
 @pytest.mark.parametrize(("processes", "more"), [(3, []), (2, ["--fsdp"])], ids=["replicated", "fsdp"])
 def test_several_processes_give_the_same_answers(world: World, ended: Path, processes: int, more: list[str]):
-    """21 rows in batches of 4; the first is answered already, and a row of the second. Three do not share the five others evenly."""
+    """21 rows in batches of 4; the first is answered already, and a row of the second. Three do not share the five
+    others evenly."""
     shutil.rmtree(ended / "inference")
     head = json.loads((world.folder / "undisturbed" / "inference" / "manifest.json").read_text())
     del head["files"]

@@ -1,4 +1,5 @@
-"""Trainings on streamed pages: what images are worth, kills and other numbers of processes, deny lists, and the audit of what was read."""
+"""Trainings on streamed pages: what images are worth, kills and other numbers of processes, deny lists, and the audit
+of what was read."""
 
 import json
 import multiprocessing
@@ -57,7 +58,9 @@ def damage_images(train: Path, images: int) -> None:
         pages.damage(train / shard.url, content)
 
 
-def test_a_run_stopped_by_its_error_budget_resumes_with_another_budget(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_run_stopped_by_its_error_budget_resumes_with_another_budget(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     write_data(tmp_path / "data")
     damage_images(tmp_path / "data" / "toy_pages" / "train", 4)
     strict = override(PAGES, {"data.errors": {"most_documents": 0.02}, "loop.steps": 8})
@@ -78,7 +81,9 @@ def test_a_run_stopped_by_its_error_budget_resumes_with_another_budget(tmp_path:
     assert toy.main(["-e", "pages"], {"pages": [generous]}, tmp_path / "other") == 0
     scores = [toy.evaluations(place, exp_id(strict))[-1] for place in (tmp_path, tmp_path / "other")]
     assert scores[0]["unreadable/pages"] == scores[1]["unreadable/pages"] > 0
-    assert {key: scores[0][key] for key in scores[1] if "loss" in key} == {key: scores[1][key] for key in scores[1] if "loss" in key}
+    assert {key: scores[0][key] for key in scores[1] if "loss" in key} == {
+        key: scores[1][key] for key in scores[1] if "loss" in key
+    }
 
 
 def test_a_launched_run_gets_the_error_policy_of_its_experiment(tmp_path: Path):
@@ -95,7 +100,13 @@ def test_scores_include_the_sources_and_the_control(folder: Path):
     for kind in ("documents", "images", "image_tokens", "text_tokens", "unreadable", "loss"):
         assert {f"{kind}/more", f"{kind}/pages"} <= last.keys()
     assert last["documents/pages"] / last["documents/more"] == pytest.approx(2, rel=0.2), "by their rates"
-    assert {"data/padding", "data/left_out", "data/left_out/pages", "val_loss/more", "val_loss_shuffled_context/pages"} <= last.keys()
+    assert {
+        "data/padding",
+        "data/left_out",
+        "data/left_out/pages",
+        "val_loss/more",
+        "val_loss_shuffled_context/pages",
+    } <= last.keys()
     assert {"word_accuracy", "word_accuracy_shuffled_context"} <= last.keys()
     assert last["val_loss"] != last["val_loss_shuffled_context"], "other images give another loss"
     tokens = last["loss/more"], last["loss/pages"]
@@ -105,7 +116,9 @@ def test_scores_include_the_sources_and_the_control(folder: Path):
 def test_weights_of_sources_change_the_loss_and_its_count(folder: Path, tmp_path: Path):
     """Both halved, nothing changes; one alone changes the mean."""
     (tmp_path / "data").symlink_to(folder / "data")
-    halved = override(PAGES, {"data.sources.pages.loss_weight": 0.5, "data.sources.more.loss_weight": 0.5, "loop.steps": 8})
+    halved = override(
+        PAGES, {"data.sources.pages.loss_weight": 0.5, "data.sources.more.loss_weight": 0.5, "loop.steps": 8}
+    )
     one = override(PAGES, {"data.sources.pages.loss_weight": 0.25, "loop.steps": 8})
     plain = override(PAGES, {"loop.steps": 8})
     assert toy.main(["-e", "pages"], {"pages": [halved, one, plain]}, tmp_path) == 0
@@ -190,9 +203,13 @@ def test_denied_documents_are_not_read_again(tmp_path: Path, capsys: pytest.Capt
         ("document a pages 3.tar", "expected the number of a document, counted from 0, got 'a'"),
     ],
 )
-def test_a_wrong_deny_list_is_an_error(folder: Path, tmp_path: Path, text: str, match: str, capsys: pytest.CaptureFixture[str]):
+def test_a_wrong_deny_list_is_an_error(
+    folder: Path, tmp_path: Path, text: str, match: str, capsys: pytest.CaptureFixture[str]
+):
     (tmp_path / "list.txt").write_text(text)
-    assert interventions.main(["deny", str(folder / "runs" / exp_id(PAGES)), str(tmp_path / "list.txt"), "--dry-run"]) == 1
+    assert (
+        interventions.main(["deny", str(folder / "runs" / exp_id(PAGES)), str(tmp_path / "list.txt"), "--dry-run"]) == 1
+    )
     assert match in capsys.readouterr().err
 
 
@@ -227,7 +244,9 @@ def test_what_cannot_be_trained_is_refused(changes: dict[str, Any], match: str):
     ("questions", "match"),
     [(13, "answers.questions: 13 of a validation set of 10"), (2, None)],
 )
-def test_questions_must_be_there(folder: Path, tmp_path: Path, questions: int, match: str | None, capsys: pytest.CaptureFixture[str]):
+def test_questions_must_be_there(
+    folder: Path, tmp_path: Path, questions: int, match: str | None, capsys: pytest.CaptureFixture[str]
+):
     (tmp_path / "data").symlink_to(folder / "data")
     exp = override(PAGES, {"answers.questions": questions, "loop.steps": 2, "loop.eval_every": 2})
     assert toy.main(["-e", "pages"], {"pages": [exp]}, tmp_path) == (1 if match else 0)
@@ -251,7 +270,8 @@ def test_pages_without_images_have_no_control(tmp_path: Path, capsys: pytest.Cap
 def test_frames_must_be_those_of_the_model(folder: Path):
     experiment: Any = load_experiment(override(PAGES, {"data.images.image_tokens": 4}), "here")
     with pytest.raises(
-        ConfigError, match="the model reads frames of 8 pixels a side as 1 tokens each, and frame_size is 8 and image_tokens 4"
+        ConfigError,
+        match="the model reads frames of 8 pixels a side as 1 tokens each, and frame_size is 8 and image_tokens 4",
     ):
         experiment.check(Places(folder / "data", folder / "runs"))
 
@@ -269,9 +289,10 @@ def test_bad_documents_are_counted_and_recorded_in_the_run(tmp_path: Path):
     assert sum(row["unreadable/pages"] for row in toy.evaluations(tmp_path, exp_id(PAGES))) > 0
     audit_report = audited(tmp_path, run)
     read = {(record["shard"], record["document"]) for record in records}
-    assert {audit_report.data.documents[1].locate(document - audit_report.data.first(1)) for _, document, _ in audit_report.unreadable} == {
-        (int(shard[-9:-4]), document) for shard, document in read
-    }
+    assert {
+        audit_report.data.documents[1].locate(document - audit_report.data.first(1))
+        for _, document, _ in audit_report.unreadable
+    } == {(int(shard[-9:-4]), document) for shard, document in read}
     assert not audit_report.documents().keys() & {document for _, document, _ in audit_report.unreadable}, (
         "an audit takes padding for no reading"
     )
@@ -315,7 +336,9 @@ def test_ten_trainings_are_killed_and_end_with_the_same_bits(tmp_path: Path):
         harness._train(training, 2, draw, log, 2, report)
         assert training.fingerprints() == expected, f"training {number}: {report.faults}"
         audit_report = audited(tmp_path, training.run)
-        assert audit_report.pieces == train_pages.delivered(tmp_path, audit_report.step), f"training {number}: {report.faults}"
+        assert audit_report.pieces == train_pages.delivered(tmp_path, audit_report.step), (
+            f"training {number}: {report.faults}"
+        )
         shutil.rmtree(training.run)
 
 
@@ -329,9 +352,28 @@ def test_trainings_resume_with_other_numbers_of_processes(tmp_path: Path):
             path.unlink()
         for number, world_size in enumerate(worlds):
             stop = [str((number + 1) * 7)] if number + 1 < len(worlds) else []
-            command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world_size), "--master-port", "0"]
-            words = [*command, "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", train_pages.__file__, str(tmp_path), *stop]
-            training = harness.Training(words, tmp_path / "runs" / exp_id(train_pages.EXP), toy.environment(), warm=True)
+            command = [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--nproc-per-node",
+                str(world_size),
+                "--master-port",
+                "0",
+            ]
+            words = [
+                *command,
+                "--rdzv-backend",
+                "c10d",
+                "--rdzv-endpoint",
+                "localhost:0",
+                train_pages.__file__,
+                str(tmp_path),
+                *stop,
+            ]
+            training = harness.Training(
+                words, tmp_path / "runs" / exp_id(train_pages.EXP), toy.environment(), warm=True
+            )
             training.start(tmp_path / "log").wait(300)
         audit_report = audited(tmp_path, training.run)
         ends.append(train_pages.delivered(tmp_path, audit_report.step))
@@ -350,7 +392,9 @@ def test_a_control_token_of_an_image_is_never_learned(folder: Path):
             assert not (torch.isin(torch.tensor(row.input_ids), ids) & torch.tensor(row.loss_mask)).any()
 
 
-@pytest.mark.skipif("TRAINVAL_DATA" not in os.environ, reason="TRAINVAL_DATA is not set: it names a folder with real data sets")
+@pytest.mark.skipif(
+    "TRAINVAL_DATA" not in os.environ, reason="TRAINVAL_DATA is not set: it names a folder with real data sets"
+)
 def test_released_photographs_are_mixed_with_pages(tmp_path: Path):
     """Tars as they were released: pairs of a photograph and its caption, and a JSON that is not read."""
     digit_pages.prepare(tmp_path / "data", pages=60, val_pages=20)
@@ -358,7 +402,10 @@ def test_released_photographs_are_mixed_with_pages(tmp_path: Path):
     tokenizer = str(tmp_path / "data" / "digit_pages" / "tokenizer")
     for split in ("train", "val"):
         output = str(tmp_path / "data" / "photographs" / split)
-        assert index.main([str(tar), "--verify", "--tokenizer", tokenizer, "--output", output, "--source", "photographs"]) == 0
+        assert (
+            index.main([str(tar), "--verify", "--tokenizer", tokenizer, "--output", output, "--source", "photographs"])
+            == 0
+        )
     exp = override(INTERLEAVED_PHOTOGRAPHS, {"loop.steps": 8, "loop.eval_every": 8, "answers.questions": 4})
     assert toy.main(["-e", "x"], {"x": [exp]}, tmp_path) == 0
     *_, last = toy.evaluations(tmp_path, exp_id(exp))

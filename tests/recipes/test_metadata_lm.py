@@ -1,4 +1,5 @@
-"""Trainings on documents with metadata: what these are worth, rows at any number of processes, and going on after a stop."""
+"""Trainings on documents with metadata: what these are worth, rows at any number of processes, and going on after a
+stop."""
 
 import json
 from collections.abc import Iterator
@@ -48,7 +49,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def write_metadata(data: Path) -> None:
     """Write toy_metadata below `data`."""
-    facts = [(thing, colour) for i, thing in enumerate(toy.THINGS) for colour in toy.COLOURS[i % 8 :] + toy.COLOURS[: i % 8]]
+    facts = [
+        (thing, colour) for i, thing in enumerate(toy.THINGS) for colour in toy.COLOURS[i % 8 :] + toy.COLOURS[: i % 8]
+    ]
     with new_directory(data / "toy_metadata") as new:
         for split, rows in (("train", facts[::2]), ("val", facts[1::4])):
             toy._write_rows(new / f"{split}.jsonl", [row(thing, colour) for thing, colour in rows])
@@ -103,7 +106,9 @@ def test_what_metadata_are_worth_in_the_loop_and_afterwards(folder: Path, capsys
     }
     assert toy.main(["-e", "again"], {"again": [again]}, folder) == 0
     offline = scores(folder, again)
-    assert {name: offline[name] for name in measured if "gain" in name} == {name: measured[name] for name in measured if "gain" in name}
+    assert {name: offline[name] for name in measured if "gain" in name} == {
+        name: measured[name] for name in measured if "gain" in name
+    }
     larger = override(again, {"evaluation.micro_batch": 16})
     assert toy.main(["-e", "larger"], {"larger": [larger]}, folder) == 0
     for name, value in scores(folder, larger).items():
@@ -137,7 +142,12 @@ def test_two_processes_and_a_resumed_training_have_equal_scores(folder: Path, tm
     assert whole.read_bytes() == killed.read_bytes()
     assert gains(scores(folder, short)) == gains(scores(tmp_path, short))
 
-    offline = {**short, "model": {"name": "experiment", "exp_id": exp_id(short)}, "loop": None, "evaluation": {"micro_batch": 4}}
+    offline = {
+        **short,
+        "model": {"name": "experiment", "exp_id": exp_id(short)},
+        "loop": None,
+        "evaluation": {"micro_batch": 4},
+    }
     (root / "exp_configs.py").write_text(f"EXP_GROUPS = {{'offline': [{offline!r}]}}")
     done = toy.run(root, ["-e", "offline"], tmp_path, processes=2)
     assert done.returncode == 0, done.stderr
@@ -145,7 +155,8 @@ def test_two_processes_and_a_resumed_training_have_equal_scores(folder: Path, tm
 
 
 def test_deepspeed_accumulation_must_agree_b4(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """B4: another number there than in the experiment was silent, and the run ended after a sixteenth of its updates."""
+    """B4: another number there than in the experiment was silent, and the run ended after a sixteenth of its
+    updates."""
     settings = tmp_path / "zero.json"
     settings.write_text(json.dumps({"zero_optimization": {"stage": 1}, "gradient_accumulation_steps": 16}))
     never = override(TOLD, {"seed": 4})
@@ -214,7 +225,9 @@ def test_new_control_tokens_are_learned_saved_and_exported_b18(folder: Path):
     input_ids = torch.tensor([ids])
     loaded = AutoModelForCausalLM.from_pretrained(folder / "exported").eval()
     with torch.no_grad():
-        assert torch.equal(loaded(input_ids).logits, from_checkpoint(checkpoint, "here", places).eval()(input_ids).logits)
+        assert torch.equal(
+            loaded(input_ids).logits, from_checkpoint(checkpoint, "here", places).eval()(input_ids).logits
+        )
     # A pretrained model grows by what its vocabulary lacks, and no more.
     for tokens, more in ((["<E>"], 0), (["<E>", "<F>"], 1)):
         config = {**new, "model": {"name": "hf", "path": str(folder / "exported"), "extra_tokens": tokens}}
@@ -225,6 +238,10 @@ def test_new_control_tokens_are_learned_saved_and_exported_b18(folder: Path):
 def test_new_tokens_of_a_frozen_model_are_refused():
     base = {**TOLD["model"], "extra_tokens": ["<E>"]}
     with pytest.raises(ConfigError, match="it has extra_tokens, and it is frozen"):
-        load_experiment({**TOLD, "model": {"name": "cross_attention", "num_layers": 1, "stride": 1, "base": base}}, "here")
+        load_experiment(
+            {**TOLD, "model": {"name": "cross_attention", "num_layers": 1, "stride": 1, "base": base}}, "here"
+        )
     with pytest.raises(ConfigError, match="a quantized model cannot learn new tokens"):
-        load_experiment({**TOLD, "model": {"name": "hf", "path": "x", "quantization": "8bit", "extra_tokens": ["<E>"]}}, "here")
+        load_experiment(
+            {**TOLD, "model": {"name": "hf", "path": "x", "quantization": "8bit", "extra_tokens": ["<E>"]}}, "here"
+        )

@@ -1,4 +1,5 @@
-"""Pre-training on a mixture, through the command line: ids that were made before and text that is tokenised now give the same losses."""
+"""Pre-training on a mixture, through the command line: ids that were made before and text that is tokenised now give
+the same losses."""
 
 import copy
 from pathlib import Path
@@ -17,7 +18,13 @@ T5: dict[str, Any] = {
     "seed": 0,
     "model": {
         "name": "t5",
-        "random": {"tokenizer": "toy_t5_tokenizer", "hidden_size": 32, "feed_forward_size": 64, "num_layers": 1, "num_heads": 2},
+        "random": {
+            "tokenizer": "toy_t5_tokenizer",
+            "hidden_size": 32,
+            "feed_forward_size": 64,
+            "num_layers": 1,
+            "num_heads": 2,
+        },
         "dropout_rate": 0.1,
     },
     "data": {

@@ -13,7 +13,9 @@ from src.rl.experience import Rollouts
 from tests.recipes.train_policies import GRPO, PPO, rewards_of_tests
 
 
-def rollouts_of(scores: list[float], ended: list[bool], logps: list[float], reference: list[float] | None = None) -> Rollouts:
+def rollouts_of(
+    scores: list[float], ended: list[bool], logps: list[float], reference: list[float] | None = None
+) -> Rollouts:
     """Rollouts of a prompt token and two sampled ones, of equal log-probabilities, and values of 0."""
     count = len(scores)
     sampled = tensor([[False, True, True]] * count)
@@ -45,9 +47,9 @@ def test_the_score_is_on_the_last_token_and_the_kl_on_each():
 
 def test_the_weight_of_the_kl_follows_its_mean_over_sampled_tokens():
     recipe = bound(PPO, ppo={**PLAIN, "kl": {"weight": 0.1, "target": 1.0, "horizon": 100}})
-    assert recipe.estimate(rollouts_of([0.0] * 4, [True] * 4, [-1.0] * 4, [-3.0] * 4), {}).cursor["kl_weight"] == pytest.approx(
-        0.1 * (1 + 0.2 * 4 / 100)
-    )
+    assert recipe.estimate(rollouts_of([0.0] * 4, [True] * 4, [-1.0] * 4, [-3.0] * 4), {}).cursor[
+        "kl_weight"
+    ] == pytest.approx(0.1 * (1 + 0.2 * 4 / 100))
     again = recipe.estimate(rollouts_of([0.0] * 4, [True] * 4, [-1.0] * 4, [-1.0] * 4), {"kl_weight": 0.3})
     assert again.facts["kl_weight"].tolist() == pytest.approx([0.3] * 4)
     assert again.cursor["kl_weight"] == pytest.approx(0.3 * (1 - 0.2 * 4 / 100))
@@ -103,12 +105,15 @@ def test_explained_variance_is_1_for_values_that_are_right_and_0_for_those_that_
 
 
 def test_the_divergence_can_be_taken_from_the_reward_of_an_answer():
-    """RLOOTrainer of TRL 1.16.0: rewards - beta * the sum of the log-ratios of the answer, then each less the mean of the others."""
+    """RLOOTrainer of TRL 1.16.0: rewards - beta * the sum of the log-ratios of the answer, then each less the mean of
+    the others."""
     recipe = bound(GRPO, grpo={"baseline": "others", "by_deviation": False, "kl_weight": 0.5, "kl_in": "reward"})
     logps, reference = [-1.0] * 8, [-1.0, -3.0, *[-1.0] * 6]
     estimates = recipe.estimate(rollouts_of([1.0] + [0.0] * 7, [True] * 8, logps, reference), {})
     rewards = tensor([1.0, 0.0 - 0.5 * 2 * 2.0, *[0.0] * 6])
-    assert estimates.tokens["advantages"][:, 2].tolist() == pytest.approx([(r - (rewards.sum() - r) / 7).item() for r in rewards])
+    assert estimates.tokens["advantages"][:, 2].tolist() == pytest.approx(
+        [(r - (rewards.sum() - r) / 7).item() for r in rewards]
+    )
     assert recipe.needs_sampled_logps
 
 

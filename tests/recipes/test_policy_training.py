@@ -71,8 +71,21 @@ def rollouts(run: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_row_says_what_rollouts_are_worth(folder: Path, name: str):
     row = toy.rows(folder, exp_id(RECIPES[name]))[-1]
-    names = {"reward", "reward/letters", "answer_tokens", "ended", "entropy", "clipped", "em_mean@2", "em_mean@2_interval", "em_pass@2"}
-    assert names | ({"kl", "kl_weight", "explained_variance", "value_loss"} if name == "ppo" else {"equal_groups"}) <= row.keys()
+    names = {
+        "reward",
+        "reward/letters",
+        "answer_tokens",
+        "ended",
+        "entropy",
+        "clipped",
+        "em_mean@2",
+        "em_mean@2_interval",
+        "em_pass@2",
+    }
+    assert (
+        names | ({"kl", "kl_weight", "explained_variance", "value_loss"} if name == "ppo" else {"equal_groups"})
+        <= row.keys()
+    )
     assert 0 <= row["reward"] <= 1
     assert 1 <= row["answer_tokens"] <= 4
     perf = [json.loads(line) for line in (run_of(folder, RECIPES[name]) / "perf.jsonl").read_text().splitlines()]
@@ -85,7 +98,9 @@ def test_each_iteration_is_recorded_once(folder: Path, name: str):
     steps = 4  # of an iteration: 2 passes over 16 rollouts, 8 at a time
     assert [(row["step"], row["iteration"]) for row in samples] == [(i * steps, i) for i in range(2) for _ in range(16)]
     if name == "grpo":
-        assert all(len({row["prompt"] for row in samples[first : first + 8]}) == 1 for first in range(0, 32, 8)), "groups of one prompt"
+        assert all(len({row["prompt"] for row in samples[first : first + 8]}) == 1 for first in range(0, 32, 8)), (
+            "groups of one prompt"
+        )
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -158,12 +173,16 @@ def test_a_value_head_on_an_encoder_decoder_is_refused():
         ({"data.max_new_tokens": 90}, "more than the 96 positions"),
     ],
 )
-def test_mistake_is_refused_at_the_start(folder: Path, change: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]):
+def test_mistake_is_refused_at_the_start(
+    folder: Path, change: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
+):
     assert toy.main(["-e", "x", "--dry-run"], {"x": [override(GRPO, change)]}, folder) == 1
     assert message in capsys.readouterr().err
 
 
-def test_a_prompt_longer_than_its_room_is_refused_or_left_out(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_prompt_longer_than_its_room_is_refused_or_left_out(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     shutil.copytree(folder, tmp_path / "world")
     long = {"prompt": [{"role": "user", "content": "a" * 90}], "answer": "1"}
     short = {"prompt": [{"role": "user", "content": "b"}], "answer": "2"}
@@ -181,9 +200,13 @@ def test_row_without_the_key_of_a_reward_is_refused_before_the_start(
 ):
     shutil.copytree(folder / "data", tmp_path / "data")
     shutil.copytree(folder / "runs", tmp_path / "runs")
-    prompts_only = [{"prompt": [{"role": "user", "content": "1?"}], **more} for more in ({"answer": "one"}, {}, {"answer": "two"})]
+    prompts_only = [
+        {"prompt": [{"role": "user", "content": "1?"}], **more} for more in ({"answer": "one"}, {}, {"answer": "two"})
+    ]
     talk.write_rows(tmp_path / "data/asked", {"train": prompts_only, "val": [talk.row("1?", "one")] * 4})
-    exp = override(GRPO, {"data.prompts": {**TALK, "corpus": "asked"}, "rewards": [{"name": "letters", "reads": "answer"}]})
+    exp = override(
+        GRPO, {"data.prompts": {**TALK, "corpus": "asked"}, "rewards": [{"name": "letters", "reads": "answer"}]}
+    )
     for words in (["--dry-run"], []):
         assert toy.main(["-e", "x", *words], {"x": [exp]}, tmp_path) == 1
         assert "asked/train.jsonl:2: a reward reads 'answer'; the row has 'prompt'." in capsys.readouterr().err
@@ -195,12 +218,15 @@ def test_row_without_the_key_of_a_reward_is_refused_before_the_start(
 
 
 def test_values_can_come_from_a_separate_model(folder: Path, tmp_path: Path):
-    """It learns beside the policy, and a training that goes on in the middle of an iteration ends with the same bits."""
+    """It learns beside the policy, and a training that goes on in the middle of an iteration ends with the same
+    bits."""
     shutil.copytree(folder, tmp_path / "world")
     exp = override(PPO, {"model.critic": ref(SFT)})
     assert toy.main(["-e", "x", "--save_every", "1", "--keep_last", "20"], {"x": [exp]}, tmp_path / "world") == 0
     run = run_of(tmp_path / "world", exp)
-    before, after = (load_file(max((r / "checkpoints").glob("step-*")) / "model.safetensors") for r in (run_of(folder, SFT), run))
+    before, after = (
+        load_file(max((r / "checkpoints").glob("step-*")) / "model.safetensors") for r in (run_of(folder, SFT), run)
+    )
     name = "transformer.h.0.attn.c_attn.weight"
     policy, critic = after[f"base.{name}"], after[f"critic.{name.removeprefix('transformer.')}"]
     assert not torch.equal(policy, before[name])
@@ -214,8 +240,17 @@ def test_values_can_come_from_a_separate_model(folder: Path, tmp_path: Path):
 
 @pytest.mark.slow
 def test_answers_of_continuous_batches_are_learned_from(folder: Path, tmp_path: Path):
-    """All prompts are answered; a model that processes share is refused. One call takes 12 seconds, whatever it generates."""
-    exp = override(GRPO, {"data.sampling": {"batching": "continuous"}, "data.generation_batch": 16, "loop.steps": 1, "loop.eval_every": 1})
+    """All prompts are answered; a model that processes share is refused. One call takes 12 seconds, whatever it
+    generates."""
+    exp = override(
+        GRPO,
+        {
+            "data.sampling": {"batching": "continuous"},
+            "data.generation_batch": 16,
+            "loop.steps": 1,
+            "loop.eval_every": 1,
+        },
+    )
     shutil.copytree(folder, tmp_path / "world")
     assert toy.main(["-e", "x"], {"x": [exp]}, tmp_path / "world") == 0
     samples = rollouts(run_of(tmp_path / "world", exp))
@@ -228,7 +263,9 @@ def test_answers_of_continuous_batches_are_learned_from(folder: Path, tmp_path: 
     assert "data.sampling.batching: continuous: processes that share a model" in done.stderr
 
 
-def test_draws_of_an_evaluation_do_not_depend_on_the_micro_batch(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_draws_of_an_evaluation_do_not_depend_on_the_micro_batch(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setitem(METRICS.modules, "digest", "tests.rl.digest")
     shutil.copytree(folder, tmp_path / "world")
     sampled = {**GRPO["sampled"], "samples": 2, "metrics": [{"name": "digest"}]}
@@ -240,7 +277,9 @@ def test_draws_of_an_evaluation_do_not_depend_on_the_micro_batch(folder: Path, t
     assert [row["digest_mean@2"] for row in samples] == [samples[0]["digest_mean@2"]] * 3
 
 
-def test_a_reward_model_with_another_vocabulary_needs_a_template(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_reward_model_with_another_vocabulary_needs_a_template(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     shutil.copytree(folder, tmp_path / "world")
     talk.tokenizer([*talk.TOKENS, "<|new|>"]).save_pretrained(tmp_path / "world/data/other_tokenizer")
     judge = {"name": "reward", "base": {**SFT["model"], "tokenizer": "other_tokenizer"}}
@@ -263,7 +302,9 @@ def test_a_reward_model_reads_the_longest_rollout(folder: Path, capsys: pytest.C
 
 
 @pytest.mark.parametrize("variable", ["TRITON_HOST_RM", "TRITON_HOST_REF"])
-def test_run_without_its_server_stops_with_code_75(folder: Path, tmp_path: Path, variable: str, monkeypatch: pytest.MonkeyPatch):
+def test_run_without_its_server_stops_with_code_75(
+    folder: Path, tmp_path: Path, variable: str, monkeypatch: pytest.MonkeyPatch
+):
     shutil.copytree(folder, tmp_path / "world")
     assert toy.main(["-e", "x"], {"x": [REWARD]}, tmp_path / "world") == 0
     monkeypatch.setenv(variable, "http://127.0.0.1:9/nobody")
@@ -274,7 +315,9 @@ def test_run_without_its_server_stops_with_code_75(folder: Path, tmp_path: Path,
     assert toy.main(["-e", "x"], {"x": [JUDGED]}, tmp_path / "world") == 0
 
 
-@pytest.mark.parametrize("samples", [[1.0], [1.0, math.nan], [1.0, "2"], "12", None, [True, 1.0], [1.0, math.inf], [1.0, 10**400]])
+@pytest.mark.parametrize(
+    "samples", [[1.0], [1.0, math.nan], [1.0, "2"], "12", None, [True, 1.0], [1.0, math.inf], [1.0, 10**400]]
+)
 def test_a_reward_that_gives_no_numbers_is_named(samples: object):
     with pytest.raises(RunError, match="reward 'mine'"):
         require_scores("mine", samples, 2)
@@ -290,7 +333,15 @@ def begin_anew(exp: dict[str, Any], reward: str, seed: int, steps: int) -> dict[
     free = {"ppo": {"kl": None}} if exp is PPO else {}
     return override(
         exp,
-        {**LEARNING, **free, "model": model, "rewards": [{"name": reward}], "seed": seed, "loop.steps": steps, "loop.eval_every": steps},
+        {
+            **LEARNING,
+            **free,
+            "model": model,
+            "rewards": [{"name": reward}],
+            "seed": seed,
+            "loop.steps": steps,
+            "loop.eval_every": steps,
+        },
     )
 
 
@@ -333,7 +384,9 @@ def test_a_training_that_is_killed_ends_with_the_same_bits(folder: Path, tmp_pat
 @pytest.mark.parametrize("name", RECIPES)
 def test_any_number_of_processes_draws_the_same_rollouts(folder: Path, tmp_path: Path, name: str):
     samples = {}
-    exp = override(RECIPES[name], {"loop.steps": 1, "loop.eval_every": 1, "data.generation_batch": 6})  # three batches: some only keep step
+    exp = override(
+        RECIPES[name], {"loop.steps": 1, "loop.eval_every": 1, "data.generation_batch": 6}
+    )  # three batches: some only keep step
     for processes in (1, 2, 4):
         world = tmp_path / str(processes)
         shutil.copytree(folder, world)
@@ -349,10 +402,14 @@ def test_any_number_of_processes_draws_the_same_rollouts(folder: Path, tmp_path:
 
 
 def test_a_step_on_all_rollouts_needs_no_other_log_probabilities(folder: Path):
-    """Of one step an iteration the ratios are 1: the same losses as with those of the policy that has sampled, to rounding."""
+    """Of one step an iteration the ratios are 1: the same losses as with those of the policy that has sampled, to
+    rounding."""
     from src.recipes import grpo
 
-    exp = override(GRPO, {"data.passes": 1, "loop.sequences_per_step": 16, "loop.micro_batch": 4, "loop.steps": 3, "loop.eval_every": 3})
+    exp = override(
+        GRPO,
+        {"data.passes": 1, "loop.sequences_per_step": 16, "loop.micro_batch": 4, "loop.steps": 3, "loop.eval_every": 3},
+    )
     assert toy.main(["-e", "x", "--log_every", "1"], {"x": [exp]}, folder) == 0
     short = toy.rows(folder, exp_id(exp))
     other = override(exp, {"loop.max_grad_norm": 1.0000001})
@@ -376,10 +433,13 @@ LORA = {"name": "lora", "rank": 2, "alpha": 8.0, "target_modules": ["c_attn", "c
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_mode_of_two_processes_makes_the_same_rollouts(folder: Path, tmp_path: Path, name: str):
-    """With adapters, which are switched off for the reference: the rollouts of the first iteration, and the loss of its first steps."""
+    """With adapters, which are switched off for the reference: the rollouts of the first iteration, and the loss of its
+    first steps."""
     pytest.importorskip("deepspeed", reason="needs deepspeed")
     off = {"reference": "adapters_off"}
-    changes = {"model.base": LORA, "ppo.kl": off} if name == "ppo" else {"model": LORA, "grpo": {"kl_weight": 0.1, **off}}
+    changes = (
+        {"model.base": LORA, "ppo.kl": off} if name == "ppo" else {"model": LORA, "grpo": {"kl_weight": 0.1, **off}}
+    )
     exp = override(RECIPES[name], changes)
     samples, rows = {}, {}
     for mode, words in MODES.items():
@@ -387,7 +447,9 @@ def test_every_mode_of_two_processes_makes_the_same_rollouts(folder: Path, tmp_p
         shutil.copytree(folder, world)
         done = toy.run(project(world, exp), ["-e", "x", *words], world, processes=2)
         assert done.returncode == 0, (mode, done.stderr[-3000:])
-        samples[mode] = [(row["prompt"], row["answer"]) for row in rollouts(run_of(world, exp)) if row["iteration"] == 0]
+        samples[mode] = [
+            (row["prompt"], row["answer"]) for row in rollouts(run_of(world, exp)) if row["iteration"] == 0
+        ]
         rows[mode] = toy.rows(world, exp_id(exp))[0]
     for mode in MODES:
         assert samples[mode] == samples["replicated"], mode
@@ -404,7 +466,12 @@ def test_a_policy_that_runs_away_is_stopped(folder: Path, tmp_path: Path, capsys
 def test_a_policy_that_runs_away_is_taken_back_to_where_it_was_near(folder: Path, tmp_path: Path):
     """Before the iteration whose steps have moved it too far, over whole iterations: from there it is near again."""
     shutil.copytree(folder, tmp_path / "world")
-    changes = {"loop.learning_rate": 3e-2, "loop.steps": 24, "loop.warmup_rate": 0.9, "ppo.kl": {"weight": 0.0, "estimate": "k3"}}
+    changes = {
+        "loop.learning_rate": 3e-2,
+        "loop.steps": 24,
+        "loop.warmup_rate": 0.9,
+        "ppo.kl": {"weight": 0.0, "estimate": "k3"},
+    }
     free = override(PPO, changes)
     assert toy.main(["-e", "x", "--log_every", "1"], {"x": [free]}, tmp_path / "world") == 0
     kls = {row["step"]: row["kl"] for row in toy.rows(tmp_path / "world", exp_id(free)) if "kl" in row}
@@ -417,10 +484,14 @@ def test_a_policy_that_runs_away_is_taken_back_to_where_it_was_near(folder: Path
     assert (8 + int(branch["data"].removeprefix("skip:"))) % 4 == 0
 
 
-JUDGED = override(PPO, {"rewards": [{"name": "reward_model", "model": ref(REWARD), "squash": 2.0}], "ppo.kl": {"weight": 0.5}})
+JUDGED = override(
+    PPO, {"rewards": [{"name": "reward_model", "model": ref(REWARD), "squash": 2.0}], "ppo.kl": {"weight": 0.5}}
+)
 
 
-def test_models_on_servers_give_the_same_numbers(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
+def test_models_on_servers_give_the_same_numbers(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+):
     """Where a model runs is no part of an experiment: rollouts, losses and weights are the same to rounding."""
     for world in ("here", "there", "wrong"):
         shutil.copytree(folder, tmp_path / world)

@@ -52,13 +52,18 @@ def test_preferences_of_several_data_sets(folder: Path):
 
 def test_shuffled_ranks_are_learned(folder: Path):
     """A control: half of the pairs are learned the wrong way round, and those for validation stay."""
-    plain, mixed = (train(folder, override(DPO, {"loop.steps": 40, "data": {**PAIRS, "shuffled_ranks": on}})) for on in (False, True))
+    plain, mixed = (
+        train(folder, override(DPO, {"loop.steps": 40, "data": {**PAIRS, "shuffled_ranks": on}}))
+        for on in (False, True)
+    )
     assert plain[-1]["val_margin"] > 2 * abs(mixed[-1]["val_margin"])
     experiment: Any = load_experiment(override(DPO, {"data.shuffled_ranks": True, "preference": {"beta": 1.0}}), "here")
     ranks = torch.tensor([0, 1, 1, 0, 2, 2])
     batch = {"ranks": ranks, "input_ids": torch.tensor([[5, 6]] * 6), "loss_mask": torch.tensor([[False, True]] * 6)}
     batch["reference_logps"] = torch.tensor([-5.0, -4.0, -3.0, -2.0, -1.0, 0.0])
-    loss, named = experiment.loss()(lambda **_: SimpleNamespace(logits=torch.zeros(6, 2, 8)), {**batch, "attention_mask": ranks >= 0})
+    loss, named = experiment.loss()(
+        lambda **_: SimpleNamespace(logits=torch.zeros(6, 2, 8)), {**batch, "attention_mask": ranks >= 0}
+    )
     margins = torch.tensor([1.0, -1.0])  # of what is tied there is none
     assert loss.item() == pytest.approx(-torch.nn.functional.logsigmoid(margins).sum().item())
     assert experiment.count(batch) == 2
@@ -79,7 +84,15 @@ def test_replies_that_are_cut_to_the_same_are_tied(folder: Path):
 
 
 def test_texts_of_replies_are_equal_in_every_epoch_without_dropout(folder: Path):
-    exp = override(DPO, {"data.corpus": "tagged", "data.sequence_tokens": 90, "data.writing": {"tags": {"dropout": 0.0}}, "loop.steps": 16})
+    exp = override(
+        DPO,
+        {
+            "data.corpus": "tagged",
+            "data.sequence_tokens": 90,
+            "data.writing": {"tags": {"dropout": 0.0}},
+            "loop.steps": 16,
+        },
+    )
     assert train(folder, exp)[-1]["step"] == 16
 
 
@@ -97,7 +110,9 @@ def test_a_reply_without_a_reference_is_refused(folder: Path, capsys: pytest.Cap
 
 def test_the_scores_of_replies_are_margins(folder: Path, capsys: pytest.CaptureFixture[str]):
     rows = [json.loads(line) for line in io.StringIO((folder / "data/replies/train.jsonl").read_text())]
-    scored = [{**row, "replies": [{**reply, "score": -3.0 * reply["rank"]} for reply in row["replies"]]} for row in rows]
+    scored = [
+        {**row, "replies": [{**reply, "score": -3.0 * reply["rank"]} for reply in row["replies"]]} for row in rows
+    ]
     talk.write_rows(folder / "data" / "scored", {"train": scored, "val": scored[:6]})
     exp = override(REWARD, {"data.corpus": "scored", "ranking": {"margin": "scores"}, "loop.steps": 2})
     plain = override(REWARD, {"data.corpus": "scored", "loop.steps": 2})

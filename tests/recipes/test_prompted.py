@@ -1,4 +1,5 @@
-"""A prompted decoder through the command line: it learns to read its prompt, and one that is not trained is scored as it stands."""
+"""A prompted decoder through the command line: it learns to read its prompt, and one that is not trained is scored as
+it stands."""
 
 import copy
 import hashlib
@@ -37,9 +38,21 @@ SCORED: dict[str, Any] = {name: value for name, value in PROMPTED.items() if nam
     "inference": {"max_new_tokens": 4, "metrics": METRICS},
 }
 CLOSED: dict[str, Any] = copy.deepcopy(SCORED)
-CLOSED["data"] = {"name": "prompted_qa", "corpus": "toy_qa", "contexts": "none", "sequence_tokens": 16, "loss_on": "answer"}
+CLOSED["data"] = {
+    "name": "prompted_qa",
+    "corpus": "toy_qa",
+    "contexts": "none",
+    "sequence_tokens": 16,
+    "loss_on": "answer",
+}
 LORA: dict[str, Any] = copy.deepcopy(PROMPTED)
-LORA["model"] = {"name": "lora", "rank": 4, "alpha": 8.0, "target_modules": ["c_attn", "c_fc", "c_proj"], "base": ref(toy.BASE)}
+LORA["model"] = {
+    "name": "lora",
+    "rank": 4,
+    "alpha": 8.0,
+    "target_modules": ["c_attn", "c_fc", "c_proj"],
+    "base": ref(toy.BASE),
+}
 LORA["loop"] |= {"steps": 6, "eval_every": 3, "sequences_per_step": 8, "micro_batch": 4}
 GROUPS = {"base": [toy.BASE], "prompted": [PROMPTED], "scored": [SCORED], "closed": [CLOSED], "lora": [LORA]}
 MEASURED = ("val_loss", "val_loss_shuffled_context", "em", "f1", "precision", "recall")
@@ -67,7 +80,12 @@ def bits(run: Path, *names: str) -> dict[str, str]:
 
 def errors(exp: dict[str, Any], folder: Path, capsys: pytest.CaptureFixture[str], *others: dict[str, Any]) -> str:
     """What --dry-run says against `exp`."""
-    assert toy.main(["-e", "g", "--dry-run", "--with-parents"], {"g": [exp], "others": list(others), "base": [toy.BASE]}, folder) == 1
+    assert (
+        toy.main(
+            ["-e", "g", "--dry-run", "--with-parents"], {"g": [exp], "others": list(others), "base": [toy.BASE]}, folder
+        )
+        == 1
+    )
     return capsys.readouterr().err
 
 
@@ -77,9 +95,17 @@ def write_model(folder: Path, tokenizer: Path, seed: int) -> None:
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     words = AutoTokenizer.from_pretrained(tokenizer)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(words), max_position_embeddings=64, initializer_range=0.5, **sizes))
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=len(words), max_position_embeddings=64, initializer_range=0.5, **sizes)
+    )
     model.save_pretrained(folder)
     words.save_pretrained(folder)
 
@@ -89,7 +115,8 @@ class TestTraining:
         first, last = toy.evaluations(folder, exp_id(PROMPTED))
         assert last["val_loss"] < first["train_loss"]
         assert last["val_loss"] < last["val_loss_shuffled_context"] - 0.5
-        # A colour is one of eight; with the end token known that is log(8) / 2 = 1.04 nats a token for who does not read.
+        # A colour is one of eight; with the end token known that is log(8) / 2 = 1.04 nats a token for who does not
+        # read.
         assert last["val_loss"] < 0.8
         assert last["em"] > 0.25
 
@@ -121,12 +148,17 @@ class TestScoring:
         assert row["cache_bytes_per_context_token"] == 2 * 3 * 16 * 4
         assert not list((scored / "checkpoints").glob("*"))
         assert json.loads((scored / "status.json").read_text())["state"] == "done"
-        assert [json.loads(line)["event"] for line in (scored / "ledger.jsonl").read_text().splitlines()] == ["start", "stop"]
+        assert [json.loads(line)["event"] for line in (scored / "ledger.jsonl").read_text().splitlines()] == [
+            "start",
+            "stop",
+        ]
         answered = [json.loads(line) for line in (scored / "inference" / "val.jsonl").read_text().splitlines()]
         assert len(answered) == 16
         assert sum(line["answer_pred"] == line["answer"] for line in answered) / 16 == row["em"]
 
-    def test_a_finished_one_is_left_and_an_interrupted_one_made_again(self, folder: Path, scored: Path, caplog: pytest.LogCaptureFixture):
+    def test_a_finished_one_is_left_and_an_interrupted_one_made_again(
+        self, folder: Path, scored: Path, caplog: pytest.LogCaptureFixture
+    ):
         caplog.set_level("INFO")
         assert toy.main(["-e", "scored"], GROUPS, folder) == 0
         before = bits(scored, "scores.jsonl", "inference/val.jsonl")
@@ -160,7 +192,12 @@ class TestScoring:
                 (made / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         found = []
         for size in (1, 16):
-            exp = set_path(set_path(SCORED, "data.corpus", "uneven", must_exist=True), "evaluation.micro_batch", size, must_exist=True)
+            exp = set_path(
+                set_path(SCORED, "data.corpus", "uneven", must_exist=True),
+                "evaluation.micro_batch",
+                size,
+                must_exist=True,
+            )
             assert toy.main(["-e", "g"], {**GROUPS, "g": [exp]}, folder) == 0
             answered = (folder / "runs" / exp_id(exp) / "inference" / "val.jsonl").read_text().splitlines()
             found.append(([json.loads(line)["answer_pred"] for line in answered], toy.rows(folder, exp_id(exp))[0]))
@@ -184,7 +221,11 @@ class TestFilesFromElsewhere:
     @pytest.fixture
     def elsewhere(self, folder: Path, tmp_path: Path) -> tuple[Callable[[int], list[str]], Path]:
         """(Seed -> writes the model, scores it and gives its answers, its save directory)."""
-        exp = {**SCORED, "model": {"name": "hf", "path": str(tmp_path / "model")}, "inference": {**SCORED["inference"], "rows": 8}}
+        exp = {
+            **SCORED,
+            "model": {"name": "hf", "path": str(tmp_path / "model")},
+            "inference": {**SCORED["inference"], "rows": 8},
+        }
         exp["evaluation"] = {"micro_batch": 4}
         run = folder / "runs" / exp_id(exp)
 
@@ -192,7 +233,9 @@ class TestFilesFromElsewhere:
             write_model(tmp_path / "model", folder / "data" / "toy_tokenizer", seed)
             (run / "status.json").unlink(missing_ok=True)
             assert toy.main(["-e", "g"], {"g": [exp]}, folder) == 0
-            return [json.loads(line)["answer_pred"] for line in (run / "inference" / "val.jsonl").read_text().splitlines()]
+            return [
+                json.loads(line)["answer_pred"] for line in (run / "inference" / "val.jsonl").read_text().splitlines()
+            ]
 
         return scored, run
 
@@ -204,14 +247,18 @@ class TestFilesFromElsewhere:
         assert (run / "inference").stat().st_ino == made, "the same files, so the same answers"
         assert scored(1) != first
 
-    def test_an_answered_part_is_of_use_for_the_same_files_alone(self, elsewhere: tuple[Callable[[int], list[str]], Path]):
+    def test_an_answered_part_is_of_use_for_the_same_files_alone(
+        self, elsewhere: tuple[Callable[[int], list[str]], Path]
+    ):
         scored, run = elsewhere
         scored(0)
         facts = json.loads((run / "inference" / "manifest.json").read_text())
         assert facts.pop("files")
         for seed, kept in ((0, 4), (1, 0)):
             shutil.rmtree(run / "inference")
-            (run / "inference.part.jsonl").write_text("\n".join([json.dumps(facts, sort_keys=True), *['"noted"'] * 4, ""]))
+            (run / "inference.part.jsonl").write_text(
+                "\n".join([json.dumps(facts, sort_keys=True), *['"noted"'] * 4, ""])
+            )
             assert scored(seed).count("noted") == kept
 
 
@@ -219,7 +266,11 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("path", "value", "message"),
         [
-            ("model", toy.CROSSATTN["model"], "model: expected a decoder, such as 'hf' or 'gpt_bigcode'; got 'cross_attention'"),
+            (
+                "model",
+                toy.CROSSATTN["model"],
+                "model: expected a decoder, such as 'hf' or 'gpt_bigcode'; got 'cross_attention'",
+            ),
             ("data", toy.CROSSATTN["data"], "data: the data of this recipe are 'prompted_qa', got 'qa'."),
             ("evaluation", {"micro_batch": 1}, "expected either loop, which trains the model, or evaluation"),
             ("loop", None, "expected either loop, which trains the model, or evaluation"),
@@ -262,5 +313,7 @@ class TestRefusals:
 
         config = load(Evaluation, {"micro_batch": 2, "precision": "bfloat16"}, "evaluation")
         config.check_accelerate({"precision": "bfloat16"})
-        with pytest.raises(ConfigError, match=r"evaluation.precision is bfloat16, but accelerate launch --mixed_precision says float16"):
+        with pytest.raises(
+            ConfigError, match=r"evaluation.precision is bfloat16, but accelerate launch --mixed_precision says float16"
+        ):
             config.check_accelerate({"precision": "float16"})

@@ -1,4 +1,5 @@
-"""From real text and T5's own vocabulary to real tasks: tokenised, pre-trained, prepared and fine-tuned, through the commands."""
+"""From real text and T5's own vocabulary to real tasks: tokenised, pre-trained, prepared and fine-tuned, through the
+commands."""
 
 import json
 import os
@@ -20,7 +21,13 @@ PRETRAINED: dict[str, Any] = {
     "seed": 0,
     "model": {
         "name": "t5",
-        "random": {"tokenizer": "t5_tokenizer", "hidden_size": 16, "feed_forward_size": 32, "num_layers": 1, "num_heads": 2},
+        "random": {
+            "tokenizer": "t5_tokenizer",
+            "hidden_size": 16,
+            "feed_forward_size": 32,
+            "num_layers": 1,
+            "num_heads": 2,
+        },
     },
     "data": {"name": "span_corruption", "corpus": "wikitext", "input_tokens": 128, "val_sequences": 8},
     "loop": {"steps": 4, "sequences_per_step": 8, "micro_batch": 8, "learning_rate": 1e-2, "eval_every": 2},
@@ -48,7 +55,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With a tokenizer, token files and a pre-trained model."""
     folder = tmp_path_factory.mktemp("real")
     place = ["--data_path", str(folder / "data")]
-    t5_tokenizer.main([*place, "--spiece", str(RELEASED / "tokenizer" / "t5" / "spiece.model"), "--name", "t5_tokenizer"])
+    t5_tokenizer.main(
+        [*place, "--spiece", str(RELEASED / "tokenizer" / "t5" / "spiece.model"), "--name", "t5_tokenizer"]
+    )
     text = folder / "wiki.txt"
     text.write_bytes((RELEASED / "lm" / "wikitext2" / "wiki.valid.tokens").read_bytes())
     sources = ["--train", str(text), "--val_rate", "0.1", "--documents_by", "line", "--processes", "1"]

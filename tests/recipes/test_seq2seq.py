@@ -1,4 +1,5 @@
-"""Recipe `seq2seq` through the command line: it learns tasks, resumes bit for bit, predicts, and refuses what does not fit."""
+"""Recipe `seq2seq` through the command line: it learns tasks, resumes bit for bit, predicts, and refuses what does not
+fit."""
 
 import hashlib
 import json
@@ -34,7 +35,13 @@ said:
 """
 T5: dict[str, Any] = {
     "name": "t5",
-    "random": {"tokenizer": "toy_tokenizer", "hidden_size": 32, "feed_forward_size": 64, "num_layers": 1, "num_heads": 2},
+    "random": {
+        "tokenizer": "toy_tokenizer",
+        "hidden_size": 32,
+        "feed_forward_size": 64,
+        "num_layers": 1,
+        "num_heads": 2,
+    },
     "dropout_rate": 0.05,
 }
 PAINT = {"name": "task", "task": "paint", "corpus": "paint", "input_tokens": 12, "target_tokens": 4}
@@ -75,13 +82,22 @@ def write_data(folder: Path) -> None:
     toy.write_data(folder / "data")
     (folder / "own.yaml").write_text(OWN)
     facts = [(thing, toy.COLOURS[(i * 5 + j) % 8]) for i, thing in enumerate(toy.THINGS) for j in range(4)]
-    rows = [{"text": f"the {thing} is {colour} .", "label": colour, "idx": 100 + i} for i, (thing, colour) in enumerate(facts)]
+    rows = [
+        {"text": f"the {thing} is {colour} .", "label": colour, "idx": 100 + i}
+        for i, (thing, colour) in enumerate(facts)
+    ]
     unlabelled = [{"text": row["text"], "idx": row["idx"]} for row in rows[:TEST_ROWS]]
-    for name, some in (("train", [row for i, row in enumerate(rows) if i % 4]), ("val", rows[::4]), ("test", unlabelled)):
+    for name, some in (
+        ("train", [row for i, row in enumerate(rows) if i % 4]),
+        ("val", rows[::4]),
+        ("test", unlabelled),
+    ):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
     for task, splits in (("paint", ("train", "val", "test")), ("said", ("train", "val"))):
         words = [word for split in splits for word in (f"--{split}", str(folder / f"{split}.jsonl"))]
-        prepare_task.main(["--data_path", str(folder / "data"), "--task", task, "--task_file", str(folder / "own.yaml"), *words])
+        prepare_task.main(
+            ["--data_path", str(folder / "data"), "--task", task, "--task_file", str(folder / "own.yaml"), *words]
+        )
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +129,12 @@ def test_it_learns_the_task(folder: Path):
 
 def test_predictions_are_rows_with_the_generated_text(folder: Path):
     predictions = run_of(folder, EXP) / "predictions"
-    assert sorted(path.name for path in predictions.iterdir()) == ["PAINT.tsv", "manifest.json", "paint.test.jsonl", "paint.val.jsonl"]
+    assert sorted(path.name for path in predictions.iterdir()) == [
+        "PAINT.tsv",
+        "manifest.json",
+        "paint.test.jsonl",
+        "paint.val.jsonl",
+    ]
     val = lines(predictions / "paint.val.jsonl")
     assert [row["input"] for row in val] == [f"paint text: {row['text']}" for row in lines(folder / "val.jsonl")]
     assert [row["index"] for row in val] == list(range(100, 164, 4))
@@ -145,10 +166,18 @@ def test_a_run_that_was_cut_short_ends_with_the_same_bits(folder: Path):
 def test_predictions_resume_from_the_last_complete_batch(folder: Path, noted: int, saved: int):
     """16 rows of val and 18 of test, in batches of 8, which never hold rows of both."""
     run = run_of(folder, EXP)
-    facts = {name: value for name, value in read_json(run / "predictions" / "manifest.json", RunError).items() if name != "files"}
+    facts = {
+        name: value
+        for name, value in read_json(run / "predictions" / "manifest.json", RunError).items()
+        if name != "files"
+    }
     before = [lines(run / "predictions" / f"paint.{split}.jsonl") for split in ("val", "test")]
     shutil.rmtree(run / "predictions")
-    noted_lines = [json.dumps(facts, sort_keys=True), *(json.dumps(text) for text in ["said before"] * noted), '"cut sho']
+    noted_lines = [
+        json.dumps(facts, sort_keys=True),
+        *(json.dumps(text) for text in ["said before"] * noted),
+        '"cut sho',
+    ]
     (run / "predictions.part.jsonl").write_text("\n".join(noted_lines))
     (run / "status.json").unlink()
     assert toy.main(["-e", "paint"], GROUPS, folder) == 0
@@ -203,7 +232,9 @@ def test_predictions_use_the_selected_weights(folder: Path, tmp_path: Path, engi
     if engine == "here":
         assert toy.main(["-e", "g"], groups, folder) == 0
     else:
-        done = toy.run(toy.project(tmp_path, f"EXP_GROUPS = {groups!r}\n"), ["-e", "g", *ENGINES[engine]], folder, processes=2)
+        done = toy.run(
+            toy.project(tmp_path, f"EXP_GROUPS = {groups!r}\n"), ["-e", "g", *ENGINES[engine]], folder, processes=2
+        )
         assert done.returncode == 0, done.stderr
     rows = toy.evaluations(folder, exp_id(exp))
     best = max(rows, key=lambda row: row["macro_f1"])
@@ -222,8 +253,18 @@ def test_beams_are_those_of_transformers(folder: Path):
     assert toy.main(["-e", "g"], {"g": [exp]}, folder) == 0
     predictions = lines(run_of(folder, exp) / "predictions" / "said.val.jsonl")
     model, tokenizer = load(run_of(folder, exp), Places(folder / "data", folder / "runs"))
-    inputs = tokenizer([row["input"] + tokenizer.eos_token for row in predictions], return_tensors="pt", padding=True, padding_side="right")
-    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    inputs = tokenizer(
+        [row["input"] + tokenizer.eos_token for row in predictions],
+        return_tensors="pt",
+        padding=True,
+        padding_side="right",
+    )
+    options = {
+        "max_new_tokens": 8,
+        "do_sample": False,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
 
     def answers(**beams: Any) -> list[str]:
         ids = model.generate(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], **options, **beams)
@@ -253,7 +294,9 @@ def test_two_processes_answer_as_one(folder: Path, tmp_path: Path):
 def test_processes_that_share_the_model_rank_together(folder: Path, tmp_path: Path):
     """The encoder alone would not be gathered."""
     exp = {**EXP, "loop": FEW, "answers": {"by": "rank"}}
-    done = toy.run(toy.project(tmp_path, f"EXP_GROUPS = {{'g': [{exp!r}]}}\n"), ["-e", "g", "--fsdp"], folder, processes=2)
+    done = toy.run(
+        toy.project(tmp_path, f"EXP_GROUPS = {{'g': [{exp!r}]}}\n"), ["-e", "g", "--fsdp"], folder, processes=2
+    )
     assert done.returncode == 0, done.stderr
     assert "predictions/val/accuracy" in toy.rows(folder, exp_id(exp))[-1]
 
@@ -272,7 +315,9 @@ def test_several_tasks_at_once(folder: Path):
     assert toy.main(["-e", "g"], {"g": [MIXED]}, folder) == 0
     last = toy.rows(folder, exp_id(MIXED))[-1]
     names = {f"{name}/paint" for name in ("accuracy", "macro_f1")} | {"em/said"}
-    assert names | {f"{name}/{task}" for name in ("val_loss", "task_score") for task in ("paint", "said")} <= last.keys()
+    assert (
+        names | {f"{name}/{task}" for name in ("val_loss", "task_score") for task in ("paint", "said")} <= last.keys()
+    )
     assert last["val_loss"] == pytest.approx((last["val_loss/paint"] + last["val_loss/said"]) / 2)
     assert last["val_perplexity/said"] == pytest.approx(math.exp(last["val_loss/said"]))
     assert "val_perplexity/paint" not in last, "labels are no text"
@@ -302,7 +347,11 @@ def test_it_stops_when_the_metric_of_the_task_no_longer_grows(folder: Path):
     ("path", "value", "message"),
     [
         ("model", toy.BASE["model"], "model: expected an encoder-decoder, such as 't5'; got 'gpt_bigcode'"),
-        ("model", ref(toy.BASE), "model: expected an encoder-decoder, such as 't5'; got 'experiment', which is of the kind 'decoder'"),
+        (
+            "model",
+            ref(toy.BASE),
+            "model: expected an encoder-decoder, such as 't5'; got 'experiment', which is of the kind 'decoder'",
+        ),
         ("model", {"name": "fusion_in_decoder", "base": T5}, "model: expected an encoder-decoder"),
         ("data", toy.BASE["data"], "data: expected 'task', or a 'mixture' with such a part; got 'text'."),
         ("data.task", "pain", "task: unknown task 'pain'. Did you mean 'paint'?"),
@@ -314,10 +363,22 @@ def test_it_stops_when_the_metric_of_the_task_no_longer_grows(folder: Path):
         ("loop.compile", True, "loop.compile: needs batches of one length, and those of 'task' differ."),
         ("evaluation", {"micro_batch": 2}, "expected either loop, which trains the model, or evaluation"),
         ("answers", {"by": "beam"}, "answers.by: unknown value 'beam'"),
-        ("answers", {"by": "generate", "length_normalised": True}, "length_normalised: only ranked answers are, and by is 'generate'."),
-        ("answers", {"length_penalty": 0.6}, "length_penalty: it is of beams, and without them it would be ignored. Set num_beams."),
+        (
+            "answers",
+            {"by": "generate", "length_normalised": True},
+            "length_normalised: only ranked answers are, and by is 'generate'.",
+        ),
+        (
+            "answers",
+            {"length_penalty": 0.6},
+            "length_penalty: it is of beams, and without them it would be ignored. Set num_beams.",
+        ),
         ("answers", {"by": "rank", "num_beams": 2}, "num_beams: ranked answers are not searched for. Leave it out."),
-        ("loop.precision", "float16", "loop.precision: 'float16' needs a GPU, and this machine has no GPU. Use 'bfloat16' or 'float32'."),
+        (
+            "loop.precision",
+            "float16",
+            "loop.precision: 'float16' needs a GPU, and this machine has no GPU. Use 'bfloat16' or 'float32'.",
+        ),
         ("predictions.splits", [], "predictions.splits: expected a list that is not empty"),
         ("predictions.splits", ["tst"], "predictions.splits[0]: unknown value 'tst'"),
         ("predictions.also", [PAINT], "data: the task 'paint' stands there twice"),
@@ -338,14 +399,25 @@ def test_an_invalid_experiment_is_refused_before_the_start(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"data": SAID, "answers": {"by": "rank"}}, "answers.by: the answers of task 'said' are any text, so there is no list to rank."),
-        ({"data": SAID, "predictions": {"splits": ["test"]}}, "predictions.splits: none of 'said' has the split 'test'."),
-        ({"answers": {"by": "rank"}, "predictions": {"also": [SAID]}}, "answers.by: the answers of task 'said' are any text"),
+        (
+            {"data": SAID, "answers": {"by": "rank"}},
+            "answers.by: the answers of task 'said' are any text, so there is no list to rank.",
+        ),
+        (
+            {"data": SAID, "predictions": {"splits": ["test"]}},
+            "predictions.splits: none of 'said' has the split 'test'.",
+        ),
+        (
+            {"answers": {"by": "rank"}, "predictions": {"also": [SAID]}},
+            "answers.by: the answers of task 'said' are any text",
+        ),
         ({"predictions": {"splits": ["test"], "also": [SAID]}}, "predictions: 'said' has none of the splits test."),
         ({"data": {"name": "mixture", "parts": {"a": PAINT, "b": PAINT}}}, "data: the task 'paint' stands there twice"),
     ],
 )
-def test_contradicting_settings_are_refused(folder: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], message: str):
+def test_contradicting_settings_are_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], message: str
+):
     exp = {**EXP, "loop": {**EXP["loop"], "best_metric": "task_score"}, **changes}
     assert toy.main(["-e", "g", "--dry-run"], {"g": [exp]}, folder) == 1
     assert message in capsys.readouterr().err

@@ -1,4 +1,5 @@
-"""T5's pre-training through the command line: it learns, resumes bit for bit, is shared by processes, and refuses what does not fit."""
+"""T5's pre-training through the command line: it learns, resumes bit for bit, is shared by processes, and refuses what
+does not fit."""
 
 import copy
 import hashlib
@@ -20,7 +21,13 @@ from tests import toy, warm
 
 MODEL: dict[str, Any] = {
     "name": "t5",
-    "random": {"tokenizer": "toy_t5_tokenizer", "hidden_size": 32, "feed_forward_size": 64, "num_layers": 2, "num_heads": 2},
+    "random": {
+        "tokenizer": "toy_t5_tokenizer",
+        "hidden_size": 32,
+        "feed_forward_size": 64,
+        "num_layers": 2,
+        "num_heads": 2,
+    },
     "dropout_rate": 0.1,
 }
 T5: dict[str, Any] = {
@@ -61,7 +68,9 @@ def test_it_learns_what_is_missing(folder: Path):
 
 def test_a_run_that_was_cut_short_ends_with_the_same_bits(folder: Path):
     run, last = folder / "runs" / exp_id(T5), "checkpoints/step-00000120"
-    files = [run / last / name for name in ("model.safetensors", "optimizer.safetensors", "state.json")] + [run / "scores.jsonl"]
+    files = [run / last / name for name in ("model.safetensors", "optimizer.safetensors", "state.json")] + [
+        run / "scores.jsonl"
+    ]
     before = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
     shutil.rmtree(run / last)
     (run / "status.json").unlink()
@@ -89,7 +98,11 @@ def test_a_curriculum_is_measured_as_what_it_ends_with(folder: Path):
     """Whose scores may be the best_metric; the phase before has none of them."""
     depth = {"name": "depth", "corpus": "toy_text", "input_tokens": 64, "target_tokens": 64, "num_sentences": 4}
     loop = {**T5["loop"], "steps": 2, "eval_every": 1, "best_metric": "val_sentence_accuracy", "best_mode": "max"}
-    exp = {**T5, "data": {"name": "phases", "phases": [{"until": 0.5, "data": T5["data"]}, {"data": depth}]}, "loop": loop}
+    exp = {
+        **T5,
+        "data": {"name": "phases", "phases": [{"until": 0.5, "data": T5["data"]}, {"data": depth}]},
+        "loop": loop,
+    }
     assert toy.main(["-e", "g"], {"g": [exp]}, folder) == 0
     assert all(row["val_sentence_loss"] > 0 for row in toy.rows(folder, exp_id(exp)))
 
@@ -103,14 +116,25 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "docs.jsonl").write_text("".join(json.dumps({"text": section}) + "\n" for section in sections))
     given = ["--data_path", str(folder / "data"), "--train", str(folder / "docs.jsonl")]
     assert t5_tokenizer.main([*given, "--name", "own_tokenizer", "--vocab_size", "700", "--sentinels", "20"]) == 0
-    assert tokenize.main([*given, "--name", "own", "--tokenizer", "own_tokenizer", "--val_rate", "0.3", "--processes", "1"]) == 0
+    assert (
+        tokenize.main(
+            [*given, "--name", "own", "--tokenizer", "own_tokenizer", "--val_rate", "0.3", "--processes", "1"]
+        )
+        == 0
+    )
     assert pmi_vocabulary.main([*given, "--name", "own_pmi", "--min_count", "5", "--size", "400"]) == 0
     return folder
 
 
 def test_all_may_be_made_of_ones_own_text(own: Path):
     """The ids are those of the new tokenizer, and the masks whole n-grams of the new list."""
-    data = {"name": "span_corruption", "corpus": "own", "input_tokens": 64, "ngrams": "own_pmi/ngrams.txt", "val_sequences": 8}
+    data = {
+        "name": "span_corruption",
+        "corpus": "own",
+        "input_tokens": 64,
+        "ngrams": "own_pmi/ngrams.txt",
+        "val_sequences": 8,
+    }
     exp = copy.deepcopy({**T5, "data": data})
     exp["model"]["random"]["tokenizer"] = "own_tokenizer"
     exp["loop"] |= {"steps": 2, "eval_every": 1}
@@ -126,7 +150,9 @@ def test_a_longt5_goes_on_from_its_folder(own: Path):
     tokenizer = tokenizers.load(own / "data" / "own_tokenizer")
     sizes: dict[str, Any] = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2, "local_radius": 7}
     local = {"global_block_size": 4, "encoder_attention_type": "transient-global", "decoder_start_token_id": 0}
-    LongT5ForConditionalGeneration(LongT5Config(vocab_size=len(tokenizer), **sizes, **local)).save_pretrained(own / "long")
+    LongT5ForConditionalGeneration(LongT5Config(vocab_size=len(tokenizer), **sizes, **local)).save_pretrained(
+        own / "long"
+    )
     tokenizer.save_pretrained(own / "long")
     data = {"name": "span_corruption", "corpus": "own", "input_tokens": 100, "val_sequences": 4}
     loop = {**T5["loop"], "steps": 2, "eval_every": 1, "learning_rate": 1e-2}
@@ -145,14 +171,19 @@ def shared(folder: Path) -> dict[str, list[dict[str, Any]]]:
         words = {"replicated": [], "fsdp": ["--fsdp"]}.get(mode, ["--deepspeed", f"resources/ds_config_{mode}.json"])
         words = [str(toy.ROOT / word) if word.startswith("resources") else word for word in words]
         process = warm.Process(
-            toy.command(root, ["-e", "shared", *words], folder, processes=2), toy.environment(), None, folder / f"{mode}.log"
+            toy.command(root, ["-e", "shared", *words], folder, processes=2),
+            toy.environment(),
+            None,
+            folder / f"{mode}.log",
         )
         try:
             assert process.wait(timeout=600) == 0, (folder / f"{mode}.log").read_text()
         finally:
             process.kill()
         found[mode] = toy.rows(folder, exp_id(SHARED))
-        events = [json.loads(line) for line in (folder / "runs" / exp_id(SHARED) / "ledger.jsonl").read_text().splitlines()]
+        events = [
+            json.loads(line) for line in (folder / "runs" / exp_id(SHARED) / "ledger.jsonl").read_text().splitlines()
+        ]
         assert [event["engine"] for event in events if event["event"] == "start"] == [mode]
         shutil.rmtree(folder / "runs" / exp_id(SHARED))
     return found
@@ -173,7 +204,10 @@ def test_processes_that_share_the_model_have_the_losses_of_those_that_do_not(sha
         ({"data": toy.BASE["data"]}, "data: 'text' is for .*; this recipe reads data for an encoder-decoder"),
         ({"recipe": "lm"}, "model: expected .*; got 't5', which is of the kind 'encoder_decoder'"),
         ({"recipe": "lm", "model": toy.BASE["model"]}, "data: 'span_corruption' is for an encoder-decoder"),
-        ({"data": {**T5["data"], "corpus": "toy_txt"}}, "toy_txt: no such data set: unknown corpus 'toy_txt'. Did you mean 'toy_text'"),
+        (
+            {"data": {**T5["data"], "corpus": "toy_txt"}},
+            "toy_txt: no such data set: unknown corpus 'toy_txt'. Did you mean 'toy_text'",
+        ),
         ({"loop": {**T5["loop"], "best_metric": "em"}}, "loop.best_metric: unknown score 'em'"),
     ],
 )

@@ -1,4 +1,5 @@
-"""From rows as they are published to a policy that learns from verified rewards, by the experiment of docs/policies.md."""
+"""From rows as they are published to a policy that learns from verified rewards, by the experiment of
+docs/policies.md."""
 
 import json
 import re
@@ -39,7 +40,13 @@ def read_experiment() -> dict[str, Any]:
     code = re.search(r"## An experiment\n.*?```python\n(.*?)```", page, re.DOTALL)
     assert code
     exp = eval(code[1], {"ref": ref, "SFT": SFT})  # noqa: S307
-    small = {"data.rollouts": 32, "data.max_new_tokens": 16, "data.prompts.sequence_tokens": 64, "loop.steps": 8, "loop.eval_every": 4}
+    small = {
+        "data.rollouts": 32,
+        "data.max_new_tokens": 16,
+        "data.prompts.sequence_tokens": 64,
+        "loop.steps": 8,
+        "loop.eval_every": 4,
+    }
     small |= {"loop.sequences_per_step": 8, "sampled.questions": 4, "sampled.max_new_tokens": 16}
     return override(exp, small)
 
@@ -47,7 +54,10 @@ def read_experiment() -> dict[str, Any]:
 def prepare(folder: Path, rows: Sequence[dict[str, Any]] = GSM8K) -> None:
     source = folder / "rows.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert prepare_conversations.main(["--name", "gsm8k", "--train", str(source), "--data_path", str(folder / "data")]) == 0
+    assert (
+        prepare_conversations.main(["--name", "gsm8k", "--train", str(source), "--data_path", str(folder / "data")])
+        == 0
+    )
     talk.tokenizer().save_pretrained(folder / "data" / "talk_tokenizer")
 
 
@@ -73,26 +83,39 @@ def test_grpo_learns_from_reward_math_on_prepared_rows(tmp_path: Path):
 def test_grpo_learns_from_reward_math_on_rows_of_gsm8k(shared_data: Path, tmp_path: Path):
     """Short rows with one of two answers, which a small model learns to guess."""
     lines = (shared_data / "instruct" / "gsm8k" / "train.jsonl").read_text().splitlines()
-    rows = [row for row in map(json.loads, lines) if len(row["question"]) < 140 and row["answer"].endswith(("\n#### 6", "\n#### 10"))]
+    rows = [
+        row
+        for row in map(json.loads, lines)
+        if len(row["question"]) < 140 and row["answer"].endswith(("\n#### 6", "\n#### 10"))
+    ]
     prepare(tmp_path, rows)
     guesses = tmp_path / "data" / "guesses"
     guesses.mkdir()
     for split in ("train", "val"):
-        prepared = [json.loads(line) for line in (tmp_path / "data" / "gsm8k" / f"{split}.jsonl").read_text().splitlines()]
+        prepared = [
+            json.loads(line) for line in (tmp_path / "data" / "gsm8k" / f"{split}.jsonl").read_text().splitlines()
+        ]
         answers = ["#### " + row["answer"].rpartition("#### ")[2] for row in prepared]
         guessed = [
-            {"messages": [row["messages"][0], {"role": "assistant", "content": a}]} for row, a in zip(prepared, answers, strict=True)
+            {"messages": [row["messages"][0], {"role": "assistant", "content": a}]}
+            for row, a in zip(prepared, answers, strict=True)
         ]
         (guesses / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in guessed))
-    sft = override(SFT, {"data.corpus": "guesses", "data.sequence_tokens": 192, "model.max_positions": 224, "loop.steps": 80})
+    sft = override(
+        SFT, {"data.corpus": "guesses", "data.sequence_tokens": 192, "model.max_positions": 224, "loop.steps": 80}
+    )
     exp = override(read_experiment(), {"model": ref(sft), "data.prompts.sequence_tokens": 160, "loop.steps": 4})
     assert toy.main(["-e", "all"], {"all": [sft, exp]}, tmp_path) == 0
     lines = (tmp_path / "runs" / exp_id(exp) / "rollouts.jsonl").read_text().splitlines()
     assert {json.loads(line)["reward/math"] for line in lines} == {0, 1}
 
 
-@pytest.mark.parametrize("reward", [{"name": "math"}, {"name": "python", "by": "value"}, {"name": "python", "by": "tests"}])
-def test_rows_without_the_column_are_refused_before_training(reward: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize(
+    "reward", [{"name": "math"}, {"name": "python", "by": "value"}, {"name": "python", "by": "tests"}]
+)
+def test_rows_without_the_column_are_refused_before_training(
+    reward: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     prepare(tmp_path)
     (tmp_path / "data" / "gsm8k" / "manifest.json").unlink()
     path = tmp_path / "data" / "gsm8k" / "train.jsonl"

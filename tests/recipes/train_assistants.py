@@ -32,7 +32,13 @@ REWARD: dict[str, Any] = {
     "data": REPLIES,
     "loop": LOOP,
 }
-DPO: dict[str, Any] = {"recipe": "dpo", "seed": 0, "model": ref(SFT), "data": {**REPLIES, "max_replies": 2}, "loop": LOOP}
+DPO: dict[str, Any] = {
+    "recipe": "dpo",
+    "seed": 0,
+    "model": ref(SFT),
+    "data": {**REPLIES, "max_replies": 2},
+    "loop": LOOP,
+}
 
 
 def write_data(data: Path) -> Path:

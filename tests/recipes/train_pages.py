@@ -59,7 +59,8 @@ EXP.pop("answers")
 
 
 def delivered(folder: Path, step: int) -> Counter[Any]:
-    """How often each (epoch, document, piece) was trained on up to a step: of each step what its last start has read."""
+    """How often each (epoch, document, piece) was trained on up to a step: of each step what its last start has
+    read."""
     last_reads: dict[tuple[int, int], tuple[int, list[Key]]] = {}
     for path in folder.glob("keys-*.jsonl"):
         for line in path.read_text().splitlines():
@@ -94,7 +95,12 @@ def main(folder: Path, stop_at: int | None = None) -> None:
             finished, number = divmod(next(calls), share.passes)
             if number == 0:
                 starts = [event for event in ledger.read(run.path) if event["event"] == "start"]
-                record = {"step": starts[-1]["step"] + finished + 1, "start": len(starts), "numbers": [*share.numbers], "keys": keys[:]}
+                record = {
+                    "step": starts[-1]["step"] + finished + 1,
+                    "start": len(starts),
+                    "numbers": [*share.numbers],
+                    "keys": keys[:],
+                }
                 with open(folder / f"keys-{distributed.rank()}.jsonl", "a") as file:
                     file.write(json.dumps(record) + "\n")
                 keys.clear()
@@ -105,7 +111,9 @@ def main(folder: Path, stop_at: int | None = None) -> None:
         return recording_loss
 
     dataset.StreamedDataset.sample = sample  # pyright: ignore[reportAttributeAccessIssue]
-    experiment.__class__ = type("Told", (interleaved.Config,), {"training_loss": training_loss, "__module__": interleaved.__name__})
+    experiment.__class__ = type(
+        "Told", (interleaved.Config,), {"training_loss": training_loss, "__module__": interleaved.__name__}
+    )
     options = Options(log_every=4, num_workers=0)
     with distributed.session(), distributed.stoppable(), small.opened_together(folder, options, EXP) as run:
         experiment.run(run)

@@ -24,7 +24,15 @@ GRPO: dict[str, Any] = {
     "recipe": "grpo",
     "seed": 0,
     "model": ref(SFT),
-    "data": {"name": "rollouts", "prompts": TALK, "rollouts": 16, "group_size": 8, "passes": 2, "max_new_tokens": 4, "generation_batch": 4},
+    "data": {
+        "name": "rollouts",
+        "prompts": TALK,
+        "rollouts": 16,
+        "group_size": 8,
+        "passes": 2,
+        "max_new_tokens": 4,
+        "generation_batch": 4,
+    },
     "rewards": [{"name": "letters"}],
     "loop": {
         "steps": 8,

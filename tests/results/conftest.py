@@ -40,17 +40,28 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def demo_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The experiments of the demo and their parent, with the scores, speeds and answers that runs of them have; the numbers are made up."""
+    """The experiments of the demo and their parent, with the scores, speeds and answers that runs of them have; the
+    numbers are made up."""
     folder = tmp_path_factory.mktemp("demo")
     known = plan.load_all(EXP_GROUPS)
     for item in plan.add_parents(plan.load_groups(EXP_GROUPS, ["demo"], []), known, add=True):
         with RunDir.open(folder, item.exp, item.exp, facts={"groups": list(item.groups)}) as run:
             for step in range(25, 275, 25):
-                row = {"step": step, "train_loss": 100 / step, "grad_norm": 1.5, "tokens": 500 * step, "val_loss": 150 / step}
+                row = {
+                    "step": step,
+                    "train_loss": 100 / step,
+                    "grad_norm": 1.5,
+                    "tokens": 500 * step,
+                    "val_loss": 150 / step,
+                }
                 if item.group == "demo":
                     row["val_loss_shuffled_context"] = 160 / step
                 if item.group == "demo" and step == 250:
-                    row |= {f"inference/{metric}{end}": 0.25 for metric in ("em", "f1", "precision", "recall") for end in ("", WRONG, GAIN)}
+                    row |= {
+                        f"inference/{metric}{end}": 0.25
+                        for metric in ("em", "f1", "precision", "recall")
+                        for end in ("", WRONG, GAIN)
+                    }
                 run.scores.append(row)
             (run.path / "perf.jsonl").write_text(json.dumps({"step": 25, "tokens_per_second": 1.0}) + "\n")
             if item.group == "demo":
@@ -64,5 +75,10 @@ def demo_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def answer(number: int) -> str:
     """A line of an inference; each third one is right."""
     text = f"def function_{number}(argument_with_a_long_name, *arguments):\n    raise ValueError({'x' * 90!r})"
-    row = {"question": "Which exceptions does this function raise?", "context": text, "answer": "ValueError", "dataset": "stdlib"}
+    row = {
+        "question": "Which exceptions does this function raise?",
+        "context": text,
+        "answer": "ValueError",
+        "dataset": "stdlib",
+    }
     return json.dumps({**row, "answer_pred": "ValueError" if number % 3 == 0 else "TypeError"}) + "\n"

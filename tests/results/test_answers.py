@@ -27,8 +27,15 @@ def runs_with_answers(tmp_path: Path) -> Path:
 
 def write(path: Path, seed: int, right: int) -> None:
     path.parent.mkdir(exist_ok=True)
-    rows = [{"question": f"q{i} of {seed}", "context": f"def f{i}():\n    pass", "answer": f"a{i}", "dataset": "d"} for i in range(4)]
-    path.write_text("".join(json.dumps(row | {"answer_pred": row["answer"] if i < right else "no"}) + "\n" for i, row in enumerate(rows)))
+    rows = [
+        {"question": f"q{i} of {seed}", "context": f"def f{i}():\n    pass", "answer": f"a{i}", "dataset": "d"}
+        for i in range(4)
+    ]
+    path.write_text(
+        "".join(
+            json.dumps(row | {"answer_pred": row["answer"] if i < right else "no"}) + "\n" for i, row in enumerate(rows)
+        )
+    )
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
@@ -36,10 +43,15 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     return capsys.readouterr().out
 
 
-def test_questions_of_the_best_run_are_printed_evenly_spread(runs_with_answers: Path, capsys: pytest.CaptureFixture[str]):
+def test_questions_of_the_best_run_are_printed_evenly_spread(
+    runs_with_answers: Path, capsys: pytest.CaptureFixture[str]
+):
     text = printed(capsys, runs_with_answers, "--count", "2")
     assert "inference/val.jsonl: inference/em 0.75, the best of 2 runs" in text
-    assert [line for line in text.splitlines() if line.startswith("question")] == ["question    q0 of 1", "question    q2 of 1"]
+    assert [line for line in text.splitlines() if line.startswith("question")] == [
+        "question    q0 of 1",
+        "question    q2 of 1",
+    ]
     assert text.count("\n  |     pass\n") == 2
     assert text.count("(right)\nwith another question's context: no\n") == 2
 
@@ -47,7 +59,9 @@ def test_questions_of_the_best_run_are_printed_evenly_spread(runs_with_answers: 
 def test_the_difference_to_wrong_contexts_has_an_interval(runs_with_answers: Path, capsys: pytest.CaptureFixture[str]):
     # Differences 1, 1, 1, 0: mean 0.75, standard deviation 0.433, and 1.96 * 0.433 / 2 = 0.424.
     text = printed(capsys, runs_with_answers)
-    assert re.search(r"^em 0\.75, 0 with .* 0\.75 \(95 % interval 0\.3256 to 1\.174\) over 4 questions", text, re.MULTILINE)
+    assert re.search(
+        r"^em 0\.75, 0 with .* 0\.75 \(95 % interval 0\.3256 to 1\.174\) over 4 questions", text, re.MULTILINE
+    )
     assert "em 0.75: 3 of 4 questions" in text
 
 
@@ -60,7 +74,10 @@ def test_only_wrong_answers(runs_with_answers: Path, capsys: pytest.CaptureFixtu
 
 def test_an_answer_is_right_as_the_metrics_of_its_experiment_say(tmp_path: Path):
     run = tmp_path / "runs" / "x"
-    exps = [{"recipe": "toy", "inference": {"metrics": metrics}} for metrics in ([{"name": "rouge"}], [{"name": "gone"}], [])]
+    exps = [
+        {"recipe": "toy", "inference": {"metrics": metrics}}
+        for metrics in ([{"name": "rouge"}], [{"name": "gone"}], [])
+    ]
     for exp, first in zip(exps, ("rouge1", "em", "em"), strict=True):
         with RunDir.open(tmp_path / "runs", exp, exp) as opened:
             run = opened.path

@@ -1,4 +1,5 @@
-"""The dashboard and the report in a real browser: what a reader clicks and sees. Nothing may be asked of another machine."""
+"""The dashboard and the report in a real browser: what a reader clicks and sees. Nothing may be asked of another
+machine."""
 
 import math
 import os
@@ -39,7 +40,9 @@ class World:
         """A run with scores, and a log of its job that names it."""
         with RunDir.open(self.runs, exp, exp, facts={"groups": [group]}) as run:
             for step in range(1, steps + 1):
-                run.scores.append({"step": step, "val_loss": exp["model"]["stride"] / step + 0.1 * exp["seed"], "em": 0.125 * step})
+                run.scores.append(
+                    {"step": step, "val_loss": exp["model"]["stride"] / step + 0.1 * exp["seed"], "em": 0.125 * step}
+                )
             run.set_status(state, step=steps, **({"reason": reason} if reason else {}))  # type: ignore[arg-type]
         self.ids[name] = run.exp_id
         (self.runs / "logs").mkdir(exist_ok=True)
@@ -70,7 +73,10 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 @pytest.fixture
 def page(browser: Browser, world: World) -> Iterator[Page]:
-    with served(["results.dashboard", str(world.runs), "-e", "all", "--port", "0"]) as address, opened(browser, address) as shown:
+    with (
+        served(["results.dashboard", str(world.runs), "-e", "all", "--port", "0"]) as address,
+        opened(browser, address) as shown,
+    ):
         expect(rows(shown, "jobs")).to_have_count(7, timeout=SLOW)
         yield shown
 
@@ -194,14 +200,19 @@ def test_a_curve_is_found_by_the_mouse_between_its_points_and_lights_up_with_its
     for stride in range(1, 21):
         world.add(f"stride {stride}", experiment(stride, 0), group="reach", steps=200)
     failed = world.add("failed", experiment(30, 0), group="reach", state="failed", reason="a reason that goes on " * 20)
-    with served(["results.dashboard", str(world.runs), "-e", "all", "--port", "0"]) as address, opened(browser, address) as page:
+    with (
+        served(["results.dashboard", str(world.runs), "-e", "all", "--port", "0"]) as address,
+        opened(browser, address) as page,
+    ):
         expect(rows(page, "results")).to_have_count(10, timeout=SLOW)
         plot = page.locator(".plot canvas").first
         plot.scroll_into_view_if_needed()
         box = plot.bounding_box()
         assert box is not None
         lit = page.locator(".results .tabulator-selected")
-        for share in (step % 60 / 60 for step in range(600)):  # down across the curves, again and again until the page has seen it
+        for share in (
+            step % 60 / 60 for step in range(600)
+        ):  # down across the curves, again and again until the page has seen it
             page.mouse.move(box["x"] + 0.3 * box["width"], box["y"] + share * box["height"])
             page.wait_for_timeout(30)
             if page.locator(".bk-tooltip-content").count() and lit.count():
@@ -210,9 +221,12 @@ def test_a_curve_is_found_by_the_mouse_between_its_points_and_lights_up_with_its
         expect(lit).to_have_count(1)
         page.locator(".results .tabulator-row:not(.tabulator-selected)").nth(4).click()
         alphas = (
-            "[...Bokeh.documents[0].all_models].filter(m => m.type === 'Line' && m.line_width.value === 2).map(m => m.line_alpha.value)"
+            "[...Bokeh.documents[0].all_models].filter(m => m.type === 'Line' && m.line_width.value === "
+            "2).map(m => m.line_alpha.value)"
         )
-        page.wait_for_function(f"() => {{ const found = {alphas}; return found.filter(a => a === 1).length === 1 && found.length > 9; }}")
+        page.wait_for_function(
+            f"() => {{ const found = {alphas}; return found.filter(a => a === 1).length === 1 && found.length > 9; }}"
+        )
         legend = page.locator(".legend").first
         assert legend.evaluate("node => node.scrollHeight > node.clientHeight || node.clientHeight > 200")
         job = rows(page, "jobs").filter(has_text=failed[:8])
@@ -228,11 +242,15 @@ def test_a_curve_is_found_by_the_mouse_between_its_points_and_lights_up_with_its
 
 
 def test_where_curves_overlap_the_one_next_to_the_mouse_is_lit_once(browser: Browser, tmp_path: Path):
-    """All are below the mouse, and the picture is painted again when one lights up, which asks anew what is below it."""
+    """All are below the mouse, and the picture is painted again when one lights up, which asks anew what is below
+    it."""
     world = World(tmp_path / "runs")
     for stride in range(1, 13):
         world.add(f"stride {stride}", experiment(stride, 0), group="reach", steps=60)
-    with served(["results.dashboard", str(world.runs), "-e", "all", "--port", "0"]) as address, opened(browser, address) as page:
+    with (
+        served(["results.dashboard", str(world.runs), "-e", "all", "--port", "0"]) as address,
+        opened(browser, address) as page,
+    ):
         page.locator(".live-switch").click()
         page.locator(".plot canvas").first.scroll_into_view_if_needed()
         page.wait_for_function("Bokeh.documents[0].is_idle")
@@ -249,7 +267,9 @@ def test_where_curves_overlap_the_one_next_to_the_mouse_is_lit_once(browser: Bro
             assert page.evaluate("window.told.splice(0)") == [colour]
         rows(page, "results").first.click()
         expect(lit).to_have_text("1")
-        hover(page, x, y, lambda: lit.inner_text() == "9")  # a row was highlighted since, so the same curve is reported again
+        hover(
+            page, x, y, lambda: lit.inner_text() == "9"
+        )  # a row was highlighted since, so the same curve is reported again
 
 
 @pytest.mark.parametrize(
@@ -262,7 +282,12 @@ def test_where_curves_overlap_the_one_next_to_the_mouse_is_lit_once(browser: Bro
     ],
 )
 def test_a_curve_is_where_it_is_drawn(
-    browser: Browser, tmp_path: Path, curves: list[list[float]], logarithmic: bool, point: tuple[float, float], tooltip: str
+    browser: Browser,
+    tmp_path: Path,
+    curves: list[list[float]],
+    logarithmic: bool,
+    point: tuple[float, float],
+    tooltip: str,
 ):
     lines = [Line(f"curve {number}", f"#00000{number}", [1, 2], mean, mean, mean) for number, mean in enumerate(curves)]
     plot = chart.Plot(lambda _: None)
@@ -272,8 +297,15 @@ def test_a_curve_is_where_it_is_drawn(
     page.goto((tmp_path / "page.html").as_uri())
     page.wait_for_function("Bokeh.documents[0]?.is_idle")
     across, down, colour = page.evaluate(_PLACE, [tooltip, *point])
-    hover(page, across, down, lambda: page.evaluate("[...Bokeh.documents[0].all_models].some(model => model.data?.colour?.[0])"))
-    assert page.evaluate("[...Bokeh.documents[0].all_models].find(model => model.data?.colour).data.colour[0]") == colour
+    hover(
+        page,
+        across,
+        down,
+        lambda: page.evaluate("[...Bokeh.documents[0].all_models].some(model => model.data?.colour?.[0])"),
+    )
+    assert (
+        page.evaluate("[...Bokeh.documents[0].all_models].find(model => model.data?.colour).data.colour[0]") == colour
+    )
     page.close()
 
 
@@ -341,7 +373,10 @@ def test_text_of_a_run_is_shown_and_never_obeyed(browser: Browser, tmp_path: Pat
             state="failed",
             reason=HOSTILE,
         )
-    with served(["results.dashboard", str(world.runs), "-e", "all", "--port", "0"]) as address, opened(browser, address) as page:
+    with (
+        served(["results.dashboard", str(world.runs), "-e", "all", "--port", "0"]) as address,
+        opened(browser, address) as page,
+    ):
         expect(rows(page, "jobs")).to_have_count(2, timeout=SLOW)
         for tab in ("Config", "Differences", "Lineage", "Log"):
             page.get_by_text(tab, exact=True).click()
@@ -362,7 +397,9 @@ def test_the_notebook_is_served_as_the_same_page(browser: Browser, world: World)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_no_page_is_wider_than_the_window_and_each_is_light_or_dark(browser: Browser, demo_runs: Path, tmp_path: Path, scheme: Any):
+def test_no_page_is_wider_than_the_window_and_each_is_light_or_dark(
+    browser: Browser, demo_runs: Path, tmp_path: Path, scheme: Any
+):
     report.main([str(demo_runs), "-o", str(tmp_path / "report.html")])
     run = next(row["exp_id"] for row in results.load_rows(demo_runs, "demo")[0])
     run_page.main([str(demo_runs / run), "-o", str(tmp_path / "run.html")])

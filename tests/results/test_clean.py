@@ -79,7 +79,13 @@ def test_running_and_damaged_runs_are_named_and_skipped(tmp_path: Path, capsys: 
 
 
 def submit(runs: Path, name: str, digest: str, experiments: list[str]) -> None:
-    intent = {"launcher": {"launcher": "local"}, "job_config": "local", "snapshot": digest, "experiments": experiments, "commands": {}}
+    intent = {
+        "launcher": {"launcher": "local"},
+        "job_config": "local",
+        "snapshot": digest,
+        "experiments": experiments,
+        "commands": {},
+    }
     (runs / submissions.FOLDER / name).mkdir(parents=True)
     write_json(runs / submissions.FOLDER / name / submissions.INTENT, intent)
 

@@ -1,4 +1,5 @@
-"""Every file of a run, truncated, empty, binary, of a wrong type or nested too deeply: results commands print lines, never a traceback."""
+"""Every file of a run, truncated, empty, binary, of a wrong type or nested too deeply: results commands print lines,
+never a traceback."""
 
 import json
 import shutil
@@ -7,7 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from results import answers, clean, diff, lineage, metadata, note, plot, report, rescore, rollouts, run_page, share, table
+from results import (
+    answers,
+    clean,
+    diff,
+    lineage,
+    metadata,
+    note,
+    plot,
+    report,
+    rescore,
+    rollouts,
+    run_page,
+    share,
+    table,
+)
 from results.dashboard import ALL, Dashboard
 from src.files import new_directory, write_json
 from src.launch import submissions
@@ -28,7 +43,9 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "number": lambda _: b"3\n",
     "list": lambda _: b"[1]\n",
     "text": lambda _: b'"text"\n',
-    "dict": lambda _: b'{"state": [1], "step": "x", "event": 1, "groups": {"a": 1}, "inputs": 3, "tags": 1, "holder": 1}\n',
+    "dict": lambda _: (
+        b'{"state": [1], "step": "x", "event": 1, "groups": {"a": 1}, "inputs": 3, "tags": 1, "holder": 1}\n'
+    ),
     "deep": lambda _: DEEP + b"\n",
     "deep in a key": lambda _: b'{"step": ' + DEEP + b"]" * 100_000 + b"}\n",
 }
@@ -64,13 +81,21 @@ def jsonl(path: Path, *rows: dict[str, object]) -> None:
 def make(runs: Path, seed: int) -> Path:
     """A run with every file that a reader opens."""
     exp = {"recipe": "toy", "seed": seed, "model": {"name": "m"}, "inference": {"metrics": [{"name": "squad"}]}}
-    facts = {"groups": ["g"], "commit": "a" * 40, "time": "2026-01-01T00:00:00+00:00", "packages": {"torch": "2"}, "diff": "+line\n"}
+    facts = {
+        "groups": ["g"],
+        "commit": "a" * 40,
+        "time": "2026-01-01T00:00:00+00:00",
+        "packages": {"torch": "2"},
+        "diff": "+line\n",
+    }
     with RunDir.open(runs, exp, exp, facts=facts) as run:
         gains = {f"val_gain{end}/html": 0.1 for end in ("", "_low", "_high")}
         gains |= {f"val_gain_control{end}/html": 0.0 for end in ("", "_low", "_high")}
         gains |= {f"val_text_perplexity_{kind}/html": 2.0 for kind in ("without", "with")}
         for step in (1, 2):
-            run.scores.append({"step": step, "train_loss": 2.0, "val_loss": 1.0 / step, "reward": 0.5, "inference/em": 0.5, **gains})
+            run.scores.append(
+                {"step": step, "train_loss": 2.0, "val_loss": 1.0 / step, "reward": 0.5, "inference/em": 0.5, **gains}
+            )
         run.scores.export_haven()
         jsonl(run.path / "perf.jsonl", {"step": 1, "seconds": 1.0, "tokens_per_second": 5.0})
         jsonl(run.path / "statistics.jsonl", {"step": 1, "name": "layer", "context": "hp", "abs_var_mean": 1.0})
@@ -88,7 +113,13 @@ def make(runs: Path, seed: int) -> Path:
     write_job(run.path, "1", "c", "s1")
     folder = runs / submissions.FOLDER / "s1"
     folder.mkdir(parents=True, exist_ok=True)
-    intent = {"launcher": {"launcher": "local"}, "job_config": "local", "snapshot": "x", "experiments": [], "commands": {}}
+    intent = {
+        "launcher": {"launcher": "local"},
+        "job_config": "local",
+        "snapshot": "x",
+        "experiments": [],
+        "commands": {},
+    }
     write_json(folder / submissions.INTENT, intent)
     return run.path
 
@@ -102,8 +133,26 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 FILES = [
-    *("exp_dict.json", "config.json", "env.json", "status.json", "groups.json", "remarks.json", "job_dict.json", "lease", "heartbeat.json"),
-    *("scores.jsonl", "score_list.pkl", "perf.jsonl", "statistics.jsonl", "rollouts.jsonl", "ledger.jsonl", "branch.json"),
+    *(
+        "exp_dict.json",
+        "config.json",
+        "env.json",
+        "status.json",
+        "groups.json",
+        "remarks.json",
+        "job_dict.json",
+        "lease",
+        "heartbeat.json",
+    ),
+    *(
+        "scores.jsonl",
+        "score_list.pkl",
+        "perf.jsonl",
+        "statistics.jsonl",
+        "rollouts.jsonl",
+        "ledger.jsonl",
+        "branch.json",
+    ),
     *(
         "inference/val.jsonl",
         "inference/val_wrong_context.jsonl",
@@ -127,7 +176,9 @@ def commands(runs: Path, run: Path, other: Path, output: Path) -> dict[str, Call
         "report": lambda: report.main([*words, *out]),
         "share": lambda: share.main([*words, *out]),
         "clean": lambda: clean.main([*words, "--keep-last", "0"]),
-        "clean --delete": lambda: clean.main([*words, "-e", "g", "--delete", "-o", str(output / "list"), "--older-than", "0.1"]),
+        "clean --delete": lambda: clean.main(
+            [*words, "-e", "g", "--delete", "-o", str(output / "list"), "--older-than", "0.1"]
+        ),
         "diff": lambda: diff.main([str(run), str(other)]),
         "note": lambda: note.main([str(run)]),
         "note --tag": lambda: note.main([str(run), "--tag", "x"]),
@@ -189,7 +240,9 @@ def check(pristine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], na
             failures[command] = f"{type(error).__name__}: {error!s:.100}"
             continue
         error = capsys.readouterr().err
-        if code not in (0, 1) or (code == 1 and not (error and all(line.startswith("error: ") for line in error.splitlines()[-1:]))):
+        if code not in (0, 1) or (
+            code == 1 and not (error and all(line.startswith("error: ") for line in error.splitlines()[-1:]))
+        ):
             failures[command] = f"exit code {code}: {error[-300:]}"
         if any(len(line) > 1000 for line in error.splitlines()) or "Traceback" in error:
             failures[command] = error[-300:]

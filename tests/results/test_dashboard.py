@@ -179,7 +179,12 @@ def test_scores_of_answers_come_first_and_the_configuration_last(demo_runs: Path
     assert list(page.results.value.columns) == ["colour", "em ↑", "context_tokens", "num_layers"]
     for part in ("em_wrong_context 0.25", "em_gain 0.25", "val_loss 0.6"):
         assert part in page.result_note.object
-    assert overview.headline(page.content)[:4] == ["inference/em", "inference/em_wrong_context", "inference/em_gain", "val_loss"]
+    assert overview.headline(page.content)[:4] == [
+        "inference/em",
+        "inference/em_wrong_context",
+        "inference/em_gain",
+        "val_loss",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -220,7 +225,8 @@ def test_the_choice_of_an_experiment_survives_a_new_run_above_it(page: Dashboard
 
 def test_details(page: Dashboard, runs: Path):
     one, other = (
-        next(row["exp_id"] for row in page.content.rows if row["model.stride"] == stride and row["seed"] == 0) for stride in (1, 2)
+        next(row["exp_id"] for row in page.content.rows if row["model.stride"] == stride and row["seed"] == 0)
+        for stride in (1, 2)
     )
     (runs / "logs").mkdir()
     (runs / "logs" / f"{one}.out.log").write_text("".join(f"<b>line {n}</b>\n" for n in range(1000)))
@@ -264,7 +270,13 @@ def test_answers_are_shown_all_or_only_wrong_ones(demo_runs: Path):
     page.tabs.active = 1
     text = page.details[1].object
     assert "20 of 60 questions are answered right. 50 of 60 answers are shown." in text
-    for part in ("Which exceptions does this function raise?", "def function_0(", "<td>ValueError</td>", "em 1, f1 1", "with another"):
+    for part in (
+        "Which exceptions does this function raise?",
+        "def function_0(",
+        "<td>ValueError</td>",
+        "em 1, f1 1",
+        "with another",
+    ):
         assert part in text
     page.wrong.value = True
     assert "40 of 60 answers are shown" in page.details[1].object
@@ -422,7 +434,9 @@ def test_only_changed_cells_of_jobs_are_sent(page: Dashboard, monkeypatch: pytes
     monkeypatch.setattr(panes, "BUILDING_SECONDS", 0.0)
     page.reload()
     widget, sent = page.jobs.widget, []
-    monkeypatch.setattr(widget, "patch", lambda changes, as_index: sent.append(changes) or type(widget).patch(widget, changes, as_index))
+    monkeypatch.setattr(
+        widget, "patch", lambda changes, as_index: sent.append(changes) or type(widget).patch(widget, changes, as_index)
+    )
     metadata.write_remarks(page.runs / page._ids[1], ["kept"], [], None)
     page.reload()
     assert page.jobs.widget is widget
@@ -444,7 +458,11 @@ def test_several_metrics_are_drawn_above_one_axis(page: Dashboard, monkeypatch: 
 
 def test_a_row_and_its_curve_light_up_together(page: Dashboard):
     def lit() -> set[str]:
-        return {page.plot._colours[place] for place, glyph, _ in page.plot._opacities if getattr(glyph, "line_alpha", 0) == 1}
+        return {
+            page.plot._colours[place]
+            for place, glyph, _ in page.plot._opacities
+            if getattr(glyph, "line_alpha", 0) == 1
+        }
 
     colours = page._colours
     assert lit() == set(colours)
@@ -458,7 +476,9 @@ def test_a_row_and_its_curve_light_up_together(page: Dashboard):
     painted: list[set[str]] = []
     page.plot._found.on_change("data", lambda _, __, ___: painted.append(lit()))
     page.plot.light(colours[1])
-    assert painted == [set(colours)], "the browser knows what is lit before it paints that, as it then asks what is below the mouse"
+    assert painted == [set(colours)], (
+        "the browser knows what is lit before it paints that, as it then asks what is below the mouse"
+    )
 
 
 def test_several_highlights_at_once_end_with_the_last(page: Dashboard, monkeypatch: pytest.MonkeyPatch):
@@ -514,9 +534,9 @@ def test_a_port_that_is_taken_is_one_line(runs: Path):
         command = [sys.executable, "-m", "results.dashboard", str(runs), "--port", str(port)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 1
-    assert (
-        done.stderr
-        == f"error: --port {port}: cannot listen on 127.0.0.1: Address already in use. Choose another port, or 0 for a free one.\n"
+    assert done.stderr == (
+        f"error: --port {port}: cannot listen on 127.0.0.1: Address already in use. Choose another port, or 0 for "
+        f"a free one.\n"
     )
 
 
@@ -524,7 +544,9 @@ def test_sigterm_ends_a_server_with_a_closed_output(runs: Path):
     """As in `python -m results.dashboard | head -1`."""
     command = [sys.executable, "-m", "results.dashboard", str(runs), "--port", "0"]
     env = os.environ | {"PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
+    with subprocess.Popen(
+        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as server:
         try:
             assert server.stdout is not None
             assert server.stdout.readline().startswith("http://127.0.0.1:")
@@ -550,8 +572,12 @@ def test_a_page_requires_its_token(runs: Path):
         with pytest.raises(HTTPError, match="404"):
             opener.open(f"{bare}run/{'0' * 32}")
         for host in ("[::1]", "[::1]:80", "a.b"):
-            answer = urlopen(Request(f"{bare}run/{run}?token={token}", headers={"Host": host}))  # Panel's own page knows no IPv6
-            assert re.match(r"trainval_\w+=", answer.headers["Set-Cookie"]), "whatever the host, its name is one that a cookie can have"
+            answer = urlopen(
+                Request(f"{bare}run/{run}?token={token}", headers={"Host": host})
+            )  # Panel's own page knows no IPv6
+            assert re.match(r"trainval_\w+=", answer.headers["Set-Cookie"]), (
+                "whatever the host, its name is one that a cookie can have"
+            )
 
 
 def test_the_help_needs_no_server():
@@ -566,7 +592,11 @@ def test_other_lines_are_drawn_by_the_picture_that_is_there(page: Dashboard):
     (figure,) = before.children
 
     def visible() -> list[str]:
-        return sorted(part.glyph.line_color for part in figure.renderers if part.visible and getattr(part.glyph, "line_width", 0) == 2)
+        return sorted(
+            part.glyph.line_color
+            for part in figure.renderers
+            if part.visible and getattr(part.glyph, "line_width", 0) == 2
+        )
 
     both = visible()
     assert both == sorted(page._colours)
@@ -574,7 +604,9 @@ def test_other_lines_are_drawn_by_the_picture_that_is_there(page: Dashboard):
     (colour,) = page._colours
     assert visible() == [colour]
     (marker,) = (part for part in figure.renderers if part.visible and part.name)
-    assert (marker.name, marker.data_source.data["mean"]) == (colour, page.plot._sources[0].data["mean"]), "the mouse finds it"
+    assert (marker.name, marker.data_source.data["mean"]) == (colour, page.plot._sources[0].data["mean"]), (
+        "the mouse finds it"
+    )
     page.where.value = ""
     assert visible() == both
     assert page.plot.pane.object is before

@@ -1,4 +1,5 @@
-"""Deletion of complete runs: chosen ones only, after a confirmation, and never a live run or a parent of a run that stays."""
+"""Deletion of complete runs: chosen ones only, after a confirmation, and never a live run or a parent of a run that
+stays."""
 
 import io
 import json
@@ -37,7 +38,9 @@ def answers(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(text))
 
 
-def test_a_group_is_deleted_after_a_confirmation(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_a_group_is_deleted_after_a_confirmation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     one, other = make(tmp_path, 0), make(tmp_path, 1, group="h")
     for text in ("n\n", "\n", "what?\n"):
         answers(monkeypatch, text)
@@ -56,7 +59,9 @@ def test_a_group_is_deleted_after_a_confirmation(tmp_path: Path, capsys: pytest.
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
 
 
-def test_without_an_answer_nothing_is_deleted(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_without_an_answer_nothing_is_deleted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     run = make(tmp_path, 0)
     answers(monkeypatch, "")
     assert clean.main([str(tmp_path), "-e", "g", "--delete"]) == 1
@@ -64,7 +69,9 @@ def test_without_an_answer_nothing_is_deleted(tmp_path: Path, capsys: pytest.Cap
     assert run.exists()
 
 
-@pytest.mark.parametrize("words", [["--where", "seed == 1"], ["--older-than", "2"], ["ID"], ["--where", "seed < 2", "--older-than", "2"]])
+@pytest.mark.parametrize(
+    "words", [["--where", "seed == 1"], ["--older-than", "2"], ["ID"], ["--where", "seed < 2", "--older-than", "2"]]
+)
 def test_runs_are_chosen_by_expression_age_or_id(tmp_path: Path, words: list[str]):
     new, old = make(tmp_path, 0), make(tmp_path, 1)
     past = time.time() - 3 * 86_400
@@ -165,7 +172,9 @@ def test_a_run_with_a_job_that_can_still_start_stays(tmp_path: Path, capsys: pyt
     assert f"{waiting}: stays: " in capsys.readouterr().err
 
 
-def test_a_parent_of_a_child_that_appears_before_the_confirmation_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_parent_of_a_child_that_appears_before_the_confirmation_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     parent = make(tmp_path, 0)
 
     def answer() -> str:
@@ -195,7 +204,9 @@ def test_a_link_to_a_run_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert f"{run}: stays: it is a link to {disk}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["--delete", "--apply"], ["--yes"], ["--delete", "-e", "x"], ["--delete", "--where", "seed =="]])
+@pytest.mark.parametrize(
+    "words", [["--delete", "--apply"], ["--yes"], ["--delete", "-e", "x"], ["--delete", "--where", "seed =="]]
+)
 def test_contradictions_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str]):
     run = make(tmp_path, 0)
     assert clean.main([str(tmp_path), *words]) == 1

@@ -66,7 +66,10 @@ def test_only_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         "b": other.name,
         "experiment": {"model.stride": {"a": 2}, "seed": {"a": 0, "b": 1}, "model.depth": {"b": 3}},
         "config": {"rate": {"a": 0.5, "b": 0.25}},
-        "code": {"commit": {"a": "a" * 40, "b": "b" * 40}, "diff.patch": {"a": ["+old line", " same"], "b": ["+new line", " same"]}},
+        "code": {
+            "commit": {"a": "a" * 40, "b": "b" * 40},
+            "diff.patch": {"a": ["+old line", " same"], "b": ["+new line", " same"]},
+        },
         "environment": {
             "host": {"a": "one", "b": "two"},
             "packages.torch": {"a": "2.6", "b": "2.7"},
@@ -77,7 +80,13 @@ def test_only_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     }
     assert diff.main([one.name[:8], other.name[:8], "--runs", str(tmp_path)]) == 0
     text = capsys.readouterr().out
-    for line in ("    seed: 0 -> 1", "    model.depth: absent -> 3", "    -+old line", "    ++new line", '    train: "d1" -> "d2"'):
+    for line in (
+        "    seed: 0 -> 1",
+        "    model.depth: absent -> 3",
+        "    -+old line",
+        "    ++new line",
+        '    train: "d1" -> "d2"',
+    ):
         assert f"{line}\n" in text
     assert "numpy" not in text
 

@@ -1,4 +1,5 @@
-"""A save directory or a folder that one may not read, as colleagues have them in a shared folder: named, and the others are shown."""
+"""A save directory or a folder that one may not read, as colleagues have them in a shared folder: named, and the others
+are shown."""
 
 import os
 import shutil
@@ -38,7 +39,9 @@ def shared(finished: Path) -> Iterator[tuple[Path, Path, list[str]]]:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_directory_that_may_not_be_read_is_named(shared: tuple[Path, Path, list[str]], command: str, capsys: pytest.CaptureFixture[str]):
+def test_a_directory_that_may_not_be_read_is_named(
+    shared: tuple[Path, Path, list[str]], command: str, capsys: pytest.CaptureFixture[str]
+):
     runs, out, ids = shared
     assert COMMANDS[command](runs, out, ids) == 0  # what is imported late is there
     (runs / ids[0]).chmod(0o700)
@@ -51,7 +54,9 @@ def test_a_directory_that_may_not_be_read_is_named(shared: tuple[Path, Path, lis
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_folder_that_may_not_be_read_is_one_line(shared: tuple[Path, Path, list[str]], command: str, capsys: pytest.CaptureFixture[str]):
+def test_a_folder_that_may_not_be_read_is_one_line(
+    shared: tuple[Path, Path, list[str]], command: str, capsys: pytest.CaptureFixture[str]
+):
     runs, out, ids = shared
     runs.chmod(0o700)
     os.seteuid(65534)

@@ -43,7 +43,9 @@ def test_havens_histories_are_our_rows(manager: ResultManager, runs: Path):
 def test_havens_table_is_ours(manager: ResultManager, runs: Path, capsys: pytest.CaptureFixture[str]):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        frame = manager.get_score_df(columns=["exp_id", "model.stride", "seed"], show_exp_ids=True, show_meta=False, show_max_min=False)
+        frame = manager.get_score_df(
+            columns=["exp_id", "model.stride", "seed"], show_exp_ids=True, show_meta=False, show_max_min=False
+        )
     assert table.main([str(runs), "--by", "exp_id", "--format", "json"]) == 0
     ours = {row["exp_id"]: row for row in json.loads(capsys.readouterr().out)}
     theirs = {row["exp_id"]: row for row in frame.to_dict("records")}

@@ -17,7 +17,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:The inplace keyword:pandas.error
 
 
 def by_stride(by_run: dict[tuple[str, str | None], str], rows: list[results.Row]) -> dict[int, set[str]]:
-    return {stride: {by_run[row["exp_id"], row["group"]] for row in rows if row["model.stride"] == stride} for stride in (1, 2)}
+    return {
+        stride: {by_run[row["exp_id"], row["group"]] for row in rows if row["model.stride"] == stride}
+        for stride in (1, 2)
+    }
 
 
 def test_colours_follow_only_from_the_values_of_configurations(runs: Path):

@@ -35,7 +35,12 @@ gone = exp_id({"recipe": "lm", "seed": 99})[:8]
 @pytest.fixture
 def family(tmp_path: Path) -> Path:
     """Three generations, a child of a parent that is not there, and a directory that is damaged."""
-    for exp, group, state in ((OLD, 'a "b"', "done"), (MIDDLE, "mid", "done"), (YOUNG, "mid", "failed"), (LOST, "apart", "new")):
+    for exp, group, state in (
+        (OLD, 'a "b"', "done"),
+        (MIDDLE, "mid", "done"),
+        (YOUNG, "mid", "failed"),
+        (LOST, "apart", "new"),
+    ):
         with RunDir.open(tmp_path, exp, exp, facts={"groups": [group]}) as run:
             with new_directory(checkpoints.folder(run.path, 2)) as folder:
                 write_json(folder / "model.json", {})
@@ -121,7 +126,10 @@ def test_json_holds_everything(family: Path, capsys: pytest.CaptureFixture[str])
     value = json.loads(printed(capsys, family, "--format", "json", "--exp_id", middle))
     assert {node["exp_id"] for node in value["nodes"]} == {exp_id(OLD), exp_id(MIDDLE), exp_id(YOUNG)}
     assert {"child": exp_id(MIDDLE), "parent": exp_id(OLD), "checkpoint": "last"} in value["edges"]
-    assert next(node for node in value["nodes"] if node["exp_id"] == exp_id(YOUNG))["scores"] == {"val_loss": 0.25, "em": 1.0}
+    assert next(node for node in value["nodes"] if node["exp_id"] == exp_id(YOUNG))["scores"] == {
+        "val_loss": 0.25,
+        "em": 1.0,
+    }
     assert value["problems"] == []
 
 

@@ -40,7 +40,9 @@ def set_age(run: Path, seconds: float) -> None:
     os.utime(run / lease.LEASE, (then, then))
 
 
-def test_every_reader_shows_it(silent: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture):
+def test_every_reader_shows_it(
+    silent: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+):
     runs = silent.parent
     assert metadata.state_of(silent) == "lost"
     (row,) = status.table(runs, [silent.name])
@@ -81,7 +83,8 @@ def test_clean_reports_it_and_deletes_nothing_of_it(silent: Path, capsys: pytest
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0, ""), (lease.SILENT_SECONDS - 5, ""), (lease.SILENT_SECONDS + 5, "5 min"), (7300, "2 h"), (200_000, "2 d")]
+    ("seconds", "text"),
+    [(0, ""), (lease.SILENT_SECONDS - 5, ""), (lease.SILENT_SECONDS + 5, "5 min"), (7300, "2 h"), (200_000, "2 d")],
 )
 def test_contact_is_lost_after_many_heartbeats(silent: Path, seconds: float, text: str):
     set_age(silent, seconds)

@@ -29,7 +29,8 @@ from src.tables import rows as results
 pytestmark = pytest.mark.filterwarnings("ignore:The inplace keyword:pandas.errors.Pandas4Warning")
 
 DONE = (0.50, 0.51, 0.52)
-"""The last losses of the seeds of stride 2 that are done. One more failed at step 68, one was stopped: both far from an end."""
+"""The last losses of the seeds of stride 2 that are done. One more failed at step 68, one was stopped: both far from an
+end."""
 MEAN, STD = "0.510", "0.010"
 
 
@@ -37,7 +38,9 @@ def experiment(stride: int, seed: int, **more: object) -> dict:
     return {"recipe": "toy", "seed": seed, "model": {"name": "m", "stride": stride}, **more}
 
 
-def plant(runs: Path, exp: dict, values: Sequence[tuple[int, float]], state: str, name: str = "val_loss", group: str = "g") -> str:
+def plant(
+    runs: Path, exp: dict, values: Sequence[tuple[int, float]], state: str, name: str = "val_loss", group: str = "g"
+) -> str:
     with RunDir.open(runs, exp, exp, facts={"groups": [group]}) as run:
         for step, value in values:
             run.scores.append({"step": step, name: value})
@@ -117,7 +120,9 @@ def test_haven_has_the_last_values_of_the_same_runs(planted: Path, capsys: pytes
         from haven.haven_results import ResultManager
 
         manager = ResultManager(savedir_base=str(planted), verbose=False)
-        theirs = manager.get_score_df(columns=["exp_id", "model.stride"], show_exp_ids=True, show_meta=False, show_max_min=False)
+        theirs = manager.get_score_df(
+            columns=["exp_id", "model.stride"], show_exp_ids=True, show_meta=False, show_max_min=False
+        )
     assert table.main([str(planted), "--unfinished", "--by", "exp_id", "--format", "json"]) == 0
     ours = {row["exp_id"]: (row["val_loss"], row["step"]) for row in json.loads(capsys.readouterr().out)}
     assert {row["exp_id"]: (row["val_loss"], row["step"]) for row in theirs.to_dict("records")} == ours
@@ -146,14 +151,18 @@ def test_a_running_seed_changes_no_mean_in_any_view(planted: Path, tmp_path: Pat
         test_haven_has_the_last_values_of_the_same_runs(planted, capsys)
 
 
-def test_the_last_value_of_a_run_that_is_not_done_never_looks_like_a_result(planted: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_last_value_of_a_run_that_is_not_done_never_looks_like_a_result(
+    planted: Path, capsys: pytest.CaptureFixture[str]
+):
     """Not even alone in its row, nor as a point."""
     rows = ("--where", "model.stride == 2", "--by", "seed", "--format", "markdown")
     assert table.main([str(planted), *rows]) == 0
     lines = [line.split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
     assert [line[-1] for line in lines] == ["0.5 |", "0.51 |", "0.52 |", "0 of 1 done |", "0 of 1 done |"]
     assert sorted(line[2] for line in lines) == ["done"] * 3 + ["failed", "stopped"]
-    figure, left_out = plot.points(planted, legend.Configurations(results.load_rows(planted)[0]), "model.stride", "val_loss")
+    figure, left_out = plot.points(
+        planted, legend.Configurations(results.load_rows(planted)[0]), "model.stride", "val_loss"
+    )
     assert sorted(value for line in figure.axes[0].lines for value in line.get_ydata()) == [*DONE, 0.6, 0.61]
     assert left_out == ["left out: 4 of 9 runs, which are not done."]
     scattered = overview.curves(overview.load(planted), "val_loss", overview.Look("model.stride")).lines
@@ -186,9 +195,9 @@ def test_other_values_of_other_runs(
     text = output.read_text()
     count = f"({len(of_stride_2)} of 5)"
     assert (count in shown) == (count in text.split("Learning curves")[0]) == (0 < len(of_stride_2) < 5)
-    assert plot.main([str(planted), *options, "--x", "model.stride", "--y", "val_loss", "--output", str(tmp_path / "a.svg")]) == int(
-        not of_stride_2
-    )
+    assert plot.main(
+        [str(planted), *options, "--x", "model.stride", "--y", "val_loss", "--output", str(tmp_path / "a.svg")]
+    ) == int(not of_stride_2)
     page = Dashboard(planted, ALL)
     page.over.value = "--unfinished" in options
     page.value.value = options[1] if "--value" in options else "last"
@@ -208,7 +217,9 @@ def test_the_best_value_is_the_best_checkpoints(tmp_path: Path, capsys: pytest.C
     for mode, best in (("min", 0.2), ("max", 0.9)):
         exp = experiment(1, 0, loop={"best_metric": "skill", "best_mode": mode})
         plant(tmp_path / mode, exp, [(1, 0.5), (2, 0.2), (3, 0.9), (4, 0.4)], "done", "skill")
-        rows = json.loads((table.main([str(tmp_path / mode), "--value", "best", "--format", "json"]), capsys.readouterr().out)[1])
+        rows = json.loads(
+            (table.main([str(tmp_path / mode), "--value", "best", "--format", "json"]), capsys.readouterr().out)[1]
+        )
         assert rows[0]["skill"] == best
     plant(tmp_path / "named", experiment(1, 0), [(1, 0.5), (2, 0.9), (3, 0.4)], "done", "em")
     assert table.main([str(tmp_path / "named"), "--value", "best", "--format", "json"]) == 0
@@ -218,7 +229,13 @@ def test_the_best_value_is_the_best_checkpoints(tmp_path: Path, capsys: pytest.C
 def test_columns_of_tables_are_no_config_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Two runs of `runs` 7 and 9 once both showed 1."""
     for runs, deviation in ((7, 0.1), (9, 0.2)):
-        exp = {"recipe": "toy", "runs": runs, "val_loss_std": deviation, "done": runs, "model": {"name": "m", "state": runs}}
+        exp = {
+            "recipe": "toy",
+            "runs": runs,
+            "val_loss_std": deviation,
+            "done": runs,
+            "model": {"name": "m", "state": runs},
+        }
         plant(tmp_path, exp, [(1, runs / 10)], "done")
     assert table.main([str(tmp_path), "--format", "json"]) == 0
     rows = json.loads(capsys.readouterr().out)
@@ -242,7 +259,9 @@ def test_a_score_that_is_called_like_a_deviation_is_another(tmp_path: Path, caps
 def test_means_over_another_key_than_the_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     for seed in (1, 2):
         for repeat in range(3 if seed == 1 else 2):
-            plant(tmp_path, experiment(1, seed, runs=repeat, trial={"number": repeat}), [(1, seed + repeat / 10)], "done")
+            plant(
+                tmp_path, experiment(1, seed, runs=repeat, trial={"number": repeat}), [(1, seed + repeat / 10)], "done"
+            )
     for key, word in (("runs", "config.runs"), ("config.runs", "config.runs")):
         assert table.main([str(tmp_path), "--seed-key", key, "--by", "seed", "--format", "json"]) == 0
         captured = capsys.readouterr()
@@ -288,7 +307,9 @@ def test_what_haven_ran_counts_as_done(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize("make", [hashlib.md5, hashlib.sha1], ids=["as long as ours", "longer"])
-def test_runs_with_the_ids_of_another_program_are_read_and_marked(planted: Path, capsys: pytest.CaptureFixture[str], make: Callable):
+def test_runs_with_the_ids_of_another_program_are_read_and_marked(
+    planted: Path, capsys: pytest.CaptureFixture[str], make: Callable
+):
     """XC-Cache named them by the MD5 of the JSON of the dict."""
     exp = experiment(9, 0)
     path = planted / make(json.dumps(exp, sort_keys=True).encode()).hexdigest()
@@ -319,7 +340,9 @@ def test_a_dict_of_ours_that_was_changed_is_not_foreign(planted: Path, capsys: p
 
 @pytest.mark.parametrize("name", ["0" * 32, "0" * 40])
 @pytest.mark.parametrize("text", ['{"a": ' * 400 + "1" + "}" * 400, '{"a": NaN}', "[1]", "{"])
-def test_a_foreign_dict_that_cannot_be_read_is_one_line(planted: Path, capsys: pytest.CaptureFixture[str], name: str, text: str):
+def test_a_foreign_dict_that_cannot_be_read_is_one_line(
+    planted: Path, capsys: pytest.CaptureFixture[str], name: str, text: str
+):
     (planted / name).mkdir()
     (planted / name / "exp_dict.json").write_text(text)
     (planted / name / "score_list.pkl").write_bytes(pickle.dumps([{"val_loss": 0.4}]))

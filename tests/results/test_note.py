@@ -22,8 +22,13 @@ def ids(runs: Path) -> list[str]:
 def test_tags_and_notes_are_set_from_the_command_line(runs: Path, capsys: pytest.CaptureFixture[str]):
     one, other, *_ = ids(runs)
     before = read_exp_dict(runs / one)
-    assert note.main([one[:9], other, "--runs", str(runs), "--tag", "good", "to keep", "--note", "best of the first week"]) == 0
-    assert capsys.readouterr().out.splitlines() == [f"{name[:8]}  #good #to keep  best of the first week" for name in (one, other)]
+    assert (
+        note.main([one[:9], other, "--runs", str(runs), "--tag", "good", "to keep", "--note", "best of the first week"])
+        == 0
+    )
+    assert capsys.readouterr().out.splitlines() == [
+        f"{name[:8]}  #good #to keep  best of the first week" for name in (one, other)
+    ]
     assert note.main([other, "--runs", str(runs), "--untag", "good", "--tag", "odd", "--note", ""]) == 0
     assert note.main([other, "--runs", str(runs)]) == 0
     assert capsys.readouterr().out == f"{other[:8]}  #to keep #odd\n" * 2

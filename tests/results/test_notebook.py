@@ -28,7 +28,9 @@ def execute(runs: Path, group: str, monkeypatch: pytest.MonkeyPatch) -> list[nbf
     notebook = read()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the client's own, about event loops and sockets
-        NotebookClient(notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(NOTEBOOK.parent)}}).execute()
+        NotebookClient(
+            notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(NOTEBOOK.parent)}}
+        ).execute()
     return [output for cell in notebook.cells for output in cell.get("outputs", [])]
 
 
@@ -99,6 +101,8 @@ def test_every_cell_shows_its_result(runs: Path, monkeypatch: pytest.MonkeyPatch
     kinds = [kind for output in outputs for kind in output.get("data", {})]
     assert kinds.count("text/html") >= 3, "the runs, the table and haven's table"
     assert kinds.count("image/png") == 2, "the curves, ours and haven's"
-    assert any("0.683" in output.get("data", {}).get("text/html", "") for output in outputs), "the mean of the best configuration"
+    assert any("0.683" in output.get("data", {}).get("text/html", "") for output in outputs), (
+        "the mean of the best configuration"
+    )
     assert any("Compare with" in output.get("data", {}).get("text/html", "") for output in outputs), "the dashboard"
     assert any(r"val\_loss" in output.get("text", "") for output in outputs), "the LaTeX table"

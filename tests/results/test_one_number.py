@@ -31,7 +31,8 @@ def write(path: Path, rows: list[dict[str, str]]) -> None:
 
 
 def lawyers(wrong: bool) -> list[dict[str, str]]:
-    """96 questions: 4 equal their truth, 1 equals it up to an article, 2 share a word with it; none with wrong contexts."""
+    """96 questions: 4 equal their truth, 1 equals it up to an article, 2 share a word with it; none with wrong
+    contexts."""
     texts = ["lawyer"] * 4 + ["a lawyer"] + ["old lawyer"] * 2 + ["nurse"] * 89
     return [row(number, "lawyer", "nurse" if wrong else text) for number, text in enumerate(texts)]
 
@@ -51,7 +52,10 @@ def plant(runs: Path, rows: list[dict[str, str]], control: list[dict[str, str]],
         scores, wrong = (
             scoring.scores(
                 [bind(METRICS, METRIC[0])],
-                [Prediction(r["answer_pred"], [r["answer"]], r["question"], [r["context"]], r["dataset"]) for r in of_file],
+                [
+                    Prediction(r["answer_pred"], [r["answer"]], r["question"], [r["context"]], r["dataset"])
+                    for r in of_file
+                ],
                 best_answer,
             )
             for of_file in (rows, control)
@@ -72,7 +76,11 @@ def plant(runs: Path, rows: list[dict[str, str]], control: list[dict[str, str]],
     ],
 )
 def test_every_reader_has_the_scores_of_the_inference(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], rows: Callable, best_answer: bool, truth: tuple[float, float, str]
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    rows: Callable,
+    best_answer: bool,
+    truth: tuple[float, float, str],
 ):
     em, f1, counts = truth
     run = plant(tmp_path / "runs", rows(False), rows(True), best_answer)
@@ -84,7 +92,10 @@ def test_every_reader_has_the_scores_of_the_inference(
 
     assert rescore.main([str(run), "--json"]) == 0
     tables = json.loads(capsys.readouterr().out)
-    right, wrong = tables[str(run / "inference" / "val.jsonl")]["all"], tables[str(run / "inference" / "val_wrong_context.jsonl")]["all"]
+    right, wrong = (
+        tables[str(run / "inference" / "val.jsonl")]["all"],
+        tables[str(run / "inference" / "val_wrong_context.jsonl")]["all"],
+    )
     assert [(right[name], wrong[name]) for name in ("em", "f1")] == [(pytest.approx(em), 0), (pytest.approx(f1), 0)]
 
     assert answers.main([str(run.parent), "--count", "0"]) == 0

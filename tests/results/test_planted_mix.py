@@ -1,6 +1,7 @@
 """One planted mix of runs, whose truth is written by hand, in every reader.
 
-Finished, crashed, stopped and restarted runs; NaN in the middle and at the end; missing and different metrics; two groups; unequal steps.
+Finished, crashed, stopped and restarted runs; NaN in the middle and at the end; missing and different metrics; two
+groups; unequal steps.
 """
 
 import csv
@@ -43,7 +44,13 @@ def experiment(stride: int, seed: int = 0) -> dict[str, Any]:
 
 
 def plant(
-    runs: Path, stride: int, seed: int, losses: Mapping[int, float], state: str = "done", groups: Sequence[str] = ("g",), **more: float
+    runs: Path,
+    stride: int,
+    seed: int,
+    losses: Mapping[int, float],
+    state: str = "done",
+    groups: Sequence[str] = ("g",),
+    **more: float,
 ) -> None:
     exp = experiment(stride, seed)
     with RunDir.open(runs, exp, exp, reset=1, facts={"groups": list(groups)}) as run:
@@ -92,7 +99,11 @@ def test_the_table_has_the_truth_in_every_format(runs: Path, capsys: pytest.Capt
     assert {stride: tuple(row[key] for key in keys) for stride, row in result.items()} == {
         stride: (mean if mean is None else pytest.approx(mean), *rest) for stride, (_, mean, *rest) in TRUTH.items()
     }
-    assert (result[1]["val_loss_std"], result[1]["val_loss_nan"], result[4]["val_loss_nan"]) == (pytest.approx(0.1), 1, 1)
+    assert (result[1]["val_loss_std"], result[1]["val_loss_nan"], result[4]["val_loss_nan"]) == (
+        pytest.approx(0.1),
+        1,
+        1,
+    )
     assert "2 runs ended in NaN: val_loss." in err
 
     for row in csv.DictReader(io.StringIO(printed(capsys, runs, *STRIDES, "--format", "csv")[0])):
@@ -102,10 +113,17 @@ def test_the_table_has_the_truth_in_every_format(runs: Path, capsys: pytest.Capt
 
     cells = {stride: cell for stride, (cell, *_) in TRUTH.items()}
     for style, split, plus in (("markdown", "|", "±"), ("latex", "&", r"$\pm$"), ("rich", "│", "±")):
-        lines = [line.strip().strip(split).split(split) for line in printed(capsys, runs, *STRIDES, "--format", style)[0].splitlines()]
-        lines = [[re.sub(r"\\textbf\{(.*)\}", r"\1", cell.removesuffix(r"\\").strip()) for cell in line] for line in lines]
+        lines = [
+            line.strip().strip(split).split(split)
+            for line in printed(capsys, runs, *STRIDES, "--format", style)[0].splitlines()
+        ]
+        lines = [
+            [re.sub(r"\\textbf\{(.*)\}", r"\1", cell.removesuffix(r"\\").strip()) for cell in line] for line in lines
+        ]
         key, value = (1, 0) if style == "rich" else (0, -1)
-        table_cells = {int(line[key]): line[value].replace(plus, "±") for line in lines if len(line) > 1 and line[key].isdigit()}
+        table_cells = {
+            int(line[key]): line[value].replace(plus, "±") for line in lines if len(line) > 1 and line[key].isdigit()
+        }
         assert table_cells == cells, style
 
 
@@ -119,7 +137,9 @@ def test_latex_has_the_best_row_in_bold(runs: Path, capsys: pytest.CaptureFixtur
 
 
 def test_a_pivot_has_the_truth(runs: Path, capsys: pytest.CaptureFixture[str]):
-    out, err = printed(capsys, runs, "--pivot", "model.stride", "model.name", "--metric", "val_loss", "--format", "markdown")
+    out, err = printed(
+        capsys, runs, "--pivot", "model.stride", "model.name", "--metric", "val_loss", "--format", "markdown"
+    )
     cells = dict(line.strip("| ").split(" | ") for line in out.splitlines()[2:])
     assert cells == {str(stride): cell for stride, (cell, *_) in TRUTH.items()}
     assert "2 runs ended in NaN: val_loss." in err
@@ -131,7 +151,9 @@ def test_a_run_in_two_groups_counts_in_each(runs: Path, capsys: pytest.CaptureFi
         result = {row["group"]: (row["val_loss"], row["val_loss_n"], row["runs"]) for row in json.loads(out)}
         assert result == {"g": (pytest.approx(4.0 / 6), 6, 12), "h": (pytest.approx(0.65), 3, 3)}, words
     out, _ = printed(capsys, runs, "-e", "g", "h", *STRIDES, "--format", "json")
-    assert {row["model.stride"]: row["runs"] for row in json.loads(out)} == {stride: count for stride, (_, _, _, count, _) in TRUTH.items()}
+    assert {row["model.stride"]: row["runs"] for row in json.loads(out)} == {
+        stride: count for stride, (_, _, _, count, _) in TRUTH.items()
+    }
     for word, strides in (("h", {2, 6}), ("g", {1, 2, 3, 4, 5, 7})):
         rows = results.filter_rows(results.load_rows(runs)[0], f"group == '{word}'")
         assert {row["model.stride"] for row in rows} == strides
@@ -148,26 +170,40 @@ def test_a_run_in_two_groups_counts_in_each(runs: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("options", "cells"),
     [
-        (["--at-step", "10"], {1: "0.60 ± 0.10 (3 of 5)", 2: "0.65 (1 of 3)", 3: "0 of 1 at step 10", 4: "0 of 1 at step 10", 5: "0.80"}),
+        (
+            ["--at-step", "10"],
+            {1: "0.60 ± 0.10 (3 of 5)", 2: "0.65 (1 of 3)", 3: "0 of 1 at step 10", 4: "0 of 1 at step 10", 5: "0.80"},
+        ),
         (["--at-step", "10"], {6: "0 of 1 at step 10", 7: "0 of 1 at step 10"}),
-        (["--at-step", "5"], {1: "0.55 ± 0.37 (4 of 5)", 2: "0.20 ± 0.00", 4: "0.01", 7: "0.02", 3: "0 of 1 at step 5"}),
-        (["--value", "best"], {1: "0.60 ± 0.10 (3 of 5)", 4: "NaN", 2: "0.20 ± 0.00 (2 of 3)", 3: "-", 7: "0 of 1 done"}),
+        (
+            ["--at-step", "5"],
+            {1: "0.55 ± 0.37 (4 of 5)", 2: "0.20 ± 0.00", 4: "0.01", 7: "0.02", 3: "0 of 1 at step 5"},
+        ),
+        (
+            ["--value", "best"],
+            {1: "0.60 ± 0.10 (3 of 5)", 4: "NaN", 2: "0.20 ± 0.00 (2 of 3)", 3: "-", 7: "0 of 1 done"},
+        ),
         (["--value", "min"], {1: "0.60 ± 0.10 (3 of 5)", 4: "NaN"}),
         (["--unfinished"], {1: "0.475 ± 0.26 (4 of 5)", 4: "NaN", 3: "-", 7: "0.02"}),
     ],
 )
-def test_values_at_a_step_and_best_values(runs: Path, capsys: pytest.CaptureFixture[str], options: list[str], cells: dict[int, str]):
+def test_values_at_a_step_and_best_values(
+    runs: Path, capsys: pytest.CaptureFixture[str], options: list[str], cells: dict[int, str]
+):
     out, _ = printed(capsys, runs, *STRIDES, *options, "--format", "markdown")
     lines = [line.strip("| ").split(" | ") for line in out.splitlines()[2:]]
     shown = {int(line[0]): line[-1] for line in lines}
 
     def numbers(cell: str) -> list[Any]:
-        return [pytest.approx(float(word), abs=0.006) if re.fullmatch(r"\d+\.\d+", word) else word for word in cell.split()]
+        return [
+            pytest.approx(float(word), abs=0.006) if re.fullmatch(r"\d+\.\d+", word) else word for word in cell.split()
+        ]
 
     result = {stride: shown[stride].split() for stride in cells}
-    assert {stride: [float(word) if re.fullmatch(r"\d+\.\d+", word) else word for word in words] for stride, words in result.items()} == {
-        stride: numbers(cell) for stride, cell in cells.items()
-    }
+    assert {
+        stride: [float(word) if re.fullmatch(r"\d+\.\d+", word) else word for word in words]
+        for stride, words in result.items()
+    } == {stride: numbers(cell) for stride, cell in cells.items()}
     first = next(iter(shown))
     assert first != 4 or options == ["--at-step", "5"], "a run that ended in NaN heads no ranking"
 
@@ -200,7 +236,11 @@ def test_pages_have_the_truth(runs: Path, tmp_path: Path):
 def test_plots_have_the_truth(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     drawn = legend.Configurations(results.load_rows(runs)[0], ["model.stride"])
     figure, _ = plot.points(runs, drawn, "model.stride", "val_loss")
-    assert {point for line in figure.axes[0].lines for point in zip(list(line.get_xdata()), list(line.get_ydata()), strict=True)} == POINTS
+    assert {
+        point
+        for line in figure.axes[0].lines
+        for point in zip(list(line.get_xdata()), list(line.get_ydata()), strict=True)
+    } == POINTS
     scattered = overview.curves(overview.load(runs), "val_loss", overview.Look("model.stride", by=["model.stride"]))
     assert {(x, y) for line in scattered.lines for x, y in zip(line.x, line.mean, strict=True)} == POINTS
     lines = overview.curves(overview.load(runs), "val_loss", overview.Look(by=["model.stride"])).lines
@@ -223,4 +263,6 @@ def test_a_shared_table_has_the_truth(runs: Path, tmp_path: Path, capsys: pytest
 def test_the_cached_rows_are_those_of_a_full_scan(runs: Path):
     first = results.load_rows(runs)[0]
     again = results.load_rows(runs)[0]
-    assert [(dict(row), row.scores, row.groups) for row in first] == [(dict(row), row.scores, row.groups) for row in again]
+    assert [(dict(row), row.scores, row.groups) for row in first] == [
+        (dict(row), row.scores, row.groups) for row in again
+    ]

@@ -49,7 +49,9 @@ def test_a_panel_for_each_metric(runs: Path):
 
 
 def test_a_curve_skips_missing_and_non_finite_values(tmp_path: Path):
-    for seed, lines in enumerate((['{"step": 1, "a": 1.0}', '{"step": 2, "a": null}'], ['{"step": 1, "a": 3.0}', '{"step": 3, "a": 5.0}'])):
+    for seed, lines in enumerate(
+        (['{"step": 1, "a": 1.0}', '{"step": 2, "a": null}'], ['{"step": 1, "a": 3.0}', '{"step": 3, "a": 5.0}'])
+    ):
         exp = {"recipe": "toy", "seed": seed}
         with RunDir.open(tmp_path, exp, exp) as run:
             run.scores.path.write_text("".join(f"{line}\n" for line in lines))
@@ -68,7 +70,11 @@ def test_no_text_of_a_run_is_read_as_mathematics_or_hidden(tmp_path: Path, capsy
     output = tmp_path / "a.svg"
     assert plot.main([str(tmp_path), "--output", str(output)]) == 0, capsys.readouterr().err
     (axes,) = plot.draw(tmp_path, results.load_rows(tmp_path)[0]).axes
-    assert sorted(text.get_text() for text in axes.figure.legends[0].get_texts()) == [" _note=$$ \\frac", " _note=$x_{", " _note=_hidden"]
+    assert sorted(text.get_text() for text in axes.figure.legends[0].get_texts()) == [
+        " _note=$$ \\frac",
+        " _note=$x_{",
+        " _note=_hidden",
+    ]
 
 
 def test_the_picture_is_written_with_its_folder(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -119,7 +125,9 @@ def test_bands_are_deviations_or_intervals(runs: Path):
 def test_another_axis(runs: Path):
     for number, path in enumerate(sorted(path for path in runs.iterdir() if len(path.name) == 32)):
         rows = [{"step": step, "seconds": 1.0 + number, "steps_per_second": 1.0} for step in range(1, 5)]
-        (path / "perf.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [rows[0] | {"seconds": 99.0}, *rows]))
+        (path / "perf.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in [rows[0] | {"seconds": 99.0}, *rows])
+        )
     rows, _ = results.load_rows(runs)
     (axes,) = plot.draw_panels(runs, legend.Configurations(rows), x="em")[0].axes
     assert axes.get_xlabel() == "em"
@@ -127,7 +135,9 @@ def test_another_axis(runs: Path):
     (axes,) = plot.draw_panels(runs, legend.Configurations(rows), x="seconds")[0].axes
     places = {row["exp_id"]: 1.0 + number for number, row in enumerate(sorted(rows, key=lambda row: row["exp_id"]))}
     for line in axes.lines:
-        took = statistics.fmean(places[row["exp_id"]] for row in rows if row["model.stride"] == int(line.get_label()[8]))
+        took = statistics.fmean(
+            places[row["exp_id"]] for row in rows if row["model.stride"] == int(line.get_label()[8])
+        )
         assert list(line.get_xdata()) == pytest.approx([took * step for step in range(1, 5)], rel=1e-12)
 
 
@@ -151,7 +161,9 @@ def test_curves_are_numpys_to_the_last_digits(tmp_path: Path, seed: int):
             histories[run.exp_id] = rows
     rows, _ = results.load_rows(tmp_path)
     (((band,),), _) = curves.bands(tmp_path, [rows], ["loss"])
-    at = {step: [row["loss"] for of_run in histories.values() for row in of_run if row["step"] == step] for step in band.x}
+    at = {
+        step: [row["loss"] for of_run in histories.values() for row in of_run if row["step"] == step] for step in band.x
+    }
     assert list(band.x) == sorted({row["step"] for of_run in histories.values() for row in of_run})
     np.testing.assert_allclose(band.mean, [np.mean(values) for values in at.values()], rtol=1e-12)
     np.testing.assert_allclose(band.std, [np.std(v, ddof=1) if len(v) > 1 else np.nan for v in at.values()], rtol=1e-12)
@@ -160,7 +172,10 @@ def test_curves_are_numpys_to_the_last_digits(tmp_path: Path, seed: int):
 
 def test_the_runs_that_answer_a_question(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     output = str(tmp_path / "a.svg")
-    assert plot.main([str(runs), "--where", "model.stride == 1", "--x", "step", "--interval", "ci95", "--output", output]) == 0
+    assert (
+        plot.main([str(runs), "--where", "model.stride == 1", "--x", "step", "--interval", "ci95", "--output", output])
+        == 0
+    )
     assert "stride" not in Path(output).read_text(), "one configuration needs no legend"
     assert plot.main([str(runs), "--where", "stride == 1", "--output", output]) == 1
     assert "--where: unknown name 'stride'" in capsys.readouterr().err
@@ -173,7 +188,10 @@ def test_one_point_for_each_experiment(runs: Path, tmp_path: Path, capsys: pytes
         figure, left_out = plot.points(runs, legend.Configurations(rows), x, "val_loss")
         (axes,) = figure.axes
         assert (axes.get_xlabel(), axes.get_ylabel(), left_out) == (x, "val_loss", [])
-        assert sorted(text.get_text() for text in axes.figure.legends[0].get_texts()) == [" stride=1 (3)", " stride=2 (3)"]
+        assert sorted(text.get_text() for text in axes.figure.legends[0].get_texts()) == [
+            " stride=1 (3)",
+            " stride=2 (3)",
+        ]
         for line in axes.lines:
             stride = int(line.get_label()[8])
             assert set(line.get_xdata()) == {stride / 4 if x == "em" else stride}
@@ -239,12 +257,18 @@ def test_mistakes_in_points(runs: Path, capsys: pytest.CaptureFixture[str], argu
 
 @pytest.fixture
 def hundred(tmp_path: Path) -> Path:
-    """100 configurations of one run each, with long names; the best are the middle ones. One more has no finished run."""
+    """100 configurations of one run each, with long names; the best are the middle ones. One more has no finished
+    run."""
     for number in range(101):
-        exp = {"recipe": "toy", "model": {"name": "m", "kind": f"a rather long name of a kind {number:03d}", "stride": number}}
+        exp = {
+            "recipe": "toy",
+            "model": {"name": "m", "kind": f"a rather long name of a kind {number:03d}", "stride": number},
+        }
         with RunDir.open(tmp_path, exp, exp, facts={"groups": ["many"]}) as run:
             for step in (1, 2):
-                run.scores.append({"step": step, "val_loss": abs(number - 50) + 1 / step, "em": 1 / (1 + abs(number - 50))})
+                run.scores.append(
+                    {"step": step, "val_loss": abs(number - 50) + 1 / step, "em": 1 / (1 + abs(number - 50))}
+                )
             run.set_status("done" if number < 100 else "stopped")
     return tmp_path
 
@@ -260,7 +284,9 @@ def strides(figure) -> set[int]:
 
 @pytest.mark.parametrize(("metric", "top"), [("val_loss", 12), ("em", 12), ("val_loss", 3)])
 def test_the_best_configurations_are_drawn_and_all_counted(hundred: Path, metric: str, top: int):
-    figure, remarks = plot.draw_panels(hundred, legend.Configurations(results.load_rows(hundred)[0], most=top), [metric])
+    figure, remarks = plot.draw_panels(
+        hundred, legend.Configurations(results.load_rows(hundred)[0], most=top), [metric]
+    )
     best = sorted(range(100), key=lambda number: (abs(number - 50), number))
     assert len(strides(figure)) == top
     assert strides(figure) >= set(best[: top - 1])
@@ -272,7 +298,9 @@ def is_below_the_axes(figure) -> bool:
     figure.canvas.draw()
     (box,) = [placed.get_window_extent() for placed in figure.legends]
     lowest = min(axes.get_tightbbox().y0 for axes in figure.axes)
-    assert min(axes.get_window_extent().height for axes in figure.axes) > 0.6 * plot.HEIGHT * figure.dpi, "the axes keep their size"
+    assert min(axes.get_window_extent().height for axes in figure.axes) > 0.6 * plot.HEIGHT * figure.dpi, (
+        "the axes keep their size"
+    )
     return box.y1 <= lowest + 1 and box.x0 >= -1 and box.x1 <= figure.bbox.width + 1 and box.y0 >= -1
 
 
@@ -285,7 +313,9 @@ def test_the_legend_is_below_the_axes_and_inside_the_picture(hundred: Path, top:
 
 
 def test_points_of_all_configurations_and_the_names_of_the_best(hundred: Path):
-    figure, remarks = plot.points(hundred, legend.Configurations(results.load_rows(hundred)[0]), "model.stride", "val_loss")
+    figure, remarks = plot.points(
+        hundred, legend.Configurations(results.load_rows(hundred)[0]), "model.stride", "val_loss"
+    )
     assert sum(len(line.get_xdata()) for line in figure.axes[0].lines) == 100
     assert len(figure.legends[0].get_texts()) == len(strides(figure)) == 12
     assert any("12 of 100 configurations" in text for text in remarks)

@@ -89,7 +89,13 @@ def test_hostile_text_is_shown_as_it_is(tmp_path: Path):
     runs = tmp_path / "runs"
     for seed in (0, 1):
         exp = {"recipe": "toy", "seed": seed, "text": f"{HOSTILE} {seed % 2}", HOSTILE.replace(".", ""): seed}
-        add(runs, exp, "failed", reason=HOSTILE, env={"groups": [HOSTILE], "host": HOSTILE, "packages": {"torch": HOSTILE}})
+        add(
+            runs,
+            exp,
+            "failed",
+            reason=HOSTILE,
+            env={"groups": [HOSTILE], "host": HOSTILE, "packages": {"torch": HOSTILE}},
+        )
     page = Page(written(runs, tmp_path, "-e", HOSTILE))
     assert page.tags.count("script") == 0
     assert page.tags.count("style") == 1
@@ -113,7 +119,11 @@ def test_reasons_lineage_and_environments_are_told(tmp_path: Path):
     runs = tmp_path / "runs"
     parent = {"recipe": "toy", "seed": 0, "model": {"name": "m"}}
     first = add(runs, parent, env={"commit": "c0ffee", "packages": {"torch": "2.0"}})
-    child = {"recipe": "toy", "seed": 0, "model": {"name": "x", "base": {"name": "experiment", "exp_id": first, "checkpoint": "last"}}}
+    child = {
+        "recipe": "toy",
+        "seed": 0,
+        "model": {"name": "x", "base": {"name": "experiment", "exp_id": first, "checkpoint": "last"}},
+    }
     second = add(runs, child, "failed", reason="out of memory", env={"commit": "c0ffee", "packages": {"torch": "2.1"}})
     text = written(runs, tmp_path)
     assert "out of memory" in text

@@ -15,7 +15,14 @@ def write(path: Path, *rows: dict[str, object]) -> Path:
 
 
 def row(prediction: str, answer: str, dataset: str = "nq", question: str = "who", **more: object) -> dict[str, object]:
-    return {"context": "c", "question": question, "answer": answer, "dataset": dataset, "answer_pred": prediction, **more}
+    return {
+        "context": "c",
+        "question": question,
+        "answer": answer,
+        "dataset": dataset,
+        "answer_pred": prediction,
+        **more,
+    }
 
 
 @pytest.fixture
@@ -94,9 +101,15 @@ def test_tables(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
             ["--metrics", "rogue"],
             "unknown metric 'rogue'. Did you mean 'rouge'? Known: bleu, ",
         ),
-        (["--metrics", '{"name": "rouge", "stemer": true}'], "--metrics: unknown key 'stemer'. Did you mean 'stemmer'?"),
+        (
+            ["--metrics", '{"name": "rouge", "stemer": true}'],
+            "--metrics: unknown key 'stemer'. Did you mean 'stemmer'?",
+        ),
         (["--metrics", "{"], "--metrics {: not valid JSON"),
-        (["--datasets", "sqad"], "val.jsonl: --datasets: unknown source 'sqad'. Did you mean 'squad'? Known: nq, squad, squad_hard."),
+        (
+            ["--datasets", "sqad"],
+            "val.jsonl: --datasets: unknown source 'sqad'. Did you mean 'squad'? Known: nq, squad, squad_hard.",
+        ),
         (["--index_file", "nowhere.txt"], "nowhere.txt: no such file."),
         (["--index_file", "FOLDER/far.txt"], "--index_file: row 4 of 4, counted from 0."),
         (["--index_file", "FOLDER/twice.txt"], "--index_file: row 1 is listed 2 times."),
@@ -119,9 +132,18 @@ def test_mistakes_are_one_line(file: Path, capsys: pytest.CaptureFixture[str], a
         ("", "empty. It should have one JSON object on each line."),
         ("{\n", "val.jsonl:1: not valid JSON"),
         ("[]\n", "val.jsonl:1: expected a JSON object, got '[]'."),
-        ('{"question": "q", "context": "c", "answer": "a", "dataset": "d"}\n', "val.jsonl:1: field 'answer_pred': expected str, got None."),
-        ('{"question": "q", "answer": "a", "dataset": "d", "answer_pred": ""}\n', "val.jsonl:1: field 'context': expected str, got None."),
-        (json.dumps(row("a", "b", answers="b")) + "\n", "val.jsonl:1: field 'answers': expected a list of str, got 'b'."),
+        (
+            '{"question": "q", "context": "c", "answer": "a", "dataset": "d"}\n',
+            "val.jsonl:1: field 'answer_pred': expected str, got None.",
+        ),
+        (
+            '{"question": "q", "answer": "a", "dataset": "d", "answer_pred": ""}\n',
+            "val.jsonl:1: field 'context': expected str, got None.",
+        ),
+        (
+            json.dumps(row("a", "b", answers="b")) + "\n",
+            "val.jsonl:1: field 'answers': expected a list of str, got 'b'.",
+        ),
     ],
 )
 def test_malformed_files(file: Path, capsys: pytest.CaptureFixture[str], content: str, message: str):
@@ -134,4 +156,6 @@ def test_nothing_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert rescore.main([str(tmp_path / "x.jsonl")]) == 1
     assert "x.jsonl: no such file." in capsys.readouterr().err
     assert rescore.main([str(tmp_path)]) == 1
-    assert "no inference in this folder. Name the save directory of a finished run, or a file." in capsys.readouterr().err
+    assert (
+        "no inference in this folder. Name the save directory of a finished run, or a file." in capsys.readouterr().err
+    )

@@ -12,7 +12,15 @@ def write(folder: Path, rewards: list[float], solved: list[float]) -> Path:
     """A run of ten iterations whose reward and share of solved tasks go as said."""
     folder.mkdir()
     rows = [
-        {"step": 2 * i, "iteration": i, "prompt": f"ask {k}", "answer": f"say {i} {k}", "reward": float(k), "reward/x": k / 2, "ended": 1.0}
+        {
+            "step": 2 * i,
+            "iteration": i,
+            "prompt": f"ask {k}",
+            "answer": f"say {i} {k}",
+            "reward": float(k),
+            "reward/x": k / 2,
+            "ended": 1.0,
+        }
         for i in range(10)
         for k in range(6)
     ]
@@ -29,7 +37,11 @@ def test_the_ends_of_some_iterations_are_shown(tmp_path: Path, capsys: pytest.Ca
     run = write(tmp_path / "run", [1.0, 2.0], [0.5, 0.7])
     assert rollouts.main([str(run), "--count", "2", "--iterations", "3"]) == 0
     text = capsys.readouterr().out
-    assert [line.split()[1].rstrip(",") for line in text.splitlines() if line.startswith("iteration")] == ["0", "4", "9"]
+    assert [line.split()[1].rstrip(",") for line in text.splitlines() if line.startswith("iteration")] == [
+        "0",
+        "4",
+        "9",
+    ]
     assert text.index("say 9 0") < text.index("say 9 1") < text.index("say 9 5") < text.index("say 9 4")
     assert "say 9 2" not in text
     assert "reward 2.5" in text

@@ -6,7 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from results import answers, clean, diff, lineage, metadata, note, plot, report, rollouts, run_arguments, run_page, share, table
+from results import (
+    answers,
+    clean,
+    diff,
+    lineage,
+    metadata,
+    note,
+    plot,
+    report,
+    rollouts,
+    run_arguments,
+    run_page,
+    share,
+    table,
+)
 from src.runs.run_dir import RunDir
 
 COMMANDS: dict[str, Callable] = {
@@ -15,7 +29,15 @@ COMMANDS: dict[str, Callable] = {
 }
 NUMBER = {"diff": 2, "metadata": 1, "rollouts": 1, "run_page": 1}
 """Runs that a command needs, if not any number."""
-FORMS = ["folder and group", "group and folder", "expression", "save directories", "ids", "ids after their folder", "ids and folder"]
+FORMS = [
+    "folder and group",
+    "group and folder",
+    "expression",
+    "save directories",
+    "ids",
+    "ids after their folder",
+    "ids and folder",
+]
 SUFFIX = {"plot": ".svg", "metadata": ".svg"}
 
 
@@ -39,7 +61,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ids(runs: Path, group: str) -> list[str]:
-    groups = {path.name: json.loads((path / "groups.json").read_text()) for path in runs.iterdir() if len(path.name) == 32}
+    groups = {
+        path.name: json.loads((path / "groups.json").read_text()) for path in runs.iterdir() if len(path.name) == 32
+    }
     return sorted(name for name, of_run in groups.items() if group in of_run)
 
 
@@ -61,7 +85,9 @@ def selections(runs: Path, count: int) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("form", FORMS)
-def test_each_form_chooses_the_same_runs(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, form: str):
+def test_each_form_chooses_the_same_runs(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, form: str
+):
     count = NUMBER.get(command, 2)
     outputs = []
     for words in (selections(runs, count)[form], selections(runs, count)["save directories"]):

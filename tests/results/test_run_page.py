@@ -27,7 +27,15 @@ def run(tmp_path: Path) -> Path:
             by_source = {"loss/books": 2.0, "loss/code": 1.0}
             losses = {"train_loss": 3.0 / step, "val_loss": 4.0 / step, "val_perplexity": 9.0}
             opened.scores.append(
-                {"step": step, **losses, "grad_norm": 1.5, "clip_rate": 0.5, "learning_rate": 0.1, "tokens": 8 * step, **by_source}
+                {
+                    "step": step,
+                    **losses,
+                    "grad_norm": 1.5,
+                    "clip_rate": 0.5,
+                    "learning_rate": 0.1,
+                    "tokens": 8 * step,
+                    **by_source,
+                }
             )
         opened.set_status("failed", step=4, steps=8, reason=HOSTILE)
     perf = [{"step": 2, "tokens_per_second": 10.0, "mfu": 0.4}, {"step": 4, "data_wait_rate": 0.1}]
@@ -54,7 +62,16 @@ def test_everything_is_in_it(run: Path, tmp_path: Path, capsys: pytest.CaptureFi
     text = page(run, tmp_path)
     assert capsys.readouterr().out == f"{tmp_path}/new/page.html\n"
     headings = re.findall("<h2>(.*?)</h2>", text)
-    assert headings == ["Scores", "Losses", "Training", "Loss by source", "Other scores", "Layers", "Events", "Experiment"]
+    assert headings == [
+        "Scores",
+        "Losses",
+        "Training",
+        "Loss by source",
+        "Other scores",
+        "Layers",
+        "Events",
+        "Experiment",
+    ]
     captions = re.findall("<figcaption>(.*?)</figcaption>", text)
     assert captions == [
         "loss",
@@ -74,7 +91,9 @@ def test_everything_is_in_it(run: Path, tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_the_pictures_name_their_lines(run: Path, tmp_path: Path):
-    pictures = [base64.b64decode(data).decode() for data in re.findall(r"base64,([A-Za-z0-9+/=]+)", page(run, tmp_path))]
+    pictures = [
+        base64.b64decode(data).decode() for data in re.findall(r"base64,([A-Za-z0-9+/=]+)", page(run, tmp_path))
+    ]
     assert all(picture.rstrip().endswith("</svg>") for picture in pictures)
     for name in ("train_loss", "val_loss"):
         assert name in pictures[0]
@@ -99,7 +118,10 @@ def test_heat_maps_mark_zero_and_non_finite_values():
     assert numbers is not None
     assert image.get_clim() == (-3.0, 1.0)
     assert [[round(float(v), 6) for v in row] for row in numbers.filled(99)] == [[-3.0, 0.0], [99, 1.0], [-4.0, -4.0]]
-    assert [tuple(round(c * 255) for c in image.cmap(v)[:3]) for v in (float("nan"), -0.1)] == [(180, 35, 24), (227, 230, 234)]
+    assert [tuple(round(c * 255) for c in image.cmap(v)[:3]) for v in (float("nan"), -0.1)] == [
+        (180, 35, 24),
+        (227, 230, 234),
+    ]
 
 
 def test_many_steps_are_thinned_to_the_last():
@@ -129,14 +151,18 @@ def test_a_run_without_scores_and_damaged_lines(run: Path, tmp_path: Path):
 
 
 def test_a_run_of_a_group_is_called_by_what_distinguishes_it_and_shows_its_answers(demo_runs: Path, tmp_path: Path):
-    row = next(row for row in results.load_rows(demo_runs, "demo")[0] if row["data.context_tokens"] == 16 and row["seed"] == 1)
+    row = next(
+        row for row in results.load_rows(demo_runs, "demo")[0] if row["data.context_tokens"] == 16 and row["seed"] == 1
+    )
     text = page(demo_runs / row["exp_id"], tmp_path)
     assert "<title>demo: context_tokens=16, num_layers=1, seed=1</title>" in text
     headings = re.findall("<h2>(.*?)</h2>", text)
     assert headings[:3] == ["Configuration", "Scores", "Losses"]
     facts = dict(re.findall('<td class="key">([^<]*)</td><td>([^<]*)</td>', text))
     assert (facts["group"], facts["data.context_tokens"]) == ("demo", "16")
-    assert '<td class="key">inference/em</td><td>0.25</td><td>0.25</td><td>0.25</td>' in text, "with the control and the gain"
+    assert '<td class="key">inference/em</td><td>0.25</td><td>0.25</td><td>0.25</td>' in text, (
+        "with the control and the gain"
+    )
     assert "20 of 60 questions are answered right." in text
     assert text.count('class="sample right"') == 10
     assert text.count('class="sample wrong"') == 20

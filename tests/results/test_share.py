@@ -64,7 +64,9 @@ def test_the_table_of_the_zip_is_that_of_the_runs(runs: Path, tmp_path: Path, ca
         *("exp_dict.json", "config.json", "env.json", "groups.json", "status.json", "scores.jsonl", "score_list.pkl")
     }
     assert sum(name.endswith("logs/main.log") for name in names) == 6
-    assert not [name for name in names if "checkpoints" in name or "wandb" in name or "index" in name or "lease" in name]
+    assert not [
+        name for name in names if "checkpoints" in name or "wandb" in name or "index" in name or "lease" in name
+    ]
     assert len(results.load_rows(tmp_path / "unpacked")[0]) == 6
 
 

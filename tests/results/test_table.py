@@ -38,7 +38,9 @@ def test_json_holds_every_digit_and_the_best_first(runs: Path, capsys: pytest.Ca
 def test_another_metric_and_another_end(runs: Path, capsys: pytest.CaptureFixture[str]):
     strides = {}
     for arguments in (["--metric", "em"], ["--metric", "em", "--best", "min"], ["--best", "max"]):
-        strides[tuple(arguments)] = [row["model.stride"] for row in json.loads(printed(capsys, runs, "--format", "json", *arguments))]
+        strides[tuple(arguments)] = [
+            row["model.stride"] for row in json.loads(printed(capsys, runs, "--format", "json", *arguments))
+        ]
     assert list(strides.values()) == [[2, 1], [1, 2], [2, 1]]
 
 
@@ -57,7 +59,9 @@ def test_markdown(runs: Path, capsys: pytest.CaptureFixture[str]):
     ]
 
 
-def test_several_groups_and_where_the_runs_are(runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_several_groups_and_where_the_runs_are(
+    runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     """The runs of both; the folder stands before -e, or as its last word."""
     for seed in range(3):
         exp = {"recipe": "toy", "seed": seed, "model": {"name": "m", "stride": 7, "kind": "a_b & 50%"}}
@@ -133,7 +137,9 @@ def test_unfinished_and_unreadable_runs_are_reported_on_stderr(runs: Path, capsy
     assert "1 of 7 runs are not done; the means are over finished runs; --unfinished takes all." in captured.err
 
 
-def test_runs_that_were_stopped_before_their_first_score_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_runs_that_were_stopped_before_their_first_score_are_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     exp = {"recipe": "toy", "seed": 9}
     with RunDir.open(tmp_path, exp, exp, facts={"groups": ["tiny"]}) as run:
         run.set_status("stopped")
@@ -166,11 +172,18 @@ def test_a_missing_folder_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_tables_in_text_load_nothing_heavy():
     heavy = ["torch", "pandas", "numpy", "matplotlib", "rich"]
     code = f"import sys, results.table, results.plot; print([m for m in {heavy} if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "[]"
+    )
 
 
 def test_only_the_runs_that_answer_a_question(runs: Path, capsys: pytest.CaptureFixture[str]):
-    (row,) = json.loads(printed(capsys, runs, "--where", "model.stride > 1 and status == 'done' and seed in [0, 2]", "--format", "json"))
+    (row,) = json.loads(
+        printed(capsys, runs, "--where", "model.stride > 1 and status == 'done' and seed in [0, 2]", "--format", "json")
+    )
     assert row["runs"] == 2
     assert row["val_loss"] == statistics.fmean([expected(2)[0], expected(2)[2]])
     (row,) = json.loads(printed(capsys, runs, "--where", "val_loss < 0.61", "--format", "json"))
@@ -187,7 +200,9 @@ def test_a_pivot_in_every_format(runs: Path, capsys: pytest.CaptureFixture[str])
     ]
     assert r"stride & kind=a\_b \& 50\% \\" in printed(capsys, *pivot, "latex")
     cells = json.loads(printed(capsys, *pivot, "json"))
-    assert [(cell["model.stride"], cell["val_loss"]) for cell in cells] == [(s, statistics.fmean(expected(s))) for s in (1, 2)]
+    assert [(cell["model.stride"], cell["val_loss"]) for cell in cells] == [
+        (s, statistics.fmean(expected(s))) for s in (1, 2)
+    ]
     lines = list(csv.reader(io.StringIO(printed(capsys, runs, "--pivot", "seed", "model.stride", "--format", "csv"))))
     assert lines[0] == ["seed", *(f"model.stride={s}{end}" for s in (1, 2) for end in ("", "_std", "_n"))]
     assert [float(line[1]) for line in lines[1:]] == expected(1)
@@ -222,11 +237,16 @@ def test_differences_within_a_mean_are_reported(runs: Path, capsys: pytest.Captu
         (["--where", "sed == 1"], "--where: unknown name 'sed'. Did you mean 'seed'?"),
         (["--where", "seed == 7"], "--where: 'seed == 7' "),
         (["--pivot", "seed", "stride"], "unknown key 'stride'."),
-        (["--pivot", "seed", "model.stride", "--by", "seed"], "leave out --by, --scores, --best, --columns and --gpu-hours"),
+        (
+            ["--pivot", "seed", "model.stride", "--by", "seed"],
+            "leave out --by, --scores, --best, --columns and --gpu-hours",
+        ),
         (["--pivot", "seed", "model.stride", "--metric", "los"], "unknown score 'los'"),
     ],
 )
-def test_mistakes_in_questions_and_pivots_are_one_line(runs: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str):
+def test_mistakes_in_questions_and_pivots_are_one_line(
+    runs: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+):
     assert table.main([str(runs), *arguments]) == 1
     captured = capsys.readouterr()
     assert (captured.out, captured.err.count("\n")) == ("", 1)

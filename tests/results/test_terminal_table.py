@@ -47,14 +47,30 @@ def test_digits_are_those_of_the_smallest_deviation(rows: list[dict[str, Any]], 
 
 
 def test_a_narrow_terminal_loses_facts_then_scores_then_keys():
-    columns = [Column(name, name, ["x" * 17], rank) for name, rank in (("a", 0), ("b", 2), ("c", 2), ("k", 1), ("l", 1), ("f", 3))]
-    remaining = {width: [column.name for column in terminal_table.fit(columns, width)[0]] for width in (121, 120, 100, 80, 60, 40, 5)}
-    assert remaining == {121: [*"abcklf"], 120: [*"abckl"], 100: [*"abkl"], 80: [*"akl"], 60: [*"ak"], 40: ["a"], 5: ["a"]}
+    columns = [
+        Column(name, name, ["x" * 17], rank)
+        for name, rank in (("a", 0), ("b", 2), ("c", 2), ("k", 1), ("l", 1), ("f", 3))
+    ]
+    remaining = {
+        width: [column.name for column in terminal_table.fit(columns, width)[0]]
+        for width in (121, 120, 100, 80, 60, 40, 5)
+    }
+    assert remaining == {
+        121: [*"abcklf"],
+        120: [*"abckl"],
+        100: [*"abkl"],
+        80: [*"akl"],
+        60: [*"ak"],
+        40: ["a"],
+        5: ["a"],
+    }
     assert terminal_table.fit(columns, 60)[1] == ["b", "c", "l", "f"]
 
 
 @pytest.mark.parametrize("width", [40, 80, 120])
-def test_no_line_is_wider_than_the_terminal_and_no_cell_is_cut(runs: Path, capsys: pytest.CaptureFixture[str], width: int):
+def test_no_line_is_wider_than_the_terminal_and_no_cell_is_cut(
+    runs: Path, capsys: pytest.CaptureFixture[str], width: int
+):
     rows, _ = table.results.select(runs)
     rows_of_table, keys, scores = table.tabulate(rows, ["model.stride", "seed", "model.kind"], None)
     columns, _ = terminal_table.arrange(rows_of_table, keys, scores, "val_loss", None, "std")
@@ -85,7 +101,15 @@ def test_the_table_after_the_demo_starts_with_the_answers(demo_runs: Path, capsy
 
 
 def test_scores_to_look_at_first():
-    names = ["train_loss", "val_loss_x", "val_loss", "inference/em", "inference/f1", "inference/em_wrong_context", "inference/em_gain"]
+    names = [
+        "train_loss",
+        "val_loss_x",
+        "val_loss",
+        "inference/em",
+        "inference/f1",
+        "inference/em_wrong_context",
+        "inference/em_gain",
+    ]
     assert table.headline(names)[:4] == ["inference/em", "inference/em_wrong_context", "inference/em_gain", "val_loss"]
     assert table.headline(names)[4:] == ["val_loss_x", "train_loss", "inference/f1"]
     assert table.headline(names[:3]) == ["val_loss", "val_loss_x", "train_loss"]

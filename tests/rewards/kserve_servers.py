@@ -84,7 +84,9 @@ def answer(script: Script, path: str, content: Any) -> tuple[int, str]:
     ids, mask = content["inputs"]
     shape, values = script.scores(ids["shape"], ids["data"], mask["data"])
     script.after()
-    return 200, json.dumps({"outputs": [{"name": content["outputs"][0]["name"], "datatype": "FP32", "shape": shape, "data": values}]})
+    return 200, json.dumps(
+        {"outputs": [{"name": content["outputs"][0]["name"], "datatype": "FP32", "shape": shape, "data": values}]}
+    )
 
 
 @contextmanager
@@ -116,7 +118,10 @@ def serve_grpc(script: Script, port: int = 0) -> Iterator[int]:
         if script.trouble:
             context.abort(grpc.StatusCode.INTERNAL, script.trouble[1])
         if request.model_name not in script.models or not script.loaded:
-            context.abort(grpc.StatusCode.UNAVAILABLE, f"Request for unknown model: '{request.model_name}' has no available versions")
+            context.abort(
+                grpc.StatusCode.UNAVAILABLE,
+                f"Request for unknown model: '{request.model_name}' has no available versions",
+            )
         script.asked += 1
         ids, mask = (list(array("i", raw)) for raw in request.raw_input_contents)
         shape, values = script.scores(list(request.inputs[0].shape), ids, mask)
@@ -138,7 +143,9 @@ def serve_grpc(script: Script, port: int = 0) -> Iterator[int]:
         return messages["RepositoryIndexResponse"](models=[messages["ModelIndex"](name=name) for name in script.models])
 
     handlers = {
-        name: grpc.unary_unary_rpc_method_handler(call, messages[f"{name}Request"].FromString, lambda answer: answer.SerializeToString())
+        name: grpc.unary_unary_rpc_method_handler(
+            call, messages[f"{name}Request"].FromString, lambda answer: answer.SerializeToString()
+        )
         for name, call in {"ModelInfer": infer, "ModelConfig": config, "RepositoryIndex": index}.items()
     }
     server = grpc.server(ThreadPoolExecutor(4), options=[("grpc.so_reuseport", 0)])

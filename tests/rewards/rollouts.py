@@ -20,14 +20,20 @@ def rollout(text: str, prompt: str = "?", sampled: int = 1, ended: bool = True, 
 def setting(tokenizer: Any = None) -> RewardSetting:
     """Two sequences at once on the CPU, and a tokenizer for whatever folder is named."""
     nowhere = Path("/nonexistent")
-    return RewardSetting(Places(nowhere, nowhere), "cpu", 2, tokenizer, lambda *_: tokenizer, lambda *_: lambda _: [], lambda _: None)
+    return RewardSetting(
+        Places(nowhere, nowhere), "cpu", 2, tokenizer, lambda *_: tokenizer, lambda *_: lambda _: [], lambda _: None
+    )
 
 
 @functools.cache
 def has_namespaces() -> bool:
     """Whether bubblewrap is here and works, asked without our code."""
     command = ["bwrap", "--unshare-all", "--ro-bind", "/", "/", "true"]
-    return shutil.which("bwrap") is not None and subprocess.run(command, capture_output=True, check=False).returncode == 0
+    return (
+        shutil.which("bwrap") is not None and subprocess.run(command, capture_output=True, check=False).returncode == 0
+    )
 
 
-needs_bubblewrap = pytest.mark.skipif(not has_namespaces(), reason="bubblewrap is missing or may not make namespaces; see .ci/bubblewrap")
+needs_bubblewrap = pytest.mark.skipif(
+    not has_namespaces(), reason="bubblewrap is missing or may not make namespaces; see .ci/bubblewrap"
+)

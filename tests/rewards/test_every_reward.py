@@ -1,4 +1,5 @@
-"""What holds for every reward of the registry: one finite number for each rollout, which depends on nothing but that rollout."""
+"""What holds for every reward of the registry: one finite number for each rollout, which depends on nothing but that
+rollout."""
 
 import math
 from collections.abc import Sequence
@@ -19,13 +20,26 @@ ADD = "def add(a, b):\n    return a + b"
 CASES: dict[str, tuple[dict[str, Any], list[tuple[Rollout, float]]]] = {
     "expressions": (
         {},
-        [(rollout("7 + 12", TASK), 1), (rollout("7 * 12", TASK), 0), (rollout("12 + 7", TASK, ended=False), 0), (rollout("", TASK), 0)],
+        [
+            (rollout("7 + 12", TASK), 1),
+            (rollout("7 * 12", TASK), 0),
+            (rollout("12 + 7", TASK, ended=False), 0),
+            (rollout("", TASK), 0),
+        ],
     ),
     "format": (
         {"pattern": "<think>.*</think>\\d+", "wrong": -1.0},
-        [(rollout("<think>\na\n</think>4\n"), 1), (rollout("4"), -1), (rollout("<think></think>4", ended=False), -1), (rollout(""), -1)],
+        [
+            (rollout("<think>\na\n</think>4\n"), 1),
+            (rollout("4"), -1),
+            (rollout("<think></think>4", ended=False), -1),
+            (rollout(""), -1),
+        ],
     ),
-    "length": ({"free_tokens": 2, "worst_tokens": 6}, [(rollout("", sampled=n), s) for n, s in ((0, 0), (2, 0), (3, -0.25), (9, -1))]),
+    "length": (
+        {"free_tokens": 2, "worst_tokens": 6},
+        [(rollout("", sampled=n), s) for n, s in ((0, 0), (2, 0), (3, -0.25), (9, -1))],
+    ),
     "math": (
         {"right": 2.0},
         [

@@ -9,7 +9,12 @@ from tests.rewards.rollouts import rollout, setting
 
 def test_all_of_an_answer_has_the_form():
     config = Config(pattern="<answer>[^<]*</answer>", right=0.5, wrong=-0.5)
-    texts = ["<answer>a\nb</answer>", " <answer></answer>\n", "So <answer>a</answer>", "<answer>a</answer> <answer>b</answer>"]
+    texts = [
+        "<answer>a\nb</answer>",
+        " <answer></answer>\n",
+        "So <answer>a</answer>",
+        "<answer>a</answer> <answer>b</answer>",
+    ]
     assert config.scorer(setting())([rollout(text) for text in texts]) == [0.5, 0.5, -0.5, -0.5]
 
 

@@ -13,7 +13,13 @@ from tests.rewards.rollouts import rollout, setting
 
 def test_equal_mathematics_is_right():
     score = Config().scorer(setting())
-    pairs = [("x = 1/2", "0.5"), ("$1 + x^2$", "x^2+1"), ("1,000 apples", "1000"), ("\\boxed{42}", "#### 42"), ("so 42", 42)]
+    pairs = [
+        ("x = 1/2", "0.5"),
+        ("$1 + x^2$", "x^2+1"),
+        ("1,000 apples", "1000"),
+        ("\\boxed{42}", "#### 42"),
+        ("so 42", 42),
+    ]
     assert score([rollout(text, answer=answer) for text, answer in pairs]) == [1.0] * len(pairs)
     pairs = [("x = 1/3", "0.5"), ("$1 - x^2$", "x^2+1"), ("nothing", "7"), ("#### 41", "#### 42"), ("42 #### 41", "42")]
     assert score([rollout(text, answer=answer) for text, answer in pairs]) == [0.0] * len(pairs)
@@ -40,18 +46,48 @@ def test_a_row_that_has_no_answer_is_named_by_its_keys():
     score = Config().scorer(setting())
     with pytest.raises(DataError, match=r"^a row: a reward reads .answer.*; the row has .solution., .id."):
         score([rollout("1", solution="1", id=3)])
-    with pytest.raises(DataError, match=r"^reward 'math': a row's \"answer\" is no mathematics: 'Half of it\.\\n####'$"):
+    with pytest.raises(
+        DataError, match=r"^reward 'math': a row's \"answer\" is no mathematics: 'Half of it\.\\n####'$"
+    ):
         score([rollout("1", answer="Half of it.\n####")])
 
 
 def test_missing_package_is_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("src.rewards.math.find_spec", lambda name: None if name == "math_verify" else importlib.util.find_spec(name))
+    monkeypatch.setattr(
+        "src.rewards.math.find_spec", lambda name: None if name == "math_verify" else importlib.util.find_spec(name)
+    )
     with pytest.raises(ConfigError, match=r"math-verify is not installed: pip install -r requirements/math\.txt$"):
         Config().check(setting().places)
 
 
-SELF = ["A", "yes", "No", "True", r"\frac{1}{2}", r"\sqrt{2}", r"\pi", "x^2+1", "(1,2)", r"\{1,2\}", "[0, 1)", r"\infty", "Paris", "(B)"]
-SELF += [r"\text{yes}", r"\begin{pmatrix}1\\2\end{pmatrix}", r"50\%", "x=1", "42", "-7", "1,000", "New York", "3.14", r"$\frac{3}{4}$"]
+SELF = [
+    "A",
+    "yes",
+    "No",
+    "True",
+    r"\frac{1}{2}",
+    r"\sqrt{2}",
+    r"\pi",
+    "x^2+1",
+    "(1,2)",
+    r"\{1,2\}",
+    "[0, 1)",
+    r"\infty",
+    "Paris",
+    "(B)",
+]
+SELF += [
+    r"\text{yes}",
+    r"\begin{pmatrix}1\\2\end{pmatrix}",
+    r"50\%",
+    "x=1",
+    "42",
+    "-7",
+    "1,000",
+    "New York",
+    "3.14",
+    r"$\frac{3}{4}$",
+]
 
 
 def test_answers_equal_themselves():
@@ -63,17 +99,45 @@ def test_answers_equal_themselves():
 
 def test_words_are_compared_as_text():
     score = Config().scorer(setting())
-    pairs = [("Yes.", "yes"), (r"\boxed{yes}", "yes"), ("The answer is yes.", "Yes"), ("(A)", "A"), ("A)", "A"), ("$A$", "A"), ("A.", "A")]
-    pairs += [("**A**", "A"), ("The answer is A.", "A"), ("Answer: (B)", "B"), ("So the answer is **Yes**.", "yes"), ("yes!", "yes")]
+    pairs = [
+        ("Yes.", "yes"),
+        (r"\boxed{yes}", "yes"),
+        ("The answer is yes.", "Yes"),
+        ("(A)", "A"),
+        ("A)", "A"),
+        ("$A$", "A"),
+        ("A.", "A"),
+    ]
+    pairs += [
+        ("**A**", "A"),
+        ("The answer is A.", "A"),
+        ("Answer: (B)", "B"),
+        ("So the answer is **Yes**.", "yes"),
+        ("yes!", "yes"),
+    ]
     pairs += [(r"\boxed{\text{no solution}}", r"\text{no solution}"), (r"\boxed{\textbf{(C)}}", "C")]
     assert score([rollout(text, answer=answer) for text, answer in pairs]) == [1.0] * len(pairs)
-    pairs = [("pairs", "Paris"), ("$sey$", "yes"), ("no", "yes"), ("B", "A"), ("yes or no", "yes"), ("", "yes"), ("The answer is no", "on")]
+    pairs = [
+        ("pairs", "Paris"),
+        ("$sey$", "yes"),
+        ("no", "yes"),
+        ("B", "A"),
+        ("yes or no", "yes"),
+        ("", "yes"),
+        ("The answer is no", "on"),
+    ]
     pairs += [("The answer is B.", "A"), (r"\boxed{A} or \boxed{B}", "A"), ("I am A student", "A"), ("**B**", "A")]
     assert score([rollout(text, answer=answer) for text, answer in pairs]) == [0.0] * len(pairs)
 
 
 HOSTILE = ["9^{9^{9^{9}}}"]
-HOSTILE += [r"\sum_{n=1}^{10^{12}} \sin(n^n)", "(x+1)^{(y+1)^{99999}}", "factorial(10**9)", r"10^{10^{10}}", r"\sqrt{9^{9^{9}}}"]
+HOSTILE += [
+    r"\sum_{n=1}^{10^{12}} \sin(n^n)",
+    "(x+1)^{(y+1)^{99999}}",
+    "factorial(10**9)",
+    r"10^{10^{10}}",
+    r"\sqrt{9^{9^{9}}}",
+]
 
 
 def test_slow_answers_of_a_batch_share_one_limit():

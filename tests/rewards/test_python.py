@@ -29,7 +29,9 @@ def test_values_that_are_computed_or_printed():
         ("", "1", 0),
         ("class E:\n    def __eq__(self, o): return True\nE()", "1", 0),
     ]
-    assert Config(by="value").scores([rollout(code, answer=answer) for code, answer, _ in cases]) == [score for *_, score in cases]
+    assert Config(by="value").scores([rollout(code, answer=answer) for code, answer, _ in cases]) == [
+        score for *_, score in cases
+    ]
 
 
 HONEST = """
@@ -103,9 +105,24 @@ def test_the_code_of_an_answer():
 
 
 def test_what_agrees():
-    for answer, expected in [(1000, "1,000"), ("0.50", 0.5), (10**30, str(10**30)), ("1/2", "0.5"), (None, None), ((1, 2), "(1, 2)")]:
+    for answer, expected in [
+        (1000, "1,000"),
+        ("0.50", 0.5),
+        (10**30, str(10**30)),
+        ("1/2", "0.5"),
+        (None, None),
+        ((1, 2), "(1, 2)"),
+    ]:
         assert agrees(answer, expected)
-    for answer, expected in [(10**30 + 1, str(10**30)), (True, 1), ("", "0"), ("1/0", "0"), (float("nan"), "nan"), ([1], (1,)), (1, "one")]:
+    for answer, expected in [
+        (10**30 + 1, str(10**30)),
+        (True, 1),
+        ("", "0"),
+        ("1/0", "0"),
+        (float("nan"), "nan"),
+        ([1], (1,)),
+        (1, "one"),
+    ]:
         assert not agrees(answer, expected)
 
 
@@ -113,8 +130,14 @@ def test_what_agrees():
     ("row", "message"),
     [
         ({"answer": "1"}, r"^a row: a reward reads 'tests'.*; the row has 'answer'\."),
-        ({"id": 1, "tests": "assert ("}, r"^a row with the keys 'id', 'tests': \"tests\" is no Python: '\(' was never closed \(.*\)$"),
-        ({"tests": [1]}, r"^a row with the keys 'tests': \"tests\" is no Python: expected a text or a list of texts, got list$"),
+        (
+            {"id": 1, "tests": "assert ("},
+            r"^a row with the keys 'id', 'tests': \"tests\" is no Python: '\(' was never closed \(.*\)$",
+        ),
+        (
+            {"tests": [1]},
+            r"^a row with the keys 'tests': \"tests\" is no Python: expected a text or a list of texts, got list$",
+        ),
         ({"tests": "# none"}, r"^a row with the keys 'tests': \"tests\" is empty, so every program would pass them\.$"),
     ],
 )

@@ -74,8 +74,15 @@ def test_hostile_programs_pass_no_test(kind: str):
 
 
 def test_objects_equal_no_plain_data():
-    tests = ["assert Money(7) == 8642", "assert 8642 == Money(7)", "assert 8641 < Money(7) < 8643", "assert Money(7) in [8642]"]
-    scores = Config(by="tests", share=True).scores([rollout(source_of(entry), tests=tests) for entry in HOSTILE["classes"].values()])
+    tests = [
+        "assert Money(7) == 8642",
+        "assert 8642 == Money(7)",
+        "assert 8641 < Money(7) < 8643",
+        "assert Money(7) in [8642]",
+    ]
+    scores = Config(by="tests", share=True).scores(
+        [rollout(source_of(entry), tests=tests) for entry in HOSTILE["classes"].values()]
+    )
     assert scores == [0] * len(scores)
 
 
@@ -83,5 +90,7 @@ def test_objects_equal_no_plain_data():
 def test_all_reference_solutions_of_mbpp_score_1(shared_data: Path):
     rows = [json.loads(line) for line in (shared_data / "instruct/mbpp/mbpp.train.jsonl").read_text().splitlines()]
     tests = [[f"{row['test_setup_code']}\n{test}" for test in row["test_list"]] for row in rows]
-    scores = Config(by="tests").scores([rollout(row["code"], tests=each) for row, each in zip(rows, tests, strict=True)])
+    scores = Config(by="tests").scores(
+        [rollout(row["code"], tests=each) for row, each in zip(rows, tests, strict=True)]
+    )
     assert (sum(scores), len(scores)) == (474, 474)

@@ -18,7 +18,10 @@ LOGPS = [[-0.5, -0.25], [], [-2.5]]
 SERVE: dict[str, Callable[..., AbstractContextManager[int]]] = {"http": serve_http, "grpc": serve_grpc}
 PROTOCOLS = [
     "http",
-    pytest.param("grpc", marks=pytest.mark.skipif(not find_spec("grpc"), reason="grpcio is not installed; requirements/serving.txt")),
+    pytest.param(
+        "grpc",
+        marks=pytest.mark.skipif(not find_spec("grpc"), reason="grpcio is not installed; requirements/serving.txt"),
+    ),
 ]
 
 
@@ -47,7 +50,9 @@ def opened() -> Iterator[ExitStack]:
         yield stack
 
 
-def make_client(opened: ExitStack, addresses: str, wait: Callable[[str, float], Any] = never, seconds: float = 60) -> RemoteModel:
+def make_client(
+    opened: ExitStack, addresses: str, wait: Callable[[str, float], Any] = never, seconds: float = 60
+) -> RemoteModel:
     model = RemoteModel(addresses, FINGERPRINT, wait, seconds)
     opened.callback(model.close)
     return model
@@ -66,7 +71,9 @@ def test_batch_is_sent_unchanged(protocol: str, opened: ExitStack):
         seen_batches.append((shape, ids, mask))
         return ([3], [1.5, -2.0, 0.1]) if len(seen_batches) == 1 else ([3, 3], [9, -0.5, -0.25, 9, 9, 9, 9, -2.5, 9])
 
-    client = make_client(opened, f"{protocol}://127.0.0.1:{opened.enter_context(SERVE[protocol](Script(scores=score)))}/judge")
+    client = make_client(
+        opened, f"{protocol}://127.0.0.1:{opened.enter_context(SERVE[protocol](Script(scores=score)))}/judge"
+    )
     assert client.rewards(IDS) == pytest.approx([1.5, -2.0, 0.1], abs=1e-7)
     assert client.logps(IDS, [2, 0, 1]) == LOGPS
     assert seen_batches == [([3, 3], [1, 2, 3, 4, 0, 0, 5, 6, 0], [1, 1, 1, 1, 0, 0, 1, 1, 0])] * 2
@@ -111,7 +118,9 @@ def test_an_answer_of_another_kind_is_one_line(status: int, body: str, message: 
         make_client(opened, f"http://127.0.0.1:{port}/judge").rewards(IDS)
 
 
-@pytest.mark.parametrize("values", [([3, 2], [0.0] * 6), ([3, 3], [0.0] * 8), ([3, 3], [0.0, float("-inf"), *[0.0] * 7])])
+@pytest.mark.parametrize(
+    "values", [([3, 2], [0.0] * 6), ([3, 3], [0.0] * 8), ([3, 3], [0.0, float("-inf"), *[0.0] * 7])]
+)
 def test_log_probabilities_are_of_every_token(values: tuple[list[int], list[float]], protocol: str, opened: ExitStack):
     port = opened.enter_context(SERVE[protocol](Script(scores=lambda *_: values)))
     with pytest.raises(RunError, match=r"for 3 sequences of up to 3 tokens|sequence 1 of 3 is no finite number"):
@@ -146,7 +155,9 @@ def test_run_can_stop_while_it_waits(protocol: str, opened: ExitStack):
         make_client(opened, f"{protocol}://127.0.0.1:{free_port()}/judge", stop).rewards(IDS)
 
 
-def test_a_server_that_does_not_answer_is_waited_for_with_a_beat(monkeypatch: pytest.MonkeyPatch, protocol: str, opened: ExitStack):
+def test_a_server_that_does_not_answer_is_waited_for_with_a_beat(
+    monkeypatch: pytest.MonkeyPatch, protocol: str, opened: ExitStack
+):
     """The run may stop, and so it need not wait until the request has run out of time."""
     monkeypatch.setattr(remote, "BEAT_SECONDS", 0.01)
     import threading
@@ -206,7 +217,9 @@ def test_a_request_runs_out_of_time(protocol: str, opened: ExitStack):
     go_on.set()
 
 
-@pytest.mark.parametrize("trouble", [(500, '{"error": "Stub process \'judge_0_0\' is not healthy."}'), (502, "<html>Bad Gateway</html>")])
+@pytest.mark.parametrize(
+    "trouble", [(500, '{"error": "Stub process \'judge_0_0\' is not healthy."}'), (502, "<html>Bad Gateway</html>")]
+)
 def test_run_waits_for_a_dead_model_of_a_live_server(trouble: tuple[int, str], protocol: str, opened: ExitStack):
     script, messages = Script(trouble=trouble), []
     port = opened.enter_context(SERVE[protocol](script))
@@ -260,7 +273,9 @@ def test_another_model_after_a_restart_is_refused(protocol: str, opened: ExitSta
         client.rewards(IDS)
 
 
-def test_instances_take_turns_and_a_failing_one_is_skipped(monkeypatch: pytest.MonkeyPatch, protocol: str, opened: ExitStack):
+def test_instances_take_turns_and_a_failing_one_is_skipped(
+    monkeypatch: pytest.MonkeyPatch, protocol: str, opened: ExitStack
+):
     scripts = [Script(), Script()]
     ports = [opened.enter_context(SERVE[protocol](script)) for script in scripts]
     client = make_client(opened, ",".join(f"{protocol}://127.0.0.1:{port}/judge" for port in ports))
@@ -298,7 +313,19 @@ def test_port_of_the_other_protocol_is_reported(spoken: str, pattern: str, opene
 
 
 @pytest.mark.parametrize(
-    "text", ["", "host", "host:80", "host:80/", "https://host:80/m", "host:0/m", "host:65536/m", "host:80/../m", "host:80/m,", "a b:1/m"]
+    "text",
+    [
+        "",
+        "host",
+        "host:80",
+        "host:80/",
+        "https://host:80/m",
+        "host:0/m",
+        "host:65536/m",
+        "host:80/../m",
+        "host:80/m,",
+        "a b:1/m",
+    ],
 )
 def test_an_address_is_host_port_and_model(text: str):
     with pytest.raises(ConfigError, match=r"expected HOST:PORT/MODEL"):
@@ -318,7 +345,12 @@ def test_address_can_have_a_token_which_is_never_shown():
     (address,) = kserve.parse_addresses("http://host:80/m?token=se-cr_et")
     assert address.token == "se-cr_et"
     assert "se-cr" not in f"{address} {address!r}"
-    for text in ("host:80/m?token=secret", "grpc://host:80/m?token=secret", "http://host:80/m?token=", "http://host:80?token=secret"):
+    for text in (
+        "host:80/m?token=secret",
+        "grpc://host:80/m?token=secret",
+        "http://host:80/m?token=",
+        "http://host:80?token=secret",
+    ):
         with pytest.raises(ConfigError) as error:
             kserve.parse_addresses(text)
         assert "secret" not in str(error.value)
@@ -328,5 +360,7 @@ def test_without_the_package_grpc_is_refused(monkeypatch: pytest.MonkeyPatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "grpc", None)
-    with pytest.raises(ConfigError, match=r"pip install -r requirements/serving\.txt; or name its HTTP port by http://"):
+    with pytest.raises(
+        ConfigError, match=r"pip install -r requirements/serving\.txt; or name its HTTP port by http://"
+    ):
         RemoteModel("host:8001/m", FINGERPRINT, never)

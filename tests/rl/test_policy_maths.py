@@ -1,4 +1,5 @@
-"""Advantages and losses of policies: fixtures worked out by hand, properties, and what TRL's GRPOTrainer computes of the same numbers."""
+"""Advantages and losses of policies: fixtures worked out by hand, properties, and what TRL's GRPOTrainer computes of
+the same numbers."""
 
 import math
 from typing import Any
@@ -70,9 +71,16 @@ def test_the_score_is_on_the_last_sampled_token_of_each_rollout(rollouts: list[t
         assert torch.allclose(result[row], expected)
 
 
-@given(rollouts=ROLLOUTS, seed=st.integers(0, 2**31), gamma=st.sampled_from([0.9, 1.0]), lam=st.sampled_from([0.0, 0.95, 1.0]))
+@given(
+    rollouts=ROLLOUTS,
+    seed=st.integers(0, 2**31),
+    gamma=st.sampled_from([0.9, 1.0]),
+    lam=st.sampled_from([0.0, 0.95, 1.0]),
+)
 @settings(max_examples=100, deadline=None)
-def test_padding_and_prompts_move_no_advantage(rollouts: list[tuple[int, int, int]], seed: int, gamma: float, lam: float):
+def test_padding_and_prompts_move_no_advantage(
+    rollouts: list[tuple[int, int, int]], seed: int, gamma: float, lam: float
+):
     """Each rollout alone, its sampled tokens alone, gives the same."""
     sampled = masks(rollouts)
     draw = torch.Generator().manual_seed(seed)
@@ -83,14 +91,18 @@ def test_padding_and_prompts_move_no_advantage(rollouts: list[tuple[int, int, in
     for row in range(len(rollouts)):
         mask = sampled[row]
         if mask.any():
-            alone = generalized_advantages(values[row, mask][None], rewards[row, mask][None], mask[mask][None], gamma, lam)
+            alone = generalized_advantages(
+                values[row, mask][None], rewards[row, mask][None], mask[mask][None], gamma, lam
+            )
             assert torch.allclose(result.advantages[row, mask], alone.advantages[0], atol=1e-6)
             assert torch.allclose(result.returns[row, mask], alone.returns[0], atol=1e-6)
 
 
 @given(rollouts=ROLLOUTS, cut=st.integers(0, 5), seed=st.integers(0, 2**31))
 @settings(max_examples=100, deadline=None)
-def test_advantages_are_whitened_over_the_sampled_tokens_of_all_processes(rollouts: list[tuple[int, int, int]], cut: int, seed: int):
+def test_advantages_are_whitened_over_the_sampled_tokens_of_all_processes(
+    rollouts: list[tuple[int, int, int]], cut: int, seed: int
+):
     sampled = masks(rollouts)
     numbers = torch.randn(sampled.shape, generator=torch.Generator().manual_seed(seed)).double() * 3 + 1
     parts = [slice(0, cut), slice(cut, None)]
@@ -105,7 +117,9 @@ def test_advantages_are_whitened_over_the_sampled_tokens_of_all_processes(rollou
 
 
 def test_the_kl_estimates_have_the_divergence_as_their_mean():
-    policy, reference = torch.randn(2, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64).log_softmax(-1)
+    policy, reference = torch.randn(2, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64).log_softmax(
+        -1
+    )
     divergence = (policy.exp() * (policy - reference)).sum()
     for estimate in ("k1", "k3"):
         assert torch.allclose((policy.exp() * kl_terms(policy, reference, estimate)).sum(), divergence)
@@ -146,7 +160,8 @@ def test_a_gradient_does_not_depend_on_how_rollouts_are_cut_into_micro_batches(c
 
 
 def test_losses_of_groups_are_those_of_trl():
-    """The loss of GRPOTrainer on given log-probabilities, by its options; tests/test_originals.py tells how they were made."""
+    """The loss of GRPOTrainer on given log-probabilities, by its options; tests/test_originals.py tells how they were
+    made."""
     numbers: Any = originals()["trl_grpo"]
     inputs = {name: tensor(numbers[name]) for name in ("logps", "old", "reference", "advantages")}
     sampled = tensor(numbers["mask"]).bool()
@@ -158,7 +173,9 @@ def test_losses_of_groups_are_those_of_trl():
             clip_low=case["low"], clip_high=case["high"], ratio=ratio, normalisation=normalisation,
             reference_logps_BT=inputs["reference"], kl_weight=case["beta"],
         )  # fmt: skip
-        assert result.loss.item() / count(sampled, normalisation, numbers["room"]) == pytest.approx(case["wanted"], abs=1e-6)
+        assert result.loss.item() / count(sampled, normalisation, numbers["room"]) == pytest.approx(
+            case["wanted"], abs=1e-6
+        )
 
 
 def test_tokens_not_sampled_have_no_gradient_however_unlikely():
@@ -167,7 +184,14 @@ def test_tokens_not_sampled_have_no_gradient_however_unlikely():
     sampled = torch.tensor([[False, False, True]])
     reference = torch.tensor([[0.0, 0.0, -1.5]])
     result = policy_loss(
-        logps, logps.detach(), torch.ones(1, 3), sampled, clip_low=0.2, clip_high=0.2, reference_logps_BT=reference, kl_weight=0.1
+        logps,
+        logps.detach(),
+        torch.ones(1, 3),
+        sampled,
+        clip_low=0.2,
+        clip_high=0.2,
+        reference_logps_BT=reference,
+        kl_weight=0.1,
     )
     result.loss.backward()
     assert logps.grad is not None
@@ -198,13 +222,19 @@ def test_a_log_ratio_of_200_has_a_finite_loss_and_gradient_with_dual_clip(advant
 
 def test_without_dual_clip_the_loss_of_a_negative_advantage_is_infinite():
     result = policy_loss(
-        torch.tensor([[200.0]]), torch.zeros(1, 1), -torch.ones(1, 1), torch.ones(1, 1, dtype=torch.bool), clip_low=0.2, clip_high=0.2
+        torch.tensor([[200.0]]),
+        torch.zeros(1, 1),
+        -torch.ones(1, 1),
+        torch.ones(1, 1, dtype=torch.bool),
+        clip_low=0.2,
+        clip_high=0.2,
     )
     assert result.loss.item() == math.inf
 
 
 def test_losses_equal_those_of_trl_with_random_numbers():
-    """TRL 1.16.0: GRPOConfig.delta and use_bias_correction_kl, and RLOOTrainer's ratio of the product over the tokens, written out."""
+    """TRL 1.16.0: GRPOConfig.delta and use_bias_correction_kl, and RLOOTrainer's ratio of the product over the tokens,
+    written out."""
     noise = torch.Generator().manual_seed(0)
     logps, old, reference = (torch.randn(6, 5, generator=noise) for _ in range(3))
     advantages, sampled = torch.randn(6, generator=noise), torch.rand(6, 5, generator=noise) < 0.7
@@ -227,8 +257,11 @@ def test_losses_equal_those_of_trl_with_random_numbers():
 
 
 def test_the_corrected_kl_has_no_bias_under_the_earlier_policy():
-    """Its mean over tokens of the earlier policy is the divergence of the current one; without the ratio it is another number."""
-    old, new, reference = (torch.tensor(each).softmax(0).double() for each in ([0.0, 0.0, 0.0], [1.0, 0.0, -1.0], [0.5, 0.5, -0.5]))
+    """Its mean over tokens of the earlier policy is the divergence of the current one; without the ratio it is another
+    number."""
+    old, new, reference = (
+        torch.tensor(each).softmax(0).double() for each in ([0.0, 0.0, 0.0], [1.0, 0.0, -1.0], [0.5, 0.5, -0.5])
+    )
     true = (new * (new / reference).log()).sum()
     means = []
     for corrected in (True, False):

@@ -1,4 +1,5 @@
-"""What a policy samples behind prompts: a prompt that is answered several times is read once, and the answers stay the same."""
+"""What a policy samples behind prompts: a prompt that is answered several times is read once, and the answers stay the
+same."""
 
 from typing import Any
 
@@ -10,7 +11,12 @@ from peft import LoraConfig, inject_adapter_in_model
 from src.rl.policy import Generation
 
 SIZES = {"vocab_size": 40, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 48}
-IDS = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0, "initializer_range": 0.5}  # so large that a prompt matters
+IDS = {
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+    "initializer_range": 0.5,
+}  # so large that a prompt matters
 
 
 def llama() -> Any:
@@ -22,19 +28,26 @@ def with_adapters() -> Any:
 
 
 def gpt_bigcode() -> Any:
-    return transformers.GPTBigCodeForCausalLM(transformers.GPTBigCodeConfig(vocab_size=40, n_embd=32, n_head=4, n_layer=2, **IDS))
+    return transformers.GPTBigCodeForCausalLM(
+        transformers.GPTBigCodeConfig(vocab_size=40, n_embd=32, n_head=4, n_layer=2, **IDS)
+    )
 
 
 def with_window() -> Any:
     """Its layers keep the last tokens alone."""
-    return transformers.MistralForCausalLM(transformers.MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=3, **IDS))
+    return transformers.MistralForCausalLM(
+        transformers.MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=3, **IDS)
+    )
 
 
 def prompts(*rows: list[int]) -> dict[str, torch.Tensor]:
     """Padded on the left, with a token that prompts have too."""
     longest = max(map(len, rows))
     ids = torch.tensor([[2] * (longest - len(row)) + row for row in rows])
-    return {"input_ids": ids, "attention_mask": torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])}
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows]),
+    }
 
 
 def sample(model: Any, batch: dict[str, torch.Tensor], repeated: bool) -> tuple[list[list[int]], int]:
@@ -52,13 +65,17 @@ def test_a_prompt_that_is_answered_several_times_is_read_once(build: Any):
     torch.manual_seed(0)
     model = build().eval()
     long, short = [5, 6, 7, 8, 9, 10, 11, 12], [2, 9, 7]
-    batch = prompts(*[long] * 4, *[short] * 4, [2, 2, *short], long)  # the last but one differs from the one before in its length alone
+    batch = prompts(
+        *[long] * 4, *[short] * 4, [2, 2, *short], long
+    )  # the last but one differs from the one before in its length alone
     answers, tokens = sample(model, batch, repeated=True)
     wanted, all_tokens = sample(model, batch, repeated=False)
     assert answers == wanted
     assert len({tuple(answer) for answer in answers[:4]}) > 1
     if build is not with_window:
-        assert all_tokens - tokens == (10 - 4) * 8 - 10, "four prompts are read, and the last token of each row once more"
+        assert all_tokens - tokens == (10 - 4) * 8 - 10, (
+            "four prompts are read, and the last token of each row once more"
+        )
 
 
 @pytest.mark.parametrize("length", [1, 2])
@@ -68,9 +85,12 @@ def test_short_prompts(length: int):
     assert sample(model, batch, repeated=True)[0] == sample(model, batch, repeated=False)[0]
 
 
-@pytest.mark.parametrize("own", [{"min_p": 0.9}, {"typical_p": 0.1}, {"repetition_penalty": 9.0}, {"no_repeat_ngram_size": 1}])
+@pytest.mark.parametrize(
+    "own", [{"min_p": 0.9}, {"typical_p": 0.1}, {"repetition_penalty": 9.0}, {"no_repeat_ngram_size": 1}]
+)
 def test_settings_of_a_pretrained_model_do_not_change_what_is_drawn(own: dict[str, float]):
-    """Its generation_config.json; else the log-probabilities that are learned would be those of another distribution."""
+    """Its generation_config.json; else the log-probabilities that are learned would be those of another
+    distribution."""
     torch.manual_seed(0)
     model, batch = llama().eval(), prompts(*[[5, 6, 7]] * 32)
     wanted, _ = sample(model, batch, repeated=True)

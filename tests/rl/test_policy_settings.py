@@ -33,12 +33,17 @@ def know_nothing(input_ids: Tensor, **_: Any) -> SimpleNamespace:
 
 def recipe(name: str, **own: Any) -> Any:
     exp = {"ppo": train_policies.PPO, "grpo": train_policies.GRPO}[name]
-    return bind(RECIPES, override(exp, {"rewards": [{"name": "length", "free_tokens": 2, "worst_tokens": 4}], name: own}), "recipe")
+    return bind(
+        RECIPES,
+        override(exp, {"rewards": [{"name": "length", "free_tokens": 2, "worst_tokens": 4}], name: own}),
+        "recipe",
+    )
 
 
 @pytest.mark.parametrize(("value_weight", "entropy_weight"), [(0.5, 0.0), (2.0, 0.0), (0.5, 3.0)])
 def test_the_loss_of_ppo_adds_its_parts_by_their_weights(value_weight: float, entropy_weight: float):
-    """The ratio is 1, so that the policy's part is the sum of the advantages; each value is off by a half: twice 0.5 * 0.5 ** 2."""
+    """The ratio is 1, so that the policy's part is the sum of the advantages; each value is off by a half: twice 0.5 *
+    0.5 ** 2."""
     own = recipe("ppo", kl=None, value_weight=value_weight, entropy_weight=entropy_weight)
     loss, sums = own.token_losses(know_nothing, BATCH)
     assert loss.item() == pytest.approx(-3 + value_weight * 0.25 - entropy_weight * 2 * -LOGP)
@@ -53,8 +58,8 @@ def test_the_loss_of_grpo_falls_with_the_entropy(entropy_weight: float):
 
 
 def test_ppo_whitens_over_what_is_learned_alone():
-    """With a half of each later gain: 0.5 and 1 of the answer that has ended, mean 0.75, deviation 0.5 ** 1.5. Nothing of the
-    other is learned."""
+    """With a half of each later gain: 0.5 and 1 of the answer that has ended, mean 0.75, deviation 0.5 ** 1.5. Nothing
+    of the other is learned."""
     own = recipe("ppo", kl=None, gamma=1.0, lam=0.5, whiten=True, unended="mask")
     tokens = {"sampled": tensor([[False, True, True]] * 2), "logps": torch.zeros(2, 3), "values": torch.zeros(2, 3)}
     found = own.estimate(Rollouts(tokens, tensor([1.0, 5.0]), tensor([True, False])), {})

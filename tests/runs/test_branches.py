@@ -7,7 +7,15 @@ import pytest
 
 from src.errors import ConfigError, RunError
 from src.runs.history import branches
-from src.runs.history.branches import Branch, Rate, chain, must_reset_optimizer, override_learning_rate, parse_data, parse_rate
+from src.runs.history.branches import (
+    Branch,
+    Rate,
+    chain,
+    must_reset_optimizer,
+    override_learning_rate,
+    parse_data,
+    parse_rate,
+)
 
 
 def base(step: int) -> float:
@@ -53,9 +61,22 @@ def test_a_hold_ends_by_itself():
 
 def test_a_hold_ends_early_where_a_later_branch_names_a_rate():
     held = branch(1, 8, "hold0:8")
-    assert [override_learning_rate(base, [held, branch(2, 10)])(step) for step in (9, 10, 15, 16)] == [0, 0, 0, base(16)]
-    assert [override_learning_rate(base, [held, branch(2, 10, "x2")])(step) for step in (9, 10, 15)] == [0, 2 * base(10), 2 * base(15)]
-    assert [override_learning_rate(base, [held, branch(2, 10, "=0.125")])(step) for step in (9, 10, 15)] == [0, 0.125, 0.0625]
+    assert [override_learning_rate(base, [held, branch(2, 10)])(step) for step in (9, 10, 15, 16)] == [
+        0,
+        0,
+        0,
+        base(16),
+    ]
+    assert [override_learning_rate(base, [held, branch(2, 10, "x2")])(step) for step in (9, 10, 15)] == [
+        0,
+        2 * base(10),
+        2 * base(15),
+    ]
+    assert [override_learning_rate(base, [held, branch(2, 10, "=0.125")])(step) for step in (9, 10, 15)] == [
+        0,
+        0.125,
+        0.0625,
+    ]
     again = override_learning_rate(base, [held, branch(2, 10, "hold0:1")])
     assert [again(step) for step in (9, 10, 11)] == [0, 0, base(11)]
 
@@ -94,7 +115,8 @@ def test_rates_are_understood(text: str, rate: Rate):
 
 
 @pytest.mark.parametrize(
-    "text", ["0.75", "1e-4", "x", "x0", "=0", "x-1", "=-1e-4", "xnan", "xinf", "=1e999", "hold0:0", "hold0:-1", "hold:5"]
+    "text",
+    ["0.75", "1e-4", "x", "x0", "=0", "x-1", "=-1e-4", "xnan", "xinf", "=1e999", "hold0:0", "hold0:-1", "hold:5"],
 )
 def test_other_rates_are_refused(text: str):
     with pytest.raises(ConfigError, match=r"^--lr: expected 'x0\.75' .* got '"):
@@ -102,7 +124,8 @@ def test_other_rates_are_refused(text: str):
 
 
 @pytest.mark.parametrize(
-    "text", ["skip", "skip:0", "skip:-1", "skip:x", "Same", "", "reshuffle:2", "skip:1 ", "skip:5+", "skip:5+0", "skip:5 + 3"]
+    "text",
+    ["skip", "skip:0", "skip:-1", "skip:x", "Same", "", "reshuffle:2", "skip:1 ", "skip:5+", "skip:5+0", "skip:5 + 3"],
 )
 def test_other_data_is_refused(text: str):
     with pytest.raises(ConfigError, match=r"^--data: expected 'same', 'skip:K' .* got '"):
@@ -115,7 +138,10 @@ def write(run: Path, *written: dict[str, object]) -> None:
 
 def test_what_is_written_is_read(tmp_path: Path):
     assert branches.read(tmp_path) == ()
-    chained = [branch(1, 8, "hold0:2", data="skip:5+3"), branch(4, 9, "=1e-4", reset_optimizer=True, wandb="abc-branch-4")]
+    chained = [
+        branch(1, 8, "hold0:2", data="skip:5+3"),
+        branch(4, 9, "=1e-4", reset_optimizer=True, wandb="abc-branch-4"),
+    ]
     write(tmp_path, *(item.model_dump(mode="json") for item in chained))
     assert branches.read(tmp_path) == tuple(chained)
 
@@ -127,9 +153,18 @@ def test_what_is_written_is_read(tmp_path: Path):
         ([{"number": 1, "from_step": 0}], r"branches\[0\]\.from_step: expected a number > 0, got 0"),
         ([{"number": 1, "from_step": 4, "data": "skip:0"}], r"branches\[0\]\.data"),
         ([{"number": 1, "from_step": 4, "lr": 2}], r"unknown key 'lr'"),
-        ([{"number": 1, "from_step": 4, "learning_rate": {"factor": 2.0, "value": 1.0}}], "expected exactly one of factor"),
-        ([{"number": 2, "from_step": 4}, {"number": 1, "from_step": 8}], "branch 1 from step 8 cannot follow branch 2 from step 4"),
-        ([{"number": 1, "from_step": 8}, {"number": 2, "from_step": 8}], "branch 2 from step 8 cannot follow branch 1 from step 8"),
+        (
+            [{"number": 1, "from_step": 4, "learning_rate": {"factor": 2.0, "value": 1.0}}],
+            "expected exactly one of factor",
+        ),
+        (
+            [{"number": 2, "from_step": 4}, {"number": 1, "from_step": 8}],
+            "branch 1 from step 8 cannot follow branch 2 from step 4",
+        ),
+        (
+            [{"number": 1, "from_step": 8}, {"number": 2, "from_step": 8}],
+            "branch 2 from step 8 cannot follow branch 1 from step 8",
+        ),
     ],
 )
 def test_a_damaged_file_is_refused(tmp_path: Path, written: list[dict[str, object]], message: str):

@@ -47,7 +47,10 @@ def test_the_last_is_that_of_the_last_step(run: Path):
 
 def test_no_earlier_one_stands_in_for_a_damaged_last_one(run: Path, caplog: pytest.LogCaptureFixture):
     damage(checkpoints.folder(run, 4))
-    told = rf"00000004: the last checkpoint is damaged \(.*safetensors: 0 bytes.*\)\. Start .* --exp_id {run.name} -r 1, or restore"
+    told = (
+        rf"00000004: the last checkpoint is damaged \(.*safetensors: 0 bytes.*\)\. Start .* --exp_id {run.name} "
+        rf"-r 1, or restore"
+    )
     with pytest.raises(CheckpointError, match=told):
         checkpoints.last(run)
     assert checkpoints.newest_whole(run) == checkpoints.folder(run, 2)
@@ -100,7 +103,9 @@ def test_the_best_is_marked_and_forgotten(run: Path):
     checkpoints.mark_best(run, 2)
     assert checkpoints.best(run) == checkpoints.folder(run, 2)
     damage(checkpoints.folder(run, 2))
-    with pytest.raises(CheckpointError, match=r"step-00000002: the best checkpoint is damaged \(.*\)\. Use the last one"):
+    with pytest.raises(
+        CheckpointError, match=r"step-00000002: the best checkpoint is damaged \(.*\)\. Use the last one"
+    ):
         checkpoints.best(run)
     checkpoints.forget_best(run)
     assert checkpoints.best(run) is None
@@ -110,12 +115,18 @@ def test_the_best_is_marked_and_forgotten(run: Path):
 
 
 def test_the_fingerprint_is_that_of_weights_and_tokenizer(tmp_path: Path):
-    prints = [checkpoints.fingerprint(write(tmp_path / str(i), *what)) for i, what in enumerate([(1,), (2,), (1, "v"), (1, "w", "u")])]
+    prints = [
+        checkpoints.fingerprint(write(tmp_path / str(i), *what))
+        for i, what in enumerate([(1,), (2,), (1, "v"), (1, "w", "u")])
+    ]
     assert prints[0] == prints[1]
     assert len(set(prints)) == 3
     assert all(len(text) == 64 for text in prints)
     manifest = checkpoints.folder(tmp_path / "0", 1) / "manifest.json"
-    for content, message in ((json.dumps({"files": []}), r"manifest\.json: not a manifest"), ("{", r"manifest\.json:1: not valid JSON")):
+    for content, message in (
+        (json.dumps({"files": []}), r"manifest\.json: not a manifest"),
+        ("{", r"manifest\.json:1: not valid JSON"),
+    ):
         manifest.write_text(content)
         with pytest.raises(CheckpointError, match=message):
             checkpoints.fingerprint(manifest.parent)

@@ -16,7 +16,16 @@ BINARY = bytes(range(256)) * 10
 
 
 def git(folder: Path, *arguments: str, check: bool = True) -> str:
-    options = ["-c", "user.name=t", "-c", "user.email=t@t", "-c", "protocol.file.allow=always", "-c", "init.defaultBranch=main"]
+    options = [
+        "-c",
+        "user.name=t",
+        "-c",
+        "user.email=t@t",
+        "-c",
+        "protocol.file.allow=always",
+        "-c",
+        "init.defaultBranch=main",
+    ]
     done = subprocess.run(["git", "-C", str(folder), *options, *arguments], capture_output=True, check=False)
     assert done.returncode == 0 or not check, done.stderr
     return done.stdout.decode(errors="replace").strip()
@@ -40,11 +49,30 @@ def root(tmp_path: Path) -> Path:
     root = tmp_path / "project"
     root.mkdir()
     git(root, "init", "-q")
-    files: dict[str, bytes | str] = {f"src/{name}.py": f"{name} = 1\n" * 5 for name in ("changed", "deleted", "renamed", "mode", "typed")}
+    files: dict[str, bytes | str] = {
+        f"src/{name}.py": f"{name} = 1\n" * 5 for name in ("changed", "deleted", "renamed", "mode", "typed")
+    }
     write(
-        root, {**files, "binary.bin": BINARY, "no_newline": "a\nb", "latin.txt": b"caf\xe9\n", ".gitignore": "ignored\n", "trainval.py": ""}
+        root,
+        {
+            **files,
+            "binary.bin": BINARY,
+            "no_newline": "a\nb",
+            "latin.txt": b"caf\xe9\n",
+            ".gitignore": "ignored\n",
+            "trainval.py": "",
+        },
     )
-    write(root, {"gone.bin": BINARY[::-1], "crlf.txt": "a\r\nb\r\n", "staged.py": "1\n", "folder": "a file\n", "directory/a/b.py": "1\n"})
+    write(
+        root,
+        {
+            "gone.bin": BINARY[::-1],
+            "crlf.txt": "a\r\nb\r\n",
+            "staged.py": "1\n",
+            "folder": "a file\n",
+            "directory/a/b.py": "1\n",
+        },
+    )
     os.symlink("src/changed.py", root / "link")
     commit(root)
     return root
@@ -57,7 +85,9 @@ def tree_of(root: Path) -> dict[str, Any]:
         name = os.fsencode(path.relative_to(root)).decode(errors="backslashreplace")
         if ".git" in path.relative_to(root).parts or (path.is_dir() and not path.is_symlink()):
             continue
-        content_by_name[name] = os.readlink(path) if path.is_symlink() else (path.read_bytes(), bool(path.stat().st_mode & stat.S_IXUSR))
+        content_by_name[name] = (
+            os.readlink(path) if path.is_symlink() else (path.read_bytes(), bool(path.stat().st_mode & stat.S_IXUSR))
+        )
     return content_by_name
 
 
@@ -80,9 +110,24 @@ def test_clean_tree(root: Path):
 def change_everything(root: Path) -> None:
     write(
         root,
-        {"src/changed.py": "changed = 2", "no_newline": "a\nc", "latin.txt": b"th\xe9\n", "binary.bin": BINARY[1:], "crlf.txt": "a\r\n"},
+        {
+            "src/changed.py": "changed = 2",
+            "no_newline": "a\nc",
+            "latin.txt": b"th\xe9\n",
+            "binary.bin": BINARY[1:],
+            "crlf.txt": "a\r\n",
+        },
     )
-    write(root, {"src/new.py": "NEW = 1\n", "new/deep/data.bin": BINARY, "empty.py": "", 'späte Änderung "x"\t.py': "1\n", "-dash": "x"})
+    write(
+        root,
+        {
+            "src/new.py": "NEW = 1\n",
+            "new/deep/data.bin": BINARY,
+            "empty.py": "",
+            'späte Änderung "x"\t.py': "1\n",
+            "-dash": "x",
+        },
+    )
     write(root, {":(top)magic": "1\n", "*.py": "star\n", "src/noted.py": "intent\n", "staged.py": "2\n"})
     (root / os.fsdecode(b"caf\xe9.txt")).write_text("a name that is not UTF-8\n")
     git(root, "add", "-N", "src/noted.py")
@@ -103,7 +148,9 @@ def change_everything(root: Path) -> None:
     write(root, {"directory": "a file now\n"})
 
 
-@pytest.mark.parametrize("config", [{}, {"diff.noprefix": "true", "color.ui": "always", "diff.context": "0", "diff.renames": "copies"}])
+@pytest.mark.parametrize(
+    "config", [{}, {"diff.noprefix": "true", "color.ui": "always", "diff.context": "0", "diff.renames": "copies"}]
+)
 def test_the_patch_reproduces_the_tree(root: Path, tmp_path: Path, config: dict[str, str]):
     for key, value in config.items():
         git(root, "config", key, value)
@@ -130,7 +177,16 @@ def test_ignored_files_and_save_directories_are_no_code(root: Path):
 
 
 def test_secrets_are_never_recorded(root: Path):
-    names = [".env", "server.pem", "wandb_token.txt", "credentials.json", ".aws/config", "id_rsa", "conf/.netrc", "my.key"]
+    names = [
+        ".env",
+        "server.pem",
+        "wandb_token.txt",
+        "credentials.json",
+        ".aws/config",
+        "id_rsa",
+        "conf/.netrc",
+        "my.key",
+    ]
     write(root, dict.fromkeys(names, "KEY=hush-hush\n"))
     write(root, {"deploy.txt": "-----BEGIN RSA PRIVATE KEY-----\nhush-hush\n", "code.py": "1\n"})
     git(root, "add", "-f", "id_rsa")
@@ -146,12 +202,16 @@ def test_secrets_are_never_recorded(root: Path):
     assert [each["name"] for each in facts["omitted"]] == [".env"]
 
 
-@pytest.mark.parametrize("name", ["prod.env", ".envrc", "api-key.json", "wandb_key.txt", "service_account.json", ".htpasswd", "authkey"])
+@pytest.mark.parametrize(
+    "name", ["prod.env", ".envrc", "api-key.json", "wandb_key.txt", "service_account.json", ".htpasswd", "authkey"]
+)
 def test_names_of_secrets(name: str):
     assert looks_secret(name)
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "keyboard.json", "monkey.py", "api_key.py", "environment.yml", "vocab.txt"])
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "keyboard.json", "monkey.py", "api_key.py", "environment.yml", "vocab.txt"]
+)
 def test_names_of_other_files(name: str):
     assert not looks_secret(name)
 

@@ -58,8 +58,12 @@ def test_a_number_that_json_lacks_is_refused_unless_allowed(tmp_path: Path):
 
 
 @pytest.mark.parametrize("window", [1, 7, 64, 2**16])
-@pytest.mark.parametrize("content", [b"", b"torn", b"one\n", b"one\ntwo\n", b"one\n\ntwo longer than a window\nthree\ntorn", b"\n\n"])
-def test_lines_from_the_end_are_the_lines_backwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, window: int):
+@pytest.mark.parametrize(
+    "content", [b"", b"torn", b"one\n", b"one\ntwo\n", b"one\n\ntwo longer than a window\nthree\ntorn", b"\n\n"]
+)
+def test_lines_from_the_end_are_the_lines_backwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, window: int
+):
     monkeypatch.setattr(jsonl_records, "_WINDOW", window)
     (tmp_path / "lines").write_bytes(content)
     found = list(lines_from_end(tmp_path / "lines"))

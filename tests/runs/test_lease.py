@@ -46,7 +46,12 @@ class Racer:
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", RACER], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            [sys.executable, "-c", RACER],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
         )
 
     def tell(self, path: Path) -> None:
@@ -108,7 +113,10 @@ def test_the_refusal_names_the_holder(tmp_path: Path):
     with racers(1) as (owner,):
         owner.tell(tmp_path)
         assert owner.answer() == "won"
-        told = rf"{tmp_path}: held by process {owner.process.pid} on host .* since 20.*; it trains .* Wait for it, or stop it"
+        told = (
+            rf"{tmp_path}: held by process {owner.process.pid} on host .* since 20.*; it trains .* Wait for it, "
+            rf"or stop it"
+        )
         with pytest.raises(RunError, match=told):
             Lease.acquire(tmp_path)
 
@@ -310,7 +318,9 @@ def test_a_save_directory_that_cannot_be_made_is_one_line(tmp_path: Path, base: 
 
 def test_a_directory_that_vanishes_each_time_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("src.runs.lease.GUARD_SECONDS", 0.05)
-    monkeypatch.setattr("src.runs.lease._make_directory", lambda path: None)  # as if another process moved it away each time
+    monkeypatch.setattr(
+        "src.runs.lease._make_directory", lambda path: None
+    )  # as if another process moved it away each time
     with pytest.raises(RunError, match=r"/run: the save directory cannot be made"):
         Lease.acquire(tmp_path / "run")
 

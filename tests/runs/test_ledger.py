@@ -35,7 +35,9 @@ def test_a_line_that_was_torn_hides_no_other(tmp_path: Path, length: int):
     assert [event["event"] for event in ledger.read(tmp_path)] == ["start"]
     ledger.append(tmp_path, ledger.event("stop"))
     assert [event["event"] for event in ledger.read(tmp_path)] == ["start", "stop"]
-    assert (tmp_path / ledger.FILE).read_bytes().startswith(whole + whole[:length]), "nothing that was written is changed"
+    assert (tmp_path / ledger.FILE).read_bytes().startswith(whole + whole[:length]), (
+        "nothing that was written is changed"
+    )
 
 
 def test_an_event_that_was_written_but_for_its_newline_is_there_once(tmp_path: Path):

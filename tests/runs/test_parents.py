@@ -15,7 +15,10 @@ from src.runs.run_dir import RunDir
 
 
 def child_of(*ids: str, seed: int = 0) -> dict:
-    return {"seed": seed, "model": {"name": "wrapper", "bases": [{"name": "experiment", "exp_id": i, "checkpoint": "last"} for i in ids]}}
+    return {
+        "seed": seed,
+        "model": {"name": "wrapper", "bases": [{"name": "experiment", "exp_id": i, "checkpoint": "last"} for i in ids]},
+    }
 
 
 OLD = {"recipe": "lm", "seed": 0}
@@ -26,7 +29,10 @@ KNOWN = {exp_id(e): e for e in (YOUNG, MIDDLE, OLD)}
 
 def test_parents_are_found_at_any_depth_once_and_in_order():
     a, b = "a" * 32, "b" * 32
-    exp = {"model": {"name": "x", "base": {"name": "experiment", "exp_id": b}}, "heads": [{"base": {"name": "experiment", "exp_id": a}}]}
+    exp = {
+        "model": {"name": "x", "base": {"name": "experiment", "exp_id": b}},
+        "heads": [{"base": {"name": "experiment", "exp_id": a}}],
+    }
     assert parent_ids(exp) == [b, a]
     assert parent_ids({**exp, "again": exp["model"]}) == [b, a]
     assert parent_ids({"model": {"name": "hf", "exp_id": a}}) == []
@@ -98,9 +104,14 @@ def write_run(runs: Path, exp: dict, weights: str, step: int = 4) -> str:
 def test_checkpoints_are_named_with_their_parents():
     a, b = "a" * 32, "b" * 32
     bases = [
-        {"name": "experiment", "exp_id": i, **which} for i, which in ((b, {}), (a, {"checkpoint": "best"}), (b, {"checkpoint": "best"}))
+        {"name": "experiment", "exp_id": i, **which}
+        for i, which in ((b, {}), (a, {"checkpoint": "best"}), (b, {"checkpoint": "best"}))
     ]
-    assert parent_checkpoints({"model": {"name": "x", "bases": bases}, "again": bases[0]}) == [(b, "last"), (a, "best"), (b, "best")]
+    assert parent_checkpoints({"model": {"name": "x", "bases": bases}, "again": bases[0]}) == [
+        (b, "last"),
+        (a, "best"),
+        (b, "best"),
+    ]
     assert parent_ids({"bases": bases}) == [b, a]
 
 
@@ -153,4 +164,6 @@ def test_a_parent_of_many_is_looked_at_once(places: Places):
     assert missing_parents(MIDDLE, places, (), seen) == []
     assert seen == {(exp_id(OLD), "last"): None}
     seen[exp_id(OLD), "last"] = "which is known"
-    assert missing_parents(child_of(exp_id(OLD), seed=7), places, (), seen) == [f"it starts from experiment {exp_id(OLD)}, which is known"]
+    assert missing_parents(child_of(exp_id(OLD), seed=7), places, (), seen) == [
+        f"it starts from experiment {exp_id(OLD)}, which is known"
+    ]

@@ -1,4 +1,5 @@
-"""Checkpoints that somebody works on: pinned while he is alive, here or elsewhere; neither a training nor a cleaning deletes them."""
+"""Checkpoints that somebody works on: pinned while he is alive, here or elsewhere; neither a training nor a cleaning
+deletes them."""
 
 import json
 import signal
@@ -56,12 +57,23 @@ def holder(tmp_path: Path) -> Any:
 
 
 def held(run: Path, silence: StalenessProbe | None = None) -> list[int]:
-    return sorted(checkpoints.step_of(path) for path in pins.find_pinned(run, checkpoints.list_all(run), silence or StalenessProbe()))
+    return sorted(
+        checkpoints.step_of(path)
+        for path in pins.find_pinned(run, checkpoints.list_all(run), silence or StalenessProbe())
+    )
 
 
 def elsewhere(folder: Path, beat: int) -> None:
     """The lease of a process on a machine that cannot be asked."""
-    facts = {"host": "far", "boot_id": "other", "pid_namespace": "x", "pid": 1, "started": 1, "token": "t", "beat": beat}
+    facts = {
+        "host": "far",
+        "boot_id": "other",
+        "pid_namespace": "x",
+        "pid": 1,
+        "started": 1,
+        "token": "t",
+        "beat": beat,
+    }
     write_json(folder / LEASE, facts)
 
 
@@ -106,7 +118,11 @@ def test_the_dead_hold_nothing(run: Path, tmp_path: Path):
     pins.place(run, "one", Pin("../holder", every=2))
     assert held(run) == [], "nobody has taken the lease"
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(tmp_path / "holder")], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", HOLD, str(tmp_path / "holder")],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "held\n"
@@ -119,7 +135,9 @@ def test_the_dead_hold_nothing(run: Path, tmp_path: Path):
     assert held(run) == []
 
 
-def test_one_elsewhere_is_dead_when_he_was_seen_standing_still(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_one_elsewhere_is_dead_when_he_was_seen_standing_still(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     now = 1000.0
     monkeypatch.setattr(pins, "time", SimpleNamespace(monotonic=lambda: now))
     (tmp_path / "holder").mkdir()
@@ -154,7 +172,9 @@ def test_one_elsewhere_is_dead_when_he_was_seen_standing_still(run: Path, tmp_pa
 def test_a_damaged_pin_is_named(run: Path, content: str, message: str):
     (run / "pins").mkdir()
     (run / "pins" / "one.json").write_text(content)
-    with pytest.raises(RunError, match=rf"{message}.*\. Delete it, if nobody evaluates or uploads the checkpoints of this run\."):
+    with pytest.raises(
+        RunError, match=rf"{message}.*\. Delete it, if nobody evaluates or uploads the checkpoints of this run\."
+    ):
         held(run)
 
 
@@ -164,10 +184,14 @@ def test_a_pin_of_no_run_is_refused(tmp_path: Path):
 
 
 def test_a_pin_waits_for_the_guard(run: Path, holder: Lease):
-    script = "import sys; from pathlib import Path; from src.runs.checkpoints.pins import Pin, place; print(1, flush=True); "
+    script = (
+        "import sys; from pathlib import Path; from src.runs.checkpoints.pins import Pin, place; print(1, flush=True); "
+    )
     script += "place(Path(sys.argv[1]), 'one', Pin('../holder', every=2))"
     with directory_lock(run):
-        process = subprocess.Popen([sys.executable, "-c", script, str(run)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            [sys.executable, "-c", script, str(run)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        )
         assert process.stdout is not None
         assert process.stdout.readline() == "1\n"
         with pytest.raises(subprocess.TimeoutExpired):
@@ -213,7 +237,11 @@ def test_rotation_skips_pinned_checkpoints_until_the_holder_ends(tmp_path: Path)
     try:
         pins.place(run, "one", Pin("../holder", every=4))
         assert train(run, dict.fromkeys(range(1, 11), 0.0), RotationRule(last=1)) == [2, 4, 8, 10]
-        pins.place(run, "one", Pin("../holder", every=4, ended={"step-00000004": str(manifest_hash(checkpoints.folder(run, 4)))}))
+        pins.place(
+            run,
+            "one",
+            Pin("../holder", every=4, ended={"step-00000004": str(manifest_hash(checkpoints.folder(run, 4)))}),
+        )
         assert train(run, {11: 0.0}, RotationRule(last=1)) == [8, 11]
     finally:
         holder.release()
@@ -224,4 +252,7 @@ def test_rotation_deletes_nothing_if_a_pin_is_damaged(tmp_path: Path, caplog: py
     (tmp_path / "pins").mkdir()
     (tmp_path / "pins" / "one.json").write_text("[]")
     assert train(tmp_path, dict.fromkeys((1, 3, 5), 0.0), RotationRule()) == [1, 3, 5]
-    assert "one.json: not a pin: got []. Delete it, if nobody evaluates or uploads the checkpoints of this run. Until this" in caplog.text
+    assert (
+        "one.json: not a pin: got []. Delete it, if nobody evaluates or uploads the checkpoints of this run. Until this"
+        in caplog.text
+    )

@@ -29,7 +29,10 @@ def saved(runs: Path, exp: dict, name: str) -> Path:
 def test_an_experiment_of_several_groups_is_planned_once_for_all_of_them():
     groups = {"a": [ONE, TWO], "b": [TWO], "c": [TWO]}
     planned = plan.load_groups(groups, ["a", "b"], [])
-    assert [(item.exp, item.groups, item.where) for item in planned] == [(ONE, ("a",), "a[0]"), (TWO, ("a", "b"), "a[1]")]
+    assert [(item.exp, item.groups, item.where) for item in planned] == [
+        (ONE, ("a",), "a[0]"),
+        (TWO, ("a", "b"), "a[1]"),
+    ]
 
 
 def test_a_group_named_twice_is_one_group():
@@ -93,7 +96,10 @@ def test_equal_causes_are_one_line():
 
 def test_a_missing_parent_is_named_by_its_place():
     parent = plan.load(ONE, "base", "base[0]")
-    lacks = {"a": [f"g[0]: it starts from experiment {parent.exp_id}, which is lost."], "b": [f"g[1]: experiment {'0' * 32} is gone."]}
+    lacks = {
+        "a": [f"g[0]: it starts from experiment {parent.exp_id}, which is lost."],
+        "b": [f"g[1]: experiment {'0' * 32} is gone."],
+    }
     assert plan.merge_problems(lacks, {parent.exp_id: parent}) == [
         f"g[0]: it starts from base[0] ({parent.exp_id}), which is lost.",
         f"g[1]: experiment {'0' * 32} is gone.",
@@ -109,7 +115,9 @@ def test_experiments_that_assignments_make_equal_are_planned_once():
 
 def test_a_dict_that_was_edited_is_not_trained_under_its_old_id(tmp_path: Path):
     run = saved(tmp_path, TWO, exp_id(ONE))
-    with pytest.raises(RunError, match=rf"{run}/exp_dict\.json: its id is {exp_id(TWO)}, not the name of its directory"):
+    with pytest.raises(
+        RunError, match=rf"{run}/exp_dict\.json: its id is {exp_id(TWO)}, not the name of its directory"
+    ):
         plan.find(exp_id(ONE), {}, tmp_path)
 
 
@@ -117,7 +125,9 @@ def test_a_dict_with_another_canonical_form_is_not_trained_under_another_id(tmp_
     old = {**ONE, "rate": 1}  # a directory from before the field was a float
     run = saved(tmp_path, old, exp_id(old))
     new = exp_id({**ONE, "rate": 1.0})
-    with pytest.raises(RunError, match=rf"{run}/exp_dict\.json: as numbers are spelled now its id is {new}, not {exp_id(old)}"):
+    with pytest.raises(
+        RunError, match=rf"{run}/exp_dict\.json: as numbers are spelled now its id is {new}, not {exp_id(old)}"
+    ):
         plan.find(exp_id(old), {}, tmp_path)
 
 

@@ -26,7 +26,11 @@ def experiment(number: int) -> dict[str, Any]:
 
 
 def child(number: int, parent: dict[str, Any], which: str = "last") -> dict[str, Any]:
-    return {"recipe": "toy", "seed": number, "model": {"name": "experiment", "exp_id": exp_id(parent), "checkpoint": which}}
+    return {
+        "recipe": "toy",
+        "seed": number,
+        "model": {"name": "experiment", "exp_id": exp_id(parent), "checkpoint": which},
+    }
 
 
 def save(run: Path, step: int) -> Path:
@@ -68,7 +72,9 @@ def test_a_finished_run_keeps_what_the_rule_says(tmp_path: Path):
     ):
         run = make(tmp_path, experiment(number), 4, best=1)
         assert clean(tmp_path, run, rule) == kept
-        assert (run / "checkpoints" / "best.json").exists() == (1 in kept), "a pointer to nothing would be called damage"
+        assert (run / "checkpoints" / "best.json").exists() == (1 in kept), (
+            "a pointer to nothing would be called damage"
+        )
 
 
 @pytest.mark.parametrize("state", ["failed", "stopped", "running"])

@@ -1,4 +1,5 @@
-"""What a training deletes of its checkpoints: by rule, on its own branch, killed at every change of the disk, never what another needs."""
+"""What a training deletes of its checkpoints: by rule, on its own branch, killed at every change of the disk, never
+what another needs."""
 
 import hashlib
 import itertools
@@ -46,18 +47,26 @@ def best_of(losses: Losses, mode: str = "min") -> int | None:
     """As training.selection has it: the first that is better than all before."""
     best_step: int | None = None
     for step, loss in sorted(losses.items()):
-        if loss is not None and (best_step is None or (loss < losses[best_step] if mode == "min" else loss > losses[best_step])):  # type: ignore[operator]
+        if loss is not None and (
+            best_step is None or (loss < losses[best_step] if mode == "min" else loss > losses[best_step])
+        ):  # type: ignore[operator]
             best_step = step
     return best_step
 
 
 def write_rows(run: Path, losses: Losses, upto: int) -> None:
     """Only even steps are evaluated."""
-    rows = [{"step": step, "train_loss": 0.0} | ({} if step % 2 else {"val_loss": loss}) for step, loss in losses.items() if step <= upto]
+    rows = [
+        {"step": step, "train_loss": 0.0} | ({} if step % 2 else {"val_loss": loss})
+        for step, loss in losses.items()
+        if step <= upto
+    ]
     (run / "scores.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
-def train(run: Path, losses: Losses, keep: RotationRule, mode: Any = "min", words: str = "weights", first: int = 0) -> list[int]:
+def train(
+    run: Path, losses: Losses, keep: RotationRule, mode: Any = "min", words: str = "weights", first: int = 0
+) -> list[int]:
     """Rows, checkpoints and rotations of the steps of `losses` from `first` on; what is left."""
     run.mkdir(parents=True, exist_ok=True)
     rotation = Rotation(run, keep, "val_loss", mode)
@@ -91,7 +100,9 @@ VALLEY = {1: 0.0, 2: 5.0, 3: 0.0, 4: 3.0, 5: 0.0, 6: 4.0, 7: 0.0, 8: 6.0, 9: 0.0
         (RotationRule(last=1, every=5, best=2), VALLEY, "min", [4, 5, 6, 10]),
     ],
 )
-def test_the_rule_selects_checkpoints(tmp_path: Path, keep: RotationRule, losses: Losses, mode: str, remaining: list[int]):
+def test_the_rule_selects_checkpoints(
+    tmp_path: Path, keep: RotationRule, losses: Losses, mode: str, remaining: list[int]
+):
     assert train(tmp_path, losses, keep, mode) == remaining
 
 
@@ -121,7 +132,10 @@ def test_an_interval_at_which_no_checkpoint_is_written_is_refused():
     RotationRule().check([7])
     RotationRule(every=20).check([7, 10])
     RotationRule(every=21).check([7, 10])
-    message = r"--keep_every: .* every 7 and every 10 steps, so .* multiple of 25\. Take a multiple of 7 or of 10, or change --save_every"
+    message = (
+        r"--keep_every: .* every 7 and every 10 steps, so .* multiple of 25\. Take a multiple of 7 or of 10, "
+        r"or change --save_every"
+    )
     with pytest.raises(ConfigError, match=message) as caught:
         RotationRule(every=25).check([10, 7])
     assert caught.value.everywhere
@@ -159,7 +173,8 @@ def test_the_newest_complete_checkpoint_stays(tmp_path: Path):
 
 
 def test_archived_checkpoints_neither_count_nor_are_deleted(tmp_path: Path):
-    """Copied back by hand from a branch that was left; the reference system keeps the highest numbers, and deletes the branch in use."""
+    """Copied back by hand from a branch that was left; the reference system keeps the highest numbers, and deletes the
+    branch in use."""
     for step in (80, 90):
         save(tmp_path, step, "another line")
     assert train(tmp_path, dict.fromkeys((31, 33, 35), 0.0), RotationRule()) == [33, 35, 80, 90]
@@ -213,7 +228,8 @@ CHANGES = {"os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree"}
 
 
 def dies(action: Callable[[], Any], when: Callable[[str, str], bool]) -> bool:
-    """Do `action` in a process that is killed just before it does what `when` says: (kind of the event, path). Whether it was."""
+    """Do `action` in a process that is killed just before it does what `when` says: (kind of the event, path). Whether
+    it was."""
     process = os.fork()
     if process == 0:
 
@@ -230,7 +246,8 @@ def dies(action: Callable[[], Any], when: Callable[[str, str], bool]) -> bool:
 
 
 def killed(action: Callable[[], Any], run: Path, moment: int) -> bool:
-    """Do `action` in a process that is killed just before its change number `moment` of the disk; False where it made fewer."""
+    """Do `action` in a process that is killed just before its change number `moment` of the disk; False where it made
+    fewer."""
     counter = itertools.count()
 
     def now(event: str, where: str) -> bool:
@@ -296,6 +313,8 @@ def test_a_killed_run_has_the_checkpoints_of_an_undisturbed_one(tmp_path: Path, 
         checkpoints.set_aside_newer(run, at)
         write_rows(run, losses, at)
         if at == last:
-            Rotation(run, keep, "val_loss", "min").rotate(at, best_of({one: loss for one, loss in losses.items() if one % 2 == 0}))
+            Rotation(run, keep, "val_loss", "min").rotate(
+                at, best_of({one: loss for one, loss in losses.items() if one % 2 == 0})
+            )
     assert all(defect(checkpoints.folder(run, step)) is None for step in steps(run))
     assert steps(run) == whole

@@ -1,4 +1,5 @@
-"""What another experiment has started from stays, whatever a person does to the run: goes back, takes that back, trains on."""
+"""What another experiment has started from stays, whatever a person does to the run: goes back, takes that back, trains
+on."""
 
 import random
 import shutil
@@ -53,7 +54,9 @@ def go_on(run: Path, losses: Losses, words: str) -> list[int]:
 
 
 @pytest.mark.parametrize("which", ["best", "last"])
-def test_what_a_child_started_from_stays_in_a_run_that_is_rewound(parent: Path, which: str, caplog: pytest.LogCaptureFixture):
+def test_what_a_child_started_from_stays_in_a_run_that_is_rewound(
+    parent: Path, which: str, caplog: pytest.LogCaptureFixture
+):
     caplog.set_level("INFO")
     metadata.prepare(parent.parent / exp_id(child(which)), child(which), [])
     before = hashes(parent)
@@ -84,7 +87,9 @@ def test_other_experiments_are_not_read_where_nobody_went_back(tmp_path: Path):
     run, other = tmp_path / exp_id(EXP), tmp_path / exp_id(child("best"))
     metadata.prepare(run, EXP, [])
     metadata.prepare(other, child("best"), [])
-    assert not dies(lambda: train(run, BETTER, RotationRule()), lambda event, where: event == "open" and str(other) in where)
+    assert not dies(
+        lambda: train(run, BETTER, RotationRule()), lambda event, where: event == "open" and str(other) in where
+    )
     assert steps(run) == [10, 12]
 
 

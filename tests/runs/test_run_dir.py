@@ -30,7 +30,9 @@ def loaded(path: Path) -> dict:
 
 
 def test_a_new_directory_holds_everything(tmp_path: Path):
-    with RunDir.open(tmp_path / "deep" / "runs", EXP, RESOLVED, reset=0, facts={"groups": ["g"], "commit": "c", "diff": "+x\n"}) as run:
+    with RunDir.open(
+        tmp_path / "deep" / "runs", EXP, RESOLVED, reset=0, facts={"groups": ["g"], "commit": "c", "diff": "+x\n"}
+    ) as run:
         assert run.path == tmp_path / "deep" / "runs" / ID
         assert (run.exp_id, run.exp, run.attempt) == (ID, EXP, 1)
         assert loaded(run.path / "exp_dict.json") == EXP
@@ -87,7 +89,9 @@ def test_a_failed_open_lets_go(tmp_path: Path):
 
 def test_another_dict_with_the_same_id_is_refused(tmp_path: Path):
     RunDir.open(tmp_path, {"a": 1, "b": {"c": True}}, {}).close()
-    pattern = r'exp_dict\.json: another experiment has the id \w{32}: a was 1, is now "1"; b\.c was true, is now "True"\.'
+    pattern = (
+        r'exp_dict\.json: another experiment has the id \w{32}: a was 1, is now "1"; b\.c was true, is now "True"\.'
+    )
     with pytest.raises(RunError, match=pattern):
         RunDir.open(tmp_path, {"a": "1", "b": {"c": "True"}}, {})
 
@@ -104,7 +108,10 @@ def test_a_message_names_some_of_many_changed_defaults(tmp_path: Path):
 @pytest.mark.parametrize(
     ("resolved", "pattern"),
     [
-        ({**EXP, "model": {"depth": 2, "rate": 0.1}}, r"model\.rate was 0\.5, is now 0\.1\. To continue it, restore the old defaults"),
+        (
+            {**EXP, "model": {"depth": 2, "rate": 0.1}},
+            r"model\.rate was 0\.5, is now 0\.1\. To continue it, restore the old defaults",
+        ),
         ({**EXP, "model": {"depth": 2, "rate": 0.5, "bias": True}}, r"model\.bias was absent, is now true"),
         (EXP, r"model\.rate was 0\.5, is now absent"),
         ({**RESOLVED, "extra": []}, r"extra was absent, is now \[\]"),
@@ -127,7 +134,9 @@ def test_reset_deletes_no_older_directory(tmp_path: Path):
             run.scores.append({"step": number})
     names = [ID, f"{ID}.1", f"{ID}.2"]
     assert sorted(p.name for p in (tmp_path / "deleted").iterdir()) == names
-    assert [(tmp_path / "deleted" / name / "scores.jsonl").read_text() for name in names] == [f'{{"step": {n}}}\n' for n in range(3)]
+    assert [(tmp_path / "deleted" / name / "scores.jsonl").read_text() for name in names] == [
+        f'{{"step": {n}}}\n' for n in range(3)
+    ]
     assert not (tmp_path / "deleted" / ID / "lease").exists()
 
 
@@ -137,7 +146,11 @@ def test_reset_forgets_neither_the_groups_nor_the_submitted_job(tmp_path: Path):
     with RunDir.open(tmp_path, EXP, RESOLVED, reset=1, facts={"groups": ["i"]}) as run:
         assert run.attempt == 1
         assert read_groups(run.path) == ["g", "h", "i"]
-        assert loaded(run.path / "job_dict.json") == {"job_id": "7", "command": "python trainval.py --exp_id x", "submission": ""}
+        assert loaded(run.path / "job_dict.json") == {
+            "job_id": "7",
+            "command": "python trainval.py --exp_id x",
+            "submission": "",
+        }
 
 
 def test_what_killed_writers_left_is_swept_up_and_nothing_else(tmp_path: Path):
@@ -220,9 +233,17 @@ def test_values_that_cannot_be_hashed_are_refused_before_anything_is_made(tmp_pa
             b"{",
             r"config\.json:1: not valid JSON: .* Delete it if no default has changed .*, or start over with -r 1",
         ),
-        ("status.json", b"", r"status\.json:1: not valid JSON: .* Delete it: the run then resumes from its newest checkpoint"),
+        (
+            "status.json",
+            b"",
+            r"status\.json:1: not valid JSON: .* Delete it: the run then resumes from its newest checkpoint",
+        ),
         ("status.json", b"\xff", r"status\.json: not UTF-8 text"),
-        ("status.json", b'{"state": "flying"}', r"status\.json: expected a dict with one of the states running, done, failed, stopped"),
+        (
+            "status.json",
+            b'{"state": "flying"}',
+            r"status\.json: expected a dict with one of the states running, done, failed, stopped",
+        ),
     ],
 )
 def test_a_damaged_file_is_named_with_the_way_out(tmp_path: Path, file: str, content: bytes, message: str):
@@ -249,7 +270,12 @@ def test_attached_processes_read_and_cannot_write(tmp_path: Path):
         assert (other.exp_id, other.exp, other.attempt) == (ID, EXP, 1)
         assert other.scores.rows() == [{"step": 1, "loss": 0.5}]
         assert other.status()["state"] == "running"
-        for write in (lambda: other.set_status("done"), other.confirm, lambda: other.scores.append({"step": 2}), other.scores.export_haven):
+        for write in (
+            lambda: other.set_status("done"),
+            other.confirm,
+            lambda: other.scores.append({"step": 2}),
+            other.scores.export_haven,
+        ):
             with pytest.raises(RunError, match="opened for reading only; the process that holds the lease writes"):
                 write()
         other.close()
@@ -313,7 +339,9 @@ while True:
 @pytest.mark.parametrize("reset", ["0", "1"])
 def test_a_kill_at_any_moment_leaves_a_directory_that_opens(tmp_path: Path, reset: str):
     for number in range(5):
-        process = subprocess.Popen([sys.executable, "-c", OPENER, str(tmp_path), reset], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            [sys.executable, "-c", OPENER, str(tmp_path), reset], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        )
         for _ in range(1 + 3 * number):
             assert process.stdout.readline() == "open\n"
         os.kill(process.pid, signal.SIGKILL)
@@ -346,7 +374,9 @@ while entered < 6:
 
 def test_one_at_a_time_even_when_some_start_over(tmp_path: Path):
     processes = [
-        subprocess.Popen([sys.executable, "-c", ENTRANT, str(tmp_path), str(seed)], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", ENTRANT, str(tmp_path), str(seed)], cwd=ROOT, stderr=subprocess.PIPE, text=True
+        )
         for seed in range(5)
     ]
     for process in processes:
@@ -361,7 +391,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("mounting a small file system needs root")
     disk = tmp_path / "disk"
     disk.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], capture_output=True, text=True, check=False
+    )
     if done.returncode:
         pytest.skip(f"mounting a small file system is not permitted here: {done.stderr.strip()}")
     yield disk

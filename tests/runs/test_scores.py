@@ -101,7 +101,9 @@ def test_truncate_drops_later_rows_and_the_torn_one(scores: Scores):
     assert scores.path.read_text() == ""
 
 
-@pytest.mark.parametrize("torn", [b'{"step": 2, "lo', b"{", b'{"step": 2}', '{"step": 2, "é'.encode()[:-1], b"\x00\x00\x00"])
+@pytest.mark.parametrize(
+    "torn", [b'{"step": 2, "lo', b"{", b'{"step": 2}', '{"step": 2, "é'.encode()[:-1], b"\x00\x00\x00"]
+)
 def test_a_torn_last_line_is_ignored_and_never_glued_to(scores: Scores, torn: bytes):
     scores.path.write_bytes(b'{"step": 1}\n' + torn)
     assert scores.rows() == [{"step": 1}]
@@ -130,7 +132,9 @@ def test_a_writer_killed_at_random_moments_loses_no_finished_row(scores: Scores)
     rng = random.Random(0)
     promised = 0
     for _ in range(8):
-        writer = subprocess.Popen([sys.executable, "-c", WRITER, str(scores.path)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        writer = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(scores.path)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        )
         for _ in range(rng.randrange(1, 60)):
             promised = int(writer.stdout.readline())
         os.kill(writer.pid, signal.SIGKILL)
@@ -168,11 +172,28 @@ def test_read_only_scores_refuse_to_write(scores: Scores):
 
 @pytest.mark.parametrize("protocol", range(6))
 def test_foreign_score_lists_are_read_as_plain_numbers(tmp_path: Path, protocol: int):
-    numbers = [np.float64(0.1), np.float32(0.5), np.float16(2), np.int64(-3), np.int32(7), np.uint8(255), np.bool_(True), 1, 0.25]
+    numbers = [
+        np.float64(0.1),
+        np.float32(0.5),
+        np.float16(2),
+        np.int64(-3),
+        np.int32(7),
+        np.uint8(255),
+        np.bool_(True),
+        1,
+        0.25,
+    ]
     path = tmp_path / "score_list.pkl"
-    path.write_bytes(pickle.dumps([{"epoch": 1, "values": numbers, "big_endian": np.array([1.5], ">f8")[0], "set": {1}}], protocol))
+    path.write_bytes(
+        pickle.dumps([{"epoch": 1, "values": numbers, "big_endian": np.array([1.5], ">f8")[0], "set": {1}}], protocol)
+    )
     (row,) = read_score_list(path)
-    assert row == {"epoch": 1, "values": [n.item() if isinstance(n, np.generic) else n for n in numbers], "big_endian": 1.5, "set": {1}}
+    assert row == {
+        "epoch": 1,
+        "values": [n.item() if isinstance(n, np.generic) else n for n in numbers],
+        "big_endian": 1.5,
+        "set": {1},
+    }
     assert {type(n) for n in row["values"]} == {float, int, bool}
 
 
@@ -219,7 +240,9 @@ def test_what_cannot_be_read_drops_no_row_and_runs_nothing(tmp_path: Path, proto
     }
     path = tmp_path / "score_list.pkl"
     path.write_bytes(
-        pickle.dumps([{**values, "loss": 0.5, "by_name": defaultdict(list, {"x": 1.5})}, {"loss": np.float64(0.25)}], protocol)
+        pickle.dumps(
+            [{**values, "loss": 0.5, "by_name": defaultdict(list, {"x": 1.5})}, {"loss": np.float64(0.25)}], protocol
+        )
     )
     first, second = read_score_list(path)
     assert (first.pop("loss"), first.pop("by_name"), second) == (0.5, {"x": 1.5}, {"loss": 0.25})
@@ -302,7 +325,13 @@ def test_a_folder_where_the_scores_should_be_is_one_line(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("content", "step"),
-    [("", None), ('{"step": 1}', None), ('{"step": 1}\n', 1), ('{"step": 1}\n{"step": 2}\n{"st', 2), ("x\n" * 9000 + '{"step": 7}\n', 7)],
+    [
+        ("", None),
+        ('{"step": 1}', None),
+        ('{"step": 1}\n', 1),
+        ('{"step": 1}\n{"step": 2}\n{"st', 2),
+        ("x\n" * 9000 + '{"step": 7}\n', 7),
+    ],
 )
 def test_the_last_row_is_read_from_the_end(tmp_path: Path, content: str, step: int | None):
     path = tmp_path / "scores.jsonl"
@@ -324,7 +353,10 @@ def test_scores_that_join_the_last_row(scores: Scores):
         scores.add_to_last_row({"inference/em": value})
         assert scores.rows() == [{"step": 1, "em": 0.5}, {"step": 2, "em": 0.25, "loss": None, "inference/em": value}]
     scores.append({"step": 3, "em": 1})
-    assert Scores(scores.path).rows()[1:] == [{"step": 2, "em": 0.25, "loss": None, "inference/em": 0.75}, {"step": 3, "em": 1}]
+    assert Scores(scores.path).rows()[1:] == [
+        {"step": 2, "em": 0.25, "loss": None, "inference/em": 0.75},
+        {"step": 3, "em": 1},
+    ]
 
 
 def test_scores_that_join_a_row_before_a_torn_line(scores: Scores):

@@ -32,7 +32,9 @@ def running(server: Any) -> Iterator[str]:
         thread.join()
 
 
-def request(url: str, method: str = "POST", body: bytes | None = None, headers: dict[str, str] | None = None) -> tuple[int, Any]:
+def request(
+    url: str, method: str = "POST", body: bytes | None = None, headers: dict[str, str] | None = None
+) -> tuple[int, Any]:
     """Status and JSON of a response."""
     response = urllib3.request(method, url, body=body, headers=headers, retries=False)
     assert response.headers["content-type"] == "application/json"
@@ -44,7 +46,9 @@ def request_at_once(port: int, path: str, bodies: Sequence[bytes]) -> list[tuple
     with ExitStack() as stack:
         connections = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in bodies]
         for connection, body in zip(connections, bodies, strict=True):
-            head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+            head = (
+                f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+            )
             connection.sendall(head.encode() + body)
         return [_read_response(connection) for connection in connections]
 

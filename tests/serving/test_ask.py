@@ -14,7 +14,9 @@ from tests.serving.running_servers import options, request, request_at_once, run
 
 FACTS = [(f"the {thing} is {colour} .", colour) for thing, colour in zip(toy.THINGS[:8], toy.COLOURS[:8], strict=True)]
 QUESTION = "what is it ?"
-BASE = override(toy.BASE, {"loop.learning_rate": 1e-6})  # states of a base that has learned nothing still tell the words apart
+BASE = override(
+    toy.BASE, {"loop.learning_rate": 1e-6}
+)  # states of a base that has learned nothing still tell the words apart
 READER = override(toy.CROSSATTN, {"model.final_layer": True, "model.base": toy.ref(BASE)})
 
 
@@ -59,7 +61,9 @@ def test_simultaneous_requests_get_the_answers_of_single_ones(answerer: ask.Answ
     with running(server):
         responses = request_at_once(server.port, "/", bodies)
     answers = dict(zip(dict.fromkeys(queries), expected, strict=True))
-    assert responses == [(200, json.dumps({"answer": answers[query]}, separators=(",", ":")).encode()) for query in queries]
+    assert responses == [
+        (200, json.dumps({"answer": answers[query]}, separators=(",", ":")).encode()) for query in queries
+    ]
     assert len(set(expected)) > 4, "the models answers differ"
 
 
@@ -97,7 +101,10 @@ def test_the_command(folder: Path, answerer: ask.Answerer, tmp_path: Path, capsy
     assert capsys.readouterr().out.splitlines() == expected
     assert ask.main([run, *place]) == 1
     assert "error: expected --context FILE with questions, or --serve PORT." in capsys.readouterr().err
-    assert ask.main([str(folder / "runs" / exp_id(BASE)), "--context", str(tmp_path / "context.txt"), QUESTION, *place]) == 0
+    assert (
+        ask.main([str(folder / "runs" / exp_id(BASE)), "--context", str(tmp_path / "context.txt"), QUESTION, *place])
+        == 0
+    )
     assert capsys.readouterr().out.count("\n") == 1
     assert ask.main([run, "--context", str(tmp_path / "none.txt"), QUESTION, *place]) == 1
     assert "none.txt: no such file." in capsys.readouterr().err

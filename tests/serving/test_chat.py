@@ -15,7 +15,9 @@ from src.serving.pretrained import load_writer
 from tests import toy
 from tests.recipes.test_metadata_lm import TOLD, row, write_metadata
 
-SURE = override(TOLD, {"data.probability": 0.9, "gains": None, "loop.steps": 300, "loop.eval_every": 300, "data.columns": ["title"]})
+SURE = override(
+    TOLD, {"data.probability": 0.9, "gains": None, "loop.steps": 300, "loop.eval_every": 300, "data.columns": ["title"]}
+)
 SURE = override(SURE, {"data.weights": {"title": 1.0}})
 
 
@@ -46,7 +48,9 @@ def test_metadata_steer_the_text(folder: Path, capsys: pytest.CaptureFixture[str
 def test_metadata_are_written_as_in_training(linearisation: str, folder: Path):
     writer, _ = load_writer(folder / "runs" / exp_id(SURE), Places(folder / "data", folder / "runs"))
     assert isinstance(writer, MetadataWriter)
-    data = writer._data.model_copy(update={"writing": writer._data.writing.model_copy(update={"linearisation": linearisation})})
+    data = writer._data.model_copy(
+        update={"writing": writer._data.writing.model_copy(update={"linearisation": linearisation})}
+    )
     writer = MetadataWriter(writer._model, writer._tokenizer, data)
     document = Annotated(row("thing1", "red")["text"], tuple(writer.items(["title=red"])))
     piece = writer._maker.pieces(document)[0]
@@ -54,11 +58,15 @@ def test_metadata_are_written_as_in_training(linearisation: str, folder: Path):
     assert writer.prompt("", ()) == [writer._tokenizer.eos_token_id]
 
 
-def test_lines_are_read_and_sampling_is_that_of_its_seed(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_lines_are_read_and_sampling_is_that_of_its_seed(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     printed = []
     for seed in ("1", "1", "2"):
         monkeypatch.setattr("sys.stdin", io.StringIO("the thing1\nthe thing2\n"))
-        assert ask(folder, "--metadata", "title=red", "--seed", seed, "--temperature", "3", "--max_new_tokens", "9") == 0
+        assert (
+            ask(folder, "--metadata", "title=red", "--seed", seed, "--temperature", "3", "--max_new_tokens", "9") == 0
+        )
         printed.append(capsys.readouterr().out)
     assert printed[0] == printed[1] != printed[2]
     assert [line.split()[:2] for line in printed[0].splitlines()][:1] == [["the", "thing1"]]
@@ -73,7 +81,10 @@ def test_lines_are_read_and_sampling_is_that_of_its_seed(folder: Path, capsys: p
         (["--temperature", "nan"], "error: expected --max_new_tokens of at least 1"),
         (["--max_new_tokens", "1000"], "max_new_tokens 1000 are more than the model's"),
         (["--temperature", "-1"], "error: expected --max_new_tokens of at least 1, --temperature from 0 on"),
-        (["--8bit", "--device", "cpu"], "error: --8bit: needs a GPU, and there is none here, or --device names none. Leave it out.\n"),
+        (
+            ["--8bit", "--device", "cpu"],
+            "error: --8bit: needs a GPU, and there is none here, or --device names none. Leave it out.\n",
+        ),
         (["--device", "abacus"], "error: --device: 'abacus' cannot be used"),
     ],
 )

@@ -26,7 +26,9 @@ def reference(model: Any, template: str | None, messages: list[dict[str, str]] |
     if isinstance(messages, str):
         ids = torch.tensor([tokenizer(messages)["input_ids"]])
     else:
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)["input_ids"]
+        ids = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )["input_ids"]
     rows = model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **GREEDY)
     return tokenizer.decode(rows[0, ids.shape[1] :], skip_special_tokens=True)
 
@@ -68,35 +70,64 @@ def test_spelled_control_tokens_are_plain_text(tmp_path: Path):
 def test_ask_and_sampling_report_take_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     model = pretrained_folders.save(tmp_path / "model")
     (tmp_path / "context").write_text("The cat is red.")
-    assert ask.main([str(tmp_path / "model"), "--context", str(tmp_path / "context"), "Which?", "--max_new_tokens", "8"]) == 0
+    assert (
+        ask.main([str(tmp_path / "model"), "--context", str(tmp_path / "context"), "Which?", "--max_new_tokens", "8"])
+        == 0
+    )
     question = [{"role": "user", "content": "The cat is red.\n\nWhich?"}]
     assert capsys.readouterr().out == reference(model, TEMPLATE, question).strip() + "\n"
     (tmp_path / "prompts.jsonl").write_text('"hello"\n')
     (tmp_path / "ways.yaml").write_text("configurations:\n  - {name: greedy, generate_args: {max_new_tokens: 8}}\n")
-    words = [str(tmp_path / "model"), "--prompts", str(tmp_path / "prompts.jsonl"), "--config", str(tmp_path / "ways.yaml")]
+    words = [
+        str(tmp_path / "model"),
+        "--prompts",
+        str(tmp_path / "prompts.jsonl"),
+        "--config",
+        str(tmp_path / "ways.yaml"),
+    ]
     assert sampling_report.main([*words, "--report", str(tmp_path / "report.json")]) == 0
     report = json.loads((tmp_path / "report.json").read_text())
-    assert report["prompts"][0]["results"][0]["outputs"] == [reference(model, TEMPLATE, [{"role": "user", "content": "hello"}])]
+    assert report["prompts"][0]["results"][0]["outputs"] == [
+        reference(model, TEMPLATE, [{"role": "user", "content": "hello"}])
+    ]
     (side,) = page.load_sides([tmp_path / "model"], PLACES, "cpu")
     assert side.name == "model"
 
 
-def test_lines_of_a_pipe_and_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_lines_of_a_pipe_and_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     pretrained_folders.save(tmp_path / "model")
     saved = tmp_path / "saved.jsonl"
-    lines = ["hello", "/frobnicate", f"/save {saved}", "/reset", "/save", f"/save {saved}", "bye", f"/save {saved}", "/quit", "not read"]
+    lines = [
+        "hello",
+        "/frobnicate",
+        f"/save {saved}",
+        "/reset",
+        "/save",
+        f"/save {saved}",
+        "bye",
+        f"/save {saved}",
+        "/quit",
+        "not read",
+    ]
     monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
     assert chat.main([str(tmp_path / "model"), "--temperature", "0", "--max_new_tokens", "8"]) == 0
     captured = capsys.readouterr()
     first, second = (json.loads(line)["messages"] for line in saved.read_text().splitlines())
-    assert [(message["role"], message["content"]) for message in first] == [("user", "hello"), ("assistant", captured.out.split("\n")[0])]
+    assert [(message["role"], message["content"]) for message in first] == [
+        ("user", "hello"),
+        ("assistant", captured.out.split("\n")[0]),
+    ]
     assert second[0]["content"] == "bye"
     assert len(second) == 2
     errors = [line for line in captured.err.splitlines() if line.startswith("error: ")]
     assert [("frobnicate" in line, "/save" in line) for line in errors] == [(True, False), (False, True), (False, True)]
 
 
-def test_full_context_is_refused_with_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_full_context_is_refused_with_advice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     pretrained_folders.save(tmp_path / "model", positions=64)
     monkeypatch.setattr("sys.stdin", io.StringIO(f"hi\n{'x' * 60}\n/reset\nhi\n"))
     assert chat.main([str(tmp_path / "model"), "--temperature", "0", "--max_new_tokens", "8"]) == 0

@@ -19,7 +19,8 @@ UP, CTRL_C, CTRL_D = "\x1b[A", "\x03", "\x04"
 
 
 _TAKE_TERMINAL = (
-    "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0);os.execv(sys.executable, [sys.executable, '-m', *sys.argv[1:]])"
+    "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0);os.execv(sys.executable, "
+    "[sys.executable, '-m', *sys.argv[1:]])"
 )
 """Makes standard input the controlling terminal, whose Ctrl-C is a signal, and runs a module."""
 
@@ -64,7 +65,9 @@ class Keyboard:
 @pytest.fixture
 def keyboard(tmp_path: Path) -> Iterator[Keyboard]:
     pretrained_folders.save(tmp_path / "model", positions=1 << 20)
-    keyboard = Keyboard(["src.serving.chat", str(tmp_path / "model"), "--temperature", "0", "--max_new_tokens", "1000000"])
+    keyboard = Keyboard(
+        ["src.serving.chat", str(tmp_path / "model"), "--temperature", "0", "--max_new_tokens", "1000000"]
+    )
     yield keyboard
     keyboard.process.kill()
     keyboard.process.wait()

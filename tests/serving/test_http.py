@@ -162,7 +162,10 @@ def test_error_names_the_place_and_the_value(root: str):
 
 def test_refused_and_crashed_requests_are_json(root: str):
     assert request(f"{root}/total", body=b'{"values": [], "text": "refuse"}') == (422, {"error": "text: refused"})
-    assert request(f"{root}/total", body=b'{"values": [], "text": "crash"}') == (500, {"error": "ZeroDivisionError: crashed"})
+    assert request(f"{root}/total", body=b'{"values": [], "text": "crash"}') == (
+        500,
+        {"error": "ZeroDivisionError: crashed"},
+    )
 
 
 @pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE", "PROPFIND"])
@@ -185,7 +188,9 @@ def test_large_bodies_get_413(root: str, size: int, path: str):
 def test_large_chunked_bodies_get_413(root: str):
     host = root.removeprefix("http://")
     with socket.create_connection(("127.0.0.1", int(host.rpartition(":")[2]))) as connection:
-        connection.sendall(f"POST /total HTTP/1.1\r\nHost: {host}\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n".encode())
+        connection.sendall(
+            f"POST /total HTTP/1.1\r\nHost: {host}\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n".encode()
+        )
         for _ in range(100):
             connection.sendall(b"1000\r\n" + b" " * 0x1000 + b"\r\n")
         connection.sendall(b"0\r\n\r\n")
@@ -225,9 +230,14 @@ def test_invalid_http_gets_400_as_json(root: str, data: bytes):
     assert list(json.loads(body)) == ["error"]
 
 
-@pytest.mark.parametrize(("host", "size", "expected"), [("localhost", MAX_BYTES + 1, b"413"), ("evil.example", 1, b"403")])
+@pytest.mark.parametrize(
+    ("host", "size", "expected"), [("localhost", MAX_BYTES + 1, b"413"), ("evil.example", 1, b"403")]
+)
 def test_refusal_comes_before_a_body_that_waits_for_it(root: str, host: str, size: int, expected: bytes):
-    head = f"POST /total HTTP/1.1\r\nHost: {host}\r\nExpect: 100-continue\r\nConnection: close\r\nContent-Length: {size}\r\n\r\n"
+    head = (
+        f"POST /total HTTP/1.1\r\nHost: {host}\r\nExpect: 100-continue\r\nConnection: close\r\nContent-Length: "
+        f"{size}\r\n\r\n"
+    )
     assert exchange(root, head.encode())[0].split()[1] == expected
 
 

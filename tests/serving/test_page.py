@@ -70,9 +70,14 @@ def test_conversation_continues_with_the_preferred_reply(conversation: Conversat
     third = ask(conversation, "é?")
     conversation.prefer(0)
     turns = [*zip(("user", "assistant") * 2, ("2?", first[1], "more?", second[0]), strict=True), ("user", "é?")]
-    assert [[(message["role"], message["content"]) for message in row["messages"]] for row in rows(conversation)] == [turns[:1], turns]
+    assert [[(message["role"], message["content"]) for message in row["messages"]] for row in rows(conversation)] == [
+        turns[:1],
+        turns,
+    ]
     by = f"{exp_id(TALKER)[:8]} step-00000004"
-    assert rows(conversation)[0]["replies"] == [{"content": text, "rank": rank, "by": by} for text, rank in zip(first, (1, 0), strict=True)]
+    assert rows(conversation)[0]["replies"] == [
+        {"content": text, "rank": rank, "by": by} for text, rank in zip(first, (1, 0), strict=True)
+    ]
     assert [reply["content"] for reply in rows(conversation)[1]["replies"]] == third
     assert conversation.ask(" !reset ", [print, print]) == []
     assert conversation.messages == []
@@ -108,12 +113,21 @@ def command(folder: Path, *words: str) -> int:
         (1, ["--top_p", "0"], "error: expected --max_new_tokens of at least 1"),
         (1, ["--address", "256.0.0.1"], "error: --port 0: cannot listen on 256.0.0.1: "),
         (2, ["--output", "torn.jsonl"], "error: torn.jsonl:2: not valid JSON"),
-        (2, ["--output", "foreign.jsonl"], "error: foreign.jsonl:1: expected a list of messages, or a text; the row has a.\n"),
+        (
+            2,
+            ["--output", "foreign.jsonl"],
+            "error: foreign.jsonl:1: expected a list of messages, or a text; the row has a.\n",
+        ),
         (2, ["--output", "torn.jsonl/x"], "error: torn.jsonl/x: cannot write: "),
     ],
 )
 def test_mistakes_are_one_line(
-    runs: int, words: list[str], message: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    runs: int,
+    words: list[str],
+    message: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
     monkeypatch.chdir(folder)
     torn = '{"text": "whole"}\n{"text": "to'

@@ -1,4 +1,5 @@
-"""The page of a conversation in a real browser: two sides, what a person prefers, and text that is shown and never obeyed."""
+"""The page of a conversation in a real browser: two sides, what a person prefers, and text that is shown and never
+obeyed."""
 
 import json
 import subprocess
@@ -38,7 +39,8 @@ def command(folder: Path, runs: int) -> list[str]:
 
 
 def say(page: Page, text: str, enter: bool = False) -> None:
-    """Send it once the page takes it: until an answer is whole, nothing is sent. enter: by that key, of which nobody sees whether it is."""
+    """Send it once the page takes it: until an answer is whole, nothing is sent. enter: by that key, of which nobody
+    sees whether it is."""
     page.locator("textarea").fill(text)
     if enter:
         page.locator("textarea").press("Enter")
@@ -74,7 +76,9 @@ def test_preferences_of_a_browser_are_in_the_file(browser: Browser, folder: Path
             page.locator(better).nth(0).click()
             expect(page.get_by_text("1 is better")).to_be_visible()
     rows = [json.loads(line) for line in output.read_text().splitlines()]
-    assert [row["messages"] for row in rows] == [[{"role": "user", "content": text}] for text in (HOSTILE, "3?", "another's")]
+    assert [row["messages"] for row in rows] == [
+        [{"role": "user", "content": text}] for text in (HOSTILE, "3?", "another's")
+    ]
     assert [[reply["rank"] for reply in row["replies"]] for row in rows] == [[1, 0], [0, 1], [0, 1]]
 
 
@@ -89,5 +93,8 @@ def test_one_run_is_talked_with_and_its_port_is_not_another_ones(browser: Browse
         second = [sys.executable, "-m", *command(folder, 1), "--port", port]
         done = subprocess.run(second, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 1
-    taken = f"error: --port {port}: cannot listen on 127.0.0.1: Address already in use. Choose another port, or 0 for a free one."
+    taken = (
+        f"error: --port {port}: cannot listen on 127.0.0.1: Address already in use. Choose another port, or 0 "
+        f"for a free one."
+    )
     assert done.stderr.splitlines()[-1:] == [taken]

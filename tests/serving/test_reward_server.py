@@ -1,4 +1,5 @@
-"""Scores of trained runs over HTTP: those of the model in this process, of the model that a child names; and mistakes as one line."""
+"""Scores of trained runs over HTTP: those of the model in this process, of the model that a child names; and mistakes
+as one line."""
 
 import json
 import socket
@@ -62,7 +63,10 @@ def test_log_probabilities_are_those_of_the_sampled_tokens(places: Places):
         scores = RemoteModel(address, named, never).logps(IDS, [3, 1, 0])
     with torch.no_grad():
         alone = [model(input_ids=torch.tensor([row])).logits[0].log_softmax(-1) for row in IDS]
-    expected = [[float(alone[i][n - 1, IDS[i][n]]) for n in range(len(IDS[i]) - count, len(IDS[i]))] for i, count in enumerate([3, 1, 0])]
+    expected = [
+        [float(alone[i][n - 1, IDS[i][n]]) for n in range(len(IDS[i]) - count, len(IDS[i]))]
+        for i, count in enumerate([3, 1, 0])
+    ]
     assert [pytest.approx(row, abs=1e-5) for row in expected] == scores
 
 
@@ -179,7 +183,10 @@ def test_malformed_requests_get_422_and_the_server_continues(places: Places):
 @pytest.mark.parametrize("count", [200, 500])
 def test_simultaneous_requests_get_the_bits_of_single_ones(places: Places, count: int):
     run = places.runs / exp_id(JUDGE)
-    batches = [[[(7 * number + place) % 20 + 1 for place in range(number % 5 + 1)] for _ in range(number % 3 + 1)] for number in range(30)]
+    batches = [
+        [[(7 * number + place) % 20 + 1 for place in range(number % 5 + 1)] for _ in range(number % 3 + 1)]
+        for number in range(30)
+    ]
     bodies = [json.dumps(body_of(batch)).encode() for batch in batches]
     server = reward_server.make_server(load_served(run, places, "cpu"), run.name, options())
     with running(server):
@@ -209,7 +216,10 @@ def test_scores_that_are_not_finite_are_refused(places: Places):
     with torch.no_grad():
         for weights in model.module.parameters():
             weights.fill_(float("nan"))
-    with running(reward_server.make_server(model, run.name, options())) as root, pytest.raises(RunError, match=r"rewards: .*finite"):
+    with (
+        running(reward_server.make_server(model, run.name, options())) as root,
+        pytest.raises(RunError, match=r"rewards: .*finite"),
+    ):
         RemoteModel(f"{root}/{run.name}", model.fingerprint, never).rewards(IDS)
 
 
@@ -220,7 +230,10 @@ def test_mistakes_are_one_line(places: Places, capsys: pytest.CaptureFixture[str
         occupied.listen()
         port = str(occupied.getsockname()[1])
         for words, message in (
-            ([exp_id(JUDGE)[:8], "--port", port], f"error: --port {port}: cannot listen on 127.0.0.1: Address already in use"),
+            (
+                [exp_id(JUDGE)[:8], "--port", port],
+                f"error: --port {port}: cannot listen on 127.0.0.1: Address already in use",
+            ),
             ([exp_id(JUDGE)[:8], "--port", "70000"], "error: --port 70000: cannot listen on 127.0.0.1: "),
             (["none"], "error: none/exp_dict.json: no such file."),
         ):

@@ -1,4 +1,5 @@
-"""PPO whose rewards come from a reward server that is killed in the middle: the training waits for it and ends with the same bits."""
+"""PPO whose rewards come from a reward server that is killed in the middle: the training waits for it and ends with the
+same bits."""
 
 import os
 import signal
@@ -50,7 +51,9 @@ def reward_server(folder: Path, port: int) -> Iterator[subprocess.Popen[str]]:
         "cpu",
     ]
     command += ["--data_path", str(folder / "data"), "-sb", str(folder / "runs")]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
     try:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("http://")

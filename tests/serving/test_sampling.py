@@ -30,7 +30,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sampling")
     write_data(folder / "data")
     assert toy.main(["-e", "sft", "reward"], {"sft": [SFT], "reward": [REWARD]}, folder) == 0
-    rows: list[Any] = ["1?", {"prompt": "2?"}, {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "3?"}]}]
+    rows: list[Any] = [
+        "1?",
+        {"prompt": "2?"},
+        {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "3?"}]},
+    ]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "ways.yaml").write_text(WAYS)
     return folder
@@ -55,7 +59,11 @@ def report(folder: Path, *words: str, exp: dict[str, Any] = SFT, prompts: str = 
 
 
 def outputs(summary: Any) -> dict[tuple[str, str], list[str]]:
-    return {(entry["prompt"], result["sampling_config"]): result["outputs"] for entry in summary["prompts"] for result in entry["results"]}
+    return {
+        (entry["prompt"], result["sampling_config"]): result["outputs"]
+        for entry in summary["prompts"]
+        for result in entry["results"]
+    }
 
 
 def test_a_report_has_the_layout_that_tools_read(folder: Path):
@@ -96,7 +104,9 @@ def test_best_answers_are_selected_and_configurations_compared():
     """Section 3.8 of the specification: means, and the first three of the answers by reward."""
     rewards = {"a": [0.5, 2.0, -1.0, 1.0, 1.0], "b": [3.0]}
     answers = [
-        Answer(i, prompt, f"{value}", ("x", "y")[i % 2], value) for prompt, values in rewards.items() for i, value in enumerate(values)
+        Answer(i, prompt, f"{value}", ("x", "y")[i % 2], value)
+        for prompt, values in rewards.items()
+        for i, value in enumerate(values)
     ]
     answers = [answer._replace(number="ab".index(answer.prompt)) for answer in answers]
     selected, rejected = rejection_sampling.select_best(answers, 3)
@@ -121,7 +131,9 @@ def test_reward_model_rejects_the_lowest_rewards(folder: Path, tmp_path: Path, c
         upper, other = ([row for row in rows if row["prompt"] == entry["prompt"]] for rows in (best, worst))
         assert [row["reward"] for row in upper] == sorted((row["reward"] for row in upper), reverse=True)
         assert min(row["reward"] for row in upper) >= max((row["reward"] for row in other), default=-99)
-        assert {row["output"] for row in upper + other} == {text for result in entry["results"] for text in result["outputs"]}
+        assert {row["output"] for row in upper + other} == {
+            text for result in entry["results"] for text in result["outputs"]
+        }
     assert comparison["selected"]["mean"] > comparison["rejected"]["mean"]
 
 
@@ -141,10 +153,20 @@ def test_an_evaluation_has_the_scores_of_the_training(folder: Path, tmp_path: Pa
     assert reward_evaluation.main([run_of(folder, REWARD), "replies", "--report", str(file), *places(folder)]) == 0
     summary, last = json.loads(file.read_text()), toy.evaluations(folder, exp_id(REWARD))[-1]
     assert (summary["dataset"], summary["split"], summary["conversations"]) == ("replies", "val", 6)
-    for name, column in (("accuracy", "accuracy"), ("kendalltau", "kendall"), ("spearmanr", "spearman"), ("loss", "loss")):
+    for name, column in (
+        ("accuracy", "accuracy"),
+        ("kendalltau", "kendall"),
+        ("spearmanr", "spearman"),
+        ("loss", "loss"),
+    ):
         assert summary[name] == pytest.approx(last["val_loss" if column == "loss" else f"val_{column}"], abs=1e-6)
     assert "kendalltau" in capsys.readouterr().out
-    assert reward_evaluation.main([run_of(folder, REWARD), str(folder / "data" / "replies"), "--split", "train", *places(folder)]) == 0
+    assert (
+        reward_evaluation.main(
+            [run_of(folder, REWARD), str(folder / "data" / "replies"), "--split", "train", *places(folder)]
+        )
+        == 0
+    )
     assert "conversations  24" in capsys.readouterr().out
 
 
@@ -155,13 +177,33 @@ MISTAKES = [
     ("report", {"--only": "gredy"}, "--only: unknown configuration 'gredy'. Did you mean 'greedy'?"),
     ("report", {"--num_samples": "0"}, "--num_samples: expected at least 1, got 0."),
     ("report", {"--prompts": "none"}, "none: no such file."),
-    ("report", {"--prompts": '{"text": "x"}'}, 'expected a text, or an object with "prompt" or "messages"; got {"text": "x"}'),
+    (
+        "report",
+        {"--prompts": '{"text": "x"}'},
+        'expected a text, or an object with "prompt" or "messages"; got {"text": "x"}',
+    ),
     ("report", {"--prompts": '"x'}, ":1: not valid JSON"),
-    ("report", {"--prompts": json.dumps("x" * 99)}, "prompt 1, configuration 'greedy': 114 tokens and max_new_tokens 6 are more than"),
-    ("report", {"--config": "configurations: [{name: a, generate_args: {tempratur: 1}}]"}, "Did you mean 'temperature'?"),
+    (
+        "report",
+        {"--prompts": json.dumps("x" * 99)},
+        "prompt 1, configuration 'greedy': 114 tokens and max_new_tokens 6 are more than",
+    ),
+    (
+        "report",
+        {"--config": "configurations: [{name: a, generate_args: {tempratur: 1}}]"},
+        "Did you mean 'temperature'?",
+    ),
     ("report", {"--config": "configurations: [{name: a}]"}, "max_new_tokens: expected an int above 0, got None."),
-    ("report", {"--config": "default: {generate_args: {max_new_tokens: 1}}\nconfigurations: [{name: a}, {name: a}]"}, "duplicate name 'a'"),
-    ("report", {"--config": "samplings: []"}, "expected default, an object, and configurations, a list of objects; it has samplings."),
+    (
+        "report",
+        {"--config": "default: {generate_args: {max_new_tokens: 1}}\nconfigurations: [{name: a}, {name: a}]"},
+        "duplicate name 'a'",
+    ),
+    (
+        "report",
+        {"--config": "samplings: []"},
+        "expected default, an object, and configurations, a list of objects; it has samplings.",
+    ),
     ("report", {"--config": COLD}, "`temperature`"),
     ("report", {"RUN": "reward"}, "a reward model "),
     ("reject", {"RUN": "sft"}, "no reward model. Name a run of recipe 'reward'."),
@@ -187,10 +229,21 @@ def test_mistakes_are_reported_and_nothing_is_written(
     run = run_of(folder, {"sft": SFT, "reward": REWARD}[parts.get("RUN", "sft" if command == "report" else "reward")])
     entry = {"prompts": [{"prompt": "1?", "results": [{"sampling_config": "a", "outputs": ["one"]}]}]}
     options = [
-        word for name, value in parts.items() if name in ("--only", "--num_samples", "--best", "--micro_batch") for word in (name, value)
+        word
+        for name, value in parts.items()
+        if name in ("--only", "--num_samples", "--best", "--micro_batch")
+        for word in (name, value)
     ]
     words = {
-        "report": [run, "--prompts", file("--prompts", '"1?"'), "--config", file("--config", WAYS), "--report", str(tmp_path / "out")],
+        "report": [
+            run,
+            "--prompts",
+            file("--prompts", '"1?"'),
+            "--config",
+            file("--config", WAYS),
+            "--report",
+            str(tmp_path / "out"),
+        ],
         "reject": [file("REPORT", json.dumps(entry)), run, "--output", str(tmp_path / "out")],
         "evaluate": [run, parts.get("FOLDER", "replies"), "--report", str(tmp_path / "out")],
     }[command]
@@ -202,7 +255,10 @@ def test_mistakes_are_reported_and_nothing_is_written(
 
 def test_broken_text_is_reported(folder: Path, capsys: pytest.CaptureFixture[str]):
     """Half of a surrogate pair in an argument, a prompt or a report; messages that are no list."""
-    prompts = {'{"messages": 5}': 'prompts.jsonl:1: expected a text, or an object with "prompt"', '"\\ud800"': "half of a surrogate pair"}
+    prompts = {
+        '{"messages": 5}': 'prompts.jsonl:1: expected a text, or an object with "prompt"',
+        '"\\ud800"': "half of a surrogate pair",
+    }
     for line, message in prompts.items():
         (folder / "bad").mkdir(exist_ok=True)
         (folder / "bad" / "prompts.jsonl").write_text(line + "\n")
@@ -210,7 +266,13 @@ def test_broken_text_is_reported(folder: Path, capsys: pytest.CaptureFixture[str
         assert message in capsys.readouterr().err
     results = [{"sampling_config": "g", "outputs": ["a", "\ud800"]}]
     (folder / "bad" / "report.json").write_text(json.dumps({"prompts": [{"prompt": "b", "results": results}]}))
-    words = [str(folder / "bad" / "report.json"), run_of(folder, REWARD), "--output", str(folder / "best"), *places(folder)]
+    words = [
+        str(folder / "bad" / "report.json"),
+        run_of(folder, REWARD),
+        "--output",
+        str(folder / "best"),
+        *places(folder),
+    ]
     assert rejection_sampling.main(words) == 1
     assert "report.json: \\ud800 at character 0 is half of a surrogate pair" in capsys.readouterr().err
     assert chat.main([run_of(folder, SFT), "\udc80", *places(folder)]) == 1

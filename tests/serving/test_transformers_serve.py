@@ -1,4 +1,5 @@
-"""An exported chat model behind `transformers serve`, asked over HTTP as any program that speaks OpenAI's protocol asks."""
+"""An exported chat model behind `transformers serve`, asked over HTTP as any program that speaks OpenAI's protocol
+asks."""
 
 import json
 import urllib.request
@@ -20,7 +21,9 @@ from tests.servers import served
 
 pytestmark = pytest.mark.slow
 # Enough steps to say the word and then to end.
-LEARNED = override(SFT, {"data.writing": {"template": "chatml"}, "loop.steps": 300, "loop.eval_every": 300, "model.hidden_size": 32})
+LEARNED = override(
+    SFT, {"data.writing": {"template": "chatml"}, "loop.steps": 300, "loop.eval_every": 300, "model.hidden_size": 32}
+)
 LEARNED.pop("answers")
 
 

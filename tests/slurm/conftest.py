@@ -1,4 +1,5 @@
-"""A private Slurm for the session, started by .ci/slurm: four virtual nodes of this machine, accounting, two partitions."""
+"""A private Slurm for the session, started by .ci/slurm: four virtual nodes of this machine, accounting, two
+partitions."""
 
 import os
 import shutil
@@ -21,7 +22,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         pytest.skip(f"no Slurm on this machine: {', '.join(lacking)} not found; `bash .ci/slurm install` installs it")
     folder = tmp_path_factory.mktemp("slurm")
     script = ["bash", str(ROOT / ".ci" / "slurm")]
-    started = subprocess.run([*script, "start", str(folder), str(os.getpid())], capture_output=True, text=True, check=False)
+    started = subprocess.run(
+        [*script, "start", str(folder), str(os.getpid())], capture_output=True, text=True, check=False
+    )
     assert started.returncode == 0, started.stderr
     patch = pytest.MonkeyPatch()
     patch.setenv("SLURM_CONF", str(folder / "slurm.conf"))

@@ -57,7 +57,9 @@ class Cluster:
         self._waiting = {job_id: self._waiting.get(job_id, now) for job_id in held}
         for job_id, since in self._waiting.items():
             if now - since > 2:
-                subprocess.run(["scontrol", "update", f"jobid={job_id}", "StartTime=now"], capture_output=True, check=False)
+                subprocess.run(
+                    ["scontrol", "update", f"jobid={job_id}", "StartTime=now"], capture_output=True, check=False
+                )
 
     def wait_for_all(self, seconds: float, but: str = "") -> None:
         """Until no job but `but` waits or runs; those that are queued again are hurried."""
@@ -71,10 +73,19 @@ class Cluster:
     def preempt(self, job_id: str) -> None:
         """Queue a job of the high partition on the nodes of `job_id`, which must go."""
         nodes = ",".join(self.nodes(job_id))
-        command("sbatch", "--partition=high", f"--nodelist={nodes}", "--exclusive", "--output=/dev/null", "--time=1", "--wrap=sleep 1")
+        command(
+            "sbatch",
+            "--partition=high",
+            f"--nodelist={nodes}",
+            "--exclusive",
+            "--output=/dev/null",
+            "--time=1",
+            "--wrap=sleep 1",
+        )
 
     def shorten(self, job_id: str) -> None:
-        """Bring the end of a running job near: the signal that comes before it is due now, and is sent within half a minute."""
+        """Bring the end of a running job near: the signal that comes before it is due now, and is sent within half a
+        minute."""
         minutes = int(self.job(job_id)["RunTime"].split(":")[1])
         command("scontrol", "update", f"jobid={job_id}", f"timelimit={minutes + 2}")
 
@@ -83,7 +94,8 @@ class Cluster:
         command("scontrol", "update", f"jobid={job_id}", "timelimit=30")
 
     def lose(self, node: str) -> None:
-        """Let Slurm take a node for dead, and for out of service until `regain`, though its daemon says that it lives."""
+        """Let Slurm take a node for dead, and for out of service until `regain`, though its daemon says that it
+        lives."""
         for state in ("down", "drain"):
             command("scontrol", "update", f"nodename={node}", f"state={state}", "reason=test")
 

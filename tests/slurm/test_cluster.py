@@ -31,7 +31,10 @@ LIMITED, PREEMPTED = map(exp_id, GRID)
 """The second loses a node, too, when it trains again."""
 SMALL: dict[str, Any] = {**copy.deepcopy(toy.BASE)}
 SMALL["loop"] = {**SMALL["loop"], "steps": 8}
-FRAGILE = [{**SMALL, "seed": seed, "data": {**SMALL["data"], "corpus": corpus}} for seed, corpus in enumerate(("toy_text", "fragile"))]
+FRAGILE = [
+    {**SMALL, "seed": seed, "data": {**SMALL["data"], "corpus": corpus}}
+    for seed, corpus in enumerate(("toy_text", "fragile"))
+]
 LONG = [{**SMALL, "seed": seed, "loop": {**SMALL["loop"], "steps": 4000, "eval_every": 2000}} for seed in (8, 9)]
 GROUPS = {"parents": [PARENT], "grid": GRID, "fragile": FRAGILE, "long": LONG}
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
@@ -111,7 +114,8 @@ def fingerprints(folder: Path, identity: str, steps: int) -> list[str]:
 
 
 class Disturbances:
-    """Each victim is frozen in the middle of its training, and only then hit; so that it is hit there, however fast it trains."""
+    """Each victim is frozen in the middle of its training, and only then hit; so that it is hit there, however fast it
+    trains."""
 
     def __init__(self, cluster: Cluster, folder: Path) -> None:
         self.cluster, self.folder = cluster, folder
@@ -134,7 +138,9 @@ class Disturbances:
             if due and self.rows[victim] + 3 <= rows_written(self.folder, victim) < STEPS - 8:
                 self.freeze(victim)
         if self.limited and all(map(told_to_stop, self.limited)):
-            self.cluster.extend(job_id(self.folder, LIMITED))  # else it would reach the limit again after its next start
+            self.cluster.extend(
+                job_id(self.folder, LIMITED)
+            )  # else it would reach the limit again after its next start
             for process in self.limited:
                 process.resume()
             self.limited = []
@@ -231,7 +237,9 @@ def test_jobs_are_watched_and_ended(cluster: Cluster, world: tuple[Path, Path]):
     wait_until(lambda: rows_written(folder, first) > 2, "scores")
     (row, _) = jobs.table(folder / "runs", [first, second])
     assert (row.state, row.attempts, row.job_id) == ("running", 1, job_id(folder, first))
-    assert row.node == socket.gethostname(), "all virtual nodes are this machine, whose living processes are seen without asking"
+    assert row.node == socket.gethostname(), (
+        "all virtual nodes are this machine, whose living processes are seen without asking"
+    )
     assert row.step is not None
     assert row.step >= 5
     assert row.steps == 4000

@@ -1,4 +1,5 @@
-"""A group on a real Slurm whose controller is stopped: what has ended stays known, what is open says why it is not, retry repairs it."""
+"""A group on a real Slurm whose controller is stopped: what has ended stays known, what is open says why it is not,
+retry repairs it."""
 
 import copy
 import csv
@@ -33,7 +34,12 @@ FRAGILE_ID, WELL_ID, OPEN_ID, CHILD_ID = IDS = [exp_id(exp) for exp in GROUP]
 NO_ANSWER = re.compile("the scheduler did not answer|does not answer|no answer from Slurm")
 PATIENCE_SECONDS = 120
 """How long the jobs' own config would ask."""
-ENTRY = {"launcher": "slurm", "cpus_per_task": 2, "environment": {"OMP_NUM_THREADS": "1"}, "patience_seconds": PATIENCE_SECONDS}
+ENTRY = {
+    "launcher": "slurm",
+    "cpus_per_task": 2,
+    "environment": {"OMP_NUM_THREADS": "1"},
+    "patience_seconds": PATIENCE_SECONDS,
+}
 JOB_CONFIGS = {"one": ENTRY, "held": {**ENTRY, "options": {"hold": True}}}
 
 
@@ -56,7 +62,9 @@ def test_a_lineage_is_read_without_the_controller_and_repaired_with_it(
     monkeypatch.setattr(tracking, "_memory", tracking._Memory())
     runs, data = tmp_path / "runs", toy.write_data(tmp_path / "data")
     subprocess.run(["cp", "-r", str(data / "toy_text"), str(data / "fragile")], check=True)
-    (toy.project(tmp_path, f"EXP_GROUPS = {{'lineage': {GROUP!r}}}\n") / "job_configs.py").write_text(f"JOB_CONFIGS = {JOB_CONFIGS!r}\n")
+    (toy.project(tmp_path, f"EXP_GROUPS = {{'lineage': {GROUP!r}}}\n") / "job_configs.py").write_text(
+        f"JOB_CONFIGS = {JOB_CONFIGS!r}\n"
+    )
     trainval(tmp_path, "-j", "held")
     rows = data / "fragile" / "train.jsonl"
     sound = rows.read_bytes()

@@ -1,4 +1,5 @@
-"""haven's own job manager, on a real Slurm: it submits an experiment of ours, sees it end, and our table shows it done."""
+"""haven's own job manager, on a real Slurm: it submits an experiment of ours, sees it end, and our table shows it
+done."""
 
 import json
 import subprocess

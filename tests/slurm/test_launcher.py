@@ -33,7 +33,11 @@ def submit(jobs: list[Job], folder: Path, config: slurm.Config = SETTINGS) -> li
 
 
 def ends(config: slurm.Config, ids: list[str], seconds: float = 300.0) -> dict[str, SchedulerState]:
-    wait_until(lambda: not {steps.state for steps in config.states(ids).values()} & {"queued", "running"}, f"the end of {ids}", seconds)
+    wait_until(
+        lambda: not {steps.state for steps in config.states(ids).values()} & {"queued", "running"},
+        f"the end of {ids}",
+        seconds,
+    )
     return config.states(ids)
 
 
@@ -85,7 +89,11 @@ def test_jobs_run_in_arrays_after_their_parents(cluster: Cluster, folder: Path):
 
 def test_accounting_says_the_same(cluster: Cluster, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A squeue that has forgotten everything stands before the real one."""
-    jobs = [job(folder, "a", "pass"), job(folder, "b", "raise SystemExit(3)"), job(folder, "c", "print(1)", after=("b",))]
+    jobs = [
+        job(folder, "a", "pass"),
+        job(folder, "b", "raise SystemExit(3)"),
+        job(folder, "c", "print(1)", after=("b",)),
+    ]
     ids = submit(jobs, folder)
     outcome = ends(SETTINGS, ids)
     folder.joinpath("squeue").write_text("#!/bin/sh\n")
@@ -191,7 +199,9 @@ def stoppable(folder: Path) -> Job:
     return Job("e", (), folder, folder / "runs" / "e", folder / "logs", python_binary=f"python3 {folder}/stoppable.py ")
 
 
-def test_a_preempted_job_of_two_nodes_stops_in_order_and_starts_again(cluster: Cluster, folder: Path, two_nodes: slurm.Config):
+def test_a_preempted_job_of_two_nodes_stops_in_order_and_starts_again(
+    cluster: Cluster, folder: Path, two_nodes: slurm.Config
+):
     (one,) = submit([stoppable(folder)], folder, two_nodes)
     wait_until(lambda: log(folder, "e").count("up") == 2, "both nodes")
     cluster.preempt(one)

@@ -18,7 +18,9 @@ def test_the_limit_holds_for_several_arrays(cluster: Cluster, folder: Path, monk
     config = slurm.Config(patience_seconds=300.0, max_running=2, cpus_per_task=1)
     small = config.model_copy(update={"mem": "100M"})
     code = "import time; a = time.time(); time.sleep(1.5); print(a, time.time())"
-    jobs = [job(folder, f"a{i}", code) for i in range(4)] + [job(folder, f"b{i}", code, resources=small) for i in range(3)]
+    jobs = [job(folder, f"a{i}", code) for i in range(4)] + [
+        job(folder, f"b{i}", code, resources=small) for i in range(3)
+    ]
     ids = submit([*jobs, job(folder, "child", code, after=("b0",))], folder, config)
     assert len({each.partition("_")[0] for each in ids}) == 5
     result = ends(config, ids)
@@ -41,7 +43,9 @@ def test_any_path_works(cluster: Cluster, tmp_path: Path, name: str):
     folder = tmp_path / name / "submissions" / "batch-1"
     folder.mkdir(parents=True)
     config = slurm.Config(patience_seconds=300.0, cpus_per_task=1)
-    ids = submit([Job("a", ("-c", "print('hello')"), folder, tmp_path / "runs" / "a", tmp_path / name / "logs")], folder, config)
+    ids = submit(
+        [Job("a", ("-c", "print('hello')"), folder, tmp_path / "runs" / "a", tmp_path / name / "logs")], folder, config
+    )
     assert ends(config, ids)[ids[0]].state == "completed"
     assert (tmp_path / name / "logs" / "a.out.log").read_text() == "hello\n"
 

@@ -1,4 +1,5 @@
-"""Sweeps that run: counted once, stopped early, continued after a kill. Most train with a program that writes scores and learns nothing."""
+"""Sweeps that run: counted once, stopped early, continued after a kill. Most train with a program that writes scores
+and learns nothing."""
 
 import contextlib
 import gc
@@ -85,7 +86,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class World:
-    """A sweep file, its runs, and the command that works on it: in this process, or in one of its own that can be killed."""
+    """A sweep file, its runs, and the command that works on it: in this process, or in one of its own that can be
+    killed."""
 
     def __init__(self, root: Path, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self.root, self.folder, self.runs, self.patch = root, folder, folder / "runs", patch
@@ -100,7 +102,14 @@ class World:
         (self.folder / "lr.yaml").write_text(yaml.safe_dump({**FILE, **changes}, sort_keys=False))
 
     def arguments(self, *more: str) -> list[str]:
-        return [str(self.folder / "lr.yaml"), *more, "-sb", str(self.runs), "--data_path", str(self.root.parent / "data")]
+        return [
+            str(self.folder / "lr.yaml"),
+            *more,
+            "-sb",
+            str(self.runs),
+            "--data_path",
+            str(self.root.parent / "data"),
+        ]
 
     def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "src.sweeps", *self.arguments(*arguments)]
@@ -129,7 +138,10 @@ class World:
 
     def started(self) -> dict[str, int]:
         """How often each run was started, by id."""
-        return {path.parent.name: len(list((path.parent / "attempts").iterdir())) for path in self.runs.glob("*/exp_dict.json")}
+        return {
+            path.parent.name: len(list((path.parent / "attempts").iterdir()))
+            for path in self.runs.glob("*/exp_dict.json")
+        }
 
     def rows(self) -> list[results.Row]:
         return results.load_rows(self.runs, "sweep/lr")[0]
@@ -155,7 +167,9 @@ def test_trials_is_the_total_of_all_calls(world: World):
     assert world.sweep("--trials", "2") == ["complete"] * 2
     first = world.last
     assert world.sweep("--trials", "5") == ["complete"] * 5
-    assert [line.split()[3] for line in world.last.splitlines()[1:3]] == [line.split()[3] for line in first.splitlines()[1:3]]
+    assert [line.split()[3] for line in world.last.splitlines()[1:3]] == [
+        line.split()[3] for line in first.splitlines()[1:3]
+    ]
     assert world.sweep("--trials", "5") == ["complete"] * 5
     assert world.sweep("--trials", "3") == ["complete"] * 5
     assert set(world.started().values()) == {1}
@@ -172,11 +186,18 @@ def test_as_a_command_it_says_what_it_does(world: World):
     assert process.returncode == 0, errors
     (row,) = world.rows()
     said = [line for line in errors.splitlines() if line.startswith("trial 0: ")]
-    assert said == [f"trial 0: {row['exp_id']} loop.learning_rate={row['loop.learning_rate']}", f"trial 0: done {row['val_loss']:g} "]
+    assert said == [
+        f"trial 0: {row['exp_id']} loop.learning_rate={row['loop.learning_rate']}",
+        f"trial 0: done {row['val_loss']:g} ",
+    ]
 
 
 def test_a_grid_goes_in_order_and_needs_no_metric(world: World):
-    world.write(method="grid", metric=None, parameters={"seed": {"values": [3, 1, 2]}, "loop.learning_rate": {"values": [0.1, 0.01]}})
+    world.write(
+        method="grid",
+        metric=None,
+        parameters={"seed": {"values": [3, 1, 2]}, "loop.learning_rate": {"values": [0.1, 0.01]}},
+    )
     assert world.sweep("--trials", "4") == ["complete"] * 4
     shown = [line.split()[2:4] for line in world.last.splitlines()[1:]]
     assert shown == [["3", "0.1"], ["3", "0.01"], ["1", "0.1"], ["1", "0.01"]]
@@ -189,7 +210,9 @@ def test_the_training_gets_the_arguments_of_the_file(world: World):
     world.sweep("--trials", "1", WORDS="1")
     (row,) = world.rows()
     paths = f"-sb {world.runs} --data_path {world.root.parent / 'data'}"
-    assert (world.runs / "logs" / f"{row['exp_id']}.out.log").read_text() == f"--exp_id {row['exp_id']} {paths} --log_every 2\n"
+    assert (
+        world.runs / "logs" / f"{row['exp_id']}.out.log"
+    ).read_text() == f"--exp_id {row['exp_id']} {paths} --log_every 2\n"
     assert row["seed"] == 4
 
 
@@ -217,7 +240,11 @@ def test_a_failed_training_is_told_and_the_others_go_on(world: World):
 
 
 def test_the_target_ends_the_sweep(world: World):
-    world.write(method="grid", metric={"name": "val_loss", "target": 0.5}, parameters={"loop.learning_rate": {"values": [1.0, 0.01, 0.1]}})
+    world.write(
+        method="grid",
+        metric={"name": "val_loss", "target": 0.5},
+        parameters={"loop.learning_rate": {"values": [1.0, 0.01, 0.1]}},
+    )
     assert world.sweep() == ["complete"] * 2
 
 
@@ -250,7 +277,11 @@ def test_a_training_that_always_dies_is_given_up(world: World):
 def test_a_killed_worker_loses_nothing(world: World):
     """Its training stops in order; the next worker begins the trial again, and the training goes on."""
     worker = world.start("--trials", "3", HOLD=str(world.folder / "go"))
-    wait_for(lambda: len([path for path in world.runs.glob("*/scores.jsonl") if len(path.read_text().splitlines()) == 2]) == 1)
+    wait_for(
+        lambda: (
+            len([path for path in world.runs.glob("*/scores.jsonl") if len(path.read_text().splitlines()) == 2]) == 1
+        )
+    )
     os.kill(worker.pid, signal.SIGKILL)
     worker.communicate()
     wait_for(lambda: not trainers(world))
@@ -285,7 +316,8 @@ def test_a_worker_and_its_training_that_are_killed_lose_nothing(world: World):
     assert world.sweep("--trials", "2") == ["complete"] * 2
     assert sorted(world.started().values()) == [1, 2]
     assert all(
-        [json.loads(line)["step"] for line in path.read_text().splitlines()] == [*range(1, 9)] for path in world.runs.glob("*/scores.jsonl")
+        [json.loads(line)["step"] for line in path.read_text().splitlines()] == [*range(1, 9)]
+        for path in world.runs.glob("*/scores.jsonl")
     )
 
 
@@ -293,7 +325,11 @@ def test_a_worker_and_its_training_that_are_killed_lose_nothing(world: World):
 @pytest.mark.slow
 def test_a_worker_that_is_told_to_stop_stops_its_training_in_order(world: World, number: signal.Signals):
     worker = world.start("--trials", "2", "--workers", "2", HOLD=str(world.folder / "go"))
-    wait_for(lambda: len([path for path in world.runs.glob("*/scores.jsonl") if len(path.read_text().splitlines()) == 2]) == 2)
+    wait_for(
+        lambda: (
+            len([path for path in world.runs.glob("*/scores.jsonl") if len(path.read_text().splitlines()) == 2]) == 2
+        )
+    )
     worker.send_signal(number)
     worker.communicate(timeout=300)
     assert worker.returncode in (143, 130)
@@ -306,7 +342,12 @@ def trainers(world: World) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
-        if "trainer.py" in words and str(world.runs) in words and words[0] != "/bin/sh" and process.status() != psutil.STATUS_ZOMBIE:
+        if (
+            "trainer.py" in words
+            and str(world.runs) in words
+            and words[0] != "/bin/sh"
+            and process.status() != psutil.STATUS_ZOMBIE
+        ):
             found.append(process)
     return found
 

@@ -61,27 +61,63 @@ def parameters(**values: Any) -> dict[str, Any]:
         ({"metric": {"name": "val_loss", "goal": "min"}}, r"^{file}\.metric\.goal: unknown value 'min'"),
         ({"name": "../x"}, r"^{file}\.name: expected text of the form"),
         ({"run_cap": 0}, r"^{file}\.run_cap: expected a number >= 1"),
-        ({"early_terminate": {"type": "hyperbnd"}}, r"^{file}\.early_terminate\.type: unknown value 'hyperbnd'\. Did you mean 'hyperband'"),
-        ({"early_terminate": {"type": "hyperband"}}, r"^{file}\.early_terminate: hyperband needs min_iter, or max_iter and s\."),
-        ({"early_terminate": {"type": "hyperband", "min_iter": 3, "strict": True}}, r"early_terminate: unknown key 'strict'"),
+        (
+            {"early_terminate": {"type": "hyperbnd"}},
+            r"^{file}\.early_terminate\.type: unknown value 'hyperbnd'\. Did you mean 'hyperband'",
+        ),
+        (
+            {"early_terminate": {"type": "hyperband"}},
+            r"^{file}\.early_terminate: hyperband needs min_iter, or max_iter and s\.",
+        ),
+        (
+            {"early_terminate": {"type": "hyperband", "min_iter": 3, "strict": True}},
+            r"early_terminate: unknown key 'strict'",
+        ),
         (
             {"early_terminate": {"type": "hyperband", "min_iter": 9, "max_iter": 9}},
             r"first bracket would be at iteration 9, and max_iter is 9",
         ),
         ({"early_terminate": {"type": "median", "eta": 3}}, r"type 'median' has min_iter alone"),
-        ({"command": ["${program}", "-e", "base_tiny", "${args}"]}, r"^{file}: command: the parameters must reach the program"),
-        ({"command": [*FILE["command"], "${args}"]}, r"^{file}: command: \${{args}}: trainval\.py takes parameters only as --set"),
+        (
+            {"command": ["${program}", "-e", "base_tiny", "${args}"]},
+            r"^{file}: command: the parameters must reach the program",
+        ),
+        (
+            {"command": [*FILE["command"], "${args}"]},
+            r"^{file}: command: \${{args}}: trainval\.py takes parameters only as --set",
+        ),
         ({"command": ["python", "trainval.py"]}, r"^{file}: command: \${{program}} is missing"),
-        ({"command": ["${program}", "--set", "${args_no_hyphens}"]}, r"^{file}: command: a sweep starts from one experiment"),
-        ({"command": ["${program}", "-e", "base_tiny", "-r", "1", "--set", "${args_no_hyphens}"]}, r"-r and -j are for the command line"),
-        ({"command": [w.replace("base", "bass") for w in FILE["command"]]}, r"unknown group 'bass_tiny'\. Did you mean 'base_tiny'"),
-        ({"command": [w.replace("base", "crossattn") for w in FILE["command"]]}, r"choose crossattn_tiny\[0\] to crossattn_tiny\[7\]"),
+        (
+            {"command": ["${program}", "--set", "${args_no_hyphens}"]},
+            r"^{file}: command: a sweep starts from one experiment",
+        ),
+        (
+            {"command": ["${program}", "-e", "base_tiny", "-r", "1", "--set", "${args_no_hyphens}"]},
+            r"-r and -j are for the command line",
+        ),
+        (
+            {"command": [w.replace("base", "bass") for w in FILE["command"]]},
+            r"unknown group 'bass_tiny'\. Did you mean 'base_tiny'",
+        ),
+        (
+            {"command": [w.replace("base", "crossattn") for w in FILE["command"]]},
+            r"choose crossattn_tiny\[0\] to crossattn_tiny\[7\]",
+        ),
         ({"program": "train.py"}, r"^{file}: command: program 'train\.py': no such file"),
-        (parameters(loop__learning_rte={"value": 1.0}), r"^{file}: parameters\.loop: unknown key 'learning_rte'\. Did you mean"),
+        (
+            parameters(loop__learning_rte={"value": 1.0}),
+            r"^{file}: parameters\.loop: unknown key 'learning_rte'\. Did you mean",
+        ),
         (parameters(lop__steps={"value": 1}), r"unknown key 'lop'\. Did you mean 'loop'\?"),
         (parameters(loop__steps={"values": [1, 2.5]}), r"^{file}: parameters\.loop\.steps: expected int, got 2\.5"),
-        (parameters(loop__weight_decay={"min": -1.0, "max": 1.0}), r"loop\.weight_decay: expected a number >= 0\.0, got -1\.0"),
-        (parameters(loop__early_stopping={"values": [None]}), r'wandb agent would pass .*=None.* Write the text "null"'),
+        (
+            parameters(loop__weight_decay={"min": -1.0, "max": 1.0}),
+            r"loop\.weight_decay: expected a number >= 0\.0, got -1\.0",
+        ),
+        (
+            parameters(loop__early_stopping={"values": [None]}),
+            r'wandb agent would pass .*=None.* Write the text "null"',
+        ),
         (
             parameters(x={"distribution": "unifrm", "min": 1, "max": 2}),
             r"x\.distribution: unknown distribution 'unifrm'\. Did you mean 'uniform'",
@@ -91,7 +127,10 @@ def parameters(**values: Any) -> dict[str, Any]:
             r"x\.min: expected a finite number, got '1e-5' \(str\)\. YAML takes .* write 1\.0e-05\.",
         ),
         (parameters(x={"min": 2.0, "max": 1.0}), r"x: expected min below max, got 2\.0 and 1\.0"),
-        (parameters(x={"distribution": "q_log_uniform_values"}), r"x: the distribution q_log_uniform_values is not supported\. Use one of"),
+        (
+            parameters(x={"distribution": "q_log_uniform_values"}),
+            r"x: the distribution q_log_uniform_values is not supported\. Use one of",
+        ),
         (
             parameters(x={"values": [1, 2], "probabilities": [0.5, 0.5]}),
             r"x: the distribution categorical_w_probabilities is not supported",
@@ -105,7 +144,10 @@ def parameters(**values: Any) -> dict[str, Any]:
         (parameters(x={"distribution": "int_uniform", "min": 1, "max": 2.5}), r"x: int_uniform needs integers"),
         (parameters(x=3), r"parameters\.x: expected a dict with value, values, or min and max, got 3"),
         (parameters(command=["${program}"]), r"parameters\.command: expected a dict"),
-        ({"parameters": {"loop.steps": {"value": 1}, "loop": {"parameters": {"steps": {"value": 2}}}}}, r"loop\.steps: set twice"),
+        (
+            {"parameters": {"loop.steps": {"value": 1}, "loop": {"parameters": {"steps": {"value": 2}}}}},
+            r"loop\.steps: set twice",
+        ),
         ({"method": "grid"}, r"parameters\.loop\.learning_rate: method 'grid' needs values"),
     ],
 )
@@ -147,11 +189,17 @@ def test_a_file_that_is_no_sweep(tmp_path: Path, text: str, message: str):
 def test_draws_of_distributions(spec: dict, kind: str, low: float, high: float):
     (dimension,) = sweep_space.parse_dimensions({"x": spec}, "")
     assert (dimension.kind, dimension.low, dimension.high) == (kind, low, high)
-    assert {type(dimension.value(bound)) for bound in (dimension.low, dimension.high)} == {int if kind == "int" else float}
+    assert {type(dimension.value(bound)) for bound in (dimension.low, dimension.high)} == {
+        int if kind == "int" else float
+    }
 
 
 def test_nested_parameters_are_paths():
-    nested = {"loop": {"parameters": {"steps": {"value": 3}, "early_stopping": {"parameters": {"patience": {"values": [1, 2]}}}}}}
+    nested = {
+        "loop": {
+            "parameters": {"steps": {"value": 3}, "early_stopping": {"parameters": {"patience": {"values": [1, 2]}}}}
+        }
+    }
     dimensions = sweep_space.parse_dimensions(nested, "")
     assert random_values(dimensions, random.Random(0)) == {"loop.steps": 3, "loop.early_stopping.patience": 2}
 
@@ -162,7 +210,11 @@ def test_the_sweeps_of_the_project_can_be_run(file: Path, tmp_path: Path):
     sweep = load(file, places(tmp_path))
     assert sweep.name == file.stem
     assert len(sweep.describe(4)) > 2
-    names = {place for name, group in exp_configs.EXP_GROUPS.items() for place in (name, *(f"{name}[{i}]" for i in range(len(group))))}
+    names = {
+        place
+        for name, group in exp_configs.EXP_GROUPS.items()
+        for place in (name, *(f"{name}[{i}]" for i in range(len(group))))
+    }
     assert sweep.command.chosen in names
 
 
@@ -187,25 +239,44 @@ def test_a_dry_run_answers_quickly_and_touches_nothing(tmp_path: Path):
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert "sweep/lr: random, 3 trials that start from base_tiny[0], minimize val_loss" in done.stdout
-    assert not [line for line in done.stderr.splitlines() if line.split("|")[-1].strip() in ("torch", "numpy", "optuna", "sqlalchemy")]
+    assert not [
+        line
+        for line in done.stderr.splitlines()
+        if line.split("|")[-1].strip() in ("torch", "numpy", "optuna", "sqlalchemy")
+    ]
     assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.slow
-def test_wandb_agent_runs_the_same_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
-    """Its own code starts a trial, as it does when a server sends the values; the experiment has the id that the sweep expects."""
+def test_wandb_agent_runs_the_same_experiment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    """Its own code starts a trial, as it does when a server sends the values; the experiment has the id that the sweep
+    expects."""
     from wandb.wandb_agent import Agent
 
-    for name, value in {"WANDB_DIR": tmp_path, "WANDB_RUN_ID": "", "WANDB_SWEEP_PARAM_PATH": "", "WANDB_SWEEP_ID": "s"}.items():
+    for name, value in {
+        "WANDB_DIR": tmp_path,
+        "WANDB_RUN_ID": "",
+        "WANDB_SWEEP_PARAM_PATH": "",
+        "WANDB_SWEEP_ID": "s",
+    }.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")  # it starts what is called python
-    values = {"loop.learning_rate": 1e-05, "loop.schedule": "linear", "loop.early_stopping": '{"patience": 3}', "loop.steps": 7}
+    values = {
+        "loop.learning_rate": 1e-05,
+        "loop.schedule": "linear",
+        "loop.early_stopping": '{"patience": 3}',
+        "loop.steps": 7,
+    }
     shown = [*FILE["command"][:5], "--list", *FILE["command"][5:]]
     path = written(tmp_path, command=shown, parameters={name: {"value": value} for name, value in values.items()})
     sweep = load(path, places(tmp_path))
     agent = Agent(None, queue.Queue(), sweep_id="s")
     agent._sweep_command = list(sweep.file.command)
-    agent._command_run({"run_id": "r", "program": "trainval.py", "args": {name: {"value": value} for name, value in values.items()}})
+    agent._command_run(
+        {"run_id": "r", "program": "trainval.py", "args": {name: {"value": value} for name, value in values.items()}}
+    )
     assert agent._run_processes["r"].wait() == 0
     assert capfd.readouterr().out.split()[0] == sweep.source.trial(values, "").exp_id
 

@@ -37,7 +37,11 @@ def study(runs: Path, **changes: Any) -> Study:
     """As one worker opens it."""
     file = config.load(SweepFile, {**FILE, **changes}, "lr.yaml")
     dimensions = sweep_space.parse_dimensions(file.parameters, "")
-    OPEN.append(Study(runs, "lr", file, sweep_space.grid_dimensions(dimensions, "") if file.method == "grid" else dimensions, {}))
+    OPEN.append(
+        Study(
+            runs, "lr", file, sweep_space.grid_dimensions(dimensions, "") if file.method == "grid" else dimensions, {}
+        )
+    )
     return OPEN[-1]
 
 

@@ -1,4 +1,5 @@
-"""The sweeps over tasks of GLUE: what they look for is logged, and no draw of theirs is refused, which would end an agent of wandb."""
+"""The sweeps over tasks of GLUE: what they look for is logged, and no draw of theirs is refused, which would end an
+agent of wandb."""
 
 import random
 from pathlib import Path

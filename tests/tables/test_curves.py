@@ -8,7 +8,8 @@ import pytest
 from src.tables import statistics
 
 
-# Table of percentage points of the t distribution, P = 0.975 (NIST/SEMATECH e-Handbook of Statistical Methods, 1.3.6.7.2).
+# Table of percentage points of the t distribution, P = 0.975 (NIST/SEMATECH e-Handbook of Statistical Methods,
+# 1.3.6.7.2).
 @pytest.mark.parametrize(
     ("freedom", "published"),
     [

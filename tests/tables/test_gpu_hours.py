@@ -19,7 +19,9 @@ def at(hours: float) -> str:
     return (BEGAN + timedelta(hours=hours)).isoformat(timespec="seconds")
 
 
-def make(runs: Path, seed: int, events: list[tuple[str, float]], gpus: list[bool], heartbeat: float | None = None) -> Path:
+def make(
+    runs: Path, seed: int, events: list[tuple[str, float]], gpus: list[bool], heartbeat: float | None = None
+) -> Path:
     """events: their names and hours. gpus: whether each attempt had some."""
     exp = {"recipe": "toy", "seed": seed}
     with RunDir.open(runs, exp, exp, facts={"groups": ["g"]}) as run:
@@ -51,7 +53,9 @@ def make(runs: Path, seed: int, events: list[tuple[str, float]], gpus: list[bool
         ([], [], None, 0),
     ],
 )
-def test_hours_of_all_attempts(tmp_path: Path, events: list[tuple[str, float]], gpus: list[bool], heartbeat: float | None, hours: float):
+def test_hours_of_all_attempts(
+    tmp_path: Path, events: list[tuple[str, float]], gpus: list[bool], heartbeat: float | None, hours: float
+):
     assert gpu_hours(make(tmp_path, 0, events, gpus, heartbeat)) == pytest.approx(hours)
 
 
@@ -66,7 +70,12 @@ def test_a_gpu_that_jobs_share_counts_once(tmp_path: Path):
 def test_tables_and_reports_add_them_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     for seed in range(2):
         make(tmp_path / "runs", seed, [("start", 0), ("stop", 1 + seed / 2)], [True])
-    for style, text in (("csv", "g,2,"), ("markdown", "| step | gpu_hours | loss |"), ("latex", r"gpu\_hours"), ("rich", "gpu_hours 10")):
+    for style, text in (
+        ("csv", "g,2,"),
+        ("markdown", "| step | gpu_hours | loss |"),
+        ("latex", r"gpu\_hours"),
+        ("rich", "gpu_hours 10"),
+    ):
         assert table.main([str(tmp_path / "runs"), "--by", "group", "--gpu-hours", "--format", style]) == 0
         assert text in capsys.readouterr().out
     assert table.main([str(tmp_path / "runs"), "--gpu-hours", "--format", "json"]) == 0

@@ -1,4 +1,5 @@
-"""The index changes no answer: not when it is missing, damaged, old, locked, forbidden or shared, and not while runs change."""
+"""The index changes no answer: not when it is missing, damaged, old, locked, forbidden or shared, and not while runs
+change."""
 
 import json
 import logging
@@ -132,25 +133,35 @@ def changes(rng: random.Random, runs: Path) -> None:
     path = rng.choice(paths)
     kind = rng.randrange(12)
     if kind == 0:
-        make(runs, rng.randrange(30), rng.randrange(4), rng.choice(["done", "failed", "stopped", None]), rng.choice("gh"))
+        make(
+            runs, rng.randrange(30), rng.randrange(4), rng.choice(["done", "failed", "stopped", None]), rng.choice("gh")
+        )
     elif kind == 1:
         shutil.rmtree(path)
     elif kind == 2:
-        (path / rng.choice(["exp_dict.json", "env.json", "status.json", "groups.json", "scores.jsonl"])).unlink(missing_ok=True)
+        (path / rng.choice(["exp_dict.json", "env.json", "status.json", "groups.json", "scores.jsonl"])).unlink(
+            missing_ok=True
+        )
     elif kind == 3:
-        (path / rng.choice(["exp_dict.json", "env.json", "status.json", "groups.json"])).write_text(rng.choice(["{", "[]", "{}", "\0"]))
+        (path / rng.choice(["exp_dict.json", "env.json", "status.json", "groups.json"])).write_text(
+            rng.choice(["{", "[]", "{}", "\0"])
+        )
     elif kind == 4:
         join_groups(path, [rng.choice("ghi")])
     elif kind == 5:  # a row more, or the end of one
         with open(path / "scores.jsonl", "a") as file:
-            file.write(rng.choice(['{"step": %d, "loss": 7.5, "f1": 1}\n', '{"step": %d', "oops %d\n"]) % rng.randrange(10, 99))
+            file.write(
+                rng.choice(['{"step": %d, "loss": 7.5, "f1": 1}\n', '{"step": %d', "oops %d\n"]) % rng.randrange(10, 99)
+            )
     elif kind == 6 and (path / "scores.jsonl").exists():
         content = (path / "scores.jsonl").read_bytes()
         (path / "scores.jsonl").write_bytes(content[: rng.randrange(len(content) + 1)])
     elif kind == 7 and (path / "scores.jsonl").exists():  # as long as before
         (path / "scores.jsonl").write_text((path / "scores.jsonl").read_text().replace("0.5", "0.7"))
     elif kind == 8:
-        (path / "score_list.pkl").write_bytes(pickle.dumps([{"loss": 0.25, "tags": {"a"}}, {"loss": rng.random(), 3: True}]))
+        (path / "score_list.pkl").write_bytes(
+            pickle.dumps([{"loss": 0.25, "tags": {"a"}}, {"loss": rng.random(), 3: True}])
+        )
         if rng.random() < 0.7:
             for name in ("status.json", "scores.jsonl"):
                 (path / name).unlink(missing_ok=True)
@@ -265,13 +276,16 @@ def test_a_read_only_folder(at_once: None):
 
 def test_many_processes_at_once(runs: Path):
     code = (
-        "import sys; from pathlib import Path; from src.tables import rows as results, scan; scan.SETTLED_SECONDS = 0.0\n"
+        "import sys; from pathlib import Path; from src.tables import rows as results, scan; scan.SETTLED_SECONDS = "
+        "0.0\n"
         "for _ in range(20): print(len(results.load_rows(Path(sys.argv[1]))[0]))"
     )
     first = answer(runs)
     (runs / CACHE).unlink()
     started = [
-        subprocess.Popen([sys.executable, "-c", code, str(runs)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(runs)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
         for _ in range(4)
     ]
     for process in started:
@@ -337,7 +351,9 @@ def test_a_summary_of_other_scores_is_not_believed(tmp_path: Path, change: str):
     assert summarize(path) != earlier
 
 
-@pytest.mark.parametrize("value", [None, {}, {"bytes": "1"}, {"bytes": 1, "tail": "", "step": 1, "names": ["a"], "values": []}])
+@pytest.mark.parametrize(
+    "value", [None, {}, {"bytes": "1"}, {"bytes": 1, "tail": "", "step": 1, "names": ["a"], "values": []}]
+)
 def test_malformed_summaries_are_ignored(value: Any):
     assert parse_summary(value) is None
 
@@ -375,7 +391,9 @@ def test_histories_are_those_in_the_files_however_they_grow(runs: Path, seed: in
         if kind < 3:
             step += 1
             with open(path, "a") as file:
-                file.write(json.dumps({"step": step, "loss": rng.random()} | ({"late": step} if kind == 1 else {})) + "\n")
+                file.write(
+                    json.dumps({"step": step, "loss": rng.random()} | ({"late": step} if kind == 1 else {})) + "\n"
+                )
         elif kind == 3:
             lines = path.read_text().splitlines(keepends=True)
             path.write_text("".join(lines[: rng.randrange(len(lines) + 1)]))

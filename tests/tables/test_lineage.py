@@ -62,7 +62,14 @@ def test_ancestry_of_three_generations(tmp_path: Path):
     assert {edge.child for edge in graph.children(old)} == {middle, young}
     assert (graph.problems, graph.warnings) == ((), ())
     node = graph.nodes[middle]
-    assert (node.state, node.group, node.recipe, node.step, node.scores, node.reason) == ("done", "second", "lm", 1, {"val_loss": 0.5}, "")
+    assert (node.state, node.group, node.recipe, node.step, node.scores, node.reason) == (
+        "done",
+        "second",
+        "lm",
+        1,
+        {"val_loss": 0.5},
+        "",
+    )
 
 
 def test_the_checkpoint_of_the_parent_is_shown(tmp_path: Path):
@@ -71,7 +78,9 @@ def test_the_checkpoint_of_the_parent_is_shown(tmp_path: Path):
     graph = lineage.build(tmp_path)
     assert graph.edges == (Edge(child, old, "best"),)
     (problem,) = graph.problems
-    assert problem.startswith(f"{child}: it starts from experiment {old}, which cannot be used: {tmp_path / old}: has no best checkpoint")
+    assert problem.startswith(
+        f"{child}: it starts from experiment {old}, which cannot be used: {tmp_path / old}: has no best checkpoint"
+    )
 
 
 def test_a_missing_and_a_failed_parent_are_named(tmp_path: Path):
@@ -83,9 +92,12 @@ def test_a_missing_and_a_failed_parent_are_named(tmp_path: Path):
     assert graph.nodes[exp_id(OLD)].reason == f"no directory in {tmp_path}"
     problems = sorted(graph.problems)
     assert len(problems) == 3
-    assert any(line.startswith(f"{young}: it starts from experiment {middle}, which is failed, not done") for line in problems)
     assert any(
-        line.startswith(f"{middle}: it starts from experiment {exp_id(OLD)}, which is neither in exp_configs.py") for line in problems
+        line.startswith(f"{young}: it starts from experiment {middle}, which is failed, not done") for line in problems
+    )
+    assert any(
+        line.startswith(f"{middle}: it starts from experiment {exp_id(OLD)}, which is neither in exp_configs.py")
+        for line in problems
     )
 
 
@@ -98,7 +110,9 @@ def test_a_damaged_directory_is_named_and_skipped(tmp_path: Path, file: str):
     assert states(graph) == {middle: "done", old: "damaged"}
     assert len(graph.warnings) == 2
     assert f"{old}/{file}:1: not valid JSON" in graph.nodes[old].reason
-    assert [f"{old}, which cannot be used" in problem for problem in graph.problems] == ([True] if file == "status.json" else [])
+    assert [f"{old}, which cannot be used" in problem for problem in graph.problems] == (
+        [True] if file == "status.json" else []
+    )
 
 
 def test_planned_experiments_are_new_and_not_missing(tmp_path: Path):
@@ -136,7 +150,9 @@ def test_a_group_brings_its_ancestors(tmp_path: Path):
 
 
 def test_a_unique_prefix_of_an_id_is_enough(tmp_path: Path):
-    ids = [make(tmp_path, {"recipe": "lm", "seed": seed}) for seed in range(17)]  # two of 17 begin with the same of 16 characters
+    ids = [
+        make(tmp_path, {"recipe": "lm", "seed": seed}) for seed in range(17)
+    ]  # two of 17 begin with the same of 16 characters
     graph = lineage.build(tmp_path)
     assert graph.find(ids[0][:12]) == ids[0]
     with pytest.raises(ConfigError, match="17 experiments have ids that start like that"):

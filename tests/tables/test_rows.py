@@ -31,7 +31,11 @@ def make(runs: Path, exp: dict, scores: list[dict], group: str = "g", state: str
 
 
 def test_a_row_holds_config_facts_and_the_last_value_of_each_score(tmp_path: Path):
-    make(tmp_path, experiment(2, 0), [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0, "em": 0.5}, {"step": 3, "loss": float("nan")}])
+    make(
+        tmp_path,
+        experiment(2, 0),
+        [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0, "em": 0.5}, {"step": 3, "loss": float("nan")}],
+    )
     (row,), warnings = results.load_rows(tmp_path)
     assert warnings == []
     assert row == {
@@ -63,7 +67,13 @@ def test_a_run_without_any_finite_value_shows_none(tmp_path: Path):
 def test_clashing_names_get_prefixes(tmp_path: Path):
     make(tmp_path, {"recipe": "toy", "state": 1, "seed": 3}, [{"step": 1, "seed": 0.5, "exp_id": 2}])
     (row,), _ = results.load_rows(tmp_path)
-    assert (row["state"], row["config.state"], row["seed"], row["score.seed"], row["score.exp_id"]) == ("done", 1, 3, 0.5, 2)
+    assert (row["state"], row["config.state"], row["seed"], row["score.seed"], row["score.exp_id"]) == (
+        "done",
+        1,
+        3,
+        0.5,
+        2,
+    )
 
 
 def test_states_follow_the_lease(tmp_path: Path):
@@ -125,7 +135,9 @@ def test_directories_that_haven_wrote_are_read(tmp_path: Path):
     path = tmp_path / exp_id(exp)
     path.mkdir()
     (path / "exp_dict.json").write_text(json.dumps(exp))
-    (path / "score_list.pkl").write_bytes(pickle.dumps([{"epoch": 0, "loss": np.float64(0.5)}, {"epoch": 1, "loss": np.float32(0.25)}]))
+    (path / "score_list.pkl").write_bytes(
+        pickle.dumps([{"epoch": 0, "loss": np.float64(0.5)}, {"epoch": 1, "loss": np.float32(0.25)}])
+    )
     (row,), warnings = results.load_rows(tmp_path)
     assert warnings == []
     assert (row["state"], row["step"], row["epoch"], row["loss"], row["lr"]) == ("haven", None, 1, 0.25, 0.1)
@@ -233,7 +245,12 @@ def test_short_names_stay_distinct():
 def grid(runs: Path, strides: tuple[int, ...] = (1, 2), seeds: tuple[int, ...] = (0, 1, 2)) -> list[results.Row]:
     for stride in strides:
         for seed in seeds:
-            make(runs, experiment(stride, seed), [{"step": 1, "loss": stride + seed / 10}], state="done" if seed else "failed")
+            make(
+                runs,
+                experiment(stride, seed),
+                [{"step": 1, "loss": stride + seed / 10}],
+                state="done" if seed else "failed",
+            )
     return results.load_rows(runs)[0]
 
 
@@ -278,7 +295,11 @@ def test_a_pivot_holds_what_aggregate_holds(tmp_path: Path):
     assert (missing["loss"], missing["runs"]) == (None, 1), "seed 0 failed"
     result = statistics.pivot(rows, "model.stride", "seed", "loss", unfinished=True)
     assert (result.rows, result.columns) == ([2, 3, 10], [0, 1, 5])
-    assert [[cell and cell["loss"] for cell in line] for line in result.cells] == [[2.0, 2.1, None], [None, None, 0.5], [10.0, 10.1, None]]
+    assert [[cell and cell["loss"] for cell in line] for line in result.cells] == [
+        [2.0, 2.1, None],
+        [None, None, 0.5],
+        [10.0, 10.1, None],
+    ]
     with pytest.raises(ConfigError, match="unknown key 'stride'"):
         statistics.pivot(rows, "stride", "seed", "loss")
 

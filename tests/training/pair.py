@@ -1,4 +1,5 @@
-"""Small trainings on two processes, of which something happens to one alone. For torchrun; test_pair.py looks at what they leave.
+"""Small trainings on two processes, of which something happens to one alone. For torchrun; test_pair.py looks at what
+they leave.
 
 Each process writes how its starts ended, by scenario, to <folder>/rank-R.json.
 """
@@ -44,7 +45,9 @@ def link_data(folder: Path) -> None:
         (folder / "data").symlink_to(folder.parent / "data")
 
 
-def start(folder: Path, config: LoopConfig = CONFIG, learn: Learn = small.loss, options: Options | None = None, **more: Any) -> End:
+def start(
+    folder: Path, config: LoopConfig = CONFIG, learn: Learn = small.loss, options: Options | None = None, **more: Any
+) -> End:
     """Train, or go on; how that ended for this process."""
     link_data(folder)
     with small.opened_together(folder, options) as run:
@@ -176,7 +179,10 @@ class Kept:
 def experience_is_loaded(folder: Path) -> list[End]:
     """By neither where the inputs of one have changed."""
     first = start(
-        folder, learn=within(LAST_UNDISTURBED, lambda: os.kill(os.getpid(), signal.SIGTERM)), experience=Kept(1), inputs={"a": "0"}
+        folder,
+        learn=within(LAST_UNDISTURBED, lambda: os.kill(os.getpid(), signal.SIGTERM)),
+        experience=Kept(1),
+        inputs={"a": "0"},
     )
     second = start(folder, experience=Kept(1), inputs={"a": str(distributed.rank())})
     return [first, second, start(folder, experience=Kept(1), inputs={"a": "0"})]

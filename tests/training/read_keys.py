@@ -53,12 +53,16 @@ def main(folder: Path, kill_in: int = 0) -> None:
         tokenizer = tokenizers.load(run.places.data / "toy_tokenizer")
         made: Any = bind(DATASETS, test_packed_training.DATA).build(run.places, tokenizer, "train", 0)
         data, calls = Told(made.config, made.documents), itertools.count()
-        passes = RankShare(CONFIG.sequences_per_step, CONFIG.micro_batch, distributed.rank(), distributed.world_size()).passes
+        passes = RankShare(
+            CONFIG.sequences_per_step, CONFIG.micro_batch, distributed.rank(), distributed.world_size()
+        ).passes
 
         def loss(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
             finished, number = divmod(next(calls), passes)
             if number == 0:
-                step = [event["step"] for event in ledger.read(run.path) if event["event"] == "start"][-1] + finished + 1
+                step = (
+                    [event["step"] for event in ledger.read(run.path) if event["event"] == "start"][-1] + finished + 1
+                )
                 with open(folder / f"keys-{distributed.rank()}.jsonl", "a") as file:
                     file.write(json.dumps({"step": step, "keys": data.asked}) + "\n")
                 data.asked = []
@@ -66,7 +70,12 @@ def main(folder: Path, kill_in: int = 0) -> None:
                     os.kill(os.getpid(), signal.SIGKILL)
             return causal_lm_loss(model, batch)
 
-        fit(TrainSpec(model, CheckpointMetadata({}, tokenizer), data, {}, loss, lambda _: {"val_loss": 0.0}), run, CONFIG, seed=0)
+        fit(
+            TrainSpec(model, CheckpointMetadata({}, tokenizer), data, {}, loss, lambda _: {"val_loss": 0.0}),
+            run,
+            CONFIG,
+            seed=0,
+        )
 
 
 if __name__ == "__main__":

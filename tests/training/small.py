@@ -38,7 +38,11 @@ class Numbers:
 
     def collate(self, samples: list[int]) -> dict[str, Tensor]:
         ids = torch.tensor([[0, index] for index in samples])
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids).bool(), "loss_mask": torch.tensor([[False, True]] * len(samples))}
+        return {
+            "input_ids": ids,
+            "attention_mask": torch.ones_like(ids).bool(),
+            "loss_mask": torch.tensor([[False, True]] * len(samples)),
+        }
 
 
 class Line(nn.Module):

@@ -1,4 +1,5 @@
-"""What a loss is a mean over, and the named sums that it reports: the same however a step is cut, and after any restart."""
+"""What a loss is a mean over, and the named sums that it reports: the same however a step is cut, and after any
+restart."""
 
 import json
 import math
@@ -30,7 +31,9 @@ from tests.training import small
 
 
 def config(**changes: Any) -> LoopConfig:
-    return LoopConfig(**{"steps": 12, "sequences_per_step": 4, "micro_batch": 2, "learning_rate": 0.01, "eval_every": 4, **changes})
+    return LoopConfig(
+        **{"steps": 12, "sequences_per_step": 4, "micro_batch": 2, "learning_rate": 0.01, "eval_every": 4, **changes}
+    )
 
 
 class Replies(small.Numbers):
@@ -42,7 +45,12 @@ class Replies(small.Numbers):
         rows = [(b, index) for b, index in enumerate(samples) for _ in range(1 + index % 3)]
         ids = torch.tensor([[0, index] for _, index in rows])
         ones = torch.ones_like(ids).bool()
-        return {"input_ids": ids, "attention_mask": ones, "loss_mask": ones, "sample_of_row": torch.tensor([b for b, _ in rows])}
+        return {
+            "input_ids": ids,
+            "attention_mask": ones,
+            "loss_mask": ones,
+            "sample_of_row": torch.tensor([b for b, _ in rows]),
+        }
 
 
 class Guess(small.Line):
@@ -141,7 +149,10 @@ def test_a_step_that_counts_nothing_is_refused(tmp_path: Path):
 
 def test_a_step_whose_weights_are_below_zero_together_is_refused(tmp_path: Path):
     """It would be climbed."""
-    with small.opened(small.write_data(tmp_path)) as run, pytest.raises(TrainingError, match=r"their count is -4.*--data skip:1"):
+    with (
+        small.opened(small.write_data(tmp_path)) as run,
+        pytest.raises(TrainingError, match=r"their count is -4.*--data skip:1"),
+    ):
         train(run, config(), count=lambda batch: -float(len(batch["sample_of_row"].unique())))
 
 
@@ -151,7 +162,10 @@ def test_a_sum_that_would_hide_a_score_is_refused(tmp_path: Path, name: str):
         found, named = rank_loss(*given)
         return found, {name: named["accuracy"]}
 
-    with small.opened(small.write_data(tmp_path)) as run, pytest.raises(TrainingError, match=f"names a sum '{name}', as a score row"):
+    with (
+        small.opened(small.write_data(tmp_path)) as run,
+        pytest.raises(TrainingError, match=f"names a sum '{name}', as a score row"),
+    ):
         train(run, config(), loss)
 
 
@@ -164,7 +178,10 @@ def test_a_pass_with_other_names_is_refused(tmp_path: Path):
         found, named = rank_loss(*given)
         return found, named if passes < 4 else {}
 
-    with small.opened(small.write_data(tmp_path)) as run, pytest.raises(TrainingError, match=r"the sums \[\] here, and \['accuracy'\]"):
+    with (
+        small.opened(small.write_data(tmp_path)) as run,
+        pytest.raises(TrainingError, match=r"the sums \[\] here, and \['accuracy'\]"),
+    ):
         train(run, config(), loss)
 
 
@@ -182,7 +199,9 @@ def test_rows_of_a_sample_that_diverges_are_saved_with_its_key(tmp_path: Path):
             train(run, config(sequences_per_step=8, divergence=Divergence(on_non_finite="stop")), loss)
         (dump,) = (run.path / "offending").iterdir()
         documents = json.loads(dump.read_text())["documents"]
-        counts = {document["index"]: sum(other["index"] == document["index"] for other in documents) for document in documents}
+        counts = {
+            document["index"]: sum(other["index"] == document["index"] for other in documents) for document in documents
+        }
         assert all(number == 1 + index % 3 for index, number in counts.items())
         assert set(counts.values()) == {1, 2, 3}
         words = tokenizers.load(run.places.data / "toy_tokenizer")
@@ -195,7 +214,9 @@ def test_a_mixture_says_its_loss_by_source(tmp_path: Path):
     with new_directory(tmp_path / "data" / "mixed") as folder:
         for path in (tmp_path / "data" / "toy_qa").glob("*.jsonl"):
             rows = [json.loads(line) for line in path.read_text().splitlines()]
-            (folder / path.name).write_text("".join(json.dumps({**row, "dataset": f"toy{i % 3}"}) + "\n" for i, row in enumerate(rows)))
+            (folder / path.name).write_text(
+                "".join(json.dumps({**row, "dataset": f"toy{i % 3}"}) + "\n" for i, row in enumerate(rows))
+            )
     child = {
         **toy.CROSSATTN,
         "data": {**toy.CROSSATTN["data"], "corpus": "mixed"},

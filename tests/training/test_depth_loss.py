@@ -18,7 +18,13 @@ from src.training.validation import measure
 from tests.data.conftest import make_tokenizer  # noqa: F401  a fixture
 
 NAMES = 3
-CONTROLS = ["<|endoftext|>", "<|pad|>", *[f"<extra_id_{k}>" for k in range(9)], "<eosen>", *[f"<sent_{k}>" for k in range(NAMES)]]
+CONTROLS = [
+    "<|endoftext|>",
+    "<|pad|>",
+    *[f"<extra_id_{k}>" for k in range(9)],
+    "<eosen>",
+    *[f"<sent_{k}>" for k in range(NAMES)],
+]
 
 
 @pytest.fixture
@@ -39,7 +45,14 @@ def build(tmp_path, make_tokenizer):  # noqa: F811  the fixture
 
 def make_model(width):
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"d_model": width, "d_kv": width // 4, "d_ff": 2 * width, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
+    sizes: dict[str, Any] = {
+        "d_model": width,
+        "d_kv": width // 4,
+        "d_ff": 2 * width,
+        "num_layers": 2,
+        "num_heads": 4,
+        "dropout_rate": 0.0,
+    }
     ids: dict[str, Any] = {"pad_token_id": 1, "eos_token_id": 0, "decoder_start_token_id": 1}
     model: Any = T5ForConditionalGeneration(T5Config(vocab_size=len(CONTROLS) + 256, **sizes, **ids))
     t5_masks.accept(model)
@@ -51,14 +64,20 @@ def test_sentence_tokens_count_as_they_are_weighed(build):
     plain, weighed = build("train"), build("train", sentence_weight=3.0)
     samples = [plain.sample(0, i) for i in range(4)]
     batch = plain.collate(samples)
-    masks = {"attention_mask": "encoder_mask", "decoder_attention_mask": "decoder_mask", "cross_attention_mask": "cross_mask"}
+    masks = {
+        "attention_mask": "encoder_mask",
+        "decoder_attention_mask": "decoder_mask",
+        "cross_attention_mask": "cross_mask",
+    }
     ids = {name: batch[name] for name in ("input_ids", "decoder_input_ids")}
     logits = model(**ids, **{name: batch[field][:, None] for name, field in masks.items()}).logits
     each = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="none", ignore_index=-100)
     named = torch.isin(batch["labels"].flatten(), torch.tensor([CONTROLS.index(f"<sent_{k}>") for k in range(NAMES)]))
     torch.testing.assert_close(depth_loss(model, batch), each.sum())
     torch.testing.assert_close(depth_loss(model, weighed.collate(samples)), each.sum() + 2 * each[named].sum())
-    torch.testing.assert_close(depth_loss(model, build("train", sentence_weight=0.0).collate(samples)), each[~named].sum())
+    torch.testing.assert_close(
+        depth_loss(model, build("train", sentence_weight=0.0).collate(samples)), each[~named].sum()
+    )
     torch.testing.assert_close(depth_loss(model, plain.sentence_targets().collate(samples)), each[named].sum())
 
 
@@ -71,7 +90,8 @@ def test_padding_changes_nothing(build):
 
 
 def test_a_tiny_model_learns_to_put_sentences_in_order(build):
-    """A model that copies the names it reads, but knows nothing of their order, has ln(3!) / 3 nats for each sentence token."""
+    """A model that copies the names it reads, but knows nothing of their order, has ln(3!) / 3 nats for each sentence
+    token."""
     model, train, val = make_model(64), build("train", noise_density=0.0), build("val", noise_density=0.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for step in range(80):

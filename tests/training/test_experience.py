@@ -33,7 +33,8 @@ SIZE = 12
 
 
 class Rollouts(small.Numbers):
-    """Each rollout holds what the model then guesses, a part on each process, and its samples are read three steps long."""
+    """Each rollout holds what the model then guesses, a part on each process, and its samples are read three steps
+    long."""
 
     fingerprint = "rollouts"
     engine: Engine
@@ -76,7 +77,9 @@ class Rollouts(small.Numbers):
                 self.buffer = torch.tensor(distributed.all_gather_list(part.tolist()))
             for g in share.numbers:
                 rows = range(taken + g * share.micro_batch, taken + (g + 1) * share.micro_batch)
-                yield MicroBatch([(iteration, row) for row in rows], {"iteration": iteration, "taken": taken + share.per_step})
+                yield MicroBatch(
+                    [(iteration, row) for row in rows], {"iteration": iteration, "taken": taken + share.per_step}
+                )
             taken += share.per_step
 
     def describe(self, step: int, cursor: Cursor) -> Mapping[str, Any]:
@@ -142,7 +145,15 @@ def test_two_blocks_of_one_step_draw_other_numbers(tmp_path: Path):
         about = CheckpointMetadata({}, tokenizers.load(run.places.data / "toy_tokenizer"))
         data = Twice()
         fit(
-            TrainSpec(small.Line(), about, data, {}, lambda model, _: model.guess.sum() ** 2, lambda _: {"val_loss": 0.0}, experience=data),
+            TrainSpec(
+                small.Line(),
+                about,
+                data,
+                {},
+                lambda model, _: model.guess.sum() ** 2,
+                lambda _: {"val_loss": 0.0},
+                experience=data,
+            ),
             run,
             CONFIG,
             0,
@@ -150,7 +161,8 @@ def test_two_blocks_of_one_step_draw_other_numbers(tmp_path: Path):
 
 
 def test_what_an_evaluation_draws_changes_no_rollout_however_often_the_run_is_saved(tmp_path: Path):
-    """Evaluated after every third step, saved after each, or after the first (the best) and the last; steps 4, 7, 10 roll out."""
+    """Evaluated after every third step, saved after each, or after the first (the best) and the last; steps 4, 7, 10
+    roll out."""
     found = []
     for save_every in (3, 12):
         data, losses = Rollouts(), count()
@@ -162,7 +174,9 @@ def test_what_an_evaluation_draws_changes_no_rollout_however_often_the_run_is_sa
         with small.opened(small.write_data(tmp_path / str(save_every)), Options(save_every=save_every)) as run:
             torch.manual_seed(0)
             about = CheckpointMetadata({}, tokenizers.load(run.places.data / "toy_tokenizer"))
-            spec = TrainSpec(Guess(), about, data, {}, lambda model, batch: ((model(batch) - batch["guesses"]) ** 2).sum(), evaluate)
+            spec = TrainSpec(
+                Guess(), about, data, {}, lambda model, batch: ((model(batch) - batch["guesses"]) ** 2).sum(), evaluate
+            )
             fit(replace(spec, experience=data), run, CONFIG.model_copy(update={"eval_every": 3}), seed=0)
         found.append(data.buffer.tolist())
     assert found[0] == found[1]
@@ -170,7 +184,9 @@ def test_what_an_evaluation_draws_changes_no_rollout_however_often_the_run_is_sa
 
 def test_a_step_of_an_earlier_rollout_is_not_saved_as_what_stands_there_now(tmp_path: Path):
     """Step 24 is the last of a rollout, and its keys are rows of the next when step 25 is judged."""
-    config = CONFIG.model_copy(update={"steps": 30, "divergence": Divergence(**{**LEAST, "loss_steps": 2, "on_loss_spike": "save_batch"})})
+    config = CONFIG.model_copy(
+        update={"steps": 30, "divergence": Divergence(**{**LEAST, "loss_steps": 2, "on_loss_spike": "save_batch"})}
+    )
     with small.opened(small.write_data(tmp_path)) as run:
         train(run, config=config, spoiled=(24, 25))
         assert ("loss_spike", 25, "save_batch") in findings(run.path)

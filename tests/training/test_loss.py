@@ -19,10 +19,12 @@ def test_z_loss_adds_the_squared_logarithm_of_the_softmax_denominator_where_some
 
 
 @pytest.mark.parametrize(
-    ("mask", "poly_epsilon", "wanted"), [("1100", 0.0, 0.813933), ("1111", 0.0, 0.724081), ("0000", 0.0, 0.0), ("1100", 1.0, 1.275687)]
+    ("mask", "poly_epsilon", "wanted"),
+    [("1100", 0.0, 0.813933), ("1111", 0.0, 0.724081), ("0000", 0.0, 0.0), ("1100", 1.0, 1.275687)],
 )
 def test_masked_cross_entropy_and_poly_loss(mask: str, poly_epsilon: float, wanted: float):
-    """Worked examples of the specification; the reference could not make its poly loss (B9), and where nothing is learned it is 0."""
+    """Worked examples of the specification; the reference could not make its poly loss (B9), and where nothing is
+    learned it is 0."""
     logits = torch.tensor([[2.0, 0.0, -1.0], [0.5, 0.5, 0.0], [0.0, 3.0, 1.0], [1.0, 1.0, 1.0]])
     targets = torch.tensor([target if own == "1" else -100 for target, own in zip([0, 2, 1, 0], mask, strict=True)])
     found = cross_entropy(logits, targets, poly_epsilon=poly_epsilon)
@@ -38,9 +40,12 @@ def test_z_loss_pulls_the_logits_to_zero():
 
 
 class Echo(nn.Module):
-    """Finds the token that the decoder has read the likeliest, with odds of 3 to 1 each against the three others; reads no input."""
+    """Finds the token that the decoder has read the likeliest, with odds of 3 to 1 each against the three others; reads
+    no input."""
 
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, decoder_input_ids: torch.Tensor, use_cache: bool) -> object:
+    def forward(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, decoder_input_ids: torch.Tensor, use_cache: bool
+    ) -> object:
         del input_ids, attention_mask, use_cache
         return SimpleNamespace(logits=nn.functional.one_hot(decoder_input_ids, 4).float() * math.log(3.0))
 
@@ -77,21 +82,25 @@ def test_the_loss_of_an_encoder_decoder_is_that_of_its_labels():
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3])
 def test_accuracy_is_the_share_of_learned_tokens_that_are_likeliest(batch_size: int):
-    """And the loss is of tokens, whatever the batches, the last one too (B7 of BigScience's metadata project: a mean of batches' means)."""
+    """And the loss is of tokens, whatever the batches, the last one too (B7 of BigScience's metadata project: a mean of
+    batches' means)."""
     found = measure(Echo(), Pairs(), seq2seq_loss, batch_size, torch.device("cpu"), accuracy=True)
     assert (found.loss, found.accuracy) == pytest.approx(((2 * math.log(2) + 4 * math.log(6)) / 6, 2 / 6))
     assert mean_loss(Echo(), Pairs(), seq2seq_loss, batch_size, torch.device("cpu")) == pytest.approx(found.loss)
 
 
 def test_a_loss_of_pairs_is_measured_by_the_pair():
-    found = measure(Echo(), Pairs(), seq2seq_loss, 2, torch.device("cpu"), accuracy=True, count=lambda batch: len(batch["labels"]))
+    found = measure(
+        Echo(), Pairs(), seq2seq_loss, 2, torch.device("cpu"), accuracy=True, count=lambda batch: len(batch["labels"])
+    )
     assert (found.loss, found.accuracy) == pytest.approx(((2 * math.log(2) + 4 * math.log(6)) / 3, 2 / 6))
     with pytest.raises(TrainingError, match="nothing to take a mean loss of"):
         mean_loss(Echo(), Pairs(), seq2seq_loss, 2, torch.device("cpu"), count=lambda _: 0)
 
 
 def test_losses_by_group_by_hand():
-    """Uniform logits over 4: each token costs ln 4. Places that are not learned count nothing, nor do losses outside the block."""
+    """Uniform logits over 4: each token costs ln 4. Places that are not learned count nothing, nor do losses outside
+    the block."""
     logits = torch.zeros(5, 4)
     logits[3] = torch.tensor([math.log(5), 0, 0, 0])  # 5 / 8 for token 0
     logits[1, 0] = math.nan

@@ -1,4 +1,5 @@
-"""Orders with a cursor: what a step reads depends on the samples before it, and is the same at any world size and after any restart."""
+"""Orders with a cursor: what a step reads depends on the samples before it, and is the same at any world size and after
+any restart."""
 
 import multiprocessing
 import os
@@ -28,7 +29,8 @@ CONFIG = LoopConfig(steps=12, sequences_per_step=6, micro_batch=2, learning_rate
 
 
 class Lanes:
-    """Row v of a step is the next of lane v that is not left out: a lane takes every 6th number of an endless sequence."""
+    """Row v of a step is the next of lane v that is not left out: a lane takes every 6th number of an endless
+    sequence."""
 
     def __init__(self, lanes: int, left_out: frozenset[int]) -> None:
         self.lanes, self.left_out = lanes, left_out
@@ -73,7 +75,12 @@ class Processes:
             self.monkeypatch.setattr(distributed, "world_size", lambda: world_size)
             data = Filtered()
             order = order_of(data, 0, CONFIG.sequences_per_step, CONFIG.steps)
-            found = list(islice(loader.StepLoader(data, order, CONFIG, torch.device("cpu"), num_workers=num_workers).steps(start), steps))
+            found = list(
+                islice(
+                    loader.StepLoader(data, order, CONFIG, torch.device("cpu"), num_workers=num_workers).steps(start),
+                    steps,
+                )
+            )
             assert all(step.passes == -(-3 // world_size) for step in found)
             read.append([[key for rows in step.keys for key in rows] for step in found])
             for step in found:
@@ -137,7 +144,10 @@ def train(run: Run, stop_after: int | None = None) -> tuple[State, list[list[int
 
 def test_readers_end_with_the_training_whoever_holds_its_traceback(tmp_path: Path):
     before = set(multiprocessing.active_children())
-    with small.opened(small.write_data(tmp_path), Options(num_workers=2)) as run, pytest.raises(distributed.TrainingStopped) as stopped:
+    with (
+        small.opened(small.write_data(tmp_path), Options(num_workers=2)) as run,
+        pytest.raises(distributed.TrainingStopped) as stopped,
+    ):
         train(run, 3)
     assert stopped.tb is not None
     assert set(multiprocessing.active_children()) <= before

@@ -78,7 +78,11 @@ def test_a_deleted_config_is_refused_with_advice(folder: Path):
 
 
 def test_each_start_is_recorded_with_its_code_job_and_data_position(folder: Path):
-    facts = {"commit": "c0ffee", "dirty": True, "variables": {"SLURM_JOB_ID": "58", "SLURM_ARRAY_JOB_ID": "57", "SLURM_ARRAY_TASK_ID": "3"}}
+    facts = {
+        "commit": "c0ffee",
+        "dirty": True,
+        "variables": {"SLURM_JOB_ID": "58", "SLURM_ARRAY_JOB_ID": "57", "SLURM_ARRAY_TASK_ID": "3"},
+    }
     with small.opened(folder) as run, pytest.raises(distributed.TrainingStopped):
         small.train(run, learn=send_stop(9))
     with RunDir.open(folder / "runs", small.EXP, small.EXP, facts=facts) as opened:

@@ -33,8 +33,21 @@ from tests import toy
 from tests.training import small
 
 CONFIG = LoopConfig(steps=12, sequences_per_step=4, micro_batch=2, learning_rate=0.01, eval_every=3)
-MODEL = {"name": "gpt_bigcode", "tokenizer": "toy_tokenizer", "hidden_size": 16, "num_layers": 1, "num_heads": 2, "max_positions": 32}
-DATA = {"name": "packed", "documents": {"name": "documents", "corpus": "words"}, "sequence_tokens": 32, "open_rows": 2, "too_long": "drop"}
+MODEL = {
+    "name": "gpt_bigcode",
+    "tokenizer": "toy_tokenizer",
+    "hidden_size": 16,
+    "num_layers": 1,
+    "num_heads": 2,
+    "max_positions": 32,
+}
+DATA = {
+    "name": "packed",
+    "documents": {"name": "documents", "corpus": "words"},
+    "sequence_tokens": 32,
+    "open_rows": 2,
+    "too_long": "drop",
+}
 PASSES = CONFIG.sequences_per_step // CONFIG.micro_batch
 
 
@@ -52,7 +65,11 @@ def write_data(folder: Path) -> Path:
 
 
 def train(
-    run: Run, stop_after: int | None = None, crash_after: int | None = None, read: list[Any] | None = None, config: Any = DATA
+    run: Run,
+    stop_after: int | None = None,
+    crash_after: int | None = None,
+    read: list[Any] | None = None,
+    config: Any = DATA,
 ) -> tuple[State, list[torch.Tensor], list[Any]]:
     """Final state, final weights, and the ids of each micro-batch. stop_after, crash_after: steps of this start.
 
@@ -123,10 +140,15 @@ def test_stops_change_no_bit(whole: tuple[Path, Any], tmp_path: Path, steps: tup
     ("config", "message"),
     [
         ({**DATA, "open_rows": 3}, "the cursor of step 4 is of other documents, or of the same packed in another way"),
-        ({**DATA, "documents": {"name": "documents", "corpus": "toy_text"}}, "the cursor of step 4 is of other documents"),
+        (
+            {**DATA, "documents": {"name": "documents", "corpus": "toy_text"}},
+            "the cursor of step 4 is of other documents",
+        ),
     ],
 )
-def test_a_start_on_other_data_is_refused_and_loses_nothing(whole: tuple[Path, Any], tmp_path: Path, config: Any, message: str):
+def test_a_start_on_other_data_is_refused_and_loses_nothing(
+    whole: tuple[Path, Any], tmp_path: Path, config: Any, message: str
+):
     with small.opened(write_data(tmp_path)) as run:
         with pytest.raises(distributed.TrainingStopped):
             train(run, stop_after=3)
@@ -139,12 +161,16 @@ def test_a_run_on_data_without_a_cursor_is_not_continued_on_packed_rows(tmp_path
     with small.opened(write_data(tmp_path)) as run:
         with pytest.raises(distributed.TrainingStopped):
             train(run, stop_after=3, config={"name": "text", "corpus": "words", "sequence_tokens": 16})
-        with pytest.raises(RunError, match="the checkpoint of step 4 has no cursor of packed rows: it is of a training on other data"):
+        with pytest.raises(
+            RunError, match="the checkpoint of step 4 has no cursor of packed rows: it is of a training on other data"
+        ):
             train(run)
 
 
 @pytest.mark.parametrize("data", ["same", "skip:7", "reshuffle"])
-def test_a_rewind_is_the_same_after_a_crash_before_its_first_checkpoint(whole: tuple[Path, Any], tmp_path: Path, data: str):
+def test_a_rewind_is_the_same_after_a_crash_before_its_first_checkpoint(
+    whole: tuple[Path, Any], tmp_path: Path, data: str
+):
     def rewound(name: str, crash_after: int | None) -> Any:
         shutil.copytree(whole[0], tmp_path / name)
         with small.opened(tmp_path / name) as run:
@@ -164,7 +190,9 @@ def test_a_rewind_is_the_same_after_a_crash_before_its_first_checkpoint(whole: t
 
 
 @pytest.mark.parametrize("data", ["same", "skip:7", "reshuffle"])
-def test_a_rewind_delivers_each_document_at_most_once_and_undo_restores(whole: tuple[Path, Any], tmp_path: Path, data: str):
+def test_a_rewind_delivers_each_document_at_most_once_and_undo_restores(
+    whole: tuple[Path, Any], tmp_path: Path, data: str
+):
     read: list[Any] = []
     with small.opened(write_data(tmp_path)) as run:
         with pytest.raises(distributed.TrainingStopped):
@@ -200,17 +228,31 @@ APART = {"name": "text", "corpus": "words", "sequence_tokens": 16, "apart": True
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"data.documents": {"name": "span_corruption", "corpus": "words", "input_tokens": 16}}, "the samples of 'span_corruption' cannot"),
-        ({"data": {"name": "mixture", "parts": {"one": DATA}}}, r"parts\.one: 'packed' data come in an order of their own"),
+        (
+            {"data.documents": {"name": "span_corruption", "corpus": "words", "input_tokens": 16}},
+            "the samples of 'span_corruption' cannot",
+        ),
+        (
+            {"data": {"name": "mixture", "parts": {"one": DATA}}},
+            r"parts\.one: 'packed' data come in an order of their own",
+        ),
         ({"data.documents": DATA}, "the samples of 'packed' cannot be packed"),
         ({"data.sequence_tokens": 33}, r"data\.sequence_tokens: 33 tokens are more than the 32 positions"),
         ({"model": {"name": "hf", "path": "falcon"}}, "tested with gpt2, .* not with a model of the family 'falcon'"),
         ({"model": {"name": "hf", "path": "odd"}}, "not with a model of the family None"),
-        ({"data": APART, "model": {"name": "hf", "path": "falcon"}}, "tested with gpt2, .* not with a model of the family 'falcon'"),
-        ({"model": {"name": "hf", "path": "llama", "attention": "flex_attention"}}, "eager and sdpa, not with 'flex_attention'"),
+        (
+            {"data": APART, "model": {"name": "hf", "path": "falcon"}},
+            "tested with gpt2, .* not with a model of the family 'falcon'",
+        ),
+        (
+            {"model": {"name": "hf", "path": "llama", "attention": "flex_attention"}},
+            "eager and sdpa, not with 'flex_attention'",
+        ),
     ],
 )
-def test_what_packing_cannot_do_is_refused_before_the_start(whole: tuple[Path, Any], change: dict[str, Any], message: str):
+def test_what_packing_cannot_do_is_refused_before_the_start(
+    whole: tuple[Path, Any], change: dict[str, Any], message: str
+):
     places = Places(whole[0] / "data", whole[0] / "runs")
     sizes = {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
     for name in ("falcon", "llama", "odd"):
@@ -228,4 +270,7 @@ def test_what_packing_cannot_do_is_refused_before_the_start(whole: tuple[Path, A
 
 
 def resolved_loop() -> dict[str, Any]:
-    return {name: getattr(CONFIG, name) for name in ("steps", "sequences_per_step", "micro_batch", "learning_rate", "eval_every")}
+    return {
+        name: getattr(CONFIG, name)
+        for name in ("steps", "sequences_per_step", "micro_batch", "learning_rate", "eval_every")
+    }

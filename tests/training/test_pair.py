@@ -42,9 +42,9 @@ class Pair:
         """What must come out the same whatever happened."""
         run = self.run(name)
         last = max((run / "checkpoints").glob("step-*"))
-        return [(last / f"{file}").read_bytes() for file in ("model.safetensors", "optimizer.safetensors", "state.json")] + [
-            (run / "scores.jsonl").read_bytes()
-        ]
+        return [
+            (last / f"{file}").read_bytes() for file in ("model.safetensors", "optimizer.safetensors", "state.json")
+        ] + [(run / "scores.jsonl").read_bytes()]
 
     def events(self, name: str, *kinds: str) -> list[tuple[str, int]]:
         """Of the ledger."""

@@ -1,4 +1,5 @@
-"""Trainings in phases on the real loop, the second on packed documents: stops, crashes and rewinds change no bit that they should not."""
+"""Trainings in phases on the real loop, the second on packed documents: stops, crashes and rewinds change no bit that
+they should not."""
 
 import re
 import shutil
@@ -45,7 +46,9 @@ def test_each_phase_reads_its_data_and_the_first_is_a_training_without_phases(wh
 
 
 @pytest.mark.parametrize("stops", [(3,), (BOUNDARY,), (BOUNDARY + 1,), (4, BOUNDARY, 8, 10)])
-def test_stops_in_each_phase_and_between_them_change_no_bit(whole: tuple[Path, Any], tmp_path: Path, stops: tuple[int, ...]):
+def test_stops_in_each_phase_and_between_them_change_no_bit(
+    whole: tuple[Path, Any], tmp_path: Path, stops: tuple[int, ...]
+):
     with small.opened(write_data(tmp_path)) as run:
         for first, last in pairwise((0, *stops)):
             with pytest.raises(distributed.TrainingStopped) as stopped:
@@ -64,7 +67,9 @@ def test_stops_in_each_phase_and_between_them_change_no_bit(whole: tuple[Path, A
 
 @pytest.mark.parametrize("from_step", [3, BOUNDARY, 9])
 @pytest.mark.parametrize("data", ["same", "skip:7", "reshuffle"])
-def test_a_rewind_across_a_boundary_is_the_same_after_a_crash(whole: tuple[Path, Any], tmp_path: Path, data: str, from_step: int):
+def test_a_rewind_across_a_boundary_is_the_same_after_a_crash(
+    whole: tuple[Path, Any], tmp_path: Path, data: str, from_step: int
+):
     def rewound(name: str, crash_after: int | None) -> Any:
         shutil.copytree(whole[0], tmp_path / name)
         with small.opened(tmp_path / name) as run:
@@ -79,7 +84,9 @@ def test_a_rewind_across_a_boundary_is_the_same_after_a_crash(whole: tuple[Path,
     trunk, read = whole[1][2][from_step * PASSES :], wanted[2]
     own = (BOUNDARY - from_step if from_step < BOUNDARY else 12 - from_step) * PASSES
     assert (read[:own] == trunk[:own]) == (data == "same")
-    assert (read[own:] == trunk[own:]) == (own == len(read) or data != "skip:7"), "only a skip goes on into the next phase"
+    assert (read[own:] == trunk[own:]) == (own == len(read) or data != "skip:7"), (
+        "only a skip goes on into the next phase"
+    )
 
 
 def test_an_experiment_in_phases_is_measured_on_what_it_ends_with(tmp_path: Path):
@@ -99,6 +106,8 @@ def test_an_experiment_in_phases_is_measured_on_what_it_ends_with(tmp_path: Path
 def test_a_phase_without_a_step_is_found_by_a_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     write_data(tmp_path)
     assert toy.main(
-        ["-e", "phased", "--dry-run", "--steps", "1"], {"phased": [{**EXP, "loop": {**EXP["loop"], "eval_every": 1}}]}, tmp_path
+        ["-e", "phased", "--dry-run", "--steps", "1"],
+        {"phased": [{**EXP, "loop": {**EXP["loop"], "eval_every": 1}}]},
+        tmp_path,
     )
     assert re.search(r"error: .*data\.phases\[0\]: no step of loop\.steps = 1 reads it\.", capsys.readouterr().err)

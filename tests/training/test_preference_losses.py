@@ -16,7 +16,8 @@ RANKS = torch.tensor([0, 1, 2, 0, 1])
 
 
 @pytest.mark.parametrize(
-    ("by", "l2", "expected"), [("conversations", 0.001, 0.402738), ("conversations", 0.0, 0.401830), ("pairs", 0.0, 0.365707)]
+    ("by", "l2", "expected"),
+    [("conversations", 0.001, 0.402738), ("conversations", 0.0, 0.401830), ("pairs", 0.0, 0.365707)],
 )
 def test_open_assistants_losses(by, l2: float, expected: float):
     """Three and two replies, best first."""
@@ -50,12 +51,19 @@ def test_one_reply_and_ties_count_nothing():
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.lists(st.tuples(st.integers(-50, 50), st.integers(0, 3)), min_size=1, max_size=5), min_size=1, max_size=6), st.data())
+@given(
+    st.lists(
+        st.lists(st.tuples(st.integers(-50, 50), st.integers(0, 3)), min_size=1, max_size=5), min_size=1, max_size=6
+    ),
+    st.data(),
+)
 def test_a_sum_over_a_batch_is_that_over_its_parts(conversations: list[list[tuple[int, int]]], data: st.DataObject):
     """However the batch is cut, and in whatever order its replies are."""
 
     def sums(chosen: list[list[tuple[int, int]]], order: list[int] | None = None) -> tuple[float, int]:
-        flat = [(reward / 10, number, rank) for number, pairs_of_one in enumerate(chosen) for reward, rank in pairs_of_one]
+        flat = [
+            (reward / 10, number, rank) for number, pairs_of_one in enumerate(chosen) for reward, rank in pairs_of_one
+        ]
         flat = [flat[i] for i in order] if order else flat
         rewards, of, ranks = (torch.tensor(values) for values in zip(*flat, strict=True))
         return float(ranking_loss(rewards, of, ranks, l2=0.1)), count_ranked(of, ranks, "conversations")
@@ -89,7 +97,9 @@ def test_a_training_reports_the_agreement_that_an_evaluation_finds(replies: list
     result = agreement(torch.tensor(rewards), torch.tensor(conversations).long(), torch.tensor(ranks).long())
     assert float(result.conversations) == len(expected)
     for name in ("accuracy", "best_reward", "worst_reward"):
-        assert float(getattr(result, name)) == pytest.approx(sum(getattr(each, name) for each in expected), abs=1e-12), name
+        assert float(getattr(result, name)) == pytest.approx(
+            sum(getattr(each, name) for each in expected), abs=1e-12
+        ), name
 
 
 @pytest.mark.parametrize("kind", ["sigmoid", "ipo", "robust"])

@@ -35,7 +35,9 @@ def content(folder: Path) -> dict[str, tuple[int, int, bytes]]:
 
 
 @pytest.mark.parametrize(("steps", "begin"), [(3, 8), (6, 0)])
-def test_the_steps_are_measured_and_the_run_stays(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, steps: int, begin: int):
+def test_the_steps_are_measured_and_the_run_stays(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, steps: int, begin: int
+):
     before = content(folder / "runs")
     with caplog.at_level(logging.INFO):
         assert profile.main(arguments(folder, tmp_path / "out", steps)) == 0
@@ -56,7 +58,9 @@ def test_the_steps_are_measured_and_the_run_stays(folder: Path, tmp_path: Path, 
         (0, r"--steps: expected a number of steps >= 1, got 0\."),
     ],
 )
-def test_what_cannot_be_measured_is_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: int, error: str):
+def test_what_cannot_be_measured_is_refused(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: int, error: str
+):
     assert profile.main(arguments(folder, tmp_path / "out", steps)) == 1
     assert re.search(error, capsys.readouterr().err)
     assert not (tmp_path / "out").exists()
@@ -82,7 +86,9 @@ def test_a_sharded_run_is_measured_as_it_is_sharded(folder: Path, tmp_path: Path
         "localhost:0",
     ]
     given = [*arguments(folder, tmp_path / "out", 2), "--fsdp", "--fsdp_sharded_gradients", "--gradient_checkpointing"]
-    done = subprocess.run([*command, "-m", "src.training.profile", *given], capture_output=True, text=True, check=False, cwd=toy.ROOT)
+    done = subprocess.run(
+        [*command, "-m", "src.training.profile", *given], capture_output=True, text=True, check=False, cwd=toy.ROOT
+    )
     assert done.returncode == 0, done.stderr
     for rank in (0, 1):
         assert "all_gather" in (tmp_path / "out" / f"key_averages_{rank}.txt").read_text()

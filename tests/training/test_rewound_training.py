@@ -96,7 +96,13 @@ def result(folder: Path) -> dict[str, str]:
     """Hashes of all that must come out the same."""
     run = run_in(folder)
     last = run / "checkpoints" / f"step-{STEPS:08d}"
-    paths = [last / "model.safetensors", last / "optimizer.safetensors", last / "state.json", run / "scores.jsonl", run / "score_list.pkl"]
+    paths = [
+        last / "model.safetensors",
+        last / "optimizer.safetensors",
+        last / "state.json",
+        run / "scores.jsonl",
+        run / "score_list.pkl",
+    ]
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
 
 
@@ -131,7 +137,9 @@ def test_an_undone_rewind_ends_with_the_same_bits(root: Path, trained: Path, fol
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=" ".join)
-def test_a_kill_behind_a_rewind_changes_nothing(root: Path, trained: Path, folder: Path, tmp_path: Path, change: Sequence[str]):
+def test_a_kill_behind_a_rewind_changes_nothing(
+    root: Path, trained: Path, folder: Path, tmp_path: Path, change: Sequence[str]
+):
     rewind(folder, *change)
     other = tmp_path / "killed"
     run_in(other).parent.mkdir(parents=True)
@@ -164,7 +172,9 @@ def test_the_first_step_of_the_branch_has_its_learning_rate(root: Path, trained:
 def test_a_held_rate_moves_nothing(root: Path, folder: Path):
     rewind(folder, "--lr", "hold0:4")
     stop_at(root, folder, MIDDLE + 4, kill=True)
-    weights = [run_in(folder) / "checkpoints" / f"step-{step:08d}" / "model.safetensors" for step in (MIDDLE + 2, MIDDLE + 4)]
+    weights = [
+        run_in(folder) / "checkpoints" / f"step-{step:08d}" / "model.safetensors" for step in (MIDDLE + 2, MIDDLE + 4)
+    ]
     kept = run_in(folder) / "abandoned/branch-1/before/checkpoints" / f"step-{MIDDLE:08d}" / "model.safetensors"
     assert weights[1].read_bytes() == kept.read_bytes()
 

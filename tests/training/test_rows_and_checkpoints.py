@@ -42,7 +42,10 @@ def saved(run: Run) -> list[int]:
 
 def test_the_training_has_a_row_every_ten_steps_beside_the_evaluations(folder: Path):
     """Which are what they are without: --log_every as rare as the evaluations leaves the others out."""
-    usual, rare = trained(folder, "usual", Options(keep=KEEP)), trained(folder, "rare", Options(keep=KEEP, log_every=12))
+    usual, rare = (
+        trained(folder, "usual", Options(keep=KEEP)),
+        trained(folder, "rare", Options(keep=KEEP, log_every=12)),
+    )
     assert list(rows(usual)) == [10, 12, 20, 24]
     assert {step: row for step, row in rows(usual).items() if step in (12, 24)} == rows(rare)
     assert rows(usual)[10].keys() == rows(rare)[12].keys() - {"val_loss"}
@@ -58,7 +61,13 @@ def test_checkpoints_have_a_rhythm_of_their_own(folder: Path):
     assert list(rows(run)) == list(range(2, STEPS + 1, 2))
     best = checkpoints.best_step(run.path)
     assert saved(run) == sorted({5, 10, 15, 20, 24, best})
-    one = trained(folder, "b", Options(keep=KEEP, save_every=100), eval_every=1, early_stopping=EarlyStopping(patience=3, min_gain=1e9))
+    one = trained(
+        folder,
+        "b",
+        Options(keep=KEEP, save_every=100),
+        eval_every=1,
+        early_stopping=EarlyStopping(patience=3, min_gain=1e9),
+    )
     last = max(rows(one))
     assert last == 4 < STEPS
     assert saved(one)[-1] == last

@@ -1,4 +1,5 @@
-"""A training stops in order: after a step, or in the evaluation after it, with its checkpoint, and goes on as if it never had."""
+"""A training stops in order: after a step, or in the evaluation after it, with its checkpoint, and goes on as if it
+never had."""
 
 import hashlib
 import json
@@ -96,7 +97,9 @@ def test_an_evaluation_that_is_stopped_is_made_after_the_restart(folder: Path):
             small.train(run, evaluate=evaluate)
         assert caught.value.step == 8
         assert [row["step"] for row in run.dir.scores.rows()] == [4]
-        run.dir.scores.append({"step": 8, "val_loss": 1.0})  # as a kill between the evaluation and its checkpoint leaves it
+        run.dir.scores.append(
+            {"step": 8, "val_loss": 1.0}
+        )  # as a kill between the evaluation and its checkpoint leaves it
         small.train(run)
         assert [row["step"] for row in run.dir.scores.rows()] == [4, 8, 10, 12]
         assert outcome(run.path) == undisturbed(folder)
@@ -232,8 +235,21 @@ def test_the_memory_in_use_is_that_of_the_machine():
 @pytest.mark.parametrize(
     ("version", "files", "share"),
     [
-        ("0::/job", {"job/memory.max": "max", "job/memory.current": "5", "job/memory.stat": "inactive_file 1", "memory.max": "max"}, None),
-        ("0::/job", {"job/memory.max": "100", "job/memory.current": "103", "job/memory.stat": "anon 9\ninactive_file 4"}, 0.99),
+        (
+            "0::/job",
+            {
+                "job/memory.max": "max",
+                "job/memory.current": "5",
+                "job/memory.stat": "inactive_file 1",
+                "memory.max": "max",
+            },
+            None,
+        ),
+        (
+            "0::/job",
+            {"job/memory.max": "100", "job/memory.current": "103", "job/memory.stat": "anon 9\ninactive_file 4"},
+            0.99,
+        ),
         ("0::/a/b", {"a/memory.max": "100", "a/memory.current": "99", "a/memory.stat": "inactive_file 0"}, 0.99),
         (
             "4:memory:/job",
@@ -295,7 +311,8 @@ class Started:
 
 @pytest.mark.slow
 def test_processes_that_read_data_do_not_take_the_signals_of_the_training(tmp_path: Path):
-    """A scheduler signals every process of a job: the training stops in order, and those that read for it end with it."""
+    """A scheduler signals every process of a job: the training stops in order, and those that read for it end with
+    it."""
     started = Started(tmp_path, "--num_workers", "2")
     started.row()
     workers = [child for child in psutil.Process(started.process.pid).children() if child.is_running()]
@@ -317,7 +334,8 @@ def test_processes_that_read_data_do_not_take_the_signals_of_the_training(tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("arguments", "code", "reason", "kind"), [(["--stop_after", "12"], 75, "time limit", "limit"), ([], 130, "SIGINT", "person")]
+    ("arguments", "code", "reason", "kind"),
+    [(["--stop_after", "12"], 75, "time limit", "limit"), ([], 130, "SIGINT", "person")],
 )
 def test_the_command_line_says_why_it_stopped(tmp_path: Path, arguments: list[str], code: int, reason: str, kind: str):
     started = Started(tmp_path, *arguments)
@@ -326,5 +344,7 @@ def test_the_command_line_says_why_it_stopped(tmp_path: Path, arguments: list[st
         os.kill(started.process.pid, signal.SIGINT)
     assert started.end() == code
     assert reason in read_status(started.run)["reason"]
-    assert f'"stopped_by": "{kind}"' in (started.run / "status.json").read_text(), "what the script of a Slurm job looks for"
+    assert f'"stopped_by": "{kind}"' in (started.run / "status.json").read_text(), (
+        "what the script of a Slurm job looks for"
+    )
     assert arguments or checkpoints.newest_whole(started.run) is not None

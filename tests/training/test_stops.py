@@ -1,4 +1,5 @@
-"""A signal to one of two processes stops both at the same step, however they share the model, and changes nothing in the end."""
+"""A signal to one of two processes stops both at the same step, however they share the model, and changes nothing in
+the end."""
 
 import json
 import os
@@ -57,7 +58,9 @@ def test_one_signal_stops_both(modes: Modes, mode: str):
     *before, last = checkpoints.list_all(run)
     assert last == checkpoints.newest_whole(run)
     assert checkpoints.step_of(last) == status["step"]
-    assert all(checkpoints.step_of(folder) % 4 == 0 for folder in before), "each stands where a row does, but for the one of the stop"
+    assert all(checkpoints.step_of(folder) % 4 == 0 for folder in before), (
+        "each stands where a row does, but for the one of the stop"
+    )
     assert not list((run / "checkpoints").glob(".*"))
 
     assert modes.start(mode, "long", more=ROWS) == ""
@@ -70,7 +73,8 @@ def test_one_signal_stops_both(modes: Modes, mode: str):
 
 @pytest.mark.slow
 def test_a_stop_file_stops_both_until_it_is_removed(modes: Modes):
-    """Each process looks at the file by its own clock, once a second, so one sees it first. test_pair.py lets such a training end."""
+    """Each process looks at the file by its own clock, once a second, so one sees it first. test_pair.py lets such a
+    training end."""
     process, run = modes.begin("replicated", "longer", more=ROWS), modes.run("longer")
     try:
         wait_for_rows(modes, process, "longer")

@@ -45,7 +45,9 @@ def test_only_trained_weights_must_be_float32(tmp_path: Path, dtype: str):
 def test_a_trained_critic_must_be_float32(tmp_path: Path):
     adapted = {**ADAPTERS, "base": {"name": "hf", "path": "m", "dtype": "bfloat16"}}
     for dtype, expected in (("bfloat16", "bfloat16"), ("float32", "float32")):
-        model = bind(MODELS, {"name": "with_values", "base": adapted, "critic": {"name": "hf", "path": "m", "dtype": dtype}})
+        model = bind(
+            MODELS, {"name": "with_values", "base": adapted, "critic": {"name": "hf", "path": "m", "dtype": dtype}}
+        )
         assert model.trained_type(Places(tmp_path, tmp_path)) == expected
 
 
@@ -67,9 +69,15 @@ def test_no_experiment_of_the_project_is_refused(tmp_path: Path):
         check_trained_type(item.recipe.model, places)  # type: ignore[attr-defined]  every recipe with a loop has a model
 
 
-def test_dry_run_and_training_refuse_bfloat16_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_dry_run_and_training_refuse_bfloat16_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     toy.write_data(tmp_path / "data")
-    save(tmp_path / "data" / "m", "llama", vocab_size=len(AutoTokenizer.from_pretrained(tmp_path / "data" / "toy_tokenizer")))
+    save(
+        tmp_path / "data" / "m",
+        "llama",
+        vocab_size=len(AutoTokenizer.from_pretrained(tmp_path / "data" / "toy_tokenizer")),
+    )
     AutoTokenizer.from_pretrained(tmp_path / "data" / "toy_tokenizer").save_pretrained(tmp_path / "data" / "m")
     model = {"name": "hf", "path": "m", "dtype": "bfloat16"}
     groups = {"short": [{**toy.BASE, "model": model}], "adapters": [{**toy.BASE, "model": {**ADAPTERS, "base": model}}]}
@@ -78,7 +86,9 @@ def test_dry_run_and_training_refuse_bfloat16_weights(tmp_path: Path, capsys: py
     assert toy.main(["-e", "adapters", "--dry-run"], groups, tmp_path) == 0
     assert toy.main(["-e", "adapters", "--steps", "2"], groups, tmp_path) == 0
     capsys.readouterr()
-    monkeypatch.setattr("src.recipes.shared.finetuning.check_trained_type", lambda *_: None)  # the loop checks the weights themselves
+    monkeypatch.setattr(
+        "src.recipes.shared.finetuning.check_trained_type", lambda *_: None
+    )  # the loop checks the weights themselves
     assert toy.main(["-e", "short", "--steps", "2"], groups, tmp_path) == 1
     assert "model.dtype: 'bfloat16'" in capsys.readouterr().err
 

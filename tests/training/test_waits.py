@@ -1,8 +1,10 @@
-"""No step waits for its device more than once, whatever it trains on: for the norm, and with it the sums that are reported.
+"""No step waits for its device more than once, whatever it trains on: for the norm, and with it the sums that are
+reported.
 
-Exempt, as none of it is in every step: what a training on rollouts makes to read (`generate` looks at each token), evaluations,
-checkpoints, statistics of tensors, a context that `cache_contexts` has not met before, and the first step's look for dropout after
---micro_batch. Of other libraries, and so not asked for here: the loss scale of float16 (torch), Adafactor and SmolVLM (transformers).
+Exempt, as none of it is in every step: what a training on rollouts makes to read (`generate` looks at each token),
+evaluations, checkpoints, statistics of tensors, a context that `cache_contexts` has not met before, and the first
+step's look for dropout after --micro_batch. Of other libraries, and so not asked for here: the loss scale of float16
+(torch), Adafactor and SmolVLM (transformers).
 """
 
 import shutil
@@ -37,7 +39,12 @@ from tests.training import small
 RECIPES = {name: group[0] for name, group in test_golden.GROUPS.items()}
 ENCODED = "contexts encoded before"
 RESAMPLER = {"tokens": 1, "num_layers": 1, "num_heads": 2}
-PACKED = {"name": "packed", "documents": {"name": "documents", "corpus": "toy_text"}, "sequence_tokens": 64, "open_rows": 2}
+PACKED = {
+    "name": "packed",
+    "documents": {"name": "documents", "corpus": "toy_text"},
+    "sequence_tokens": 64,
+    "open_rows": 2,
+}
 CASES: dict[str, dict[str, Any]] = {
     **RECIPES,
     ENCODED: override(RECIPES["crossattn"], {"data.encoded_contexts": True}),
@@ -47,7 +54,8 @@ CASES: dict[str, dict[str, Any]] = {
     "adamw_scale": override(RECIPES["t5_pretrain"], {"loop.optimizer": "adamw_scale"}),
     "packed": {**RECIPES["lm"], "data": PACKED},
     "resampler": override(
-        RECIPES["interleaved"], {"model.resampler": {"tokens": 1, "num_layers": 1, "num_heads": 2}, "model.max_tiles": 1}
+        RECIPES["interleaved"],
+        {"model.resampler": {"tokens": 1, "num_layers": 1, "num_heads": 2}, "model.max_tiles": 1},
     ),
 }
 PARENTS = ("lm", "sft", "reward")
@@ -90,18 +98,26 @@ def train(folder: Path, exp: dict[str, Any]) -> bytes:
 
 
 def with_passes(exp: dict[str, Any], passes: int, steps: int = 4) -> dict[str, Any]:
-    """So many steps of so many micro-batches. Those of policies are as large as their rollouts, and are cut into four for three."""
+    """So many steps of so many micro-batches. Those of policies are as large as their rollouts, and are cut into four
+    for three."""
     policy = exp["recipe"] in ("grpo", "ppo")
     size = exp["loop"]["sequences_per_step"] // (1 if passes == 1 else 4) if policy else 2
     sequences = exp["loop"]["sequences_per_step"] if policy else passes * size
-    changes = {"loop.steps": steps, "loop.eval_every": steps, "loop.sequences_per_step": sequences, "loop.micro_batch": size}
+    changes = {
+        "loop.steps": steps,
+        "loop.eval_every": steps,
+        "loop.sequences_per_step": sequences,
+        "loop.micro_batch": size,
+    }
     beside = () if policy else BESIDE
     return override({name: value for name, value in exp.items() if name not in beside}, changes)
 
 
 @pytest.mark.parametrize("passes", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("name", CASES)
-def test_a_step_waits_once_and_what_the_cpu_knows_changes_no_bit(world: Path, name: str, passes: int, request: pytest.FixtureRequest):
+def test_a_step_waits_once_and_what_the_cpu_knows_changes_no_bit(
+    world: Path, name: str, passes: int, request: pytest.FixtureRequest
+):
     folder, exp = request.getfixturevalue("encoded") if name == ENCODED else world, with_passes(CASES[name], passes)
     without = train(folder, exp)
     with waits.WaitCounter() as counter:

@@ -1,4 +1,5 @@
-"""A run goes on with another number of processes: the same sequences make each step, and the loss is equal to rounding."""
+"""A run goes on with another number of processes: the same sequences make each step, and the loss is equal to
+rounding."""
 
 import json
 import shutil
@@ -31,10 +32,15 @@ def close(run: Path, undisturbed: Path) -> None:
     assert (found["step"], found["tokens"]) == (wanted["step"], wanted["tokens"])
     assert found["val_loss"] == pytest.approx(wanted["val_loss"], rel=1e-5)
     assert found["train_loss"] == pytest.approx(wanted["train_loss"], rel=1e-5)
-    one, other = (load_file(max((folder / "checkpoints").glob("step-*")) / "model.safetensors") for folder in (run, undisturbed))
+    one, other = (
+        load_file(max((folder / "checkpoints").glob("step-*")) / "model.safetensors") for folder in (run, undisturbed)
+    )
     for name, tensor in one.items():
-        # A fiftieth of one step's learning rate: Adam moves what has no gradient but rounding (the keys' biases) by rounding too.
-        torch.testing.assert_close(tensor, other[name], rtol=1e-3, atol=2e-4, msg=lambda text, name=name: f"{name}: {text}")
+        # A fiftieth of one step's learning rate: Adam moves what has no gradient but rounding (the keys' biases) by
+        # rounding too.
+        torch.testing.assert_close(
+            tensor, other[name], rtol=1e-3, atol=2e-4, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @pytest.mark.slow
@@ -134,7 +140,10 @@ def test_packed_rows_are_the_same_on_any_number_of_processes_and_when_it_changes
     assert found == {step: wanted[step] for step in range(first + 1, 11)}
     for processes in (3, 4):
         assert start(str(processes), processes) == ("", wanted)
-    cursors = [json.loads((run / "checkpoints" / "step-00000010" / "state.json").read_text())["cursor"] for run in runs.values()]
+    cursors = [
+        json.loads((run / "checkpoints" / "step-00000010" / "state.json").read_text())["cursor"]
+        for run in runs.values()
+    ]
     assert cursors[1:] == cursors[:1] * 3
     counted = ("step", "tokens", "data/padding", "data/left_out")
     for run in runs.values():

@@ -1,4 +1,5 @@
-"""What an epoch reads of a conversation: what is told about its answers, and which part of a long one, by (seed, epoch, index)."""
+"""What an epoch reads of a conversation: what is told about its answers, and which part of a long one, by (seed, epoch,
+index)."""
 
 import hashlib
 import re
@@ -29,7 +30,8 @@ class Tags(StrictConfig):
     """Whether the length is told, too: a fifth of the words, and one."""
 
     def write(self, message: Message, draw: Random | None) -> str:
-        """Lines "key: value" about a message, which end with an end of line; "" if there is nothing to tell. draw: None to tell all.
+        """Lines "key: value" about a message, which end with an end of line; "" if there is nothing to tell. draw: None
+        to tell all.
 
         Where some are dropped they are shuffled, but for the context, which comes last. Shares have one decimal.
         """
@@ -53,9 +55,9 @@ class Tags(StrictConfig):
 def window(found: Rendered, most: int, offset_probability: float, draw: Callable[[], Random] | None) -> Rendered:
     """A conversation of at most `most` tokens, in which something is learned if anything is.
 
-    With `offset_probability` it begins at a random token, as long as that leaves something to learn; else at its own beginning. Where all
-    that would be learned comes later, it begins so that half of it is before the first token that is learned. draw: None in evaluations,
-    which read the beginning.
+    With `offset_probability` it begins at a random token, as long as that leaves something to learn; else at its own
+    beginning. Where all that would be learned comes later, it begins so that half of it is before the first token that
+    is learned. draw: None in evaluations, which read the beginning.
     """
     if len(found.ids) <= most:
         return found
@@ -66,7 +68,11 @@ def window(found: Rendered, most: int, offset_probability: float, draw: Callable
     if draw is not None:
         own = draw()
         if own.random() < offset_probability:
-            begins = [begin for begin in range(max(0, learned[0] - most + 1), last + 1) if _learns(learned, begin, begin + most)]
+            begins = [
+                begin
+                for begin in range(max(0, learned[0] - most + 1), last + 1)
+                if _learns(learned, begin, begin + most)
+            ]
             return _part(found, own.choice(begins), most)
     begin = 0 if learned[0] < most else learned[0] - most // 2
     return _part(found, min(begin, len(found.ids) - most), most)

@@ -48,7 +48,8 @@ class Writing(StrictConfig):
     def _tags_have_a_place(self) -> "Writing":
         if self.tags and self.template == "tokenizer":
             raise ValueError(
-                "tags: a template of the tokenizer has no place for them. Leave them out, or take template 'oasst' or 'chatml'."
+                "tags: a template of the tokenizer has no place for them. Leave them out, or take template 'oasst' "
+                "or 'chatml'."
             )
         return self
 
@@ -57,7 +58,8 @@ class ConversationConfig(ShuffledConfig):
     """Source and format of conversations; shared by the data sets of answers and of ranked replies."""
 
     corpus: str = Field(min_length=1)
-    """Folder below `--data_path` with train.jsonl and val.jsonl; src/data/conversations/entries.py describes their rows."""
+    """Folder below `--data_path` with train.jsonl and val.jsonl; src/data/conversations/entries.py describes their
+    rows."""
     sequence_tokens: int = Field(gt=1)
     """Maximum tokens per sample."""
     writing: Writing = Writing()
@@ -76,7 +78,8 @@ class ConversationConfig(ShuffledConfig):
             call_once(self._check_writing, folder)
 
     def _check_writing(self, folder: Path) -> None:
-        """Raises DataError if the tokenizer has no end token, or its template cannot be trained with or takes no system message."""
+        """Raises DataError if the tokenizer has no end token, or its template cannot be trained with or takes no system
+        message."""
         from src.data.text import tokenizers
 
         if self.writing.template != "tokenizer" and tokenizers.names_end_token(folder):
@@ -129,7 +132,14 @@ class Config(ConversationConfig):
         """
         renderer = Renderer(tokenizer, templates.find(self.writing.template, tokenizer))
         rows = self.read(places, split)
-        return Conversations(self, rows, renderer, seed if split == "train" else None, self.digest(places), str(places.data / self.corpus))
+        return Conversations(
+            self,
+            rows,
+            renderer,
+            seed if split == "train" else None,
+            self.digest(places),
+            str(places.data / self.corpus),
+        )
 
 
 class Sample(TypedDict):
@@ -144,8 +154,11 @@ class Conversations:
 
     collation = "conversations"
 
-    def __init__(self, config: Config, rows: ConversationRows, renderer: Renderer, seed: int | None, digest: str, name: str) -> None:
-        """seed: draws the part of a conversation that an epoch reads; None: always the same. name: of the data, in messages."""
+    def __init__(
+        self, config: Config, rows: ConversationRows, renderer: Renderer, seed: int | None, digest: str, name: str
+    ) -> None:
+        """seed: draws the part of a conversation that an epoch reads; None: always the same. name: of the data, in
+        messages."""
         self.config, self.renderer, self.fingerprint, self.shuffle = config, renderer, digest, config.shuffle
         self._rows, self._seed, self._name = rows, seed, name
         self._chosen = self._choose()
@@ -155,20 +168,28 @@ class Conversations:
     def _choose(self) -> Sequence[int]:
         """Numbers of the rows that are read."""
         if prompts := self._rows.numbers_of(PROMPT):
-            raise DataError(f"{self._rows.location(prompts[0])}: a prompt without an answer. Use data 'rollouts', or add an answer.")
+            raise DataError(
+                f"{self._rows.location(prompts[0])}: a prompt without an answer. Use data 'rollouts', or add an answer."
+            )
         total = range(len(self._rows))
         saying = total if self.config.learn_all else self._rows.numbers_of(EMPTY, others=True)
         if not saying:
-            raise DataError(f"{self._name}: the assistant says nothing in any conversation, so there is nothing to learn.")
+            raise DataError(
+                f"{self._name}: the assistant says nothing in any conversation, so there is nothing to learn."
+            )
         if len(saying) < len(total):
             counts = len(total) - len(saying), len(total)
             log.info("%s: the assistant says nothing in %d of %d conversations; they are skipped.", self._name, *counts)
         if not self.config.without_refusals:
             return saying
         chosen = [i for i in saying if not refuses(read_entry(self._rows[i], self._name).conversation)]
-        log.info("%s: %d of %d conversations refuse; they are skipped.", self._name, len(saying) - len(chosen), len(saying))
+        log.info(
+            "%s: %d of %d conversations refuse; they are skipped.", self._name, len(saying) - len(chosen), len(saying)
+        )
         if not chosen:
-            raise DataError(f"{self._name}: the assistant refuses in every conversation. Write without_refusals: false.")
+            raise DataError(
+                f"{self._name}: the assistant refuses in every conversation. Write without_refusals: false."
+            )
         return chosen
 
     def __len__(self) -> int:
@@ -190,17 +211,25 @@ class Conversations:
             return window(self.renderer.render_text(entry.text), config.sequence_tokens, 0.0, None)
         messages = self._another_answer(index, entry) if config.shuffled_answers and key else entry.conversation
         messages = with_system(messages, config.writing.system)
-        tags = config.writing.tags.write_all(messages, draws("tags", *key) if key else None) if config.writing.tags else ()
+        tags = (
+            config.writing.tags.write_all(messages, draws("tags", *key) if key else None) if config.writing.tags else ()
+        )
         try:
             whole = self.renderer.render(messages, tags)
         except DataError as error:
             raise DataError(f"{self._rows.location(row)}: {error}") from None
-        return window(whole, config.sequence_tokens, config.random_offset, (lambda: draws("window", *key)) if key else None)
+        return window(
+            whole, config.sequence_tokens, config.random_offset, (lambda: draws("window", *key)) if key else None
+        )
 
     def _another_answer(self, index: int, entry: Entry) -> Sequence[Message]:
         """The conversation with the assistant's last answer from another, the same in every epoch."""
         messages = entry.conversation
-        other = (index + draws("answers", self._seed, index).randrange(1, len(self))) % len(self) if len(self) > 1 else index
+        other = (
+            (index + draws("answers", self._seed, index).randrange(1, len(self))) % len(self)
+            if len(self) > 1
+            else index
+        )
         others = read_entry(self._rows[self._chosen[other]], self._rows.location(self._chosen[other])).conversation
         place = max(place for place, message in enumerate(messages) if message.role == "assistant")
         answer = next((message for message in reversed(others) if message.role == "assistant"), messages[place])
@@ -254,13 +283,21 @@ class Conversations:
         """Padded on the right; padding is masked, so its id does not matter."""
         from src.data import collate
 
-        return collate.pad_tokens([s["input_ids"] for s in samples], [s["loss_mask"] for s in samples], pad_id=self.renderer.safe.pad_id)
+        return collate.pad_tokens(
+            [s["input_ids"] for s in samples], [s["loss_mask"] for s in samples], pad_id=self.renderer.safe.pad_id
+        )
 
 
-def render_prompt(renderer: Renderer, writing: Writing, messages: Sequence[Message], answer: Message | None = None) -> list[int]:
+def render_prompt(
+    renderer: Renderer, writing: Writing, messages: Sequence[Message], answer: Message | None = None
+) -> list[int]:
     """Ids of messages up to the answer to the last one. answer: the answer that tags describe, if known."""
     messages = with_system(messages, writing.system)
-    tags = [*writing.tags.write_all(messages, None), writing.tags.write(answer or Message("assistant", ""), None)] if writing.tags else ()
+    tags = (
+        [*writing.tags.write_all(messages, None), writing.tags.write(answer or Message("assistant", ""), None)]
+        if writing.tags
+        else ()
+    )
     return renderer.render(messages, tags, answering=True).ids
 
 

@@ -3,14 +3,15 @@
 {"messages": [{"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "5"}]}
 {"messages": [...], "replies": [{"content": "5", "rank": 0}, {"content": "six", "rank": 1}]}
 {"prompt": [{"role": "user", "content": "2 + 3?"}], "answer": "5"}
-{"messages": [..., {"role": "assistant", "content": null, "tool_calls": [...]}, {"role": "tool", "content": "5"}, ...], "tools": [...]}
-{"text": "Plain text."}
+{"messages": [..., {"role": "assistant", "content": null, "tool_calls": [...]}, {"role": "tool", "content": "5"}, ...],
+"tools": [...]} {"text": "Plain text."}
 
-A call of a tool is {"name", "arguments"}, also within {"function"}; arguments and tools are JSON, or a text of JSON. An answer can have
-reasoning as "reasoning_content", "thinking" or "reasoning".
+A call of a tool is {"name", "arguments"}, also within {"function"}; arguments and tools are JSON, or a text of JSON. An
+answer can have reasoning as "reasoning_content", "thinking" or "reasoning".
 
-Roles: system (first, at most once), user, assistant, and tool after an assistant. A message can have "lang", "quality", "humor",
-"creativity" (0 to 1) and "context". Ranks: smaller is better, and equal ranks are a tie. Rewards read the other keys of a row.
+Roles: system (first, at most once), user, assistant, and tool after an assistant. A message can have "lang", "quality",
+"humor", "creativity" (0 to 1) and "context". Ranks: smaller is better, and equal ranks are a tie. Rewards read the
+other keys of a row.
 """
 
 import json
@@ -31,7 +32,13 @@ LINKS = ("name", "tool_call_id")
 """Keys by which the result of a tool refers to its call."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of the reasoning before an answer, as different templates read it."""
-_AFTER = {"": ("system", "user"), "system": ("user",), "user": ("assistant",), "assistant": ("user", "tool"), "tool": ("assistant", "tool")}
+_AFTER = {
+    "": ("system", "user"),
+    "system": ("user",),
+    "user": ("assistant",),
+    "assistant": ("user", "tool"),
+    "tool": ("assistant", "tool"),
+}
 
 
 @dataclass(frozen=True)
@@ -67,7 +74,13 @@ class Message:
             {**({"id": name} if name else {}), "type": "function", "function": dict(call)}
             for name, call in zip(ids, self.calls, strict=False)
         ]
-        return {"role": self.role, "content": self.content, **self.links, **reasoning, **({"tool_calls": calls} if calls else {})}
+        return {
+            "role": self.role,
+            "content": self.content,
+            **self.links,
+            **reasoning,
+            **({"tool_calls": calls} if calls else {}),
+        }
 
 
 @dataclass(frozen=True)
@@ -100,7 +113,9 @@ class Entry:
     @property
     def conversation(self) -> Sequence[Message]:
         """The messages; with the best of the replies, the first of several, if there are some."""
-        return [*self.messages, min(self.replies, key=lambda reply: reply.rank).message] if self.replies else self.messages
+        return (
+            [*self.messages, min(self.replies, key=lambda reply: reply.rank).message] if self.replies else self.messages
+        )
 
 
 def check_row(row: dict[str, Any], where: str) -> None:
@@ -131,7 +146,9 @@ def read_entry(row: Mapping[str, Any], where: str) -> Entry:
     if messages and (tools := _objects(row.get("tools"), f"{where}: tools")):
         messages[0] = replace(messages[0], tools=tools)
     _check_roles(
-        [message.role for message in messages], where, "an answer" if name == "prompt" else "replies" if replies is not None else ""
+        [message.role for message in messages],
+        where,
+        "an answer" if name == "prompt" else "replies" if replies is not None else "",
     )
     if replies is None:
         return Entry(messages, is_prompt=name == "prompt")
@@ -143,7 +160,8 @@ def read_entry(row: Mapping[str, Any], where: str) -> Entry:
         other, rank = ranks.setdefault((reply.content, reply.reasoning), (place, reply.rank))
         if rank != reply.rank:
             raise DataError(
-                f"{where}: replies[{other}] and replies[{place}] say the same, with ranks {rank} and {reply.rank}. Leave one out."
+                f"{where}: replies[{other}] and replies[{place}] say the same, with ranks {rank} and {reply.rank}. "
+                f"Leave one out."
             )
     return Entry(messages, parsed)
 
@@ -154,10 +172,14 @@ def _check_roles(roles: Sequence[str], where: str, missing: str) -> None:
     for place, role in enumerate(roles):
         if role not in _AFTER[before]:
             expected, after = " or ".join(_AFTER[before]), f"after {before}" if before else "first"
-            raise DataError(f"{where}: messages[{place}]: roles do not alternate: expected {expected} {after}, got {role}.")
+            raise DataError(
+                f"{where}: messages[{place}]: roles do not alternate: expected {expected} {after}, got {role}."
+            )
         before = role
     if (missing and before in ("assistant", "system")) or (missing == "an answer" and not roles):
-        raise DataError(f"{where}: the messages before {missing} end with {before or 'nothing'}. Expected user or tool.")
+        raise DataError(
+            f"{where}: the messages before {missing} end with {before or 'nothing'}. Expected user or tool."
+        )
     if not missing and "assistant" not in roles:
         raise DataError(f"{where}: no message is the assistant's, so there is nothing to learn.")
 
@@ -240,7 +262,9 @@ def _reply(raw: Any, where: str) -> Reply:
     if type(rank) is not int:
         raise DataError(f"{where}: rank: expected an integer, smaller for better replies, got {rank!r}.")
     score = raw.get("score")
-    if score is not None and (isinstance(score, bool) or not isinstance(score, int | float) or not abs(score) < _LARGEST_SCORE):
+    if score is not None and (
+        isinstance(score, bool) or not isinstance(score, int | float) or not abs(score) < _LARGEST_SCORE
+    ):
         raise DataError(f"{where}: score: expected a number below {_LARGEST_SCORE:g}, got {score!r:.60}.")
     return Reply(_text(raw.get("content"), f"{where}: content"), rank, _tags(raw, where), _reasoning(raw, where), score)
 

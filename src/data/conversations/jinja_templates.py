@@ -1,6 +1,8 @@
-"""Jinja templates of tokenizers, rendered with the real messages, so that the text equals that of `apply_chat_template`.
+"""Jinja templates of tokenizers, rendered with the real messages, so that the text equals that of
+`apply_chat_template`.
 
-Control tokens that a message spells are masked before rendering and restored as plain text after it. An answer starts where the generation
+Control tokens that a message spells are masked before rendering and restored as plain text after it. An answer starts
+where the generation
 prompt ends: `Jinja.spans` renders the prompt of each answer and requires that it is a prefix of the conversation.
 """
 
@@ -19,10 +21,21 @@ log = logging.getLogger(__name__)
 WHERE = "data.writing.template"
 _CONTROL = r"<\|[^|\s]+\|>"
 _MASK = "\x7f"
-"""Surrounds the number of a masked text; twice before "m" and the number of a marked message. JSON does not escape it."""
+"""Surrounds the number of a masked text; twice before "m" and the number of a marked message. JSON does not escape
+it."""
 _MARK = re.compile(f"{_MASK}{_MASK}m([0-9]+){_MASK}")
 _GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")
-_DATE = {"%Y": "2025", "%y": "25", "%m": "01", "%d": "01", "%B": "January", "%b": "Jan", "%A": "Wednesday", "%a": "Wed", "%H": "00"}
+_DATE = {
+    "%Y": "2025",
+    "%y": "25",
+    "%m": "01",
+    "%d": "01",
+    "%B": "January",
+    "%b": "Jan",
+    "%A": "Wednesday",
+    "%a": "Wed",
+    "%H": "00",
+}
 _FIXED_DATE = (
     "{%- macro strftime_now(format) -%}{{- format"
     + "".join(f" | replace('{code}', '{text}')" for code, text in {**_DATE, "%M": "00", "%S": "00"}.items())
@@ -48,7 +61,8 @@ class _Answer(NamedTuple):
 class _Form(NamedTuple):
     """The text around an answer without reasoning and calls, after which another message follows.
 
-    Earlier answers of the conversation with the same text around them need no rendering of their own, so time is linear in the messages.
+    Earlier answers of the conversation with the same text around them need no rendering of their own, so time is linear
+    in the messages.
     """
 
     lead: str
@@ -74,7 +88,9 @@ class _Form(NamedTuple):
         begin = place + len(self.lead)
         for content in _forms_of(message["content"]):
             end = begin + len(content) + len(self.end)
-            if text.startswith(content + self.end, begin) and (not regions or any(one <= begin and end <= two for one, two in regions)):
+            if text.startswith(content + self.end, begin) and (
+                not regions or any(one <= begin and end <= two for one, two in regions)
+            ):
                 return _Answer(place + self.prompt, end)
         return None
 
@@ -102,11 +118,12 @@ class Jinja:
     """A Jinja template of a tokenizer."""
 
     def __init__(self, source: str, tokens: Mapping[str, str], controls: Sequence[str] = ()) -> None:
-        """tokens: control tokens by the names that the template uses, such as eos_token. controls: further ones of the vocabulary.
+        """tokens: control tokens by the names that the template uses, such as eos_token. controls: further ones of the
+        vocabulary.
 
         Raises:
-            DataError: the template omits or repeats a message, the generation prompt is not a prefix of the conversation, or no control
-                token ends an answer.
+            DataError: the template omits or repeats a message, the generation prompt is not a prefix of the
+                conversation, or no control token ends an answer.
         """
         self.source, self.tokens = source, dict(tokens)
         self.marks_answers = bool(_GENERATION.search(source))
@@ -120,13 +137,17 @@ class Jinja:
         self._check()
 
     def spans(self, messages: Sequence[Message], tags: Sequence[str] = (), answering: bool = False) -> list[Span]:
-        """See `rendering.Template`. An earlier answer that the template changes once another message follows is not learned.
+        """See `rendering.Template`. An earlier answer that the template changes once another message follows is not
+        learned.
 
         Raises:
             DataError: the template refuses the messages, omits or repeats one, or the last answer cannot be learned.
         """
         if any(tags):
-            raise DataError("data.writing.tags: a template of the tokenizer has no place for them. Take template 'oasst' or 'chatml'.")
+            raise DataError(
+                "data.writing.tags: a template of the tokenizer has no place for them. Take template 'oasst' or "
+                "'chatml'."
+            )
         mask = _Mask(self._controls)
         raw, tools = [mask.message(message) for message in messages], mask.mask(tools_of(messages)) or None
         text, regions = self._fill(raw, tools, answering)
@@ -157,15 +178,24 @@ class Jinja:
             if begin < place:
                 marks = " within {% generation %}" if self.marks_answers else ""
                 advice = "Mark only answers" if self.marks_answers else "Take one that writes messages in order"
-                raise DataError(f"{WHERE}: an answer{marks} overlaps another message: {shorten(text[begin:place])}. {advice}.")
+                raise DataError(
+                    f"{WHERE}: an answer{marks} overlaps another message: {shorten(text[begin:place])}. {advice}."
+                )
             spans += [Span(text[place:begin] + missing, Role.TEMPLATE, True), Span(text[begin:end], role, True)]
             place = end
         return [part for span in (*spans, Span(text[place:], Role.TEMPLATE, True)) for part in mask.restore(span)]
 
     def _answer(
-        self, raw: Sequence[Any], number: int, tools: Any, text: str, regions: Sequence[tuple[int, int]], answering: bool
+        self,
+        raw: Sequence[Any],
+        number: int,
+        tools: Any,
+        text: str,
+        regions: Sequence[tuple[int, int]],
+        answering: bool,
     ) -> _Answer | None:
-        """Message `number` within `text`; None if the template changes it once another message follows. answering: it is only read.
+        """Message `number` within `text`; None if the template changes it once another message follows. answering: it
+        is only read.
 
         Raises:
             _Unlearnable: even as the last message it does not continue its generation prompt, or nothing ends it.
@@ -187,21 +217,32 @@ class Jinja:
             ends = [end for end in ends if end <= max((end for _, end in of_last), default=0)]
         if not ends:
             raise _Unlearnable(
-                f"no control token ends the answer {shorten(last[start:])}, so no model would learn to stop. Write the end token after "
+                f"no control token ends the answer {shorten(last[start:])}, so no model would learn to stop. Write "
+                f"the end token after "
                 f"each answer{inside}, or take another template."
             )
         if self.marks_answers:
             content = _without_blanks(message["content"].rpartition("</think>")[2])
             if content not in _without_blanks(last[start : ends[-1]]):
-                raise _Unlearnable(f"{{% generation %}} marks only a part of {shorten(message['content'])}. Mark the complete answer.")
+                raise _Unlearnable(
+                    f"{{% generation %}} marks only a part of {shorten(message['content'])}. Mark the complete answer."
+                )
             same = _shared_length(last, text)
             marked = [end for begin, end in regions if end > start and begin <= max(same, start)]
-            ends = [match.end() for match in self._controls.finditer(text, start, marked[-1])] if marked and same >= start else []
+            ends = (
+                [match.end() for match in self._controls.finditer(text, start, marked[-1])]
+                if marked and same >= start
+                else []
+            )
             return _Answer(start, ends[-1], prompt[start:]) if ends else None
         if text.startswith(last[: ends[-1]]):
             return _Answer(start, ends[-1], prompt[start:])
         same = _shared_length(last, text)  # the template adds to the end of a last answer: <|end|> or <|end|><eos>
-        ends = [end for end in ends if end <= same and message["content"].strip() and self._is_complete(message, last[start:end])]
+        ends = [
+            end
+            for end in ends
+            if end <= same and message["content"].strip() and self._is_complete(message, last[start:end])
+        ]
         return _Answer(start, ends[-1]) if ends else None
 
     def _is_complete(self, message: Any, text: str) -> bool:
@@ -213,14 +254,18 @@ class Jinja:
         texts = [(name, message.get(name, "")) for name in ("content", "reasoning_content")]
         return texts + [("tool call", call["function"]["name"]) for call in message.get("tool_calls", ())]
 
-    def _require_content(self, raw: Sequence[Any], number: int, tools: Any, last: str, start: int, answering: bool) -> None:
+    def _require_content(
+        self, raw: Sequence[Any], number: int, tools: Any, last: str, start: int, answering: bool
+    ) -> None:
         """Raises DataError if `last` drops a part of message `number`. start: end of its generation prompt.
 
         answering: templates can drop reasoning within the content of earlier answers.
         """
         if self._is_complete(raw[number], last[start:]):
             return
-        turn = last[_shared_length(self._fill(raw[:number], tools)[0], last) :]  # with the generation prompt, which can write <think>
+        turn = last[
+            _shared_length(self._fill(raw[:number], tools)[0], last) :
+        ]  # with the generation prompt, which can write <think>
         for name, text in self._parts_of(raw[number]):
             text = text.rpartition("</think>")[2] if answering else text
             if _without_blanks(text) not in _without_blanks(turn):
@@ -235,14 +280,18 @@ class Jinja:
             "Take a template that writes both the same."
         )
 
-    def _locate(self, raw: Sequence[Any], tools: Any, answering: bool, text: str) -> dict[int, tuple[int, int, Role, str]]:
+    def _locate(
+        self, raw: Sequence[Any], tools: Any, answering: bool, text: str
+    ) -> dict[int, tuple[int, int, Role, str]]:
         """Places in `text` of the messages that are not answers, by their numbers.
 
         Raises:
             DataError: the template omits or repeats one.
         """
         marked = [
-            {**message, "content": f"{_MASK}{_MASK}m{number}{_MASK}"} if message["role"] != "assistant" and message["content"] else message
+            {**message, "content": f"{_MASK}{_MASK}m{number}{_MASK}"}
+            if message["role"] != "assistant" and message["content"]
+            else message
             for number, message in enumerate(raw)
         ]
         first, *pieces = _MARK.split(self._fill(marked, tools, answering)[0])
@@ -255,7 +304,12 @@ class Jinja:
         for number, following in zip(numbers, pieces[1::2], strict=True) if text.startswith(first) else ():
             content = raw[number]["content"]
             form = next(
-                (form for form in (*_forms_of(content), json_line(content)[1:-1]) if text.startswith(form + following, place)), None
+                (
+                    form
+                    for form in (*_forms_of(content), json_line(content)[1:-1])
+                    if text.startswith(form + following, place)
+                ),
+                None,
             )
             if form is None:  # the template reads contents: the rest has the role of the template
                 break
@@ -290,7 +344,8 @@ class Jinja:
         return texts[0], regions[0] if self.marks_answers else []
 
     def _check(self) -> None:
-        """Raises DataError if the template cannot be trained with. Tries two turns and one, plain and with reasoning."""
+        """Raises DataError if the template cannot be trained with. Tries two turns and one, plain and with
+        reasoning."""
         turns = [Message(("user", "assistant")[number % 2], f"Probe {number}.") for number in range(4)]
         try:
             self._set_parts(turns)
@@ -302,21 +357,35 @@ class Jinja:
                 raise error from None
             log.info("%s: it requires a system message in each conversation.", WHERE)
         errors, learned = dict[str, DataError](), dict[str, bool]()
-        for name, change in (("answer", lambda turn: turn), ("reasoning", _with_reasoning), ("inline reasoning", _with_inline_reasoning)):
+        for name, change in (
+            ("answer", lambda turn: turn),
+            ("reasoning", _with_reasoning),
+            ("inline reasoning", _with_inline_reasoning),
+        ):
             try:
-                learned[name] = self._learns_earlier([change(turn) if turn.role == "assistant" else turn for turn in turns])
+                learned[name] = self._learns_earlier(
+                    [change(turn) if turn.role == "assistant" else turn for turn in turns]
+                )
             except DataError as error:
                 errors[name] = error
         if not learned:
             raise errors["answer"]
         if "answer" in errors:
-            log.info("%s: only answers with reasoning can be learned: the generation prompt starts the reasoning.", WHERE)
+            log.info(
+                "%s: only answers with reasoning can be learned: the generation prompt starts the reasoning.", WHERE
+            )
         for name in (name for name, earlier in learned.items() if not earlier):
             kind = "" if name == "answer" else f" with {name}"
-            log.info("%s: it changes an answer%s once another message follows. Only a last answer%s is learned.", WHERE, kind, kind)
+            log.info(
+                "%s: it changes an answer%s once another message follows. Only a last answer%s is learned.",
+                WHERE,
+                kind,
+                kind,
+            )
 
     def _set_parts(self, turns: Sequence[Message]) -> None:
-        """Find out whether contents must be lists of parts. Raises DataError if the template omits or repeats a message either way."""
+        """Find out whether contents must be lists of parts. Raises DataError if the template omits or repeats a message
+        either way."""
         raw, errors = [_Mask(self._controls).message(turn) for turn in (*self.opening, *turns)], list[DataError]()
         for self._in_parts in (False, True):
             try:
@@ -329,7 +398,8 @@ class Jinja:
                 _, *between = re.split("|".join(re.escape(turn.content) for turn in turns), text)
                 if between[2] == between[3] and not between[1].startswith(between[3]):
                     raise DataError(
-                        f"{WHERE}: the template writes the generation prompt {shorten(between[3])} after the last answer too. "
+                        f"{WHERE}: the template writes the generation prompt {shorten(between[3])} after the last "
+                        f"answer too. "
                         "Write it only if add_generation_prompt is true."
                     )
                 return
@@ -339,7 +409,8 @@ class Jinja:
         raise errors[0]
 
     def _learns_earlier(self, turns: Sequence[Message]) -> bool:
-        """Whether both answers of a conversation are learned. Raises DataError if the last is not, with or without the first two turns."""
+        """Whether both answers of a conversation are learned. Raises DataError if the last is not, with or without the
+        first two turns."""
         learned = [span.text for span in self.spans([*self.opening, *turns]) if span.role is Role.ASSISTANT]
         self.spans([*self.opening, *turns[:2]])
         return any(turns[1].content in text for text in learned)
@@ -379,7 +450,10 @@ class _Mask:
 
     def message(self, message: Message) -> dict[str, Any]:
         """The message as templates read it."""
-        return {"role": message.role, **self.mask({name: value for name, value in message.raw.items() if name != "role"})}
+        return {
+            "role": message.role,
+            **self.mask({name: value for name, value in message.raw.items() if name != "role"}),
+        }
 
     def mask(self, value: Any) -> Any:
         """The value with each spelled control token masked."""

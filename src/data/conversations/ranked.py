@@ -29,7 +29,8 @@ class Config(ConversationConfig):
     max_replies: int = Field(default=5, gt=1)
     """Replies of a conversation: the best, the worst, and some between them, drawn again in each epoch."""
     min_prompt_tokens: int = Field(default=256, ge=0)
-    """Tokens of a long conversation before a long reply, truncated from the left; then the reply is truncated. Limited to half a sample."""
+    """Tokens of a long conversation before a long reply, truncated from the left; then the reply is truncated. Limited
+    to half a sample."""
     shuffled_ranks: bool = False
     """Whether to shuffle the ranks of each conversation's replies in training: a control."""
 
@@ -42,18 +43,22 @@ class Config(ConversationConfig):
             rows = self.read(places, split)
             if without := rows.numbers_of(RANKED):
                 raise DataError(
-                    f'{rows.location(without[0])}: replies: no "score" ({len(without)} of {len(rows)} rows). Add one to each reply.'
+                    f'{rows.location(without[0])}: replies: no "score" ({len(without)} of {len(rows)} rows). Add one '
+                    f"to each reply."
                 )
 
     def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "RankedReplies":
         """The conversations of one split, tokenised on access.
 
         Raises:
-            DataError: the data set is missing, incomplete or malformed; the template does not fit the tokenizer; or no replies are ranked.
+            DataError: the data set is missing, incomplete or malformed; the template does not fit the tokenizer; or no
+                replies are ranked.
         """
         renderer = Renderer(tokenizer, templates.find(self.writing.template, tokenizer))
         name = str(places.data / self.corpus)
-        return RankedReplies(self, self.read(places, split), renderer, seed if split == "train" else None, self.digest(places), name)
+        return RankedReplies(
+            self, self.read(places, split), renderer, seed if split == "train" else None, self.digest(places), name
+        )
 
 
 class Sample(TypedDict):
@@ -72,7 +77,9 @@ class RankedReplies:
 
     collation = "ranked"
 
-    def __init__(self, config: Config, rows: ConversationRows, renderer: Renderer, seed: int | None, digest: str, name: str) -> None:
+    def __init__(
+        self, config: Config, rows: ConversationRows, renderer: Renderer, seed: int | None, digest: str, name: str
+    ) -> None:
         """seed: draws the replies that an epoch reads; None: always the same. name: of the data, in messages."""
         self.config, self.renderer, self.fingerprint, self.shuffle = config, renderer, digest, config.shuffle
         self._rows, self._seed, self._name = rows, seed, name
@@ -104,7 +111,8 @@ class RankedReplies:
         return self._render(epoch, index)[0]
 
     def _render(self, epoch: int, index: int) -> tuple[list[Rendered], list[int], list[float | None]]:
-        """The conversation with each reply, the ranks and the scores. Replies that are equal once truncated are a tie."""
+        """The conversation with each reply, the ranks and the scores. Replies that are equal once truncated are a
+        tie."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         row = self._chosen[index]
@@ -112,14 +120,19 @@ class RankedReplies:
         key = None if self._seed is None else (self._seed, epoch, index)
         replies, labels = self._choose(entry.replies, epoch, index)
         try:
-            rendered = [render_reply(self.config, self.renderer, entry.messages, reply, key, place) for place, reply in enumerate(replies)]
+            rendered = [
+                render_reply(self.config, self.renderer, entry.messages, reply, key, place)
+                for place, reply in enumerate(replies)
+            ]
         except DataError as error:
             raise DataError(f"{self._rows.location(row)}: {error}") from None
         first = dict[tuple[int, ...], int]()
         ranks = [first.setdefault(tuple(each.ids), rank) for each, (rank, _) in zip(rendered, labels, strict=True)]
         return rendered, ranks, [score for _, score in labels]
 
-    def _choose(self, replies: Sequence[Reply], epoch: int, index: int) -> tuple[list[Reply], list[tuple[int, float | None]]]:
+    def _choose(
+        self, replies: Sequence[Reply], epoch: int, index: int
+    ) -> tuple[list[Reply], list[tuple[int, float | None]]]:
         """The replies that are read, best first, and the rank and score of each."""
         ordered = sorted(replies, key=lambda reply: reply.rank)  # stable: tied ones stay as in the row
         most = self.config.max_replies
@@ -156,14 +169,20 @@ class RankedReplies:
 
 
 def render_reply(
-    config: Config, renderer: Renderer, messages: Sequence[Message], reply: Reply, key: tuple[int, int, int] | None = None, place: int = 0
+    config: Config,
+    renderer: Renderer,
+    messages: Sequence[Message],
+    reply: Reply,
+    key: tuple[int, int, int] | None = None,
+    place: int = 0,
 ) -> Rendered:
     """The end of a conversation with a reply, up to `sequence_tokens`; only the reply is learned.
 
-    key: (seed, epoch, index) by which tags are dropped; None: all are written. place: of the reply among those of the conversation.
+    key: (seed, epoch, index) by which tags are dropped; None: all are written. place: of the reply among those of the
+    conversation.
 
-    Both are tokenised together: no start token is put before the reply (B24). A prompt shorter than `min_prompt_tokens` leaves the
-    remaining room to the reply (B5), and the sample is never too long (B6).
+    Both are tokenised together: no start token is put before the reply (B24). A prompt shorter than `min_prompt_tokens`
+    leaves the remaining room to the reply (B5), and the sample is never too long (B6).
     """
     messages = with_system(messages, config.writing.system)
     tags, texts = config.writing.tags, list[str]()
@@ -177,4 +196,6 @@ def render_reply(
     begin = max(0, prompt - room)
     cut = rendered.part(begin, begin + most)
     before = prompt - begin
-    return Rendered(cut.ids, [Role.TEMPLATE if i < before and role in LEARNED else role for i, role in enumerate(cut.roles)])
+    return Rendered(
+        cut.ids, [Role.TEMPLATE if i < before and role in LEARNED else role for i, role in enumerate(cut.roles)]
+    )

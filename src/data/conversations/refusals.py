@@ -39,4 +39,7 @@ _ANY = re.compile("|".join(rf"(?<!\w){re.escape(phrase)}(?!\w)" for phrase in PH
 
 def refuses(messages: Sequence[Message]) -> bool:
     """Whether the assistant says one of `PHRASES`."""
-    return any(message.role == "assistant" and _ANY.search(message.content.lower().replace("\u2019", "'")) for message in messages)
+    return any(
+        message.role == "assistant" and _ANY.search(message.content.lower().replace("\u2019", "'"))
+        for message in messages
+    )

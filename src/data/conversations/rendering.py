@@ -1,7 +1,9 @@
 """Conversations as token ids with a role for each token; the roles decide which tokens are learned.
 
-Text of messages never becomes a control token. The text between two control tokens is tokenised at once, as `apply_chat_template` does,
-unless a token would span a generation prompt and its answer: the ids of a prompt are a prefix of those of its conversation.
+Text of messages never becomes a control token. The text between two control tokens is tokenised at once, as
+`apply_chat_template` does,
+unless a token would span a generation prompt and its answer: the ids of a prompt are a prefix of those of its
+conversation.
 """
 
 import re
@@ -61,7 +63,8 @@ class Template(Protocol):
     def spans(self, messages: Sequence[Message], tags: Sequence[str] = (), answering: bool = False) -> list[Span]:
         """The text of a conversation.
 
-        tags: text about each message that is written before it, or "". answering: end with the generation prompt of the next answer.
+        tags: text about each message that is written before it, or "". answering: end with the generation prompt of the
+        next answer.
         """
         ...
 
@@ -116,7 +119,10 @@ class Renderer:
 
     def answer_ends(self) -> tuple[list[int], list[int]]:
         """Tokens that end an answer, the end token first, and the control tokens that no answer contains."""
-        tool = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {}}}}
+        tool = {
+            "type": "function",
+            "function": {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {}}},
+        }
         ask, answer = Message("user", "?"), Message("assistant", "?")
         probes = (
             (ask, answer, ask, answer),
@@ -127,7 +133,11 @@ class Renderer:
         answers = list[list[Span]]()
         for probe in probes:
             try:
-                spans = [span for span in self._strip(self._split(self.template.spans([*self.template.opening, *probe]))) if span.text]
+                spans = [
+                    span
+                    for span in self._strip(self._split(self.template.spans([*self.template.opening, *probe])))
+                    if span.text
+                ]
             except DataError:
                 continue  # the template needs reasoning, or writes none, or writes no tools
             answers += [[*part] for role, part in groupby(spans, key=lambda span: span.role) if role is Role.ASSISTANT]
@@ -144,7 +154,8 @@ class Renderer:
 
     @cached_property
     def _answer_forms(self) -> list[tuple[str, str]]:
-        """(text before the reasoning, or before the content; text between both, or "") as the template writes answers."""
+        """(text before the reasoning, or before the content; text between both, or "") as the template writes
+        answers."""
         forms, marks = list[tuple[str, str]](), ("\u2042reasoning", "\u2042content")
         for reasoning in (marks[0], ""):
             try:
@@ -163,7 +174,9 @@ class Renderer:
         message = Message("assistant", text)
         for before, between in self._answer_forms:
             if text.startswith(before):
-                first, sign, second = text[len(before) :].partition(between) if between else ("", "", text[len(before) :])
+                first, sign, second = (
+                    text[len(before) :].partition(between) if between else ("", "", text[len(before) :])
+                )
                 if sign or not between:
                     message = Message("assistant", second, reasoning=first.strip())
                     break
@@ -214,12 +227,17 @@ class Renderer:
                 if span.controls:
                     stripping = span.text in names
                 elif stripping:
-                    spans[place] = span._replace(text=span.text.lstrip(_BLANKS) if step > 0 else span.text.rstrip(_BLANKS))
+                    spans[place] = span._replace(
+                        text=span.text.lstrip(_BLANKS) if step > 0 else span.text.rstrip(_BLANKS)
+                    )
                     stripping = not spans[place].text
         return spans
 
-    def _add_text(self, rendered: Rendered, text: str, ends: Sequence[tuple[int, Role]], continues: bool = False) -> None:
-        """Append the ids of text without control tokens. ends: end and role of each part. continues: the text continues the last token."""
+    def _add_text(
+        self, rendered: Rendered, text: str, ends: Sequence[tuple[int, Role]], continues: bool = False
+    ) -> None:
+        """Append the ids of text without control tokens. ends: end and role of each part. continues: the text continues
+        the last token."""
         begins = not rendered.ids
         if len(ends) <= 1:  # the usual case: control tokens separate the roles
             ids = self.safe.encode(text, begins, continues)
@@ -232,7 +250,9 @@ class Renderer:
                 prompt = self.safe.encode(text[:end], begins, continues)
                 if ids[: len(prompt)] != prompt:  # a token would span the generation prompt and the answer
                     self._add_text(rendered, text[:end], ends[: number + 1], continues)
-                    self._add_text(rendered, text[end:], [(after - end, role) for after, role in ends[number + 1 :]], True)
+                    self._add_text(
+                        rendered, text[end:], [(after - end, role) for after, role in ends[number + 1 :]], True
+                    )
                     return
         number = 0
         for token, (_, end) in zip(ids, offsets, strict=True):

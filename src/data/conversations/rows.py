@@ -9,8 +9,8 @@ from src.data import jsonl
 from src.data.conversations.entries import check_row
 
 ANSWERED, RANKED, SCORED, PROMPT, OTHER, EMPTY = "answered", "ranked", "scored", "prompt", "other", "empty"
-"""Kinds of rows: the last message is the assistant's; replies of different ranks; these with a score for each reply; a prompt without an
-answer; none of these; the assistant never says anything."""
+"""Kinds of rows: the last message is the assistant's; replies of different ranks; these with a score for each reply; a
+prompt without an answer; none of these; the assistant never says anything."""
 _RULES = "conversations 5"
 
 
@@ -23,10 +23,16 @@ def kind_of(row: dict[str, Any]) -> str:
         return RANKED if any(reply.get("score") is None for reply in replies) else SCORED
     messages = [*row.get("messages", ()), *({"role": "assistant", **reply} for reply in replies)]
     if messages and not any(
-        (each.get("content") or "").strip() or each.get("tool_calls") for each in messages if each["role"] == "assistant"
+        (each.get("content") or "").strip() or each.get("tool_calls")
+        for each in messages
+        if each["role"] == "assistant"
     ):
         return EMPTY
-    return ANSWERED if row.get("replies") is None and "messages" in row and row["messages"][-1]["role"] == "assistant" else OTHER
+    return (
+        ANSWERED
+        if row.get("replies") is None and "messages" in row and row["messages"][-1]["role"] == "assistant"
+        else OTHER
+    )
 
 
 def read_rows(path: Path) -> jsonl.Rows:
@@ -49,7 +55,11 @@ class ConversationRows(Sequence[dict[str, Any]]):
         return len(self._chosen)
 
     def __getitem__(self, index: Any) -> Any:
-        return [self[i] for i in range(*index.indices(len(self)))] if isinstance(index, slice) else self._rows[self._chosen[index]]
+        return (
+            [self[i] for i in range(*index.indices(len(self)))]
+            if isinstance(index, slice)
+            else self._rows[self._chosen[index]]
+        )
 
     def location(self, index: int) -> str:
         """FILE:LINE of a row."""

@@ -50,7 +50,9 @@ def _set_source(tokenizer: "PreTrainedTokenizerFast", name: str) -> None:
 
 def read_source(name: str) -> str:
     """The template "oasst" or "chatml" as Jinja."""
-    return (Path(__file__).resolve().parents[3] / "resources" / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
+    return (Path(__file__).resolve().parents[3] / "resources" / "chat_templates" / f"{name}.jinja").read_text(
+        encoding="utf-8"
+    )
 
 
 @dataclass(frozen=True)
@@ -66,9 +68,15 @@ class OpenAssistant:
         messages, tools = _write_tools(messages, "oasst")
         spans = self._turn("<|system|>", tools, Role.SYSTEM) if tools else []
         for number, message in enumerate(messages):
-            spans += self._turn("<|system|>", tags[number], Role.TEMPLATE) if number < len(tags) and tags[number] else []
+            spans += (
+                self._turn("<|system|>", tags[number], Role.TEMPLATE) if number < len(tags) and tags[number] else []
+            )
             spans += self._turn(_OASST[message.role], message.written, ROLE_OF[message.role])
-        spans += self._turn("<|system|>", tags[-1], Role.TEMPLATE) if answering and len(tags) > len(messages) and tags[-1] else []
+        spans += (
+            self._turn("<|system|>", tags[-1], Role.TEMPLATE)
+            if answering and len(tags) > len(messages) and tags[-1]
+            else []
+        )
         return [*spans, Span("<|assistant|>", Role.TEMPLATE, True)] if answering else spans
 
     def _turn(self, name: str, text: str, role: Role) -> list[Span]:
@@ -88,7 +96,11 @@ class ChatML:
         for number, message in enumerate(messages):
             spans += self._turn("system", tags[number], Role.TEMPLATE) if number < len(tags) and tags[number] else []
             spans += self._turn(message.role, message.written, ROLE_OF[message.role])
-        spans += self._turn("system", tags[-1], Role.TEMPLATE) if answering and len(tags) > len(messages) and tags[-1] else []
+        spans += (
+            self._turn("system", tags[-1], Role.TEMPLATE)
+            if answering and len(tags) > len(messages) and tags[-1]
+            else []
+        )
         return [*spans, Span("<|im_start|>assistant\n", Role.TEMPLATE, True)] if answering else spans
 
     @staticmethod
@@ -106,7 +118,8 @@ def _write_tools(messages: Sequence[Message], name: str) -> tuple[Sequence[Messa
     number = next((number for number, message in enumerate(messages) if message.reasoning), None)
     if number is not None:
         raise DataError(
-            f"{WHERE}: {name!r} cannot write reasoning, and messages[{number}] has {shorten(messages[number].reasoning)}. Use template "
+            f"{WHERE}: {name!r} cannot write reasoning, and messages[{number}] has "
+            f"{shorten(messages[number].reasoning)}. Use template "
             "'tokenizer', or move the reasoning into the content."
         )
     lines = "\n".join(map(json_line, tools_of(messages)))

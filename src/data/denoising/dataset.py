@@ -1,4 +1,5 @@
-"""Data sets whose samples are inputs and targets drawn from rows of text. Draws are functions of (seed, epoch, index)."""
+"""Data sets whose samples are inputs and targets drawn from rows of text. Draws are functions of (seed, epoch,
+index)."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypedDict
@@ -59,7 +60,12 @@ class DenoisingDataset:
     """Inputs and targets made from text."""
 
     def __init__(
-        self, draws: MaskRng, encoder: SafeTokenizer, fingerprint: str, shuffle: Shuffle, lengths: tuple[int, ...] = (0, 0)
+        self,
+        draws: MaskRng,
+        encoder: SafeTokenizer,
+        fingerprint: str,
+        shuffle: Shuffle,
+        lengths: tuple[int, ...] = (0, 0),
     ) -> None:
         """lengths: of inputs and targets of every batch at least."""
         self.fingerprint, self.shuffle, self._lengths = fingerprint, shuffle, lengths
@@ -70,7 +76,9 @@ class DenoisingDataset:
         """Stack; where lengths differ, pad on the right. The decoder starts with the padding token, as T5's."""
         from src.data import collate
 
-        return collate.seq2seq([s["input_ids"] for s in samples], [s["labels"] for s in samples], self._pad_id, self._pad_id, self._lengths)
+        return collate.seq2seq(
+            [s["input_ids"] for s in samples], [s["labels"] for s in samples], self._pad_id, self._pad_id, self._lengths
+        )
 
 
 class SingleObjectiveDataset(DenoisingDataset):

@@ -33,8 +33,9 @@ class DenoiserSpec(NamedTuple):
 
 
 class DenoiserMixture(DenoisingDataset):
-    """The text is cut into blocks of as many tokens each, and every block into as many rows for each denoiser, in an order drawn from
-    (seed, epoch, block). So a sample depends on its own block alone, and each epoch reads every token once, except a remainder at the end.
+    """The text is cut into blocks of as many tokens each, and every block into as many rows for each denoiser, in an
+    order drawn from (seed, epoch, block). So a sample depends on its own block alone, and each epoch reads every token
+    once, except a remainder at the end.
     """
 
     def __init__(
@@ -46,7 +47,8 @@ class DenoiserMixture(DenoisingDataset):
         most: int | None,
         config: ShuffledConfig,
     ) -> None:
-        """most: how many samples are used, the same ones for every experiment; None for all. config: its shuffle and lengths of batches.
+        """most: how many samples are used, the same ones for every experiment; None for all. config: its shuffle and
+        lengths of batches.
 
         Raises:
             DataError: there is less text than one sample, or than `most` samples.

@@ -1,12 +1,13 @@
-"""Masks of whole n-grams: word sequences of a vocabulary, and single words (PMI-masking, Levine et al. 2021, arXiv 2010.01825).
+"""Masks of whole n-grams: word sequences of a vocabulary, and single words (PMI-masking, Levine et al. 2021, arXiv
+2010.01825).
 
-A row is split into units: the n-grams of the vocabulary that occur in it (of overlapping ones the longest; ties at random), and single
-words. As many runs are masked as in span corruption, with exactly as many tokens together, so inputs and
-targets have its lengths. Each run starts at a unit drawn uniformly and grows by the units that follow, in random turns,
-until enough tokens are masked. Runs may be adjacent; each has its own sentinel.
+A row is split into units: the n-grams of the vocabulary that occur in it (of overlapping ones the longest; ties at
+random), and single words. As many runs are masked as in span corruption, with exactly as many tokens together, so
+inputs and targets have its lengths. Each run starts at a unit drawn uniformly and grows by the units that follow, in
+random turns, until enough tokens are masked. Runs may be adjacent; each has its own sentinel.
 
-If the drawn units are too long together, some are exchanged at random for shorter ones. A unit is cut only if whole units cannot give
-the exact number of tokens.
+If the drawn units are too long together, some are exchanged at random for shorter ones. A unit is cut only if whole
+units cannot give the exact number of tokens.
 """
 
 import hashlib
@@ -39,7 +40,10 @@ class Vocabulary(NamedTuple):
 def require_file(path: Path) -> None:
     """Raises DataError where there is no such file."""
     if not path.is_file():
-        raise DataError(f"{path}: no such file. data.ngrams names a text file below --data_path with one n-gram of words on each line.")
+        raise DataError(
+            f"{path}: no such file. data.ngrams names a text file below --data_path with one n-gram of words on each "
+            f"line."
+        )
 
 
 def read_vocabulary(path: Path) -> Vocabulary:
@@ -70,7 +74,9 @@ def read_vocabulary(path: Path) -> Vocabulary:
 class Ngrams:
     """Masks units of a row. Row lengths, and those of inputs and targets, are those of span corruption."""
 
-    def __init__(self, words: "Words", vocabulary: Vocabulary, shares: tuple[float, float], sentinels: "np.ndarray", eos_id: int) -> None:
+    def __init__(
+        self, words: "Words", vocabulary: Vocabulary, shares: tuple[float, float], sentinels: "np.ndarray", eos_id: int
+    ) -> None:
         """shares: noise density and mean span."""
         self._words, self._vocabulary, self._shares = words, vocabulary, shares
         self._sentinels, self._eos_id = sentinels, eos_id
@@ -102,7 +108,8 @@ class Ngrams:
         return mask, starts
 
     def units(self, row: "np.ndarray", rng: "np.random.Generator") -> "tuple[np.ndarray, np.ndarray]":
-        """(first token, tokens) of each unit of a row in order, each (units,) int64. Control tokens are in none, and end n-grams."""
+        """(first token, tokens) of each unit of a row in order, each (units,) int64. Control tokens are in none, and
+        end n-grams."""
         import numpy as np
 
         bounds = np.append(self._words.starts(row).nonzero()[0], len(row))
@@ -119,7 +126,8 @@ class Ngrams:
         return begins[real], sizes[real]
 
     def _find_ngrams(self, spelled: list[str], rng: "np.random.Generator") -> list[tuple[int, int]]:
-        """(first, last) words, the last not included, of all n-grams that occur: longest first, equally long ones in random order."""
+        """(first, last) words, the last not included, of all n-grams that occur: longest first, equally long ones in
+        random order."""
         found, (ngrams, beginnings, _) = [], self._vocabulary
         likely = [first for first, word in enumerate(spelled) if word.lstrip() in beginnings]
         for first in likely:
@@ -150,7 +158,8 @@ def split_longest(spans: int, first: "np.ndarray", sizes: "np.ndarray") -> "tupl
 
 
 def draw_first_units(sizes: "np.ndarray", wanted: noise.Counts, rng: "np.random.Generator") -> "np.ndarray":
-    """(spans,) int64: units that begin runs, in random order; together at most `wanted.noise` tokens if exchanges can achieve it."""
+    """(spans,) int64: units that begin runs, in random order; together at most `wanted.noise` tokens if exchanges can
+    achieve it."""
     import numpy as np
 
     order = rng.permutation(len(sizes))
@@ -186,7 +195,9 @@ def extend_runs(
     def free(unit: int, step: int) -> bool:
         """Whether the neighbouring unit is free and short enough."""
         beside = unit + step
-        return 0 <= beside < len(taken) and adjacent[min(unit, beside)] and not taken[beside] and lengths[beside] <= left
+        return (
+            0 <= beside < len(taken) and adjacent[min(unit, beside)] and not taken[beside] and lengths[beside] <= left
+        )
 
     def walk(step: int) -> list[int]:
         """Extend runs in one direction; returns the last unit of each."""
@@ -218,7 +229,8 @@ def shorten(sizes: "np.ndarray", tokens: int) -> "np.ndarray":
 
 
 def grow(mask: "np.ndarray", starts: "np.ndarray", control: "np.ndarray", tokens: int) -> None:
-    """Mask `tokens` more: each time the token after a masked one, preferably no control token; else the token before."""
+    """Mask `tokens` more: each time the token after a masked one, preferably no control token; else the token
+    before."""
     import numpy as np
 
     for _ in range(tokens):

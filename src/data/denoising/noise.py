@@ -1,4 +1,5 @@
-"""Noise masks, sentinels and exact lengths of T5's span corruption (Raffel et al. 2020, arXiv 1910.10683, section 3.1.4).
+"""Noise masks, sentinels and exact lengths of T5's span corruption (Raffel et al. 2020, arXiv 1910.10683, section
+3.1.4).
 
 Counts and draws, and their order, are those of Google's text-to-text-transfer-transformer (t5/data/preprocessors.py).
 """
@@ -32,7 +33,8 @@ class Counts(NamedTuple):
 
 
 def counts(length: int, density: float, mean_span: float) -> Counts:
-    """Counts of a row of `length` tokens, rounded half to even. Density 0 masks nothing; any other masks at least one token.
+    """Counts of a row of `length` tokens, rounded half to even. Density 0 masks nothing; any other masks at least one
+    token.
 
     Raises:
         ConfigError: the kept tokens are too few to separate the runs, or a value is out of range.
@@ -53,10 +55,11 @@ def counts(length: int, density: float, mean_span: float) -> Counts:
 
 
 def lengths(inputs: int, density: float, mean_span: float) -> tuple[int, int]:
-    """(raw tokens of a row, tokens of its targets), of the longest row whose corrupted inputs have at most `inputs` tokens.
+    """(raw tokens of a row, tokens of its targets), of the longest row whose corrupted inputs have at most `inputs`
+    tokens.
 
-    End tokens are counted. Source: `random_spans_helper` of the same file, which starts at inputs - 1, where others start at
-    `inputs` and give one token too many for spans of one token.
+    End tokens are counted. Source: `random_spans_helper` of the same file, which starts at inputs - 1, where others
+    start at `inputs` and give one token too many for spans of one token.
     """
 
     def lengths(raw: int) -> tuple[int, int]:
@@ -101,7 +104,8 @@ def exact_lengths(inputs: int, density: float, mean_span: float) -> tuple[int, C
     found = counts(raw, density, mean_span)
     if raw < 2 or (found.input_tokens, found.target_tokens) != (inputs, targets):
         raise ConfigError(
-            f"no row of tokens gives exactly {inputs} input tokens at noise density {density} and mean span {mean_span}. "
+            f"no row of tokens gives exactly {inputs} input tokens at noise density {density} and mean span "
+            f"{mean_span}. "
             "Write more input tokens or a higher density."
         )
     return raw, found
@@ -121,7 +125,8 @@ def composition(items: int, parts: int, rng: "Random") -> "np.ndarray":
 
 
 def noise_mask(length: int, density: float, mean_span: float, rng: "Random", roll: bool = False) -> "np.ndarray":
-    """(length,) bool, True on tokens to mask. Drawn uniformly from those that begin with a kept and end with a masked one.
+    """(length,) bool, True on tokens to mask. Drawn uniformly from those that begin with a kept and end with a masked
+    one.
 
     roll: rotate it by a random number of positions, so that it may begin and end with either.
 
@@ -154,11 +159,12 @@ def corrupt(
 ) -> "tuple[np.ndarray, np.ndarray]":
     """(inputs, targets) of a row, each ended by `eos_id`.
 
-    Inputs are the row with each masked run replaced by a sentinel; targets each run after its sentinel. Sentinels come in their order.
-    For masks that begin with a kept token this equals Google's code, whose targets are the row with each kept run replaced.
+    Inputs are the row with each masked run replaced by a sentinel; targets each run after its sentinel. Sentinels come
+    in their order. For masks that begin with a kept token this equals Google's code, whose targets are the row with
+    each kept run replaced.
 
-    ids: (length,). mask: (length,) bool, True on masked tokens. starts: (length,) bool, True where a run begins: on the first of masked
-    tokens, and wherever a run follows on another. sentinels: at least as many as runs.
+    ids: (length,). mask: (length,) bool, True on masked tokens. starts: (length,) bool, True where a run begins: on the
+    first of masked tokens, and wherever a run follows on another. sentinels: at least as many as runs.
     """
     import numpy as np
 

@@ -1,4 +1,5 @@
-"""Prefix language modelling of packed text: the encoder reads the beginning of a row, the decoder writes the rest (Raffel et al. 2020)."""
+"""Prefix language modelling of packed text: the encoder reads the beginning of a row, the decoder writes the rest
+(Raffel et al. 2020)."""
 
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
@@ -28,7 +29,9 @@ class Config(DenoisingConfig):
     @model_validator(mode="after")
     def _something_is_written(self) -> "Config":
         if self.prefix_tokens is not None and self.prefix_tokens >= self.sequence_tokens:
-            raise ValueError(f"prefix_tokens: {self.prefix_tokens} leave nothing to write of {self.sequence_tokens} sequence_tokens.")
+            raise ValueError(
+                f"prefix_tokens: {self.prefix_tokens} leave nothing to write of {self.sequence_tokens} sequence_tokens."
+            )
         return self
 
     def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
@@ -37,24 +40,35 @@ class Config(DenoisingConfig):
         require_fit("data.sequence_tokens", max(prefix, rest, new_tokens - 1) + 1, max_positions)
 
     def batch_lengths(self) -> tuple[int, ...] | None:
-        return None if self.prefix_tokens is None else (self.prefix_tokens + 1, self.sequence_tokens - self.prefix_tokens + 1)
+        return (
+            None
+            if self.prefix_tokens is None
+            else (self.prefix_tokens + 1, self.sequence_tokens - self.prefix_tokens + 1)
+        )
 
-    def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> SingleObjectiveDataset:
-        """The rows of one split. Training's cuts are functions of (seed, epoch, index), those of other splits of the index alone.
+    def build(
+        self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int
+    ) -> SingleObjectiveDataset:
+        """The rows of one split. Training's cuts are functions of (seed, epoch, index), those of other splits of the
+        index alone.
 
         Raises:
-            DataError: the data set is missing, incomplete, malformed, or too small for one sequence or for `val_sequences`.
+            DataError: the data set is missing, incomplete, malformed, or too small for one sequence or for
+                `val_sequences`.
         """
         found = documents.read(places, self.corpus, tokenizer, split)
         rows = documents.PackedRows(found, self.sequence_tokens, self.max_samples(split))
         objective = partial(cut_row, eos_id=found.eos_id, prefix_tokens=self.prefix_tokens)
-        return SingleObjectiveDataset(rows, objective, mask_rng(split, seed), SafeTokenizer(tokenizer), found.fingerprint, self.shuffle)
+        return SingleObjectiveDataset(
+            rows, objective, mask_rng(split, seed), SafeTokenizer(tokenizer), found.fingerprint, self.shuffle
+        )
 
 
 def cut_row(
     row: "np.ndarray", rng: "np.random.Generator", eos_id: int, prefix_tokens: int | None = None
 ) -> "tuple[np.ndarray, np.ndarray]":
-    """(inputs, targets) of a row of at least 2 tokens, each ended by `eos_id`. prefix_tokens: of the inputs; None: random."""
+    """(inputs, targets) of a row of at least 2 tokens, each ended by `eos_id`. prefix_tokens: of the inputs; None:
+    random."""
     import numpy as np
 
     cut = int(rng.integers(1, len(row))) if prefix_tokens is None else prefix_tokens

@@ -17,13 +17,15 @@ AGAIN = "Take one of T5's, or add them: python -m data_prep.t5_tokenizer."
 def sentinel_ids(tokenizer: "PreTrainedTokenizerFast") -> list[int]:
     """Ids of <extra_id_0>, <extra_id_1>, ... up to the last before the first that is missing.
 
-    They cannot be derived from the vocabulary's size: some versions count them and some do not, and an embedding can be larger.
+    They cannot be derived from the vocabulary's size: some versions count them and some do not, and an embedding can be
+    larger.
 
     Raises:
         DataError: the tokenizer has no sentinels, or some are ordinary tokens, which a corpus could contain.
     """
     return _consecutive_ids(
-        {str(token): (index, token.special) for index, token in tokenizer.added_tokens_decoder.items()}, tokenizer.name_or_path
+        {str(token): (index, token.special) for index, token in tokenizer.added_tokens_decoder.items()},
+        tokenizer.name_or_path,
     )
 
 
@@ -45,7 +47,8 @@ def require_in_folder(folder: Path | None, needed: int, field: str) -> None:
 
 
 def read_added_tokens(folder: Path | None) -> dict[str, tuple[int, bool]] | None:
-    """Id of each added token in tokenizer.json, and whether it is special; None where the file is missing or damaged."""
+    """Id of each added token in tokenizer.json, and whether it is special; None where the file is missing or
+    damaged."""
     if folder is None or not (folder / "tokenizer.json").is_file():
         return None
     try:
@@ -59,9 +62,14 @@ def _consecutive_ids(added: Mapping[str, tuple[int, bool]], where: str) -> list[
     """added: id of each added token, and whether it is special."""
     names = list(takewhile(added.__contains__, (f"<extra_id_{number}>" for number in count())))
     if not names:
-        raise DataError(f"{where}: this tokenizer has no sentinels <extra_id_0>, <extra_id_1>, ... for masked text. {AGAIN}")
+        raise DataError(
+            f"{where}: this tokenizer has no sentinels <extra_id_0>, <extra_id_1>, ... for masked text. {AGAIN}"
+        )
     if plain := [name for name in names if not added[name][1]]:
-        raise DataError(f"{where}: {plain[0]} is no special token, so that text could turn into it. Add sentinels as special tokens.")
+        raise DataError(
+            f"{where}: {plain[0]} is no special token, so that text could turn into it. Add sentinels as special "
+            f"tokens."
+        )
     return [added[name][0] for name in names]
 
 

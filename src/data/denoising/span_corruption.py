@@ -1,7 +1,8 @@
-"""T5's span corruption of packed text: runs of tokens are masked, and the decoder learns to write them (Raffel et al. 2020).
+"""T5's span corruption of packed text: runs of tokens are masked, and the decoder learns to write them (Raffel et al.
+2020).
 
-Documents are joined and cut to exactly as many tokens as leave `input_tokens` when runs of them are replaced by sentinels, so that
-nothing is padded or lost. Both sides end with the end token.
+Documents are joined and cut to exactly as many tokens as leave `input_tokens` when runs of them are replaced by
+sentinels, so that nothing is padded or lost. Both sides end with the end token.
 """
 
 from functools import partial
@@ -35,8 +36,8 @@ class Config(DenoisingConfig):
     mean_span_tokens: float = Field(default=3.0, ge=1)
     """Masked tokens of a row by its masked runs."""
     ngrams: str | None = Field(default=None, min_length=1)
-    """Text file below `--data_path` with one n-gram of words on each line: masked runs are of whole n-grams and words, where else they
-    begin and end anywhere. Lengths are the same."""
+    """Text file below `--data_path` with one n-gram of words on each line: masked runs are of whole n-grams and words,
+    where else they begin and end anywhere. Lengths are the same."""
 
     @model_validator(mode="after")
     def _gives_exact_lengths(self) -> "Config":
@@ -62,12 +63,15 @@ class Config(DenoisingConfig):
     def batch_lengths(self) -> tuple[int, ...]:
         return self.input_tokens, self._lengths()[1].target_tokens
 
-    def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> SingleObjectiveDataset:
-        """The rows of one split. The masks of training are functions of (seed, epoch, index), those of other splits of the index alone.
+    def build(
+        self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int
+    ) -> SingleObjectiveDataset:
+        """The rows of one split. The masks of training are functions of (seed, epoch, index), those of other splits of
+        the index alone.
 
         Raises:
-            DataError: the tokenizer has no sentinels, or marks no words for `ngrams`; these are missing or malformed; the data set is
-                missing, incomplete, malformed, or too small for one sequence or for `val_sequences`.
+            DataError: the tokenizer has no sentinels, or marks no words for `ngrams`; these are missing or malformed;
+                the data set is missing, incomplete, malformed, or too small for one sequence or for `val_sequences`.
             ConfigError: a sequence needs more sentinels than the tokenizer has.
         """
         import numpy as np
@@ -85,7 +89,9 @@ class Config(DenoisingConfig):
             vocabulary = ngrams.read_vocabulary(places.data / self.ngrams)
             objective = ngrams.Ngrams(Words(tokenizer), vocabulary, shares, ids, found.eos_id)
             fingerprint = f"{fingerprint} {vocabulary.fingerprint}"
-        return SingleObjectiveDataset(rows, objective, mask_rng(split, seed), SafeTokenizer(tokenizer), fingerprint, self.shuffle)
+        return SingleObjectiveDataset(
+            rows, objective, mask_rng(split, seed), SafeTokenizer(tokenizer), fingerprint, self.shuffle
+        )
 
     def _lengths(self) -> tuple[int, noise.Counts]:
         """Tokens of a row of text, and what becomes of them."""

@@ -1,8 +1,8 @@
 """UL2's mixture of denoisers over packed text (Tay et al. 2022, arXiv 2205.05131, section 3.1).
 
-Each sample is made by one denoiser: span corruption of some density and span length, or prefix language modelling. The denoiser
-determines the length of its rows of text, so that no text is lost and at most one token of an input is padding. An epoch reads every
-token once.
+Each sample is made by one denoiser: span corruption of some density and span length, or prefix language modelling. The
+denoiser determines the length of its rows of text, so that no text is lost and at most one token of an input is
+padding. An epoch reads every token once.
 """
 
 from functools import partial
@@ -33,7 +33,8 @@ class Denoiser(StrictConfig):
     rate: float = Field(gt=0)
     """Its share of the samples, in proportion to the other rates."""
     mode: str = ""
-    """First text of its inputs, such as "[NLU]": one token where the tokenizer has it as a control token, else its characters."""
+    """First text of its inputs, such as "[NLU]": one token where the tokenizer has it as a control token, else its
+    characters."""
     mean_span_tokens: float | None = Field(default=None, ge=1)
     noise_density: float | None = Field(default=None, gt=0, lt=1)
 
@@ -64,13 +65,20 @@ class Lengths(NamedTuple):
 
 
 def _published_denoisers() -> list[Denoiser]:
-    """The denoisers of UL2 (table 1 of the paper) with the shares of FAT5: two regular ones, the prefix, and four extreme ones."""
+    """The denoisers of UL2 (table 1 of the paper) with the shares of FAT5: two regular ones, the prefix, and four
+    extreme ones."""
     regular = [(3.0, 0.15), (8.0, 0.15)]
     extreme = [(3.0, 0.5), (8.0, 0.5), (64.0, 0.15), (64.0, 0.5)]
     return [
-        *(Denoiser(rate=0.165, mode="[NLU]", mean_span_tokens=span, noise_density=density) for span, density in regular),
+        *(
+            Denoiser(rate=0.165, mode="[NLU]", mean_span_tokens=span, noise_density=density)
+            for span, density in regular
+        ),
         Denoiser(rate=0.34, mode="[S2S]"),
-        *(Denoiser(rate=0.0825, mode="[NLG]", mean_span_tokens=span, noise_density=density) for span, density in extreme),
+        *(
+            Denoiser(rate=0.0825, mode="[NLG]", mean_span_tokens=span, noise_density=density)
+            for span, density in extreme
+        ),
     ]
 
 
@@ -84,7 +92,8 @@ class Config(DenoisingConfig):
     """With 100 sentinels, spans of 3 at density 0.5 allow no more than 400 input tokens; 512 need 128
     (data_prep.t5_tokenizer --sentinels)."""
     fixed_length: bool = added_field(False)
-    """Pad every batch to the longest inputs and targets of all denoisers, rather than to its own longest, for `loop.compile`."""
+    """Pad every batch to the longest inputs and targets of all denoisers, rather than to its own longest, for
+    `loop.compile`."""
 
     @model_validator(mode="after")
     def _has_room(self) -> "Config":
@@ -98,7 +107,11 @@ class Config(DenoisingConfig):
     def check_tokenizer(self, folder: Path | None) -> None:
         for number, denoiser in enumerate(self.denoisers):
             most_of_mode = len(denoiser.mode.encode()) + 1  # at most so many tokens
-            if denoiser.noise_density is not None and denoiser.mean_span_tokens is not None and self.input_tokens > 2 * most_of_mode:
+            if (
+                denoiser.noise_density is not None
+                and denoiser.mean_span_tokens is not None
+                and self.input_tokens > 2 * most_of_mode
+            ):
                 room = self.input_tokens - most_of_mode
                 needed = noise.longest_row(room, denoiser.noise_density, denoiser.mean_span_tokens)[1].spans
                 sentinels.require_in_folder(folder, needed, f"data.denoisers[{number}]")
@@ -106,7 +119,9 @@ class Config(DenoisingConfig):
     def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
         require_fit("data.input_tokens", self.input_tokens, max_positions)
         targets = self._target_tokens()
-        require_fit(f"data.denoisers: their targets have up to {targets} tokens", max(targets, new_tokens), max_positions)
+        require_fit(
+            f"data.denoisers: their targets have up to {targets} tokens", max(targets, new_tokens), max_positions
+        )
 
     def batch_lengths(self) -> tuple[int, ...] | None:
         return (self.input_tokens, self._target_tokens()) if self.fixed_length else None
@@ -116,13 +131,14 @@ class Config(DenoisingConfig):
         return max(denoiser.lengths(self.input_tokens).targets for denoiser in self.denoisers)
 
     def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> DenoiserMixture:
-        """The samples of one split. Which denoiser makes one, and how, is a function of (seed, epoch, index); of the index alone for
-        splits other than train.
+        """The samples of one split. Which denoiser makes one, and how, is a function of (seed, epoch, index); of the
+        index alone for splits other than train.
 
         Raises:
-            DataError: the tokenizer has no sentinels; the data set is missing, incomplete, malformed, or too small for one sequence or for
-                `val_sequences`.
-            ConfigError: a denoiser needs more sentinels than the tokenizer has, or its mode leaves too few input tokens.
+            DataError: the tokenizer has no sentinels; the data set is missing, incomplete, malformed, or too small for
+                one sequence or for `val_sequences`.
+            ConfigError: a denoiser needs more sentinels than the tokenizer has, or its mode leaves too few input
+                tokens.
         """
         encoder = SafeTokenizer(tokenizer)
         kinds = [self._make_spec(number, encoder, tokenizer) for number in range(len(self.denoisers))]
@@ -141,7 +157,9 @@ class Config(DenoisingConfig):
             raise ConfigError(f"{where}: beside the {len(mode)} tokens of its mode, {error}") from None
         if denoiser.mean_span_tokens is None or denoiser.noise_density is None:
             if lengths.raw < 2:
-                raise ConfigError(f"{where}: the {len(mode)} tokens of its mode leave no room in {self.input_tokens} input tokens.")
+                raise ConfigError(
+                    f"{where}: the {len(mode)} tokens of its mode leave no room in {self.input_tokens} input tokens."
+                )
             return DenoiserSpec(denoiser.rate, lengths.raw, mode, partial(cut_row, eos_id=encoder.eos_id))
         ids = np.array(sentinels.require(tokenizer, lengths.sentinels, where), dtype=np.int32)
         shares = denoiser.noise_density, denoiser.mean_span_tokens

@@ -1,4 +1,5 @@
-"""Where words begin among the tokens of a row, by the marks of the tokenizer: SentencePiece's "▁", or byte-level BPE's "Ġ"."""
+"""Where words begin among the tokens of a row, by the marks of the tokenizer: SentencePiece's "▁", or byte-level BPE's
+"Ġ"."""
 
 import json
 import re
@@ -21,8 +22,8 @@ _ESCAPED = "surrogateescape"  # for bytes of a character that is split between t
 class Words:
     """Words as a vocabulary of tokens spells them.
 
-    A word begins at a token that begins with white space or punctuation, after one that ends with punctuation or a new line, and at the
-    beginning of a row. Control tokens are words of their own.
+    A word begins at a token that begins with white space or punctuation, after one that ends with punctuation or a new
+    line, and at the beginning of a row. Control tokens are words of their own.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerFast") -> None:
@@ -48,7 +49,8 @@ class Words:
         return starts
 
     def word_texts(self, ids: "np.ndarray", bounds: "np.ndarray") -> list[str]:
-        """Lower-case text of each word, with the space before it. bounds: (words + 1,) where words begin, and the length of the row."""
+        """Lower-case text of each word, with the space before it. bounds: (words + 1,) where words begin, and the
+        length of the row."""
         cuts = bounds.tolist()
         texts = [self.texts[index] for index in ids.tolist()]
         words = [texts[start] if end - start == 1 else "".join(texts[start:end]) for start, end in pairwise(cuts)]

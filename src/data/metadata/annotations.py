@@ -1,7 +1,8 @@
 """Read documents with metadata from rows: the table of known types, the checks of a row and the order of markers.
 
-Rows have the layouts of BigScience's metadata project (bigscience-workshop/metadata). A row of version 1 has "metadata", a list of items
-with their keys. A row of version 2 has a column "metadata_COLUMN" for each extractor, and its items can omit the fields that the column
+Rows have the layouts of BigScience's metadata project (bigscience-workshop/metadata). A row of version 1 has
+"metadata", a list of items with their keys. A row of version 2 has a column "metadata_COLUMN" for each extractor, and
+its items can omit the fields that the column
 or the text implies: `compact_item`.
 """
 
@@ -57,7 +58,8 @@ class Item(NamedTuple):
     """Span in the text, half open; None for global metadata."""
     end: int | None = None
     start_place: int | None = None
-    """Rank of the start marker among all markers of this key at that character, starts and ends; None if the row has no order."""
+    """Rank of the start marker among all markers of this key at that character, starts and ends; None if the row has no
+    order."""
     end_place: int | None = None
     attributes: tuple[tuple[str, str], ...] = ()
     """Names and values of the attributes of an HTML tag."""
@@ -89,7 +91,8 @@ def read_row(row: Mapping[str, Any], where: str, columns: Sequence[str] | None =
     columns: names or keys of the columns to read, which a row of version 2 must have; None: all columns.
 
     Raises:
-        DataError: the text or a column is missing, an item is malformed, or its span is not in the text. The message starts with `where`.
+        DataError: the text or a column is missing, an item is malformed, or its span is not in the text. The message
+            starts with `where`.
     """
     text = row.get("text")
     if not isinstance(text, str):
@@ -102,7 +105,9 @@ def read_row(row: Mapping[str, Any], where: str, columns: Sequence[str] | None =
         for name in columns or ():
             if name not in names and not any(key_of(column) == name for column in names):
                 raise DataError(f"{where}: {unknown_text('column', name, names)} It is listed in data.columns.")
-        fields = [(name, PREFIX + name) for name in names if columns is None or name in columns or key_of(name) in columns]
+        fields = [
+            (name, PREFIX + name) for name in names if columns is None or name in columns or key_of(name) in columns
+        ]
     items = list[Item]()
     for column, field in fields:
         for number, raw in enumerate(_items(row[field], where, field)):
@@ -139,7 +144,9 @@ def _read_item(column: str | None, raw: Any, text: str) -> Item:
         raise DataError(f".key: items of this column are {type_of_column.key!r}, got {key!r}.")
     column = column or _COLUMN_OF.get((key, kind), key)
     if key in KEYS and (kind != type_of_column.kind if type_of_column else (key, kind) not in _COLUMN_OF):
-        raise DataError(f".type: items of the key {key!r} are {'local' if kind == 'global' else 'global'} here, got {kind!r}.")
+        raise DataError(
+            f".type: items of the key {key!r} are {'local' if kind == 'global' else 'global'} here, got {kind!r}."
+        )
     if not isinstance(value, str):
         raise DataError(f".value: expected text, got {value!r}.")
     check_text(value, ".value")
@@ -150,7 +157,9 @@ def _read_item(column: str | None, raw: Any, text: str) -> Item:
     start, end = _index(raw, "char_start_idx"), _index(raw, "char_end_idx")
     if not start <= end <= len(text):
         raise DataError(f": the span [{start}, {end}) is not in the text of {len(text)} characters.")
-    start_place, end_place = (_index(raw, name) if name in raw else None for name in ("relative_start_pos", "relative_end_pos"))
+    start_place, end_place = (
+        _index(raw, name) if name in raw else None for name in ("relative_start_pos", "relative_end_pos")
+    )
     if (start_place is None) != (end_place is None):
         missing = "relative_start_pos" if start_place is None else "relative_end_pos"
         raise DataError(f".{missing}: missing, and the other side has a position. Write both or neither.")
@@ -185,7 +194,8 @@ def key_of(column: str) -> str:
 
 
 def read_date(value: str) -> datetime:
-    """Parse a date in ISO notation, with or without a time. A bare number is refused: it could be a year, a day or seconds.
+    """Parse a date in ISO notation, with or without a time. A bare number is refused: it could be a year, a day or
+    seconds.
 
     Raises:
         DataError: it is not a date.
@@ -195,7 +205,9 @@ def read_date(value: str) -> datetime:
             raise ValueError
         return datetime.fromisoformat(value.strip())
     except ValueError:
-        raise DataError(f".value: expected a date, such as 2018-12-10 or 2018-12-10T13:45:00.000Z, got {value!r}.") from None
+        raise DataError(
+            f".value: expected a date, such as 2018-12-10 or 2018-12-10T13:45:00.000Z, got {value!r}."
+        ) from None
 
 
 def _index(raw: Mapping[str, Any], name: str) -> int:
@@ -235,7 +247,8 @@ class _Side(NamedTuple):
 def _rank_markers(items: Sequence[Item], where: str) -> list[Item]:
     """Rank the markers of each key at each character by the row's relative positions.
 
-    Starts and ends share one counter, or each side has a counter. Two equal positions at a character show the second layout.
+    Starts and ends share one counter, or each side has a counter. Two equal positions at a character show the second
+    layout.
 
     Raises:
         DataError: the order of two markers is ambiguous.
@@ -263,12 +276,14 @@ def _rank_markers(items: Sequence[Item], where: str) -> list[Item]:
 def _sort_side(sides: Sequence[_Side], items: Sequence[Item], where: str) -> list[_Side]:
     """Sort all starts or all ends at a character by position; equal positions so that spans nest.
 
-    Entities of a paragraph with equal positions are in the order of the row: BigScience's counter restarts when the paragraph changes.
+    Entities of a paragraph with equal positions are in the order of the row: BigScience's counter restarts when the
+    paragraph changes.
     """
     places = {side.place for side in sides}
     if len(sides) > 1 and None in places:
         raise DataError(
-            f"{where}: {len(sides)} markers of the key {items[sides[0].number].key!r}, some without a position. Number all or none."
+            f"{where}: {len(sides)} markers of the key {items[sides[0].number].key!r}, some without a position. "
+            f"Number all or none."
         )
     if sides and len(places) < len(sides) and items[sides[0].number].key == "entity_paragraph":
         return list(sides)
@@ -278,7 +293,8 @@ def _sort_side(sides: Sequence[_Side], items: Sequence[Item], where: str) -> lis
         is_same = (first.value, first.attributes) == (second.value, second.attributes)
         if one.place == other.place and one.span == other.span and not is_same:
             raise DataError(
-                f"{where}: {first.value!r} and {second.value!r} of the key {first.key!r} have the same span and the same relative position "
+                f"{where}: {first.value!r} and {second.value!r} of the key {first.key!r} have the same span and the "
+                f"same relative position "
                 f"{one.place}. Number them."
             )
     return order

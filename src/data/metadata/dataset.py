@@ -35,19 +35,21 @@ class Config(DatasetConfig):
     sequence_tokens: int = Field(gt=1)
     """Maximum number of tokens in a block, prefix included."""
     open_rows: int = Field(default=0, ge=0)
-    """0: each block is a padded row. Above 0: blocks are packed into rows, like in `packed`, and do not attend to each other."""
+    """0: each block is a padded row. Above 0: blocks are packed into rows, like in `packed`, and do not attend to each
+    other."""
     columns: list[str] | None = None
     """Columns to read, which every row must have. None: all columns."""
     probability: float = Field(default=1.0, ge=0, le=1)
     """Probability that a training document has its metadata."""
     sampling: Literal["all", "weighted", "independent"] = "all"
-    """Columns per training document. weighted: draw a number from 1 to all, then that many columns in proportion to `weights`.
+    """Columns per training document. weighted: draw a number from 1 to all, then that many columns in proportion to
+    `weights`.
     independent: draw each column with its weight as the probability."""
     weights: dict[str, float] = {}
     """Weights by column. Columns without a weight are never drawn."""
     html_rate: float = Field(default=1.0, ge=0, le=1)
-    """Probability that a document has its HTML, before columns are drawn. With 0.25 and BigScience's weights, 13 % of the documents have
-    HTML. In the reference it is 87 %: its `html_overall_sample_rate` works the wrong way round."""
+    """Probability that a document has its HTML, before columns are drawn. With 0.25 and BigScience's weights, 13 % of
+    the documents have HTML. In the reference it is 87 %: its `html_overall_sample_rate` works the wrong way round."""
     written: bool = True
     """False: a baseline without metadata, with the same text in every block."""
     metadata_loss: bool = False
@@ -66,7 +68,9 @@ class Config(DatasetConfig):
         if bool(self.weights) != (self.sampling != "all"):
             raise ValueError("weights: needed for sampling 'weighted' and 'independent', and not allowed for 'all'.")
         if self.weights and not any(self.weights.values()):
-            raise ValueError("weights: all are 0, so no metadata would ever be drawn. Give one a weight, or set probability to 0.")
+            raise ValueError(
+                "weights: all are 0, so no metadata would ever be drawn. Give one a weight, or set probability to 0."
+            )
         if any(weight < 0 or (self.sampling == "independent" and weight > 1) for weight in self.weights.values()):
             raise ValueError("weights: expected numbers from 0 on, for sampling 'independent' probabilities.")
         return self
@@ -79,7 +83,9 @@ class Config(DatasetConfig):
         if self.columns is not None and key_of(column) not in map(key_of, self.columns):
             raise ValueError(f"{field}: {column!r} is not among data.columns: {', '.join(self.columns)}.")
         if key_of(column) not in self.writing.keys:
-            raise ValueError(f"{field}: {column!r} would never be written: {key_of(column)!r} is not among writing.keys.")
+            raise ValueError(
+                f"{field}: {column!r} would never be written: {key_of(column)!r} is not among writing.keys."
+            )
 
     def column_weight(self, column: str) -> float:
         """Weight of a column, by its name or its key."""
@@ -98,7 +104,9 @@ class Config(DatasetConfig):
     def batch_lengths(self) -> tuple[int, ...] | None:
         return (self.sequence_tokens,) if self.open_rows else None
 
-    def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "MetadataDataset | MetadataBlocks":
+    def build(
+        self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int
+    ) -> "MetadataDataset | MetadataBlocks":
         """Load the documents of a split. Validation has every block, with all metadata.
 
         Raises:
@@ -108,8 +116,12 @@ class Config(DatasetConfig):
         folder = jsonl.corpus_folder(places, self.corpus)
         path = jsonl.require_file(folder, f"{split}.jsonl")
         rules = f"metadata 2 {json.dumps(self.columns)}"
-        rows = jsonl.read_rows(path, {"text": str}, check=lambda row, where: read_row(row, where, self.columns), rules=rules)
-        maker = ExampleMaker(self.writing, SafeTokenizer(tokenizer), self.sequence_tokens, self.metadata_loss, self.end_token)
+        rows = jsonl.read_rows(
+            path, {"text": str}, check=lambda row, where: read_row(row, where, self.columns), rules=rules
+        )
+        maker = ExampleMaker(
+            self.writing, SafeTokenizer(tokenizer), self.sequence_tokens, self.metadata_loss, self.end_token
+        )
         documents = Documents(self, rows, jsonl.fingerprint(folder), maker)
         if split == "train":
             return MetadataDataset(documents, seed)
@@ -163,7 +175,8 @@ class Sample(TypedDict):
 
 
 class MetadataDataset:
-    """The training split. A key is (epoch, document, piece, epoch, document, piece, ...), or (epoch, document) for its first piece."""
+    """The training split. A key is (epoch, document, piece, epoch, document, piece, ...), or (epoch, document) for its
+    first piece."""
 
     def __init__(self, documents: Documents, seed: int) -> None:
         self.documents, self.seed, self.config = documents, seed, documents.config
@@ -193,7 +206,9 @@ class MetadataDataset:
         """See `orders.OrderedDataset`. Rows do not depend on `steps`."""
         config = self.config
         digest = hashlib.sha256(f"{self.fingerprint}/{self.seed}/{seed}".encode()).hexdigest()[:16]
-        packing = Packing(Permuted(len(self), seed), self.sizes, (config.sequence_tokens,), config.open_rows, "data", digest)
+        packing = Packing(
+            Permuted(len(self), seed), self.sizes, (config.sequence_tokens,), config.open_rows, "data", digest
+        )
         return LaneOrder(packing, per_step, branches)
 
     def sample(self, epoch: int, index: int, *more: int) -> Sample:

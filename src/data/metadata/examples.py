@@ -1,7 +1,8 @@
 """Make token ids of documents with metadata: a prefix of global metadata, and the text with its markers, in blocks.
 
-Each piece repeats the prefix. "nested" tokenises the text separately from prefix and markers, so that its tokens do not depend on them.
-"compatible" tokenises the text with its markers and the space before it, like bsmetadata/metadata_utils.py.
+Each piece repeats the prefix. "nested" tokenises the text separately from prefix and markers, so that its tokens do not
+depend on them. "compatible" tokenises the text with its markers and the space before it, like
+bsmetadata/metadata_utils.py.
 """
 
 import re
@@ -51,7 +52,8 @@ class Writing(Config):
     special_tokens: bool = False
     """Whether `run_starts` and `run_ends` are special tokens, which the tokenizer must have."""
     prefix_share: float = Field(default=0.5, gt=0, lt=1)
-    """Maximum share of a row for the prefix, without the space after it. A longer prefix is truncated before its separator."""
+    """Maximum share of a row for the prefix, without the space after it. A longer prefix is truncated before its
+    separator."""
 
     @model_validator(mode="after")
     def _keys_are_known(self) -> "Writing":
@@ -60,7 +62,11 @@ class Writing(Config):
         for key in self.keys:
             if key not in {*KEYS, *self.own_keys}:
                 raise ValueError(f"keys: {unknown_text('key', key, KEYS)} Declare a key of yours in own_keys.")
-        for name, by_key in (("announced", self.announced), ("run_starts", self.run_starts), ("run_ends", self.run_ends)):
+        for name, by_key in (
+            ("announced", self.announced),
+            ("run_starts", self.run_starts),
+            ("run_ends", self.run_ends),
+        ):
             for key in by_key:
                 if key not in self.keys:
                     raise ValueError(f"{name}: {unknown_text('key', key, self.keys)}")
@@ -100,8 +106,11 @@ class Piece(NamedTuple):
 class ExampleMaker:
     """Makes pieces of at most `room` tokens."""
 
-    def __init__(self, writing: Writing, encoder: SafeTokenizer, room: int, metadata_loss: bool = False, end_token: bool = True) -> None:
-        """Prepare the tokens of separators. metadata_loss: markers are in the loss. end_token: documents end with the end token.
+    def __init__(
+        self, writing: Writing, encoder: SafeTokenizer, room: int, metadata_loss: bool = False, end_token: bool = True
+    ) -> None:
+        """Prepare the tokens of separators. metadata_loss: markers are in the loss. end_token: documents end with the
+        end token.
 
         Raises:
             ConfigError: the tokenizer has no token for a special token or the separator, or the rows are too short.
@@ -118,7 +127,9 @@ class ExampleMaker:
             start, end = writing.run_starts.get(key, ""), writing.run_ends.get(key, "")
             self._around[key] = spelled.get(start, start), spelled.get(end, end)
         if missing := [token for token in specials if encoder.control_id(token) is None]:
-            raise ConfigError(f"data.writing.special_tokens: the tokenizer has no token {missing[0]!r}. Add it to model.extra_tokens.")
+            raise ConfigError(
+                f"data.writing.special_tokens: the tokenizer has no token {missing[0]!r}. Add it to model.extra_tokens."
+            )
         self._marker_ids: dict[str, list[int]] = {}
         self._special = re.compile(f"[{''.join(self._specials)}]") if specials else None
         self._nested = writing.linearisation == "nested"
@@ -127,13 +138,16 @@ class ExampleMaker:
         self._after_prefix = [] if writing.separators.prefix_end[-1:].isspace() else self._space
         if writing.separators.prefix_end and not self._separator:
             raise ConfigError(
-                f"data.writing.separators.prefix_end: the tokenizer cannot encode {writing.separators.prefix_end!r}. Use another text."
+                f"data.writing.separators.prefix_end: the tokenizer cannot encode {writing.separators.prefix_end!r}. "
+                f"Use another text."
             )
         self._most = int(room * writing.prefix_share)
         if len(self._separator) >= self._most:
             raise ConfigError(f"data.sequence_tokens: {room} tokens leave no room for a prefix and its separator.")
         if self._most + len(self._space) >= room:
-            raise ConfigError(f"data.writing.prefix_share: {writing.prefix_share:g} of {room} tokens leaves no room for the text.")
+            raise ConfigError(
+                f"data.writing.prefix_share: {writing.prefix_share:g} of {room} tokens leaves no room for the text."
+            )
 
     def rewritten(self, **changes: Any) -> "ExampleMaker":
         """Return a maker with `changes` of the writing."""
@@ -204,7 +218,11 @@ class ExampleMaker:
 
     def text_ids(self, document: Annotated) -> list[int]:
         """Tokenise the text and its markers, as they follow the prefix."""
-        return (self._nested_text(document) if self._nested else self._compatible_text(document, " " if self.prefix(document) else ""))[0]
+        return (
+            self._nested_text(document)
+            if self._nested
+            else self._compatible_text(document, " " if self.prefix(document) else "")
+        )[0]
 
     def _markers(self, document: Annotated) -> list:
         writing = self._writing
@@ -241,7 +259,10 @@ class ExampleMaker:
             return cached
         ids, read = list[int](), 0
         for match in self._special.finditer(text) if self._special else ():
-            ids += [*self._encoder.encode(text[read : match.start()]), *self._encoder.encode_token(self._specials[match[0]])]
+            ids += [
+                *self._encoder.encode(text[read : match.start()]),
+                *self._encoder.encode_token(self._specials[match[0]]),
+            ]
             read = match.end()
         if len(self._marker_ids) == _MOST_MARKERS:
             self._marker_ids.clear()
@@ -249,7 +270,8 @@ class ExampleMaker:
         return ids
 
     def _compatible_text(self, document: Annotated, space: str) -> Tokens:
-        """Tokenise text and markers together. A token with a character of a marker is metadata; the space before the text belongs to it."""
+        """Tokenise text and markers together. A token with a character of a marker is metadata; the space before the
+        text belongs to it."""
         text, mask = insert(document.text, self._markers(document))
         text, mask = space + text, [False] * len(space) + mask
         marked = [0, *accumulate(mask)]  # characters of markers before each

@@ -1,7 +1,8 @@
 """Measure gains from metadata: the loss on the same tokens with, without and with wrong metadata.
 
-A document counts if it fits into one block in all three cases. The scored tokens have the same characters in both, except the first token
-of the text, which has no context without metadata. Wrong metadata are those of another document, and marked spans at random places.
+A document counts if it fits into one block in all three cases. The scored tokens have the same characters in both,
+except the first token of the text, which has no context without metadata. Wrong metadata are those of another document,
+and marked spans at random places.
 """
 
 from collections import Counter
@@ -54,15 +55,24 @@ class Gains(Config):
     def names(self) -> list[str]:
         """List the names of all scores.
 
-        Text perplexities give no probability to control tokens, unlike val_perplexity, so that both variants predict the same symbols.
+        Text perplexities give no probability to control tokens, unlike val_perplexity, so that both variants predict
+        the same symbols.
         """
         bounds = [0, *self.positions]
-        spans = [f"/{low}-{high}" for low, high in zip(bounds, [*bounds[1:], ""], strict=True)] if self.positions else []
-        styles = ["val_gain", *(["val_gain_prompt"] if self.prompt else []), *(["val_gain_chunked"] if self.chunked else [])]
+        spans = (
+            [f"/{low}-{high}" for low, high in zip(bounds, [*bounds[1:], ""], strict=True)] if self.positions else []
+        )
+        styles = [
+            "val_gain",
+            *(["val_gain_prompt"] if self.prompt else []),
+            *(["val_gain_chunked"] if self.chunked else []),
+        ]
         names = []
         for column in [*self.columns, *([TOGETHER] if len(self.columns) > 1 else [])]:
             names += [f"val_text_perplexity_with/{column}", f"val_text_perplexity_without/{column}"]
-            names += [f"{name}{end}/{column}" for name in [*styles, "val_gain_control"] for end in ("", "_low", "_high")]
+            names += [
+                f"{name}{end}/{column}" for name in [*styles, "val_gain_control"] for end in ("", "_low", "_high")
+            ]
             names += [f"val_gain/{column}{span}" for span in spans]
         return names
 
@@ -125,10 +135,15 @@ def measure(config: Gains, documents: Documents, losses: TokenLosses) -> dict[st
             "val_gain_control": [_both(maker, document) for document in _wrong(having)],
             **({"val_gain_prompt": [_both(prompts, document) for document in having]} if config.prompt else {}),
         }
-        fits = [number for number in range(len(having)) if all(_is_one_block(variant[number]) for variant in variants.values())]
+        fits = [
+            number
+            for number in range(len(having))
+            if all(_is_one_block(variant[number]) for variant in variants.values())
+        ]
         if len(fits) < 2:
             raise DataError(
-                f"gains.columns: fewer than two documents with {' and '.join(names)} fit into a block of data.sequence_tokens, with their "
+                f"gains.columns: fewer than two documents with {' and '.join(names)} fit into a block of "
+                f"data.sequence_tokens, with their "
                 "own metadata and with another's."
             )
         for name, variant in variants.items():
@@ -150,7 +165,9 @@ def _pairs(documents: Documents, sides_of_documents: Sequence[Both], losses: Tok
     """Compute the losses of each document with a scored token."""
     scored = [_score_same(both) for both in sides_of_documents]
     pieces = [piece for both in scored for side in both for piece in side]
-    order = sorted(range(len(pieces)), key=lambda i: len(pieces[i].piece.ids))  # similar lengths in a batch need little padding
+    order = sorted(
+        range(len(pieces)), key=lambda i: len(pieces[i].piece.ids)
+    )  # similar lengths in a batch need little padding
     by_piece = dict(zip(order, losses(Blocks(documents, [pieces[i] for i in order])), strict=True))
     read = iter(range(len(pieces)))
     pairs = [Pair(*([value for _ in side for value in by_piece[next(read)]] for side in both)) for both in scored]
@@ -188,7 +205,9 @@ def _having(documents: Documents, columns: Sequence[str], most: int) -> list[Ann
         if len(matches) == most:
             break
     if len(matches) < 2:
-        raise DataError(f"gains.columns: fewer than two documents of the validation split have {' and '.join(columns)}.")
+        raise DataError(
+            f"gains.columns: fewer than two documents of the validation split have {' and '.join(columns)}."
+        )
     return matches
 
 
@@ -231,7 +250,10 @@ def _scores(config: Gains, name: str, column: str, pairs: Sequence[Pair]) -> dic
     scores = {f"{name}/{column}": gain, f"{name}_low/{column}": low, f"{name}_high/{column}": high}
     if name != "val_gain":
         return scores
-    for kind, lists in (("with", [pair.with_metadata for pair in pairs]), ("without", [pair.without for pair in pairs])):
+    for kind, lists in (
+        ("with", [pair.with_metadata for pair in pairs]),
+        ("without", [pair.without for pair in pairs]),
+    ):
         scores[f"val_text_perplexity_{kind}/{column}"] = float(np.exp(sum(map(sum, lists)) / sums[:, 1].sum()))
     bounds = [0, *config.positions]
     for begin, end in zip(bounds, [*bounds[1:], None], strict=True) if config.positions else ():

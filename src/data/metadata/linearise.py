@@ -1,8 +1,9 @@
 """Insert local metadata into a text as markers, in one of two orders.
 
-"compatible" is the order of BigScience's metadata project (bsmetadata/metadata_utils.py): markers of keys with relative positions come
-between the ends and the starts of other keys, and nothing in the text is escaped. "nested" puts shorter spans inside longer ones. It
-escapes everything in the text that looks like a marker with a backslash, which counts as a marker.
+"compatible" is the order of BigScience's metadata project (bsmetadata/metadata_utils.py): markers of keys with relative
+positions come between the ends and the starts of other keys, and nothing in the text is escaped. "nested" puts shorter
+spans inside longer ones. It escapes everything in the text that looks like a marker with a backslash, which counts as a
+marker.
 """
 
 import re
@@ -51,7 +52,11 @@ def insert(text: str, markers: Iterable[Marker]) -> Marked:
 
 
 def markers(
-    document: Annotated, keys: Sequence[str], process: Process, around: Mapping[str, Markers], linearisation: Linearisation
+    document: Annotated,
+    keys: Sequence[str],
+    process: Process,
+    around: Mapping[str, Markers],
+    linearisation: Linearisation,
 ) -> list[Marker]:
     """Return the sorted markers of the local items with one of `keys`.
 
@@ -65,7 +70,9 @@ def markers(
     return _escape(document.text, _nest(items, keys, process, around), {item.key for item in items}, around)
 
 
-def _collate(items: Sequence[Item], keys: Sequence[str], process: Process, around: Mapping[str, Markers]) -> list[Marker]:
+def _collate(
+    items: Sequence[Item], keys: Sequence[str], process: Process, around: Mapping[str, Markers]
+) -> list[Marker]:
     # Reversed lists: later types come first among `starts` and `runs`.
     ends, runs, empty_ends, starts = (defaultdict[int, list[str]](list) for _ in range(4))
     by_key = defaultdict[str, list[Item]](list)
@@ -80,7 +87,9 @@ def _collate(items: Sequence[Item], keys: Sequence[str], process: Process, aroun
         at = defaultdict[int, dict[int, str]](dict)
         for item in by_key[key]:
             if item.start_place is not None and (texts := process(item)):
-                for character, place, text in zip(item.span, (item.start_place, item.end_place or 0), texts, strict=True):
+                for character, place, text in zip(
+                    item.span, (item.start_place, item.end_place or 0), texts, strict=True
+                ):
                     if text:  # like the reference, a run of empty texts is not a run
                         at[character][place] = text
         opening, closing = around.get(key, ("", ""))
@@ -156,7 +165,8 @@ def _order_places(sides: list[_Side]) -> list[_Side]:
 
 
 def _insert_empty(sides: Sequence[_Side], default: int, empty: Sequence[_Side]) -> list[_Side]:
-    """Insert the sides of empty spans by the places of their key; without any, between the ends and the starts: at `default`."""
+    """Insert the sides of empty spans by the places of their key; without any, between the ends and the starts: at
+    `default`."""
     places = defaultdict[str, list[tuple[int, int]]](list)
     for index, side in enumerate(sides):
         if side.place is not None:
@@ -172,7 +182,8 @@ def _insert_empty(sides: Sequence[_Side], default: int, empty: Sequence[_Side]) 
 
 
 def _escape(text: str, markers: Sequence[Marker], keys: Iterable[str], around: Mapping[str, Markers]) -> list[Marker]:
-    """Add an escape before everything in `text` that looks like an escape, a marker of one of `keys` or a text `around` its runs.
+    """Add an escape before everything in `text` that looks like an escape, a marker of one of `keys` or a text `around`
+    its runs.
 
     The search includes the markers: "[" in the text before a marker "[html: b]" looks like "[[".
     """
@@ -189,4 +200,6 @@ def _escape(text: str, markers: Sequence[Marker], keys: Iterable[str], around: M
     for place in places:
         index, read = index + mask[read:place].count(False), place
         escapes.append(Marker(index, ESCAPE, False))
-    return sorted([*markers, *escapes], key=attrgetter("character"))  # stable: an escape comes after the other markers at its character
+    return sorted(
+        [*markers, *escapes], key=attrgetter("character")
+    )  # stable: an escape comes after the other markers at its character

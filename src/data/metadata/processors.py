@@ -1,6 +1,7 @@
 """Write items of metadata as strings, byte for byte those of BigScience's metadata project.
 
-Where markers are to be read back, `escape` adds backslashes inside them; without special characters the strings are the same.
+Where markers are to be read back, `escape` adds backslashes inside them; without special characters the strings are the
+same.
 """
 
 import calendar
@@ -94,7 +95,9 @@ def _host(address: str) -> str:
         return address
 
 
-def local_markers(item: Item, html: HtmlFilter, entity_position: Literal["beginning", "end"], escape: bool = False) -> Markers | None:
+def local_markers(
+    item: Item, html: HtmlFilter, entity_position: Literal["beginning", "end"], escape: bool = False
+) -> Markers | None:
     """Write the markers around the span of an item; None if a filter drops it.
 
     escape: put a backslash before characters of a value that would end it, so that a reader gets the same value back.
@@ -106,7 +109,11 @@ def local_markers(item: Item, html: HtmlFilter, entity_position: Literal["beginn
         attributes = [pair for pair in item.attributes if html.attributes is None or pair[0] in html.attributes]
         tag = re.sub(r"[\\> ]|\A/", _add_escape, item.value) if escape else item.value
         return f"<{tag}{''.join(f' {_attribute(name, value, escape)}' for name, value in attributes)}>", f"</{tag}>"
-    value = re.sub(r"[\\|]" if item.key == "entity_paragraph" else r"[\\\]]", _add_escape, item.value) if escape else item.value
+    value = (
+        re.sub(r"[\\|]" if item.key == "entity_paragraph" else r"[\\\]]", _add_escape, item.value)
+        if escape
+        else item.value
+    )
     name = value.replace("_", " ")
     if item.key == "entity":
         return "", f" [[{name}]]"

@@ -1,9 +1,10 @@
 """Several data sets mixed by rate or by count, the samples of each part evenly spread over the indices of an epoch.
 
-An epoch has as many samples as its parts have together, or `samples_per_epoch`, or what `draw` says of each. Each part has a fixed share
-of them, rounded to whole samples. A part reads its own data in its own order and continues in the next epoch where it stopped, so that
-all of its samples are read before one is repeated; each pass over a part is an epoch of that part, with its own order and masks. The
-validation split has every sample of every part once, part by part.
+An epoch has as many samples as its parts have together, or `samples_per_epoch`, or what `draw` says of each. Each part
+has a fixed share of them, rounded to whole samples. A part reads its own data in its own order and continues in the
+next epoch where it stopped, so that all of its samples are read before one is repeated; each pass over a part is an
+epoch of that part, with its own order and masks. The validation split has every sample of every part once, part by
+part.
 """
 
 import hashlib
@@ -43,18 +44,21 @@ class Draw(StrictConfig):
         """Samples in an epoch of a part that has `samples`.
 
         Raises:
-            DataError: a fraction of less than a sample, or a size alone above `samples`, which only a fraction repeats. Names `field`.
+            DataError: a fraction of less than a sample, or a size alone above `samples`, which only a fraction repeats.
+                Names `field`.
         """
         if self.fraction is None:
             if self.size is not None and self.size > samples:
                 raise DataError(
-                    f"{field}.size: the part has only {samples} samples. To read some again in each epoch, write a fraction above 1."
+                    f"{field}.size: the part has only {samples} samples. To read some again in each epoch, write a "
+                    f"fraction above 1."
                 )
             return self.size or samples
         count = round(self.fraction * samples)
         if not count:
             raise DataError(
-                f"{field}.fraction: {self.fraction:g} of {samples} samples is not one. Write a larger fraction, or a size alone."
+                f"{field}.fraction: {self.fraction:g} of {samples} samples is not one. Write a larger fraction, or a "
+                f"size alone."
             )
         return min(count, self.size or count)
 
@@ -67,23 +71,27 @@ class Config(PartsConfig, ShuffledConfig):
     parts: dict[str, DatasetField] = Field(min_length=1)
     """Data sets whose samples make batches of the same kind. The loss of each is logged under its name."""
     rates: dict[str, float] | None = None
-    """Share of each part in what is read; they need not sum to 1. None: in proportion to the examples of each: those that T5's mixtures
-    count of a task, where the data set says so, else its samples."""
+    """Share of each part in what is read; they need not sum to 1. None: in proportion to the examples of each: those
+    that T5's mixtures count of a task, where the data set says so, else its samples."""
     cap: int | None = Field(default=None, gt=0)
     """Without rates: examples beyond so many do not count (T5's K)."""
     temperature: float = Field(default=1.0, ge=1)
-    """Without rates: the root that is taken of the proportions (T5's T); 1 leaves them, a large one makes parts equal."""
+    """Without rates: the root that is taken of the proportions (T5's T); 1 leaves them, a large one makes parts
+    equal."""
     samples_per_epoch: int | None = Field(default=None, gt=0)
     """None: as many as the parts have together."""
     draw: dict[str, Draw] | None = added_field(None, min_length=1)
-    """Samples in an epoch by part, instead of rates; a part without an entry is read whole. The next epoch goes on where a part stopped."""
+    """Samples in an epoch by part, instead of rates; a part without an entry is read whole. The next epoch goes on
+    where a part stopped."""
 
     @field_validator("rates")
     @classmethod
     def _rates_are_positive(cls, given: dict[str, float] | None) -> dict[str, float] | None:
         wrong = [f"{name}: {rate}" for name, rate in (given or {}).items() if rate <= 0]
         if wrong:
-            raise ValueError(f"expected numbers above 0, got {', '.join(wrong)}. Leave a part out that is not to be read.")
+            raise ValueError(
+                f"expected numbers above 0, got {', '.join(wrong)}. Leave a part out that is not to be read."
+            )
         return given
 
     @model_validator(mode="after")
@@ -93,13 +101,16 @@ class Config(PartsConfig, ShuffledConfig):
                 named, known = ", ".join(sorted(self.rates)), ", ".join(sorted(self.parts))
                 raise ValueError(f"rates: expected a rate for each part ({known}), got {named or 'none'}.")
             if self.cap is not None or self.temperature != 1:
-                raise ValueError("rates: with them, cap and temperature would be ignored. Leave them out, or leave rates out.")
+                raise ValueError(
+                    "rates: with them, cap and temperature would be ignored. Leave them out, or leave rates out."
+                )
         if self.draw is not None:
             for name in sorted(self.draw.keys() - self.parts.keys()):
                 raise ValueError(f"draw: {unknown_text('part', name, self.parts)}")
             if self.rates or self.cap or self.temperature != 1 or self.samples_per_epoch:
                 raise ValueError(
-                    "draw: with it, rates, cap, temperature and samples_per_epoch would be ignored. Leave them out, or leave draw out."
+                    "draw: with it, rates, cap, temperature and samples_per_epoch would be ignored. Leave them out, "
+                    "or leave draw out."
                 )
         return self
 
@@ -107,7 +118,9 @@ class Config(PartsConfig, ShuffledConfig):
     def _keeps_the_order_of_none(self) -> "Config":
         for path, part in self.parts_by_path.items():
             if part.has_order:
-                raise ValueError(f"{path}: {part.name!r} data come in an order of their own, which no mixture can keep.")
+                raise ValueError(
+                    f"{path}: {part.name!r} data come in an order of their own, which no mixture can keep."
+                )
             require_own_order(part, path)
         return self
 
@@ -130,11 +143,15 @@ class Config(PartsConfig, ShuffledConfig):
         Raises:
             DataError: a part is missing or malformed, makes other batches than the rest, or would never be read.
         """
-        parts = {name: self.parts[name].build(places, tokenizer, split, part_seed(seed, name)) for name in sorted(self.parts)}
+        parts = {
+            name: self.parts[name].build(places, tokenizer, split, part_seed(seed, name)) for name in sorted(self.parts)
+        }
         pad = tokenizer.pad_token_id
         sizes = {name: len(part) for name, part in parts.items()}
         counts, order = (list(sizes.values()), None) if split == "val" else (self._counts(sizes, places), seed)
-        made = MixtureDataset(parts, counts, order, pad if isinstance(pad, int) else int(tokenizer.eos_token_id), self.shuffle)  # pyright: ignore[reportArgumentType]
+        made = MixtureDataset(
+            parts, counts, order, pad if isinstance(pad, int) else int(tokenizer.eos_token_id), self.shuffle
+        )  # pyright: ignore[reportArgumentType]
         made.require_same_tensors()
         return made
 
@@ -142,12 +159,19 @@ class Config(PartsConfig, ShuffledConfig):
         """Samples of each part in an epoch. sizes: all samples of each."""
         draw, given, total = self.draw, self.rates, self.samples_per_epoch or sum(sizes.values())
         if draw:
-            return [draw[name].count(size, f"data.draw.{name}") if name in draw else size for name, size in sizes.items()]
+            return [
+                draw[name].count(size, f"data.draw.{name}") if name in draw else size for name, size in sizes.items()
+            ]
         examples = [self.parts[name].weight(places) or size for name, size in sizes.items()]
-        counts = shares([given[name] for name in sizes] if given else rates(examples, self.cap, self.temperature), total)
+        counts = shares(
+            [given[name] for name in sizes] if given else rates(examples, self.cap, self.temperature), total
+        )
         for name, count in zip(sizes, counts, strict=True):
             if not count:
-                raise DataError(f"data.parts.{name}: its share of {total} samples is less than one. Make data.samples_per_epoch larger.")
+                raise DataError(
+                    f"data.parts.{name}: its share of {total} samples is less than one. Make data.samples_per_epoch "
+                    f"larger."
+                )
         return counts
 
 
@@ -162,18 +186,29 @@ class MixtureDataset:
     """Samples of several data sets, `parts` by name."""
 
     def __init__(
-        self, parts: Mapping[str, Dataset], counts: Sequence[int], seed: int | None, pad_id: int, shuffle: Shuffle = "numpy"
+        self,
+        parts: Mapping[str, Dataset],
+        counts: Sequence[int],
+        seed: int | None,
+        pad_id: int,
+        shuffle: Shuffle = "numpy",
     ) -> None:
-        """counts: samples of each part in an epoch. seed: of the orders in which they are read; None: in their own, part by part."""
+        """counts: samples of each part in an epoch. seed: of the orders in which they are read; None: in their own,
+        part by part."""
         self.parts, self.shuffle = parts, shuffle
-        self.fingerprint = hashlib.sha256(json.dumps({name: part.fingerprint for name, part in parts.items()}).encode()).hexdigest()
+        self.fingerprint = hashlib.sha256(
+            json.dumps({name: part.fingerprint for name, part in parts.items()}).encode()
+        ).hexdigest()
         self.sources = list(parts)
         """Names under which the losses are logged."""
         self._counts = counts
         self._sizes = [len(part) for part in parts.values()]
         self._seed = seed
         self._pad_id = pad_id
-        self._collations = [part.collation if isinstance(part, CollatedDataset) else number for number, part in enumerate(parts.values())]
+        self._collations = [
+            part.collation if isinstance(part, CollatedDataset) else number
+            for number, part in enumerate(parts.values())
+        ]
         self._order = Interleaving(counts)
 
     def __len__(self) -> int:
@@ -209,7 +244,8 @@ class MixtureDataset:
         return Sample(self.sources.index(name), self.parts[name].sample(own_epoch, position))
 
     def collate(self, samples: Sequence[Sample]) -> "Mapping[str, Tensor]":
-        """The batches of the parts, one of all that collate alike, joined in the order of `samples`, padded to the longest of them."""
+        """The batches of the parts, one of all that collate alike, joined in the order of `samples`, padded to the
+        longest of them."""
         groups: dict[Hashable, list[int]] = {}
         for i, sample in enumerate(samples):
             groups.setdefault(self._collations[sample.part], []).append(i)
@@ -226,10 +262,13 @@ class MixtureDataset:
         for name, other in kinds.items():
             if other != kind:
                 told = ", ".join(sorted({f"{key} {shape}" for key, shape in other.items() ^ kind.items()}))
-                raise DataError(f"data.parts.{name}: its batches are not of the kind of those of {first!r}: they differ in {told}.")
+                raise DataError(
+                    f"data.parts.{name}: its batches are not of the kind of those of {first!r}: they differ in {told}."
+                )
         if "sample_of_row" in kind and len(set(self._collations)) > 1:
             raise DataError(
-                "data.parts: a sample has several rows in their batches (sample_of_row), and such batches of parts that collate "
+                "data.parts: a sample has several rows in their batches (sample_of_row), and such batches of parts "
+                "that collate "
                 "differently cannot be joined. Give the data sets an equal `collation`, or train on one part."
             )
 
@@ -249,7 +288,9 @@ def _tensor_kinds(batch: "Mapping[str, Tensor]") -> dict[str, str]:
     return {key: f"({str(tensor.dtype).removeprefix('torch.')}, {tensor.dim()} axes)" for key, tensor in batch.items()}
 
 
-def join_batches(batches: "Sequence[tuple[Mapping[str, Tensor], Sequence[int]]]", pad_id: int) -> "Mapping[str, Tensor]":
+def join_batches(
+    batches: "Sequence[tuple[Mapping[str, Tensor], Sequence[int]]]", pad_id: int
+) -> "Mapping[str, Tensor]":
     """One batch of several, each given with its row numbers in the result.
 
     Shorter sequences are padded on the right: ids with `pad_id`, labels with `NOT_LEARNED`, masks with False.

@@ -8,7 +8,8 @@ _SLOT = 32
 
 
 def rates(examples: Sequence[float], cap: int | None, temperature: float) -> list[float]:
-    """Shares of parts in proportion to their examples: r_m = min(e_m, K)^(1/T), divided by the sum (arXiv 1910.10683, section 3.5.2)."""
+    """Shares of parts in proportion to their examples: r_m = min(e_m, K)^(1/T), divided by the sum (arXiv 1910.10683,
+    section 3.5.2)."""
     weights = [min(count, cap or count) ** (1 / temperature) for count in examples]
     return [weight / sum(weights) for weight in weights]
 
@@ -24,10 +25,11 @@ def shares(weights: Sequence[float], total: int) -> list[int]:
 
 
 class Interleaving:
-    """The order of an epoch with `counts[p]` samples of part p: sample k of part p belongs at the time (k + 1/2) / counts[p] of 0..1.
+    """The order of an epoch with `counts[p]` samples of part p: sample k of part p belongs at the time (k + 1/2) /
+    counts[p] of 0..1.
 
-    So among any n consecutive samples a part has its share of n, to within one sample. Samples with equal times are in the order of the
-    parts.
+    So among any n consecutive samples a part has its share of n, to within one sample. Samples with equal times are in
+    the order of the parts.
     """
 
     def __init__(self, counts: Sequence[int]) -> None:
@@ -53,8 +55,14 @@ class Interleaving:
 
     def _sort_around(self, index: int) -> tuple[int, list[tuple[float, int, int]]]:
         """The slot of a sample: the index of its first sample, and (time, part, number) of each in order."""
-        near, room = index * self._slots // self._total, len(self.counts) // self._slot + 2  # a slot starts within parts / 2 samples
-        slot = bisect_right(range(self._slots), index, max(0, near - room), min(self._slots, near + room), key=self._start) - 1
+        near, room = (
+            index * self._slots // self._total,
+            len(self.counts) // self._slot + 2,
+        )  # a slot starts within parts / 2 samples
+        slot = (
+            bisect_right(range(self._slots), index, max(0, near - room), min(self._slots, near + room), key=self._start)
+            - 1
+        )
         first, last = self._before(slot), self._before(slot + 1)
         samples = [
             ((2 * k + 1) / (2 * count), part, k)

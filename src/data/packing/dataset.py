@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 FAMILIES = ("gpt2", "gpt_bigcode", "gpt_neox", "llama", "mistral", "qwen2")
 """Families in which packed documents do not read each other: tests/models/test_packed_rows.py trains each both ways."""
 ATTENTIONS = ("eager", "sdpa")
-"""Implementations for which that was tested. With flash_attention_2, transformers 5.23 looks at positions only in batches of one row."""
+"""Implementations for which that was tested. With flash_attention_2, transformers 5.23 looks at positions only in
+batches of one row."""
 
 
 class Config(PartsConfig):
@@ -35,19 +36,23 @@ class Config(PartsConfig):
     parts_field: ClassVar[str] = "documents"
 
     documents: DatasetField
-    """A data set for decoders, such as 'documents': each of its samples is a document here. Of a mixture of them, rates are shares of
-    documents, and the loss is not told by part, as a row has documents of several."""
+    """A data set for decoders, such as 'documents': each of its samples is a document here. Of a mixture of them, rates
+    are shares of documents, and the loss is not told by part, as a row has documents of several."""
     sequence_tokens: int = Field(gt=1)
     """Tokens of a row."""
     open_rows: int = Field(default=16, gt=0)
     """Rows that each sequence of a step keeps open for documents that fit: with more, less padding."""
     too_long: Literal["cut", "drop"] = "cut"
-    """A document of more tokens than a row is cut into several, which do not read each other, or is left out. cut: for text alone."""
+    """A document of more tokens than a row is cut into several, which do not read each other, or is left out. cut: for
+    text alone."""
 
     @model_validator(mode="after")
     def _documents_can_be_packed(self) -> "Config":
         if self.documents.reader != DECODER or self.documents.has_order:
-            raise ValueError(f"documents: the samples of {self.documents.name!r} cannot be packed. Take 'documents' or 'prompted_qa'.")
+            raise ValueError(
+                f"documents: the samples of {self.documents.name!r} cannot be packed. Take 'documents' or "
+                f"'prompted_qa'."
+            )
         require_own_order(self.documents, "documents")
         return self
 
@@ -59,8 +64,10 @@ class Config(PartsConfig):
                     part.check_length(self.sequence_tokens)
                 except ConfigError:
                     raise ValueError(
-                        f"too_long: samples of {path} ({part.name!r}) may have more than {self.sequence_tokens} tokens, and the end of one "
-                        "that is cut would be learned without its beginning. Write too_long 'drop', or a larger sequence_tokens."
+                        f"too_long: samples of {path} ({part.name!r}) may have more than {self.sequence_tokens} "
+                        f"tokens, and the end of one "
+                        "that is cut would be learned without its beginning. Write too_long 'drop', or a larger "
+                        "sequence_tokens."
                     ) from None
         return self
 
@@ -80,7 +87,9 @@ class Config(PartsConfig):
     def check_compiled(self) -> None:
         """All rows have one length, whatever the documents have."""
 
-    def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "PackedDataset | PackedRows":
+    def build(
+        self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int
+    ) -> "PackedDataset | PackedRows":
         """The packed rows of one split. Those of the validation split are made here, from all of its documents.
 
         Raises:
@@ -97,9 +106,14 @@ def require_tested_model(sizes: Architecture | None) -> None:
     """Raises ConfigError for a model that was not tested with packed documents."""
     family = sizes.model_type if sizes else None
     if family not in FAMILIES:
-        raise ConfigError(f"data: packed documents were tested with {', '.join(FAMILIES)}, not with a model of the family {family!r}.")
+        raise ConfigError(
+            f"data: packed documents were tested with {', '.join(FAMILIES)}, not with a model of the family {family!r}."
+        )
     if sizes and sizes.attention not in (None, *ATTENTIONS):
-        raise ConfigError(f"model.attention: packed documents were tested with {' and '.join(ATTENTIONS)}, not with {sizes.attention!r}.")
+        raise ConfigError(
+            f"model.attention: packed documents were tested with {' and '.join(ATTENTIONS)}, not with "
+            f"{sizes.attention!r}."
+        )
 
 
 class Sample(TypedDict):
@@ -112,12 +126,15 @@ class Sample(TypedDict):
 
 
 class PackedDataset:
-    """Rows of whole documents. A key is (epoch, document, piece, epoch, document, piece, ...), or (epoch, document) for its first piece."""
+    """Rows of whole documents. A key is (epoch, document, piece, epoch, document, piece, ...), or (epoch, document) for
+    its first piece."""
 
     def __init__(self, config: Config, documents: Dataset) -> None:
         self.config, self.documents = config, documents
         options = drop_absences(config.model_dump(mode="json", exclude={"documents"}), config)
-        self.fingerprint = hashlib.sha256(json.dumps([documents.fingerprint, options], sort_keys=True).encode()).hexdigest()
+        self.fingerprint = hashlib.sha256(
+            json.dumps([documents.fingerprint, options], sort_keys=True).encode()
+        ).hexdigest()
         self._measured = {type(data): isinstance(data, MeasuredDataset) for _, data in leaves("", documents)}
         """By class: a check of a protocol takes longer than all else that `sizes` does."""
 
@@ -128,7 +145,11 @@ class PackedDataset:
     def sizes(self, epoch: int, document: int) -> list[tuple[int]]:
         """Tokens of each piece of a document; empty if it is left out."""
         most, (data, *key) = self.config.sequence_tokens, _locate(self.documents, epoch, document)
-        tokens = cast(MeasuredDataset, data).length(*key) if self._measured[type(data)] else len(data.sample(*key)["input_ids"])
+        tokens = (
+            cast(MeasuredDataset, data).length(*key)
+            if self._measured[type(data)]
+            else len(data.sample(*key)["input_ids"])
+        )
         if tokens <= most:
             return [(tokens,)] if tokens else []
         if self.config.too_long == "drop":
@@ -139,7 +160,9 @@ class PackedDataset:
         """The packing of its documents in an order that depends on `seed`."""
         config = self.config
         digest = hashlib.sha256(f"{self.fingerprint}/{seed}".encode()).hexdigest()[:16]
-        return Packing(Permuted(len(self), seed), self.sizes, (config.sequence_tokens,), config.open_rows, "data.documents", digest)
+        return Packing(
+            Permuted(len(self), seed), self.sizes, (config.sequence_tokens,), config.open_rows, "data.documents", digest
+        )
 
     def order(self, seed: int, per_step: int, steps: int, branches: Sequence[Branch]) -> LaneOrder:
         """See `orders.OrderedDataset`. Rows do not depend on `steps`."""
@@ -165,7 +188,9 @@ class PackedDataset:
         from src.data import collate
 
         ids, masks = [sample["input_ids"] for sample in samples], [sample["loss_mask"] for sample in samples]
-        return collate.pack_tokens(ids, masks, [sample["lengths"] for sample in samples], 0, self.config.sequence_tokens)
+        return collate.pack_tokens(
+            ids, masks, [sample["lengths"] for sample in samples], 0, self.config.sequence_tokens
+        )
 
 
 class PackedRows:
@@ -204,4 +229,6 @@ def require_token_ids(data: Dataset, name: str) -> None:
     for leaf_name, leaf in leaves(name, data):
         sample = leaf.sample(0, 0)
         if not isinstance(sample, dict) or sample.keys() != {"input_ids", "loss_mask"}:
-            raise DataError(f"data.documents: the samples of {leaf_name!r} cannot be packed, as they are more than token ids.")
+            raise DataError(
+                f"data.documents: the samples of {leaf_name!r} cannot be packed, as they are more than token ids."
+            )

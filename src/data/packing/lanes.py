@@ -1,8 +1,10 @@
-"""Pack complete documents into rows, in lanes: row v of each step is the next row of lane v, at any world size and after any restart.
+"""Pack complete documents into rows, in lanes: row v of each step is the next row of lane v, at any world size and
+after any restart.
 
-A lane takes every V-th document of an endless sequence of epochs, V being the sequences of a step. It puts each document into its first
-open row with room. If no row has room, it emits the row that is closest to one of its limits (tokens or frames). No row stays open while
-more than `MAX_AGE * open_rows` rows are emitted. The state of a lane is the number of documents taken and the contents of its open rows.
+A lane takes every V-th document of an endless sequence of epochs, V being the sequences of a step. It puts each
+document into its first open row with room. If no row has room, it emits the row that is closest to one of its limits
+(tokens or frames). No row stays open while more than `MAX_AGE * open_rows` rows are emitted. The state of a lane is the
+number of documents taken and the contents of its open rows.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -17,11 +19,13 @@ from src.runs.history.branches import Branch
 HEADER = "of"
 """The entry of a cursor with the number of lanes and the digest of the documents; written by the process of lane 0."""
 MAX_AGE = 8
-"""Without it a row can wait for ever: one of 600 of 1,000 tokens, when every document has 650 and so makes a fuller row."""
+"""Without it a row can wait for ever: one of 600 of 1,000 tokens, when every document has 650 and so makes a fuller
+row."""
 Size = tuple[int, ...]
 """Tokens, then any other quantity with a limit per row, such as frames."""
 Sizes = Callable[[int, int], Sequence[Size]]
-"""(epoch, document) -> size of each piece that is packed, none above the room of a row; empty where the document is left out."""
+"""(epoch, document) -> size of each piece that is packed, none above the room of a row; empty where the document is
+left out."""
 
 
 class Arrangement(Protocol):
@@ -35,7 +39,8 @@ class Arrangement(Protocol):
     def document(self, lane: int, lanes: int, number: int, reshuffles: Sequence[Sequence[int]] = ()) -> tuple[int, int]:
         """(epoch, document) of document `number` of a lane.
 
-        reshuffles: (number, branch): from this number on, the rest of the epoch has another order, which depends on the branch.
+        reshuffles: (number, branch): from this number on, the rest of the epoch has another order, which depends on the
+        branch.
         """
         ...
 
@@ -45,11 +50,16 @@ class Arrangement(Protocol):
 
 
 def permute_rest(
-    number: int, share: tuple[int, int, int], reshuffles: Sequence[Sequence[int]], permute: Callable[[int, int, int], int]
+    number: int,
+    share: tuple[int, int, int],
+    reshuffles: Sequence[Sequence[int]],
+    permute: Callable[[int, int, int], int],
 ) -> int:
-    """The number of the document that comes in place of document `number` of a lane, after reshuffles of the rest of its epoch.
+    """The number of the document that comes in place of document `number` of a lane, after reshuffles of the rest of
+    its epoch.
 
-    share: (lane, lanes, documents of an epoch). reshuffles: see `Arrangement.document`. permute: maps (place, size, branch) to a place.
+    share: (lane, lanes, documents of an epoch). reshuffles: see `Arrangement.document`. permute: maps (place, size,
+    branch) to a place.
     """
     lane, lanes, count = share
     epoch = (number * lanes + lane) // count
@@ -118,7 +128,8 @@ class Lane:
         """Pieces of the next document that are in rows."""
         self.left_out: int = left_out
         self.reshuffles: list[Sequence[int]] = list(reshuffles)
-        """(first document, number of the branch): from this document on, the rest of its epoch comes in another order."""
+        """(first document, number of the branch): from this document on, the rest of its epoch comes in another
+        order."""
         self.rows: list[list[int]] = [list(row) for row in rows]
         """Open rows, oldest first, each a flat list of (document number, piece number) pairs."""
         self.ages: list[int] = list(ages)
@@ -133,7 +144,14 @@ class Lane:
 
     def state(self) -> list[Any]:
         """The state to resume from, as JSON values; a copy."""
-        return [self.taken, self.piece, self.left_out, list(self.reshuffles), [list(row) for row in self.rows], list(self.ages)]
+        return [
+            self.taken,
+            self.piece,
+            self.left_out,
+            list(self.reshuffles),
+            [list(row) for row in self.rows],
+            list(self.ages),
+        ]
 
     def epoch(self, number: int) -> int:
         """The epoch of the lane's document `number`."""
@@ -217,7 +235,9 @@ class Lane:
         pieces = [(*self.document(n), p) for n, p in zip(row[::2], row[1::2], strict=True)]
         if any(document in self.denied for _, document, _ in pieces):
             sizes = [self._pieces(n)[p][0] for n, p in zip(row[::2], row[1::2], strict=True)]
-            self.padding += sum(size for (_, document, _), size in zip(pieces, sizes, strict=True) if document in self.denied)
+            self.padding += sum(
+                size for (_, document, _), size in zip(pieces, sizes, strict=True) if document in self.denied
+            )
         self.padding += room[0]
         return [part for piece in pieces if piece[1] not in self.denied for part in piece]
 
@@ -231,10 +251,11 @@ class Lane:
 
 @dataclass(frozen=True)
 class LaneOrder:
-    """An `orders.Order` of packed rows, one lane for each sequence of a step. The cursor has the state of each lane by its number.
+    """An `orders.Order` of packed rows, one lane for each sequence of a step. The cursor has the state of each lane by
+    its number.
 
-    "skip:K" drops K rows of each lane; "reshuffle" permutes the rest of each lane's epoch. Both apply after `Branch.from_step`: its
-    checkpoint does not include them, later checkpoints do.
+    "skip:K" drops K rows of each lane; "reshuffle" permutes the rest of each lane's epoch. Both apply after
+    `Branch.from_step`: its checkpoint does not include them, later checkpoints do.
     """
 
     packing: Packing
@@ -242,7 +263,8 @@ class LaneOrder:
     branches: Sequence[Branch] = ()
 
     def micro_batches(self, first_step: int, share: RankShare, cursor: Cursor) -> Iterator[MicroBatch]:
-        """See `orders.Order`. Its counters: the documents that were left out, among all, and the tokens of padding, among all.
+        """See `orders.Order`. Its counters: the documents that were left out, among all, and the tokens of padding,
+        among all.
 
         Raises:
             RunError: the cursor is of other documents or another number of lanes.
@@ -251,7 +273,10 @@ class LaneOrder:
             raise ValueError(f"{share.per_step} sequences a step, {self.lanes} lanes")
         self._require_own(first_step, cursor)
         mine = [
-            [Lane(self.packing, v, self.lanes, cursor.get(str(v))) for v in range(g * share.micro_batch, (g + 1) * share.micro_batch)]
+            [
+                Lane(self.packing, v, self.lanes, cursor.get(str(v)))
+                for v in range(g * share.micro_batch, (g + 1) * share.micro_batch)
+            ]
             for g in share.numbers
         ]
         every = [lane for lanes in mine for lane in lanes]
@@ -266,7 +291,9 @@ class LaneOrder:
             for lanes in mine:
                 before = _totals(lanes)
                 keys: list[Key] = [tuple(lane.next_row()) for lane in lanes]
-                left_out, documents, padding, *by_group = (now - then for now, then in zip(_totals(lanes), before, strict=True))
+                left_out, documents, padding, *by_group = (
+                    now - then for now, then in zip(_totals(lanes), before, strict=True)
+                )
                 header = {HEADER: self._header()} if lanes[0].number == 0 else {}
                 counters = {"left_out": (left_out, documents), "padding": (padding, len(lanes) * self.packing.room[0])}
                 for name, *pair in zip(self.packing.groups, by_group[::2], by_group[1::2], strict=True):
@@ -275,10 +302,13 @@ class LaneOrder:
             step += 1
 
     def describe(self, step: int, cursor: Cursor) -> Mapping[str, Any]:
-        """The epoch of the lane that is least far; documents in finished rows, and those that were left out, over all lanes."""
+        """The epoch of the lane that is least far; documents in finished rows, and those that were left out, over all
+        lanes."""
         self._require_own(step, cursor)
         lanes = [Lane(self.packing, v, self.lanes, (*cursor[str(v)][:4], (), ())) for v in range(self.lanes) if cursor]
-        still_open = sum(len({n for row in cursor[str(lane.number)][4] for n in row[::2] if n < lane.taken}) for lane in lanes)
+        still_open = sum(
+            len({n for row in cursor[str(lane.number)][4] for n in row[::2] if n < lane.taken}) for lane in lanes
+        )
         return {
             "epoch": min((lane.epoch(lane.taken) for lane in lanes), default=0),
             "documents": sum(lane.taken - lane.left_out for lane in lanes) - still_open,
@@ -289,7 +319,9 @@ class LaneOrder:
         """Drop the documents that the branches deny from now on."""
         entries = [entry for branch in branches for entry in branch.denied or ()]
         if entries and self.packing.find is None:
-            raise RunError(f"{self.packing.name}: a deny list is for data that are streamed from tars, and these are not. Undo it.")
+            raise RunError(
+                f"{self.packing.name}: a deny list is for data that are streamed from tars, and these are not. Undo it."
+            )
         denied = frozenset(document for entry in entries if self.packing.find for document in self.packing.find(entry))
         for lane in lanes:
             lane.denied = lane.denied | denied
@@ -300,18 +332,24 @@ class LaneOrder:
     def _require_own(self, step: int, cursor: Cursor) -> None:
         header = cursor.get(HEADER)
         if step and header is None:
-            raise RunError(f"the checkpoint of step {step} has no cursor of packed rows: it is of a training on other data.")
+            raise RunError(
+                f"the checkpoint of step {step} has no cursor of packed rows: it is of a training on other data."
+            )
         if header is None:
             return
         if header[0] != self.lanes:
-            raise RunError(f"the cursor of step {step} is of {header[0]} lanes, but loop.sequences_per_step is {self.lanes}.")
+            raise RunError(
+                f"the cursor of step {step} is of {header[0]} lanes, but loop.sequences_per_step is {self.lanes}."
+            )
         if header != self._header():
             raise RunError(f"the cursor of step {step} is of other documents, or of the same packed in another way.")
 
 
 def _totals(lanes: Sequence[Lane]) -> list[int]:
     """Documents that were left out, all that were taken, tokens of padding; and of each group the first two."""
-    rows = ((lane.left_out, lane.taken, lane.padding, *(n for counts in lane.by_group for n in counts)) for lane in lanes)
+    rows = (
+        (lane.left_out, lane.taken, lane.padding, *(n for counts in lane.by_group for n in counts)) for lane in lanes
+    )
     return [sum(values) for values in zip(*rows, strict=True)]
 
 

@@ -30,11 +30,13 @@ class Config(questions.DecoderConfig):
     chunked_contexts: bool = False
     """Encode each of a row's contexts on its own, rather than all joined by spaces."""
     include_contexts: bool = False
-    """The training set is seen twice: then as a language model of the useful contexts, half of them with the middle to fill in."""
+    """The training set is seen twice: then as a language model of the useful contexts, half of them with the middle to
+    fill in."""
     too_long: encoder_inputs.TooLong = "truncate"
     """A context of more tokens loses its end, becomes several chunks, or is refused when the data are read."""
     encoded_contexts: bool = False
-    """Read the hidden states that data_prep.preproc_nq wrote beside the rows; else contexts are encoded at each step."""
+    """Read the hidden states that data_prep.preproc_nq wrote beside the rows; else contexts are encoded at each
+    step."""
 
     @property
     def reader(self) -> str:
@@ -66,12 +68,15 @@ class Config(questions.DecoderConfig):
         """The rows of one split, tokenised on access.
 
         Raises:
-            DataError: the data set is missing, incomplete or malformed, or what is used of it smaller than `val_samples`.
-            ConfigError: too few tokens are allowed for the template alone, no row is of one of the sources, or the contexts were encoded
-                with other options.
+            DataError: the data set is missing, incomplete or malformed, or what is used of it smaller than
+                `val_samples`.
+            ConfigError: too few tokens are allowed for the template alone, no row is of one of the sources, or the
+                contexts were encoded with other options.
         """
         rows, fingerprint = questions.read(places, self, split)
-        made = QADataset(self, rows, tokenizer, seed, both_views=self.include_contexts and split == "train", fingerprint=fingerprint)
+        made = QADataset(
+            self, rows, tokenizer, seed, both_views=self.include_contexts and split == "train", fingerprint=fingerprint
+        )
         if self.encoded_contexts:
             made.use_store(self._check_store(places), places.data / self.corpus / encoded_store.FOLDER, tokenizer)
         return made
@@ -143,7 +148,9 @@ class QADataset(questions.DecoderQuestions):
         """
         digest = encoded_store.tokenizer_digest(tokenizer)
         if digest not in {made["tokenizer"] for made in store["prepared"]}:
-            raise DataError(f"{folder}: encoded with another tokenizer than the one of this base. {encoded_store.AGAIN}")
+            raise DataError(
+                f"{folder}: encoded with another tokenizer than the one of this base. {encoded_store.AGAIN}"
+            )
         self._store, self.stored_bytes_per_token = encoded_store.Store(folder, store), encoded_store.row_bytes(store)
         said = [self.fingerprint, store["dtype"], encoded_store.base_content(store["model"])]
         self.fingerprint = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
@@ -159,13 +166,18 @@ class QADataset(questions.DecoderQuestions):
         return {**tokens, "context_ids": context_ids, "context_mask": context_mask}
 
     def _context_sample(self, epoch: int, index: int) -> Sample:
-        """The useful contexts of a row as text to predict, cut to the length of an encoder input; if not cut, with the end token."""
+        """The useful contexts of a row as text to predict, cut to the length of an encoder input; if not cut, with the
+        end token."""
         most = self._config.context_tokens
         row = index - len(self._rows)
         ids = self._prompter.context(" ".join(questions.useful_contexts(self._rows[row])), "", most)
         moved = fim.maybe_fill_in_the_middle(ids, self._fim_tokens, most, self._seed, epoch, index)
         ended = [*moved, self._encoder.eos_id][:most]
-        return {"input_ids": ended, "loss_mask": [False] + [True] * (len(ended) - 1), "context_chunks": self._chunks(row)}
+        return {
+            "input_ids": ended,
+            "loss_mask": [False] + [True] * (len(ended) - 1),
+            "context_chunks": self._chunks(row),
+        }
 
     def _chunks(self, index: int) -> list[list[int]]:
         row = self._context_row(index)

@@ -1,7 +1,7 @@
 """Shards of hidden states: each is written by one process, batch by batch, and read by memory map.
 
-NAME.states holds the vectors of all tokens, concatenated. NAME.index holds a record of fixed size for each sequence. A record is
-written after its vectors, so the files of a killed writer are valid up to the last record.
+NAME.states holds the vectors of all tokens, concatenated. NAME.index holds a record of fixed size for each sequence. A
+record is written after its vectors, so the files of a killed writer are valid up to the last record.
 
 Shapes: S tokens of a sequence, D hidden size.
 """
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 RECORD = np.dtype([("key", "V32"), ("first", "<i8"), ("tokens", "<i4"), ("states_crc", "<u4"), ("record_crc", "<u4")])
-"""key: sha256 of the ids. first: token of the file at which the sequence begins. Checksums: crc32 of the vectors, and of the record."""
+"""key: sha256 of the ids. first: token of the file at which the sequence begins. Checksums: crc32 of the vectors, and
+of the record."""
 STATES, INDEX = ".states", ".index"
 DTYPES = {"bfloat16": np.dtype("<u2"), "float16": np.dtype("<u2"), "float32": np.dtype("<u4")}
 """Types of the states, and the integers that hold their bits in numpy, which has no bfloat16."""
@@ -56,9 +57,13 @@ class Writer:
         stored = states.to(getattr(torch, self._dtype)).cpu().contiguous()
         if not bool(stored.isfinite().all()):
             advice = (
-                " float16 ends at 65504: take bfloat16." if self._dtype == "float16" else " The base is damaged, or of too small a type."
+                " float16 ends at 65504: take bfloat16."
+                if self._dtype == "float16"
+                else " The base is damaged, or of too small a type."
             )
-            raise DataError(f"{self._path}: states of an input of {len(states)} tokens are not finite in {self._dtype}.{advice}")
+            raise DataError(
+                f"{self._path}: states of an input of {len(states)} tokens are not finite in {self._dtype}.{advice}"
+            )
         data = stored.view(torch.uint8).numpy().data
         with writing(self._path):
             self._states.write(data)
@@ -122,10 +127,11 @@ def read_index(folder: Path, name: str, entries: int | None = None) -> np.ndarra
 
 
 def recover(folder: Path, name: str, row_bytes: int, compared: int = 64) -> np.ndarray:
-    """Repair the shard of a killed writer: cut off an incomplete end, delete a shard without records. Returns its records.
+    """Repair the shard of a killed writer: cut off an incomplete end, delete a shard without records. Returns its
+    records.
 
-    row_bytes: of the vector of one token. compared: number of last records whose vectors are compared with their checksums; earlier
-    ones were committed.
+    row_bytes: of the vector of one token. compared: number of last records whose vectors are compared with their
+    checksums; earlier ones were committed.
 
     Raises:
         RunError: a process is still writing it.

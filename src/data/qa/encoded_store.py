@@ -1,9 +1,10 @@
 """Contexts encoded in advance: hidden states on disk, found by the ids of the encoder input, copied from a memory map.
 
-A store is a folder with store.json and shards (src/data/qa/encoded_shards.py). The key of an entry is the sha256 of its ids, so equal
-inputs share one. data_prep.preproc_nq writes it beside the rows, as `encoded`.
+A store is a folder with store.json and shards (src/data/qa/encoded_shards.py). The key of an entry is the sha256 of its
+ids, so equal inputs share one. data_prep.preproc_nq writes it beside the rows, as `encoded`.
 
-Shapes: B samples, C context chunks of the sample with most, S tokens of the longest chunk, P = C * S positions, D hidden size.
+Shapes: B samples, C context chunks of the sample with most, S tokens of the longest chunk, P = C * S positions, D
+hidden size.
 """
 
 import hashlib
@@ -62,7 +63,8 @@ def base_identity(model: ModelConfig, places: Places) -> dict[str, Any] | None:
 def _find_encoder(model: ModelConfig, places: Places) -> tuple[ModelConfig, str]:
     """The model that encodes the contexts of `model`, and the setting that trains it; "" where none does.
 
-    For a cross-attention model, also one that an experiment trained, it is the base. Any other model is its own encoder.
+    For a cross-attention model, also one that an experiment trained, it is the base. Any other model is its own
+    encoder.
     """
     if model.name == "lora" or model.trains_base():
         return model, "adapters" if model.name == "lora" else "train_all_params"
@@ -93,14 +95,18 @@ def describe_base(base: Mapping[str, Any]) -> str:
 
 
 def read_store(folder: Path) -> dict[str, Any]:
-    """store.json: {"model", "hidden_size", "dtype", "shards": {name: {"entries", "tokens"}}, "prepared": [...]}. Reads no shard.
+    """store.json: {"model", "hidden_size", "dtype", "shards": {name: {"entries", "tokens"}}, "prepared": [...]}. Reads
+    no shard.
 
     Raises:
         DataError: it is missing, of another format or incomplete, or a shard is not there as it was written.
     """
     path = folder / STORE
     if not folder.is_dir():
-        raise DataError(f"{folder}: no such folder: contexts are not encoded. Run data_prep.preproc_nq, or write encoded_contexts: false.")
+        raise DataError(
+            f"{folder}: no such folder: contexts are not encoded. Run data_prep.preproc_nq, or write "
+            f"encoded_contexts: false."
+        )
     store = read_json(path, DataError)
     keys = {"format", "model", "hidden_size", "dtype", "shards", "prepared"}
     if not isinstance(store, dict) or not keys <= store.keys() or store["format"] != FORMAT:
@@ -125,7 +131,8 @@ def defects(folder: Path, store: Mapping[str, Any]) -> dict[str, str]:
 
 
 def check(folder: Path, rules: EncodingOptions, corpus: str) -> dict[str, Any]:
-    """The store in `folder`, if it is complete for `rules` and the rows with the fingerprint `corpus`. Reads no rows and no states.
+    """The store in `folder`, if it is complete for `rules` and the rows with the fingerprint `corpus`. Reads no rows
+    and no states.
 
     Raises:
         DataError: it is missing, unfinished or damaged, or of other rows.
@@ -152,11 +159,14 @@ def check_base(folder: Path, model: ModelConfig, places: Places) -> None:
     """
     changed = _find_encoder(model, places)[1]
     if changed:
-        raise ConfigError(f"data.encoded_contexts: true, but what encodes the contexts changes in training ({changed}). Write false.")
+        raise ConfigError(
+            f"data.encoded_contexts: true, but what encodes the contexts changes in training ({changed}). Write false."
+        )
     made, mine = read_store(folder)["model"], base_identity(model, places)
     if mine is not None and not same_base(made, mine):
         raise ConfigError(
-            f"{folder}: encoded by {describe_base(made)}, but the base of this model is {describe_base(mine)}. Run data_prep.preproc_nq "
+            f"{folder}: encoded by {describe_base(made)}, but the base of this model is {describe_base(mine)}. Run "
+            f"data_prep.preproc_nq "
             "with this base, below another --data_cache_path, or name the one that encoded them."
         )
 
@@ -243,7 +253,8 @@ class Store:
             if int(record["tokens"]) != len(ids) or zlib.crc32(source) != int(record["states_crc"]):  # type: ignore[arg-type]  a buffer
                 name = self._names[int(self._shards[place])]
                 raise DataError(
-                    f"{self._folder / name}.states: damaged from token {first} on. Run data_prep.preproc_nq again with --verify."
+                    f"{self._folder / name}.states: damaged from token {first} on. Run data_prep.preproc_nq again "
+                    f"with --verify."
                 )
             self._compared[place] = True
         out[:] = source
@@ -257,9 +268,14 @@ class Store:
             if self._records[place]["key"].tobytes() == key:
                 return place
             place += 1
-        made = json.dumps({name: self._store["prepared"][-1][name] for name in FLAGS}) if self._store["prepared"] else "nothing"
+        made = (
+            json.dumps({name: self._store["prepared"][-1][name] for name in FLAGS})
+            if self._store["prepared"]
+            else "nothing"
+        )
         raise DataError(
-            f"{self._folder}: has no states of an input of {len(ids)} tokens (sha256 {key.hex()[:12]}). It was made with {made}; "
+            f"{self._folder}: has no states of an input of {len(ids)} tokens (sha256 {key.hex()[:12]}). It was made "
+            f"with {made}; "
             f"the rows or the tokenizer are others now. {AGAIN}"
         )
 

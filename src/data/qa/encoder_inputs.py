@@ -54,7 +54,8 @@ class EncoderInputs:
             return [whole], False
         if self.rules.too_long == "refuse":
             raise DataError(
-                f"a context of {len(whole)} tokens with its template, but data.context_tokens is {most}, and too_long is 'refuse'. "
+                f"a context of {len(whole)} tokens with its template, but data.context_tokens is {most}, and "
+                f"too_long is 'refuse'. "
                 f"It begins {text[:60]!r}. Allow more tokens, or write 'truncate' or 'chunk'."
             )
         if self.rules.too_long == "truncate":
@@ -62,7 +63,8 @@ class EncoderInputs:
         return self._split(text, question, whole), True
 
     def _split(self, text: str, question: str, whole: list[int]) -> list[list[int]]:
-        """The context in pieces, each after the same template. A long question leaves half of the room to the context."""
+        """The context in pieces, each after the same template. A long question leaves half of the room to the
+        context."""
         most, prompter = self.rules.context_tokens, self._prompter
         ids = whole[len(prompter.context("", question, _ALL)) :]
         fixed = prompter.fixed_context_tokens

@@ -1,6 +1,8 @@
-"""Questions for Fusion-in-Decoder: the encoder reads the question with one passage at a time, the decoder writes the answer.
+"""Questions for Fusion-in-Decoder: the encoder reads the question with one passage at a time, the decoder writes the
+answer.
 
-Passages are written as in Izacard & Grave 2021 (arXiv 2007.01282): "question: … title: … context: …", and the end token.
+Passages are written as in Izacard & Grave 2021 (arXiv 2007.01282): "question: … title: … context: …", and the end
+token.
 """
 
 from collections.abc import Sequence
@@ -25,16 +27,20 @@ class Config(RowsConfig):
     """How passages and answers are written."""
 
     contexts: Literal["all", "useful", "none"]
-    """Which of a row's contexts become passages. useful: all of them where none is marked. none: one passage, of the question alone."""
+    """Which of a row's contexts become passages. useful: all of them where none is marked. none: one passage, of the
+    question alone."""
     num_passages: int | None = Field(default=None, gt=0)
     """Most passages of a question: the first ones. None: all."""
     keep_useful: bool = added_field(False)
-    """Where `num_passages` leaves some out in training: these are contexts that are not marked as useful, as far as possible."""
+    """Where `num_passages` leaves some out in training: these are contexts that are not marked as useful, as far as
+    possible."""
     passage_tokens: int = Field(gt=0)
-    """Most tokens of one passage, with question, title and end token. Where that is too few, a question of more than half of them loses
-    its beginning, a title of more than a quarter its end, and then the context as `too_long` says."""
+    """Most tokens of one passage, with question, title and end token. Where that is too few, a question of more than
+    half of them loses its beginning, a title of more than a quarter its end, and then the context as `too_long`
+    says."""
     too_long: Literal["truncate", "split"] = "truncate"
-    """A context that is too long for a passage loses its end, or goes on in further passages, each with question and title."""
+    """A context that is too long for a passage loses its end, or goes on in further passages, each with question and
+    title."""
     answer_tokens: int = Field(gt=0)
     """Most tokens of an answer and its end token; a longer one loses its end."""
 
@@ -43,7 +49,10 @@ class Config(RowsConfig):
         if self.keep_useful and self.num_passages is None:
             raise ValueError("keep_useful: no passage is left out without num_passages. Remove it.")
         if self.contexts == "none" and (self.num_passages is not None or self.too_long != "truncate"):
-            raise ValueError("contexts: with 'none' there is one passage, so num_passages and too_long would be ignored. Remove them.")
+            raise ValueError(
+                "contexts: with 'none' there is one passage, so num_passages and too_long would be ignored. Remove "
+                "them."
+            )
         return self
 
     @property
@@ -58,8 +67,10 @@ class Config(RowsConfig):
         """The rows of one split, tokenised on access.
 
         Raises:
-            DataError: the data set is missing, incomplete or malformed, or what is used of it smaller than `val_samples`.
-            ConfigError: too few tokens are allowed for the words around question, title and context, or no row is of one of the sources.
+            DataError: the data set is missing, incomplete or malformed, or what is used of it smaller than
+                `val_samples`.
+            ConfigError: too few tokens are allowed for the words around question, title and context, or no row is of
+                one of the sources.
         """
         rows, fingerprint = questions.read(places, self, split)
         data = FidQADataset(self, rows, tokenizer, seed, fingerprint)
@@ -68,7 +79,8 @@ class Config(RowsConfig):
 
 
 class Sample(questions.Sample):
-    """One training sample, or one prompt. `input_ids`: a first token, which the model replaces by its own, and the answer."""
+    """One training sample, or one prompt. `input_ids`: a first token, which the model replaces by its own, and the
+    answer."""
 
     passages: list[list[int]]
     """At least one."""
@@ -90,7 +102,12 @@ class FidQADataset(questions.Questions):
     """Samples are the same in every epoch."""
 
     def __init__(
-        self, config: Config, rows: Sequence[questions.Row], tokenizer: "PreTrainedTokenizerFast", seed: int, fingerprint: str
+        self,
+        config: Config,
+        rows: Sequence[questions.Row],
+        tokenizer: "PreTrainedTokenizerFast",
+        seed: int,
+        fingerprint: str,
     ) -> None:
         super().__init__(rows, seed, config.corpus, fingerprint, config.contexts)
         self._config, self.shuffle = config, config.shuffle
@@ -104,8 +121,14 @@ class FidQADataset(questions.Questions):
         """Passages and answer, whatever the epoch."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        answer = [*self._encoder.encode(self._rows[index]["answer"]), self._encoder.eos_id][: self._config.answer_tokens]
-        return {**self.prompt(index), "input_ids": [self._encoder.pad_id, *answer], "loss_mask": [False] + [True] * len(answer)}
+        answer = [*self._encoder.encode(self._rows[index]["answer"]), self._encoder.eos_id][
+            : self._config.answer_tokens
+        ]
+        return {
+            **self.prompt(index),
+            "input_ids": [self._encoder.pad_id, *answer],
+            "loss_mask": [False] + [True] * len(answer),
+        }
 
     def prompt(self, index: int) -> Sample:
         """What generation starts from: the sample without its answer."""
@@ -117,7 +140,11 @@ class FidQADataset(questions.Questions):
 
         ids, masks = [s["input_ids"] for s in samples], [s["loss_mask"] for s in samples]
         context_ids, context_mask = collate.pad_chunks([s["passages"] for s in samples], self._encoder.pad_id)
-        return {**collate.pad_tokens(ids, masks, self._encoder.pad_id), "context_ids": context_ids, "context_mask": context_mask}
+        return {
+            **collate.pad_tokens(ids, masks, self._encoder.pad_id),
+            "context_ids": context_ids,
+            "context_mask": context_mask,
+        }
 
     def collate_prompts(self, samples: Sequence[Sample]) -> ContextBatch:
         """As `collate`: the decoder's part is one token, so nothing is padded on the left."""

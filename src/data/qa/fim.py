@@ -24,18 +24,22 @@ def fim_tokens(encoder: SafeTokenizer) -> FimTokens:
     return FimTokens(*(encoder.encode_token(f"<fim_{part}>") for part in ("prefix", "middle", "suffix")))
 
 
-def maybe_fill_in_the_middle(ids: Sequence[int], tokens: FimTokens, max_tokens: int, seed: int, epoch: int, index: int) -> list[int]:
-    """`fill_in_the_middle` with probability 1/2. Whether, where and in which order is a pure function of (seed, epoch, index)."""
+def maybe_fill_in_the_middle(
+    ids: Sequence[int], tokens: FimTokens, max_tokens: int, seed: int, epoch: int, index: int
+) -> list[int]:
+    """`fill_in_the_middle` with probability 1/2. Whether, where and in which order is a pure function of (seed, epoch,
+    index)."""
     rng = Random(f"fim/{seed}/{epoch}/{index}")
     return fill_in_the_middle(ids, tokens, rng, max_tokens) if rng.random() < _RATE else list(ids)
 
 
 def fill_in_the_middle(ids: Sequence[int], tokens: FimTokens, rng: Random, max_tokens: int, skip: int = 4) -> list[int]:
-    """Cut `ids` at two random points after the first `skip` and put the middle last; PSM or SPM with probability 1/2 each.
+    """Cut `ids` at two random points after the first `skip` and put the middle last; PSM or SPM with probability 1/2
+    each.
 
     PSM is [prefix] P [suffix] S [middle] M; SPM is variant 2 of Bavarian et al. 2022 (arXiv:2207.14255, section 3 and
-    appendix D), [prefix] [suffix] S [middle] P M. At most `max_tokens` come out: the suffix loses its end. A sequence too
-    short to be cut comes back as it is.
+    appendix D), [prefix] [suffix] S [middle] P M. At most `max_tokens` come out: the suffix loses its end. A sequence
+    too short to be cut comes back as it is.
     """
     added = len(tokens.prefix) + len(tokens.middle) + len(tokens.suffix)
     last = min(max_tokens - added - 1, len(ids) - 1)

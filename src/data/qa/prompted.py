@@ -28,9 +28,13 @@ class Config(questions.DecoderConfig):
     def _tokens_for_contexts(self) -> "Config":
         if self.contexts == "none" and (self.context_tokens is not None or self.too_long != "truncate"):
             ignored = "context_tokens" if self.context_tokens is not None else "too_long"
-            raise ValueError(f"{ignored}: with contexts 'none' there is nothing to read, so it would be ignored. Remove it.")
+            raise ValueError(
+                f"{ignored}: with contexts 'none' there is nothing to read, so it would be ignored. Remove it."
+            )
         if self.contexts != "none" and self.context_tokens is None:
-            raise ValueError(f"context_tokens: missing. With contexts {self.contexts!r} it says how much of them is read.")
+            raise ValueError(
+                f"context_tokens: missing. With contexts {self.contexts!r} it says how much of them is read."
+            )
         return self
 
     def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
@@ -41,8 +45,8 @@ class Config(questions.DecoderConfig):
         """The rows of one split, tokenised on access.
 
         Raises:
-            DataError: the data set is missing, incomplete or malformed, or what is used of it smaller than `val_samples`; or a context is
-                too long and refused.
+            DataError: the data set is missing, incomplete or malformed, or what is used of it smaller than
+                `val_samples`; or a context is too long and refused.
             ConfigError: too few tokens are allowed for the template alone, or no row is of one of the sources.
         """
         rows, fingerprint = questions.read(places, self, split)
@@ -56,7 +60,12 @@ class PromptedQADataset(questions.DecoderQuestions):
     """Samples are the same in every epoch."""
 
     def __init__(
-        self, config: Config, rows: Sequence[questions.Row], tokenizer: "PreTrainedTokenizerFast", seed: int, fingerprint: str
+        self,
+        config: Config,
+        rows: Sequence[questions.Row],
+        tokenizer: "PreTrainedTokenizerFast",
+        seed: int,
+        fingerprint: str,
     ) -> None:
         super().__init__(config, rows, tokenizer, seed, fingerprint, config.contexts)
         self._max_context = config.context_tokens
@@ -85,6 +94,8 @@ class PromptedQADataset(questions.DecoderQuestions):
             return self._prompter.prompt(question, max_tokens)
         context = " ".join(self._texts_of(self._context_row(index)))
         ids = self._prompter.prompt(question, max_tokens, context, most)
-        full = len(ids) >= most + self._prompter.fixed_tokens  # only then it may have been cut, and tokens are counted once more
+        full = (
+            len(ids) >= most + self._prompter.fixed_tokens
+        )  # only then it may have been cut, and tokens are counted once more
         self._truncations.count(1, full and self._context_tokens(context) > most)
         return ids

@@ -44,7 +44,9 @@ def read(places: Places, config: RowsConfig, split: str) -> tuple[Sequence[Row],
     """
     folder = jsonl.corpus_folder(places, config.corpus)
     path = jsonl.require_file(folder, f"{split}.jsonl")
-    rows = select_sources(config, split, jsonl.read_rows(path, FIELDS, OPTIONAL, require_equal_lengths, answers.source, RULES))
+    rows = select_sources(
+        config, split, jsonl.read_rows(path, FIELDS, OPTIONAL, require_equal_lengths, answers.source, RULES)
+    )
     if split == "val" and config.val_samples is not None:
         rows = Subset(rows, jsonl.select_validation_rows(len(rows), config.val_samples, path))
     return rows, jsonl.fingerprint(folder)
@@ -71,7 +73,8 @@ def useful_indices(row: Row) -> list[int]:
 
 
 class TruncationCounter:
-    """Counts the contexts of which this process cut the end off. Warns at the first, the 100th, the 10,000th and so on."""
+    """Counts the contexts of which this process cut the end off. Warns at the first, the 100th, the 10,000th and so
+    on."""
 
     def __init__(self, name: str, why: str) -> None:
         self._name, self._why = name, why
@@ -83,14 +86,21 @@ class TruncationCounter:
         self.read += read
         self.cut += cut
         if self.cut >= self._next:
-            log.warning("%s: %d of %d contexts read by this process lost their end: %s.", self._name, self.cut, self.read, self._why)
+            log.warning(
+                "%s: %d of %d contexts read by this process lost their end: %s.",
+                self._name,
+                self.cut,
+                self.read,
+                self._why,
+            )
             while self._next <= self.cut:
                 self._next *= 100
 
 
 @cache
 def truncation_counter(name: str, field: str, most: int) -> TruncationCounter:
-    """The counter that all data sets of `name` in this process share. field: the config field that allows `most` tokens."""
+    """The counter that all data sets of `name` in this process share. field: the config field that allows `most`
+    tokens."""
     return TruncationCounter(name, f"data.{field} is {most}, and data.too_long 'truncate'")
 
 
@@ -124,7 +134,8 @@ class Questions:
         return self._rows[index]
 
     def source(self, index: int) -> str:
-        """What scores are grouped by: the dataset a row came from, with its kind of question where it has one, as "stdlib_calls"."""
+        """What scores are grouped by: the dataset a row came from, with its kind of question where it has one, as
+        "stdlib_calls"."""
         return answers.source(self._rows[index % len(self._rows)])
 
     def sample_source(self, epoch: int, index: int) -> str:
@@ -148,7 +159,9 @@ class Questions:
         for index, row in enumerate(self._rows):
             by_text.setdefault(tuple(self._texts_of(row)), index)
         if len(by_text) < 2:
-            raise DataError(f"{self._name}: all {len(self._rows)} rows have the same context; shuffling needs at least two.")
+            raise DataError(
+                f"{self._name}: all {len(self._rows)} rows have the same context; shuffling needs at least two."
+            )
         order = list(by_text)
         Random(f"contexts/{self._seed}").shuffle(order)
         partner = {text: by_text[order[i - 1]] for i, text in enumerate(order)}
@@ -172,7 +185,10 @@ class Questions:
 def require_room(field: str, given: int, needed: int) -> None:
     """Raises ConfigError where the template alone takes more tokens than are allowed."""
     if given < needed:
-        raise ConfigError(f"data.{field}: {given} tokens leave no room beside the template in this vocabulary; expected at least {needed}.")
+        raise ConfigError(
+            f"data.{field}: {given} tokens leave no room beside the template in this vocabulary; expected at least "
+            f"{needed}."
+        )
 
 
 class DecoderConfig(RowsConfig):
@@ -180,12 +196,14 @@ class DecoderConfig(RowsConfig):
 
     same_length_advice: ClassVar[str] = "Write data.fixed_length: true, or leave loop.compile out."
     sequence_tokens: int = Field(gt=0)
-    """Most tokens of question and answer. A longer question loses its beginning; an answer that alone is too long loses its end."""
+    """Most tokens of question and answer. A longer question loses its beginning; an answer that alone is too long loses
+    its end."""
     loss_on: Literal["answer", "all"]
     """Score the answer and the end token, or every token but the first."""
     template: templates.Name = "assistant"
     fixed_length: bool = False
-    """Pad every batch to the length of the longest possible sequence, rather than of its own longest, for `loop.compile`."""
+    """Pad every batch to the length of the longest possible sequence, rather than of its own longest, for
+    `loop.compile`."""
 
     @abstractmethod
     def longest(self) -> int:

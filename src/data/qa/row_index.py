@@ -24,7 +24,8 @@ def check(places: Places, data: RowsConfig, split: str, name: str | None) -> Non
         if options.get(field) is not None:
             order = ", in another order" if field == "val_samples" else ""
             raise ConfigError(
-                f"inference.index_file: counts the rows of {split}.jsonl, of which data.{field} uses some{order}. Leave one of the two out."
+                f"inference.index_file: counts the rows of {split}.jsonl, of which data.{field} uses some{order}. "
+                f"Leave one of the two out."
             )
 
 

@@ -27,7 +27,8 @@ class Template:
     after_context: tuple[str, ...] = ()
 
 
-# ServiceNow/xc-cache, format_qa_task.py: the user-assistant template, that of Tulu 2 with a context, and the instruct template.
+# ServiceNow/xc-cache, format_qa_task.py: the user-assistant template, that of Tulu 2 with a context, and the instruct
+# template.
 TEMPLATES: dict[str, Template] = {
     "assistant": Template(
         before=("<|user|>", "\n"),
@@ -36,7 +37,11 @@ TEMPLATES: dict[str, Template] = {
         after_context=("\n", "<|user|>", "\n"),
     ),
     "instruct": Template(
-        before=("[INST]", " "), after=(" ", "[/INST]"), before_answer=" ", before_context=("[INST]", " "), after_context=("\n",)
+        before=("[INST]", " "),
+        after=(" ", "[/INST]"),
+        before_answer=" ",
+        before_context=("[INST]", " "),
+        after_context=("\n",),
     ),
 }
 
@@ -44,7 +49,8 @@ TEMPLATES: dict[str, Template] = {
 def _chat(encoder: SafeTokenizer) -> Template:
     if encoder.chat is None:
         raise ConfigError(
-            f"data.template: 'chat' is the tokenizer's own, and this one has none that can be used. Take {' or '.join(TEMPLATES)}."
+            f"data.template: 'chat' is the tokenizer's own, and this one has none that can be used. Take "
+            f"{' or '.join(TEMPLATES)}."
         )
     before, after = encoder.chat
     return Template(before=before, after=after, before_context=before, after_context=("\n\n",))
@@ -63,7 +69,8 @@ class Prompter:
         """Tokens that a context in the prompt takes besides its own."""
 
     def prompt(self, question: str, max_tokens: int, context: str | None = None, context_tokens: int = 0) -> list[int]:
-        """Ids up to where the answer begins: at most `max_tokens`, and `context_tokens` more for a context, read before the question.
+        """Ids up to where the answer begins: at most `max_tokens`, and `context_tokens` more for a context, read before
+        the question.
 
         A longer question loses its beginning, a longer context its end; neither gets the room that the other leaves.
         """
@@ -79,11 +86,13 @@ class Prompter:
         return self._assemble(kept, [], None if context_ids is None else context_ids[:context_room])
 
     def answer(self, answer: str, max_tokens: int) -> list[int]:
-        """Ids of the answer and the end token; an answer longer than `max_tokens` loses its end, and the end token with it."""
+        """Ids of the answer and the end token; an answer longer than `max_tokens` loses its end, and the end token with
+        it."""
         return [*self._encoder.encode(self._template.before_answer + answer), self._encoder.eos_id][:max_tokens]
 
     def context(self, context: str, question: str, max_tokens: int) -> list[int]:
-        """Encoder input: the template with <|C|> for the question, `question` (or "") before it, the context for the answer.
+        """Encoder input: the template with <|C|> for the question, `question` (or "") before it, the context for the
+        answer.
 
         At most `max_tokens`: a longer context loses its end, then the question its beginning.
         """
@@ -107,14 +116,17 @@ class Prompter:
         return ids + self._encoder.encode(run)
 
     def _pieces(self, question: str, marker: str, context: str | None) -> list[tuple[str, bool]]:
-        """The text in order, each piece with whether it is ours rather than a user's. context: None where there is none."""
+        """The text in order, each piece with whether it is ours rather than a user's. context: None where there is
+        none."""
         ours = self._template
         before = [(piece, True) for piece in (ours.before if context is None else ours.before_context)]
         if context is not None:
             before += [(context, False), *((piece, True) for piece in ours.after_context)]
         return [*before, (question, False), (marker, True), *((piece, True) for piece in ours.after)]
 
-    def _assemble(self, question_ids: Sequence[int], marker_ids: Sequence[int], context_ids: Sequence[int] | None = None) -> list[int]:
+    def _assemble(
+        self, question_ids: Sequence[int], marker_ids: Sequence[int], context_ids: Sequence[int] | None = None
+    ) -> list[int]:
         """The same for a question and a context that are tokenised already."""
         ours = self._template
         before = self._encode_pieces(ours.before)

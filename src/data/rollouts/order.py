@@ -1,4 +1,5 @@
-"""The order of rollouts: an iteration makes a buffer of them, and steps read it in some permutations before the next one is made."""
+"""The order of rollouts: an iteration makes a buffer of them, and steps read it in some permutations before the next
+one is made."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 class RolloutOrder:
     """A key is (iteration, row of its buffer).
 
-    Which prompts, which rows and which permutation follow from the number of the step. What does not, such as the weight of the KL, is in
+    Which prompts, which rows and which permutation follow from the number of the step. What does not, such as the
+    weight of the KL, is in
     the cursor: `roll_out` gets its entries and returns what it changes, the same on every process.
     """
 
@@ -37,12 +39,15 @@ class RolloutOrder:
     def __post_init__(self) -> None:
         for branch in self.branches:
             if branch.data == "reshuffle":
-                raise RunError("rollouts cannot be permuted again (reshuffle), as the policy makes them. Pass over steps: skip:K.")
+                raise RunError(
+                    "rollouts cannot be permuted again (reshuffle), as the policy makes them. Pass over steps: skip:K."
+                )
             ends = self.position(branch.from_step)
             if branch.skips and ends % self.steps:
                 more = self.steps - ends % self.steps
                 raise RunError(
-                    f"skip:{branch.skipped_steps} from step {branch.from_step} ends in the middle of an iteration of {self.steps} steps, "
+                    f"skip:{branch.skipped_steps} from step {branch.from_step} ends in the middle of an iteration of "
+                    f"{self.steps} steps, "
                     f"and its rollouts are gone. Undo the rewind, and skip {branch.skipped_steps + more}."
                 )
 
@@ -68,7 +73,8 @@ class RolloutOrder:
                 state |= self.roll_out(step, iteration, dict(state))
             elif not self.is_filled(iteration):
                 raise RunError(
-                    f"step {step + 1} reads rollouts of iteration {iteration + 1}, which the checkpoint of step {step} does not have. "
+                    f"step {step + 1} reads rollouts of iteration {iteration + 1}, which the checkpoint of step "
+                    f"{step} does not have. "
                     f"Rewind to step {max(0, step - place)}, where the iteration begins, or start over with -r 1."
                 )
             rows = self.permutation(iteration, place * self.per_step // self.rows)

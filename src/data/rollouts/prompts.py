@@ -34,7 +34,8 @@ _LOOKED_AT = 1000
 
 
 def check_beginning(path: Path, keys: Sequence[str]) -> None:
-    """Raises DataError if a prompt in the first thousand rows of a file has no value for one of `keys`; names the row."""
+    """Raises DataError if a prompt in the first thousand rows of a file has no value for one of `keys`; names the
+    row."""
     with open(path, "rb") as file:
         for number, line in enumerate(itertools.islice(file, _LOOKED_AT if keys else 0), 1):
             where = f"{path}:{number}"
@@ -63,14 +64,21 @@ class Prompts:
         longer = next((index for index, length in enumerate(lengths) if length > tokens), None)
         if longer is not None and (long == "refuse" or not fit):
             raise DataError(
-                f"{self._rows.location(self._chosen[longer])}: its prompt has {lengths[longer]} tokens, more than the {tokens} of "
+                f"{self._rows.location(self._chosen[longer])}: its prompt has {lengths[longer]} tokens, more than "
+                f"the {tokens} of "
                 "data.prompts.sequence_tokens. Make room, or write data.long_prompts: leave_out."
             )
         if not fit:
             raise DataError(f"{self._name}: no conversation has something to answer.")
         if longer is not None:
             left_out = len(lengths) - len(fit)
-            log.info("%s: %d of %d prompts have more than %d tokens, and are left out.", self._name, left_out, len(lengths), tokens)
+            log.info(
+                "%s: %d of %d prompts have more than %d tokens, and are left out.",
+                self._name,
+                left_out,
+                len(lengths),
+                tokens,
+            )
         self._chosen = fit
 
     def require(self, keys: Sequence[str]) -> None:

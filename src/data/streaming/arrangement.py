@@ -1,8 +1,9 @@
 """Which document of which source a lane reads when: pure functions of the seed and the epoch, without a shuffle buffer.
 
-In each epoch of a source every place has one document. Places follow the order of the shards, a permutation of the shards (`shards`), or
-that permutation with documents mixed within windows (`window`). With rates, a lane takes sources by a schedule of a fixed period and every
-V-th place of each source; each source has its own epochs. Without rates, all sources are one sequence, of which it takes every V-th place.
+In each epoch of a source every place has one document. Places follow the order of the shards, a permutation of the
+shards (`shards`), or that permutation with documents mixed within windows (`window`). With rates, a lane takes sources
+by a schedule of a fixed period and every V-th place of each source; each source has its own epochs. Without rates, all
+sources are one sequence, of which it takes every V-th place.
 """
 
 from bisect import bisect_right
@@ -31,7 +32,8 @@ class Source:
     """Documents among which `window` mixes."""
     seed: str
     _ends: dict[int, tuple[list[int], list[int]]] = field(default_factory=dict, repr=False)
-    """By epoch, for the last epochs used: the shards in order, and the places where they end. Lanes can be in two epochs at a time."""
+    """By epoch, for the last epochs used: the shards in order, and the places where they end. Lanes can be in two
+    epochs at a time."""
 
     def __post_init__(self) -> None:
         self.count = sum(self.sizes)
@@ -45,7 +47,9 @@ class Source:
         if self.shuffle == "window":
             number = place // self.window
             first = number * self.window
-            place = first + feistel_permute(place - first, min(self.window, self.count - first), f"{self.seed}/{epoch}/{number}")
+            place = first + feistel_permute(
+                place - first, min(self.window, self.count - first), f"{self.seed}/{epoch}/{number}"
+            )
         if epoch not in self._ends:
             while len(self._ends) >= _EPOCHS:
                 del self._ends[next(iter(self._ends))]
@@ -57,7 +61,8 @@ class Source:
 
 
 class Joined:
-    """An `Arrangement` of the documents of several sources as one: an epoch has each document once, the sources evenly spread."""
+    """An `Arrangement` of the documents of several sources as one: an epoch has each document once, the sources evenly
+    spread."""
 
     def __init__(self, sources: Sequence[Source]) -> None:
         self.sources = sources
@@ -76,7 +81,9 @@ class Joined:
         if reshuffles:
             permute = _block_permutation(max(_block(source, lanes) for source in self.sources), self.sources[0].seed)
             number = permute_rest(number, (lane, lanes, self.count), reshuffles, permute)
-        place = (number * lanes + lane + epoch) % self.count  # shifted in each epoch, or a lane could read the same few documents for ever
+        place = (
+            number * lanes + lane + epoch
+        ) % self.count  # shifted in each epoch, or a lane could read the same few documents for ever
         source, place = (0, place) if len(self.sources) == 1 else self._spread.place(place)
         return epoch, self.starts[source] + self.sources[source].document(epoch, place)
 
@@ -127,8 +134,12 @@ class Streams:
         source = self.sources[number_of_source]
         epoch = (turn * lanes + lane) // source.count
         firsts = [(self.count_of_source(lane, lanes, start, number_of_source), branch) for start, branch in reshuffles]
-        turn = permute_rest(turn, (lane, lanes, source.count), firsts, _block_permutation(_block(source, lanes), source.seed))
-        place = (turn * lanes + lane + epoch) % source.count  # shifted in each epoch, or a lane could read the same few documents for ever
+        turn = permute_rest(
+            turn, (lane, lanes, source.count), firsts, _block_permutation(_block(source, lanes), source.seed)
+        )
+        place = (
+            turn * lanes + lane + epoch
+        ) % source.count  # shifted in each epoch, or a lane could read the same few documents for ever
         return epoch, self.starts[number_of_source] + source.document(epoch, place)
 
 
@@ -138,7 +149,8 @@ def arrange(sources: Sequence[Source], rates: Sequence[float]) -> "Joined | Stre
 
 
 def _block(source: Source, lanes: int) -> int:
-    """Documents of a lane in a window, or in a shard. A reshuffle moves such blocks, so that it opens no more shards than before."""
+    """Documents of a lane in a window, or in a shard. A reshuffle moves such blocks, so that it opens no more shards
+    than before."""
     together = source.window if source.shuffle == "window" else source.count // len(source.sizes)
     return max(1, together // lanes)
 
@@ -148,7 +160,8 @@ def _block_permutation(block: int, seed: str) -> Callable[[int, int, int], int]:
 
 
 def _permute_blocks(position: int, size: int, block: int, key: str) -> int:
-    """Image of a position under a permutation of 0..size-1 that moves complete blocks and mixes each; a shorter last block stays last."""
+    """Image of a position under a permutation of 0..size-1 that moves complete blocks and mixes each; a shorter last
+    block stays last."""
     number, place = divmod(position, block)
     whole = size // block
     if number < whole:

@@ -1,10 +1,13 @@
-"""Report which documents a training on streamed data has read: python -m src.data.streaming.audit RUN [--step N] [--documents FILE].
+"""Report which documents a training on streamed data has read: python -m src.data.streaming.audit RUN [--step N]
+[--documents FILE].
 
-The cursor of a checkpoint says how far each lane of rows has come. From that, the branches of the run and the indexes of the tars the rows
-of every step are made again, without reading a document; at the end the lanes must be where the checkpoint says.
+The cursor of a checkpoint says how far each lane of rows has come. From that, the branches of the run and the indexes
+of the tars the rows of every step are made again, without reading a document; at the end the lanes must be where the
+checkpoint says.
 
-RUN is a save directory, or the start of an id in --runs. By shard it prints how many documents were read once, more often, or not
-yet. --documents writes a line for each document: source, shard, its number there, and how often it was read.
+RUN is a save directory, or the start of an id in --runs. By shard it prints how many documents were read once, more
+often, or not yet. --documents writes a line for each document: source, shard, its number there, and how often it was
+read.
 """
 
 import argparse
@@ -83,7 +86,10 @@ def replay(run: Path, data_path: Path, step: int | None = None) -> Delivered:
         left_out += row.counters["left_out"][0]
         cursor |= row.cursor
     if cursor != state["cursor"]:
-        raise RunError(f"{folder}: its lanes are not where the data and the branches lead. Were the data changed, or branch.json by hand?")
+        raise RunError(
+            f"{folder}: its lanes are not where the data and the branches lead. Were the data changed, or "
+            f"branch.json by hand?"
+        )
     data.quarantine.attach(run)
     unreadable = {key for key in pieces if data.is_unreadable(key[1], key[2])}
     return Delivered(data, step, pieces, int(left_out), unreadable)
@@ -98,12 +104,19 @@ def report(delivered: Delivered) -> list[str]:
         first = data.first(source)
         for shard in documents.manifest.shards:
             reads = [times[document] for document in range(first, first + shard.documents)]
-            counts = {"documents": len(reads), "once": reads.count(1), "more": sum(n > 1 for n in reads), "none": reads.count(0)}
+            counts = {
+                "documents": len(reads),
+                "once": reads.count(1),
+                "more": sum(n > 1 for n in reads),
+                "none": reads.count(0),
+            }
             total.update(counts)
             lines.append(_line(data.source_names[source], shard.url, counts))
             first += shard.documents
     lines.append(_line("all", f"up to step {delivered.step}", total))
-    lines.append(f"{delivered.left_out} times a document was left out: it does not fit into a row, is bad, or is denied.")
+    lines.append(
+        f"{delivered.left_out} times a document was left out: it does not fit into a row, is bad, or is denied."
+    )
     if delivered.unreadable:
         lines.append(f"{len(delivered.unreadable)} times a part of a row could not be read, and was padding: {FILE}.")
     return lines
@@ -125,7 +138,9 @@ def write_documents(delivered: Delivered, path: Path) -> None:
         for document in range(len(documents)):
             shard, number = documents.locate(document)
             count = times[delivered.data.first(source) + document]
-            lines.append(f"{delivered.data.source_names[source]}\t{documents.manifest.shards[shard].url}\t{number}\t{count}\n")
+            lines.append(
+                f"{delivered.data.source_names[source]}\t{documents.manifest.shards[shard].url}\t{number}\t{count}\n"
+            )
     with writing(path):
         write_atomic(path, "".join(lines))
 
@@ -148,9 +163,15 @@ def _parser() -> argparse.ArgumentParser:
     parser = make_parser("src.data.streaming.audit", __doc__)
     parser.add_argument("run", metavar="RUN", help="save directory, or the start of an id")
     parser.add_argument(
-        "--runs", type=Path, default=Path("results/runs"), metavar="DIR", help="folder of save directories (default: %(default)s)"
+        "--runs",
+        type=Path,
+        default=Path("results/runs"),
+        metavar="DIR",
+        help="folder of save directories (default: %(default)s)",
     )
-    parser.add_argument("--data_path", type=Path, default=Path("results/data"), metavar="DIR", help="of the data (default: %(default)s)")
+    parser.add_argument(
+        "--data_path", type=Path, default=Path("results/data"), metavar="DIR", help="of the data (default: %(default)s)"
+    )
     parser.add_argument("--step", type=int, metavar="N", help="of the checkpoint (default: the newest)")
     parser.add_argument("--documents", type=Path, metavar="FILE", help="write how often each document was read")
     return parser

@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from src.data.streaming.validation import ValidationRows
 
 COUNTED = ("documents", "images", "image_tokens", "text_tokens", "left_out_parts", "unreadable")
-"""Counts of each source. A document, and its parts that are larger than a row, count in the row where the document ends."""
+"""Counts of each source. A document, and its parts that are larger than a row, count in the row where the document
+ends."""
 SPLITS = ("train", "val")
 
 
@@ -47,7 +48,8 @@ class SourceConfig(StrictConfig):
     path: str = Field(min_length=1)
     """Folder below `--data_path`, with the lists of shards train/shards.json and val/shards.json."""
     rate: float | None = Field(default=None, gt=0)
-    """Share of the documents that are read; rates need not sum to 1. None for all sources: each document once in an epoch of all."""
+    """Share of the documents that are read; rates need not sum to 1. None for all sources: each document once in an
+    epoch of all."""
     fields: Fields | None = added_field(None)
     """Members by kind, as the index was made with --fields; None: whatever the index says."""
     loss_weight: float = Field(default=1.0, gt=0)
@@ -68,7 +70,8 @@ class Config(DatasetConfig):
     open_rows: int = Field(default=16, gt=0)
     """Rows of each lane to fill at a time: more rows, less padding."""
     shuffle: Literal["none", "shards", "window"] = "window"
-    """The order of an epoch of a source. shards: in each epoch another order of the tars. window: and the documents of `window` mixed."""
+    """The order of an epoch of a source. shards: in each epoch another order of the tars. window: and the documents of
+    `window` mixed."""
     window: int = Field(default=10_000, gt=1)
     """Documents that are mixed with each other. Their tars are open at the same time."""
     rules: Rules = Rules()
@@ -95,17 +98,26 @@ class Config(DatasetConfig):
             listed = manifest.load(places.data / self.sources[name].path / split)
             for shard in listed.shards:
                 if not (listed.folder / shard.index).is_file():
-                    raise DataError(f"data.sources.{name}: {listed.folder / shard.index}: no such file. Index the tars again.")
+                    raise DataError(
+                        f"data.sources.{name}: {listed.folder / shard.index}: no such file. Index the tars again."
+                    )
             self._check_fields(name, listed)
 
-        check_all(*(lambda name=name, split=split: check_split(name, split) for name in sorted(self.sources) for split in SPLITS))
+        check_all(
+            *(
+                lambda name=name, split=split: check_split(name, split)
+                for name in sorted(self.sources)
+                for split in SPLITS
+            )
+        )
 
     def _check_fields(self, name: str, listed: manifest.Manifest) -> None:
         fields, indexed = self.sources[name].fields, listed.facts.get("fields")
         if fields is not None and fields.as_json() != indexed:
             options = f"--fields '{json.dumps(fields.as_json())}'"
             raise DataError(
-                f"data.sources.{name}.fields: the tars in {listed.folder} were indexed with {json.dumps(indexed or {})}. "
+                f"data.sources.{name}.fields: the tars in {listed.folder} were indexed with "
+                f"{json.dumps(indexed or {})}. "
                 f"Index them with {options}, or write that here."
             )
 
@@ -113,7 +125,10 @@ class Config(DatasetConfig):
         require_fit("data.sequence_tokens", self.sequence_tokens + new_tokens, max_positions)
         frame = self.images.image_tokens + 3
         if frame > self.sequence_tokens:
-            raise ConfigError(f"data.sequence_tokens: a frame has {frame} tokens with those around it, and a row {self.sequence_tokens}.")
+            raise ConfigError(
+                f"data.sequence_tokens: a frame has {frame} tokens with those around it, and a row "
+                f"{self.sequence_tokens}."
+            )
 
     def batch_lengths(self) -> tuple[int, ...]:
         return (self.sequence_tokens,)
@@ -125,12 +140,14 @@ class Config(DatasetConfig):
         documents = sum(shard.documents for shard in listed.shards)
         return min(len(listed.shards), math.ceil(self.window * len(listed.shards) / documents) + 1)
 
-    def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "StreamedDataset | ValidationRows":
+    def build(
+        self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int
+    ) -> "StreamedDataset | ValidationRows":
         """The rows of one split.
 
         Raises:
-            DataError: a list of shards or an index is missing or damaged, the tokenizer has no tokens of images, or a source is too small
-                to be read at its rate.
+            DataError: a list of shards or an index is missing or damaged, the tokenizer has no tokens of images, or a
+                source is too small to be read at its rate.
         """
         from src.data.streaming.validation import ValidationRows
 
@@ -163,7 +180,8 @@ class Sample:
 
 
 class StreamedDataset:
-    """Rows of documents. A key is (epoch, document, piece, epoch, document, piece, ...), or (epoch, document) for its first piece.
+    """Rows of documents. A key is (epoch, document, piece, epoch, document, piece, ...), or (epoch, document) for its
+    first piece.
 
     Documents are numbered through the sources, by name.
     """
@@ -239,7 +257,10 @@ class StreamedDataset:
                 if shard.url == url and int(number) < shard.documents:
                     return range(first + int(number), first + int(number) + 1)
                 first += shard.documents
-        raise ConfigError(f"deny list: {entry!r}: the data have no such {kind}. Undo it: python -m src.operations.interventions undo RUN.")
+        raise ConfigError(
+            f"deny list: {entry!r}: the data have no such {kind}. Undo it: python -m src.operations.interventions "
+            f"undo RUN."
+        )
 
     def arrangement(self, seed: int) -> Joined | Streams:
         """The order of the documents of all sources.
@@ -256,7 +277,9 @@ class StreamedDataset:
         order = arrange(places, rates)
         if isinstance(order, Streams) and 0 in order.counts:
             name = self.source_names[order.counts.index(0)]
-            raise DataError(f"data.sources.{name}.rate: its share is less than one document of {PERIOD}. Write a larger rate.")
+            raise DataError(
+                f"data.sources.{name}.rate: its share is less than one document of {PERIOD}. Write a larger rate."
+            )
         return order
 
     def order(self, seed: int, per_step: int, steps: int, branches: Sequence[Branch]) -> LaneOrder:
@@ -322,7 +345,9 @@ class StreamedDataset:
         else:
             images = [element for element in piece.elements if element.grid]
             image_tokens = sum(element.tokens for element in images)
-            for i, more in enumerate((piece.ends, len(images), image_tokens, piece.tokens - image_tokens, piece.left_out)):
+            for i, more in enumerate(
+                (piece.ends, len(images), image_tokens, piece.tokens - image_tokens, piece.left_out)
+            ):
                 counted[i] += more
         row.input_ids += content.ids
         row.loss_mask += content.learned
@@ -349,7 +374,9 @@ class StreamedDataset:
         """Whether a piece of a document is in the quarantine."""
         source, local = self.locate(document)
         shard, number = self.documents[source].locate(local)
-        return self.quarantine.holds(self.source_names[source], self.documents[source].manifest.shards[shard].url, number, piece)
+        return self.quarantine.holds(
+            self.source_names[source], self.documents[source].manifest.shards[shard].url, number, piece
+        )
 
     def collate(self, samples: Sequence[Sample]) -> InterleavedBatch:
         """Padded to `sequence_tokens`; padding is masked, so its id does not matter."""
@@ -358,7 +385,11 @@ class StreamedDataset:
 
         from src.data import collate
 
-        ids, masks, most = [row.input_ids for row in samples], [row.loss_mask for row in samples], self.config.sequence_tokens
+        ids, masks, most = (
+            [row.input_ids for row in samples],
+            [row.loss_mask for row in samples],
+            self.config.sequence_tokens,
+        )
         side = self.config.images.frame_size
         images = [frames for row in samples for frames in row.frames]
         frames = np.concatenate(images) if images else np.zeros((0, 3, side, side), dtype=np.float32)

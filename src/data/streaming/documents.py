@@ -36,14 +36,15 @@ class Rules(StrictConfig):
     """Which documents are read, and how those are cut that are longer than a row."""
 
     which: Literal["all", "web"] = "all"
-    """all: documents with a text. web: the rules of m4 for web pages: an image, a text and 5 tokens at least; no three images in a row, no
-    two images at the end, and no single image at the end of a page without other images."""
+    """all: documents with a text. web: the rules of m4 for web pages: an image, a text and 5 tokens at least; no three
+    images in a row, no two images at the end, and no single image at the end of a page without other images."""
     max_images: int | None = Field(default=None, gt=0)
     """A document of more images is left out."""
     too_long: Literal["cut", "drop"] = "cut"
-    """cut: a document longer than a row is cut between its parts, but not between a prompt and its answer. A text longer than a row is cut
-    after any token, as the data set 'packed' does; the first tokens of an answer stay with its prompt. Left out and counted: an image or a
-    prompt larger than a row, a prompt that leaves no room for its answer, and rows without text. drop: such a document is left out."""
+    """cut: a document longer than a row is cut between its parts, but not between a prompt and its answer. A text
+    longer than a row is cut after any token, as the data set 'packed' does; the first tokens of an answer stay with its
+    prompt. Left out and counted: an image or a prompt larger than a row, a prompt that leaves no room for its answer,
+    and rows without text. drop: such a document is left out."""
 
 
 class Element(NamedTuple):
@@ -101,11 +102,15 @@ class Content:
 class Documents:
     """The documents of a manifest. They are numbered through its shards."""
 
-    def __init__(self, manifest: Manifest, files: ShardFiles, texts: TextTokens, images: ImageTokens, rules: Rules) -> None:
+    def __init__(
+        self, manifest: Manifest, files: ShardFiles, texts: TextTokens, images: ImageTokens, rules: Rules
+    ) -> None:
         self.manifest, self.files, self.texts, self.images, self.rules = manifest, files, texts, images, rules
         self.sizes = [shard.documents for shard in manifest.shards]
         self._ends = list(accumulate(self.sizes))
-        listed = [[shard.documents, shard.bytes, shard.sha256 or shard.etag, shard.index_digest] for shard in manifest.shards]
+        listed = [
+            [shard.documents, shard.bytes, shard.sha256 or shard.etag, shard.index_digest] for shard in manifest.shards
+        ]
         options = [rules.model_dump(mode="json"), images.config.model_dump(mode="json"), texts.digest]
         self.fingerprint = hashlib.sha256(json.dumps([listed, options]).encode()).hexdigest()
         self._make_caches()
@@ -116,10 +121,13 @@ class Documents:
         self.elements = lru_cache(_PLANNED)(self._make_elements)
         """Document number -> its elements, in order; empty if the document is dropped."""
         self.pieces = lru_cache(_PLANNED)(self._make_pieces)
-        """(document, (tokens, frames) of a row) -> its pieces in rows. Reads no document if the index has counts of tokens."""
+        """(document, (tokens, frames) of a row) -> its pieces in rows. Reads no document if the index has counts of
+        tokens."""
 
     def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in vars(self).items() if name not in ("_index", "_plan", "elements", "pieces")}
+        return {
+            name: value for name, value in vars(self).items() if name not in ("_index", "_plan", "elements", "pieces")
+        }
 
     def __setstate__(self, state: dict[str, object]) -> None:
         vars(self).update(state)
@@ -158,11 +166,16 @@ class Documents:
             groups = [group for group in self._split(elements, fit) if any(element.kind == TEXT for element in group)]
         left_out = len(elements) - len({element.part for group in groups for element in group})
         last = len(groups) - 1
-        return [self._piece(group, place == 0, place == last, left_out if place == last else 0) for place, group in enumerate(groups)]
+        return [
+            self._piece(group, place == 0, place == last, left_out if place == last else 0)
+            for place, group in enumerate(groups)
+        ]
 
     def _piece(self, group: Sequence[Element], begins: bool, ends: bool, left_out: int) -> Piece:
         tokens, frames = _size(group)
-        return Piece(group, begins, ends, tokens + begins * len(self.texts.begin) + ends * len(self.texts.end), frames, left_out)
+        return Piece(
+            group, begins, ends, tokens + begins * len(self.texts.begin) + ends * len(self.texts.end), frames, left_out
+        )
 
     def _split(self, elements: Sequence[Element], fit: Callable[[Sequence[Element]], bool]) -> list[list[Element]]:
         """Elements in groups that fit into a row each."""
@@ -192,9 +205,12 @@ class Documents:
     def _split_text(
         text: Element, prompts: Sequence[Element], groups: list[list[Element]], fit: Callable[[Sequence[Element]], bool]
     ) -> None:
-        """Add the tokens of a text to the last group while they fit, then to new ones. prompts: at the end of the last group, its own."""
+        """Add the tokens of a text to the last group while they fit, then to new ones. prompts: at the end of the last
+        group, its own."""
         while text.tokens:
-            room = bisect_right(range(1, text.tokens + 1), False, key=lambda n: not fit([*groups[-1], text._replace(tokens=n)]))
+            room = bisect_right(
+                range(1, text.tokens + 1), False, key=lambda n: not fit([*groups[-1], text._replace(tokens=n)])
+            )
             if room:
                 groups[-1].append(text._replace(tokens=room, rest=text.rest + text.tokens - room))
                 text, prompts = text._replace(tokens=text.tokens - room, first=text.first + room), []
@@ -235,7 +251,11 @@ class Documents:
         if piece.ends:
             content.ids += self.texts.end
             content.learned += [True] * len(self.texts.end)
-        ends = [place for place, token in enumerate(content.ids, 1) if token == self.texts.end[0] and place < len(content.ids)]
+        ends = [
+            place
+            for place, token in enumerate(content.ids, 1)
+            if token == self.texts.end[0] and place < len(content.ids)
+        ]
         for place in (0, *ends):
             content.learned[place] = False
         content.lengths = [end - begin for begin, end in pairwise([0, *ends, len(content.ids)])]
@@ -247,7 +267,9 @@ class Documents:
 
     def _read_part(self, shard: int, number: int, part: int) -> bytes:
         index, listed = self._index(shard), self.manifest.shards[shard]
-        (content,) = index.contents(index.parts_of(number)[part : part + 1], lambda at, size: self.files.read(listed, at, size))
+        (content,) = index.contents(
+            index.parts_of(number)[part : part + 1], lambda at, size: self.files.read(listed, at, size)
+        )
         return content
 
     def _image(self, document: int, part: int, whole: Sequence[bytes], swaps: Swaps | None) -> bytes:
@@ -290,7 +312,9 @@ class Documents:
         if self.rules.which == "all":
             return True
         enough = sum(element.tokens for element in elements) >= _WEB_TOKENS
-        unseen = images.endswith("ii") or (images.endswith("i") and images.count("i") == 1)  # no text follows that reads them
+        unseen = images.endswith("ii") or (
+            images.endswith("i") and images.count("i") == 1
+        )  # no text follows that reads them
         return "i" in images and "iii" not in images and not unseen and enough
 
     def _read_parts(self, shard: int, parts: "np.ndarray", kinds: Sequence[int] = (TEXT, PROMPT, IMAGE)) -> list[bytes]:
@@ -301,7 +325,9 @@ class Documents:
             return [b""] * len(parts)
         first, last = min(begin for begin, _ in spans), max(end for _, end in spans)
         content = self.files.read(self.manifest.shards[shard], first, last - first)
-        return self._index(shard).contents(parts, lambda offset, size: content[offset - first : offset - first + size], kinds)
+        return self._index(shard).contents(
+            parts, lambda offset, size: content[offset - first : offset - first + size], kinds
+        )
 
     def _encode(self, parts: "np.ndarray", contents: Sequence[bytes]) -> list[list[int]]:
         try:
@@ -323,7 +349,10 @@ class Documents:
         listed = self.manifest.shards[shard]
         index = tar_index.load_file(self.manifest.folder / listed.index, listed.bytes, listed.url, listed.index_digest)
         if len(index) != listed.documents:
-            raise DataError(f"{listed.index}: of {len(index)} documents, and the list says {listed.documents}. Index the tars again.")
+            raise DataError(
+                f"{listed.index}: of {len(index)} documents, and the list says {listed.documents}. Index the tars "
+                f"again."
+            )
         return index
 
 

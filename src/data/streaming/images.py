@@ -1,7 +1,7 @@
 """Frames and tokens of images, as made by transformers' Idefics3 processor.
 
-A large image is cut into tiles, followed by the image itself, reduced to one frame; a small image is one frame. Each frame is
-`image_tokens` tokens `<image>` between tokens that say where it is.
+A large image is cut into tiles, followed by the image itself, reduced to one frame; a small image is one frame. Each
+frame is `image_tokens` tokens `<image>` between tokens that say where it is.
 """
 
 import math
@@ -22,7 +22,8 @@ FAKE, IMAGE, GLOBAL = "<fake_token_around_image>", "<image>", "<global-img>"
 RESERVED = (FAKE, IMAGE, GLOBAL)
 """A text with one of these is left out."""
 MEAN = STD = 0.5
-"""Frames are (x / 255 - MEAN) / STD. No value of 8 bits becomes 0 by them: transformers takes a frame of zeros as padding."""
+"""Frames are (x / 255 - MEAN) / STD. No value of 8 bits becomes 0 by them: transformers takes a frame of zeros as
+padding."""
 
 
 class Grid(NamedTuple):
@@ -47,7 +48,8 @@ class ImagesConfig(StrictConfig):
     image_tokens: int = Field(gt=0)
     """Tokens of a frame."""
     max_size: int = Field(gt=0)
-    """Pixels of the longer side, above which an image is made smaller. A multiple of `frame_size`; equal to it, no image is cut."""
+    """Pixels of the longer side, above which an image is made smaller. A multiple of `frame_size`; equal to it, no
+    image is cut."""
     enlarge: bool = False
     """Whether a smaller image is enlarged to `max_size`, as transformers does by default."""
 
@@ -58,7 +60,10 @@ class ImagesConfig(StrictConfig):
         if self.style == "idefics2" and self.max_size > self.frame_size:
             raise ValueError("max_size: only 'idefics3' cuts images into tiles. Write that of frame_size.")
         if self.style == "idefics2" and self.enlarge:
-            raise ValueError("enlarge: for 'idefics2' every image is brought to the size of a frame, so it would be ignored. Remove it.")
+            raise ValueError(
+                "enlarge: for 'idefics2' every image is brought to the size of a frame, so it would be ignored. "
+                "Remove it."
+            )
         return self
 
     def special_tokens(self) -> list[str]:
@@ -97,7 +102,8 @@ class ImagesConfig(StrictConfig):
         return [*sizes, (width, height)]
 
     def frames(self, content: bytes, most_pixels: int = MOST_PIXELS) -> "np.ndarray":
-        """(frames, 3, frame_size, frame_size) float32: the frames of an encoded image, from -1 to 1; transparent pixels are white.
+        """(frames, 3, frame_size, frame_size) float32: the frames of an encoded image, from -1 to 1; transparent pixels
+        are white.
 
         Raises:
             ImageError: it has more than `most_pixels` pixels, or cannot be decoded.
@@ -114,7 +120,9 @@ class ImagesConfig(StrictConfig):
         cut = [image.crop((x, y, x + side, y + side)) for x, y in corners]
         whole = image.resize((side, side), Image.Resampling.LANCZOS) if corners else image
         pixels = np.stack([np.asarray(frame) for frame in (*cut, whole)])
-        return (pixels.transpose(0, 3, 1, 2).astype(np.float32) * np.float32(1 / 255) - np.float32(MEAN)) / np.float32(STD)
+        return (pixels.transpose(0, 3, 1, 2).astype(np.float32) * np.float32(1 / 255) - np.float32(MEAN)) / np.float32(
+            STD
+        )
 
 
 class ImageTokens:
@@ -126,7 +134,9 @@ class ImageTokens:
         vocabulary = tokenizer.get_vocab()
         missing = [token for token in config.special_tokens() if token not in vocabulary]
         if missing:
-            raise DataError(f"the tokenizer has no token {missing[0]!r}: take a model that reads images, such as 'vision_language'.")
+            raise DataError(
+                f"the tokenizer has no token {missing[0]!r}: take a model that reads images, such as 'vision_language'."
+            )
         self._ids = {token: vocabulary[token] for token in config.special_tokens()}
         self._line = tuple(tokenizer("\n", add_special_tokens=False)["input_ids"])
         self._lines = tuple(tokenizer("\n\n", add_special_tokens=False)["input_ids"])
@@ -143,7 +153,8 @@ class ImageTokens:
 
     @property
     def shared_tokens(self) -> int:
-        """Number of tokens shared by two adjacent images: Idefics2 writes the last token of one and the first of the next once."""
+        """Number of tokens shared by two adjacent images: Idefics2 writes the last token of one and the first of the
+        next once."""
         return int(self.config.style == "idefics2")
 
     @cached_property

@@ -35,7 +35,8 @@ class Shard:
     """A tar of documents."""
 
     url: str
-    """Where its bytes are: a path, relative to the folder of the list or absolute; "s3://bucket/key"; or "pipe:COMMAND"."""
+    """Where its bytes are: a path, relative to the folder of the list or absolute; "s3://bucket/key"; or
+    "pipe:COMMAND"."""
     index: str
     """File of its index, relative to the folder."""
     documents: int
@@ -48,7 +49,8 @@ class Shard:
     index_digest: str | None = None
     """Digest of its index."""
     mtime_ns: int | None = None
-    """Modification time of a local tar when it was indexed. None for tars that this project wrote: those are older than their index."""
+    """Modification time of a local tar when it was indexed. None for tars that this project wrote: those are older than
+    their index."""
     sample: str | None = None
     """`sample_tar` of a local tar when it was indexed. A tar with another modification time must still have it."""
 
@@ -87,11 +89,21 @@ def load(folder: Path) -> Manifest:
 
 
 def _check(shard: Shard) -> Shard:
-    texts = (shard.url, shard.index, shard.source, shard.sha256 or "", shard.etag or "", shard.index_digest or "", shard.sample or "")
+    texts = (
+        shard.url,
+        shard.index,
+        shard.source,
+        shard.sha256 or "",
+        shard.etag or "",
+        shard.index_digest or "",
+        shard.sample or "",
+    )
     if not all(isinstance(text, str) for text in texts) or not shard.url:
         raise ValueError(f"a shard is not described by texts: {str(shard.url)[:80]!r}")
     if type(shard.documents) is not int or type(shard.bytes) is not int or shard.documents < 0 or shard.bytes < 0:
-        raise ValueError(f"{shard.url}: expected numbers of documents and bytes, got {shard.documents!r} and {shard.bytes!r}")
+        raise ValueError(
+            f"{shard.url}: expected numbers of documents and bytes, got {shard.documents!r} and {shard.bytes!r}"
+        )
     return shard
 
 
@@ -102,7 +114,8 @@ def sample_tar(path: Path) -> str:
 
 
 def sample_digest(manifest: Manifest) -> str:
-    """Digest of samples of the tars that are files here, of some of them where they are many: of one that is changed in place it differs.
+    """Digest of samples of the tars that are files here, of some of them where they are many: of one that is changed in
+    place it differs.
 
     Raises:
         DataError: one of them cannot be read.

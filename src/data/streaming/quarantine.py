@@ -1,7 +1,8 @@
 """Unreadable documents: when they stop a training, and the record of them in the run's folder.
 
-An unreadable document becomes padding without loss, so that no row moves, and is recorded in quarantine.jsonl. A restart skips the
-recorded documents without another attempt, so that it reads the same rows. Errors of the program itself are never skipped.
+An unreadable document becomes padding without loss, so that no row moves, and is recorded in quarantine.jsonl. A
+restart skips the recorded documents without another attempt, so that it reads the same rows. Errors of the program
+itself are never skipped.
 """
 
 import json
@@ -45,7 +46,10 @@ class Quarantine:
         """documents, shards: totals of the data set."""
         self.policy = policy
         self.path: Path | None = None
-        self._max = {"document": max(1, int(policy.most_documents * documents)), "shard": max(1, int(policy.most_shards * shards))}
+        self._max = {
+            "document": max(1, int(policy.most_documents * documents)),
+            "shard": max(1, int(policy.most_shards * shards)),
+        }
         self._total = {"document": documents, "shard": shards}
         self._recorded: set[tuple[str, str, int | None, int]] = set()
         self._in_a_row = 0
@@ -80,7 +84,11 @@ class Quarantine:
             DataError: the policy refuses; names the document and its shard.
         """
         of_shard, policy = isinstance(error, ShardError), self.policy
-        kind = ("changed_shard" if isinstance(error, ShardChanged) else "unavailable_shard") if of_shard else "bad_document"
+        kind = (
+            ("changed_shard" if isinstance(error, ShardChanged) else "unavailable_shard")
+            if of_shard
+            else "bad_document"
+        )
         where = f"{source}: document {document} of {shard}, at byte {offset}"
         actions = {
             "changed_shard": policy.changed_shard,
@@ -90,11 +98,20 @@ class Quarantine:
         if actions[kind] == "raise":
             skip = "skip_shard" if of_shard else "skip_document"
             text = str(error).rstrip(".")
-            raise DataError(f"{where}: {text}. To skip it, resume the same run with --set data.errors.{kind}={skip}") from None
+            raise DataError(
+                f"{where}: {text}. To skip it, resume the same run with --set data.errors.{kind}={skip}"
+            ) from None
         number, piece = (None, 0) if of_shard else (document, piece)
         self._read()  # entries of other processes
         if (source, shard, number, piece) not in self._recorded:
-            record = {"source": source, "shard": shard, "document": number, "piece": piece, "offset": offset, "reason": str(error)}
+            record = {
+                "source": source,
+                "shard": shard,
+                "document": number,
+                "piece": piece,
+                "offset": offset,
+                "reason": str(error),
+            }
             self._append(record)
         self._in_a_row += 1
         self._require_few("shard" if of_shard else "document", f"{where}: {error}")
@@ -118,7 +135,9 @@ class Quarantine:
         self._recorded.add((record["source"], record["shard"], record["document"], record["piece"]))
         if self.path is not None:
             with writing(self.path):
-                descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)  # one write: lines of processes do not mix
+                descriptor = os.open(
+                    self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND
+                )  # one write: lines of processes do not mix
                 try:
                     size = os.fstat(descriptor).st_size
                     torn = size and os.pread(descriptor, 1, size - 1) != b"\n"

@@ -19,10 +19,20 @@ HORIZON = 16_384
 class ReadAhead:
     """Keeps the next remote tars of one process's lanes in the cache. It changes no row and no order."""
 
-    def __init__(self, arrangement: Arrangement, share: RankShare, shard_of: Callable[[int], Shard], count: int, cache: ShardCache) -> None:
-        """share: of this process. shard_of: the tar of a document. count: tars of documents to come that are requested at a time."""
+    def __init__(
+        self,
+        arrangement: Arrangement,
+        share: RankShare,
+        shard_of: Callable[[int], Shard],
+        count: int,
+        cache: ShardCache,
+    ) -> None:
+        """share: of this process. shard_of: the tar of a document. count: tars of documents to come that are requested
+        at a time."""
         self._arrangement, self._share, self._shard_of, self._count = arrangement, share, shard_of, count
-        self._lanes = [_Lane(v) for g in share.numbers for v in range(g * share.micro_batch, (g + 1) * share.micro_batch)]
+        self._lanes = [
+            _Lane(v) for g in share.numbers for v in range(g * share.micro_batch, (g + 1) * share.micro_batch)
+        ]
         self.coming = Counter[Shard]()
         """Documents to come of each tar, in the order in which the tars are first needed."""
         self._downloads = Downloads(cache)
@@ -44,7 +54,9 @@ class ReadAhead:
                 self.coming -= Counter([shard])
                 lane.position += 1
             lane.position = position
-            lane.open = {number: lane.open.get(number) or self._find(lane, number) for row in rows for number in row[::2]}
+            lane.open = {
+                number: lane.open.get(number) or self._find(lane, number) for row in rows for number in row[::2]
+            }
             in_rows |= dict.fromkeys(lane.open.values())
         while len(self.coming) <= self._count and len(self._lanes[0].coming) * len(self._lanes) < HORIZON:
             for lane in self._lanes:

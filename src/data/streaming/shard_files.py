@@ -19,9 +19,9 @@ _OPEN = 64
 class ShardFiles:
     """Reads from shards, the last used of which stay open. Local files are read in place and never deleted.
 
-    Remote shards are downloaded completely into the folder `cache`, which has at most `cache_bytes` and can be shared by processes. If
-    other processes use all of it, ranges of an object are read from the server, and a command waits for room. An object can be pickled
-    and forked; the other process opens the files again. It is for one thread.
+    Remote shards are downloaded completely into the folder `cache`, which has at most `cache_bytes` and can be shared
+    by processes. If other processes use all of it, ranges of an object are read from the server, and a command waits
+    for room. An object can be pickled and forked; the other process opens the files again. It is for one thread.
     """
 
     counters: Counter[str]
@@ -36,9 +36,11 @@ class ShardFiles:
         patience: float = PATIENCE,
         max_cached: int = _OPEN,
     ) -> None:
-        """folder: of the manifest, where relative paths start. patience: seconds without a new byte until a shard counts as unavailable.
+        """folder: of the manifest, where relative paths start. patience: seconds without a new byte until a shard
+        counts as unavailable.
 
-        max_cached: references to files of the cache at a time. Files without a reference can be deleted to make room for the next ones.
+        max_cached: references to files of the cache at a time. Files without a reference can be deleted to make room
+        for the next ones.
         """
         self.folder, self.most_open, self.counters = folder, most_open, Counter()
         self.cache = None if cache is None else ShardCache(cache, cache_bytes, patience)
@@ -84,7 +86,9 @@ class ShardFiles:
         if first_seen is not None and os.fstat(descriptor).st_mtime_ns != first_seen[1]:
             raise ShardChanged(f"{self.folder / shard.url}: was written to since it was first read. Index it again.")
         if len(content) < size:
-            raise ShardChanged(f"{shard.url}: ends before byte {offset + size}, but had {shard.bytes} bytes when it was indexed.")
+            raise ShardChanged(
+                f"{shard.url}: ends before byte {offset + size}, but had {shard.bytes} bytes when it was indexed."
+            )
         return content
 
     def close(self) -> None:
@@ -115,12 +119,17 @@ class ShardFiles:
         facts = os.fstat(descriptor)
         if facts.st_size != shard.bytes:
             os.close(descriptor)
-            raise ShardChanged(f"{path}: has {facts.st_size} bytes, and had {shard.bytes} when it was indexed. Index it again.")
+            raise ShardChanged(
+                f"{path}: has {facts.st_size} bytes, and had {shard.bytes} when it was indexed. Index it again."
+            )
         is_new = shard.sample is not None and shard.url not in self._first_seen
         if is_new and self._is_suspect(shard, facts.st_mtime_ns) and sample_tar(path) != shard.sample:
             os.close(descriptor)
             raise ShardChanged(f"{path}: was replaced or written to since it was indexed. Index it again.")
-        if self._first_seen.setdefault(shard.url, (facts.st_ino, facts.st_mtime_ns)) != (facts.st_ino, facts.st_mtime_ns):
+        if self._first_seen.setdefault(shard.url, (facts.st_ino, facts.st_mtime_ns)) != (
+            facts.st_ino,
+            facts.st_mtime_ns,
+        ):
             os.close(descriptor)
             raise ShardChanged(f"{path}: was replaced or written to since it was first read. Index it again.")
         self._keep(shard.url, descriptor)
@@ -160,7 +169,9 @@ class ShardFiles:
     def _read_around(self, shard: Shard, offset: int, size: int) -> bytes:
         """Bytes of an object of S3, from the server."""
         if offset + size > shard.bytes:
-            raise ShardChanged(f"{shard.url}: ends before byte {offset + size}, but had {shard.bytes} bytes when it was indexed.")
+            raise ShardChanged(
+                f"{shard.url}: ends before byte {offset + size}, but had {shard.bytes} bytes when it was indexed."
+            )
         content = io.BytesIO()
         source = Source(shard.url, shard.bytes, shard.etag)
         transfer(source, content, self._cache_of(shard).patience, offset, offset + size)
@@ -170,8 +181,8 @@ class ShardFiles:
 def open_files(folder: Path, data: Path, sources: int = 1, max_cached: int = _OPEN) -> ShardFiles:
     """Read the shards of the manifest in `folder`, one of `sources` sources that share the open files of a process.
 
-    Remote shards are cached in DATA/shard_cache, in at most 100 GB. SHARD_CACHE and SHARD_CACHE_GB in the environment replace both, as
-    they depend on the machine and not on the experiment. max_cached: see `ShardFiles`.
+    Remote shards are cached in DATA/shard_cache, in at most 100 GB. SHARD_CACHE and SHARD_CACHE_GB in the environment
+    replace both, as they depend on the machine and not on the experiment. max_cached: see `ShardFiles`.
 
     Raises:
         ConfigError: SHARD_CACHE_GB is not a number above 0.

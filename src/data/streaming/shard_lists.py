@@ -1,4 +1,5 @@
-"""List shards from the words of a user: files, URLs, patterns, ranges such as s-{000..123}.tar, text files, prepared folders."""
+"""List shards from the words of a user: files, URLs, patterns, ranges such as s-{000..123}.tar, text files, prepared
+folders."""
 
 import glob
 import re
@@ -30,7 +31,8 @@ class Listed(NamedTuple):
 
 
 def list_shards(words: Sequence[str]) -> list[Listed]:
-    """List the shards of `words`, in order: each word is a path, "s3://BUCKET/KEY" or "pipe:COMMAND", or several of them as
+    """List the shards of `words`, in order: each word is a path, "s3://BUCKET/KEY" or "pipe:COMMAND", or several of
+    them as
 
     - a file NAME.txt with one on each line; paths go from the folder of that file;
     - a folder with shards.json;
@@ -46,7 +48,9 @@ def list_shards(words: Sequence[str]) -> list[Listed]:
         for place, one in _entries(name):
             for listed in one:
                 if before := places.get(listed.url):
-                    raise DataError(f"{place}: {listed.url} is listed twice, first by {before}. Each document would be read twice.")
+                    raise DataError(
+                        f"{place}: {listed.url} is listed twice, first by {before}. Each document would be read twice."
+                    )
                 places[listed.url] = place
                 shards.append(listed)
     if not shards:
@@ -89,7 +93,9 @@ def _expand_ranges(text: str, place: str) -> list[str]:
         raise DataError(f"{place}: the range {match[0]} is empty.")
     width = max(len(first), len(last)) if first.startswith("0") or last.startswith("0") else 0
     rest = _expand_ranges(text[match.end() :], place)
-    return [f"{text[: match.start()]}{number:0{width}}{end}" for number in range(int(first), int(last) + 1) for end in rest]
+    return [
+        f"{text[: match.start()]}{number:0{width}}{end}" for number in range(int(first), int(last) + 1) for end in rest
+    ]
 
 
 def _match(text: str, folder: Path, place: str) -> list[Listed]:
@@ -98,7 +104,8 @@ def _match(text: str, folder: Path, place: str) -> list[Listed]:
     if text.endswith(_COMPRESSED):
         reader = "gzip -dc FILE" if text.endswith("gz") else "COMMAND"
         raise DataError(
-            f'{place}: {text}: a compressed tar cannot be read in any order. Give "pipe:{reader}", which unpacks it, or unpack it.'
+            f'{place}: {text}: a compressed tar cannot be read in any order. Give "pipe:{reader}", which unpacks it, '
+            f"or unpack it."
         )
     if text.startswith(objects.SCHEMES):
         urls = _list_keys(text) if _PATTERN.search(text) else [text]

@@ -1,9 +1,10 @@
-"""The index of a tar of documents: where each document and each of its parts is, so that any of them can be read directly.
+"""The index of a tar of documents: where each document and each of its parts is, so that any of them can be read
+directly.
 
-A document is a run of members with the same key at the start of their names. Its parts are named KEY.POSITION.KIND.EXTENSION, such as
-7_ab.0.text.txt, KEY.POSITION.EXTENSION, KEY.EXTENSION or KEY.KIND.EXTENSION; a mapping (`tars.fields`) can name more. KEY.metadata.txt
-lists the names of all parts, which shows that the document is complete (huggingface/smollm, vision/m4). The index counts every member that
-is not read.
+A document is a run of members with the same key at the start of their names. Its parts are named
+KEY.POSITION.KIND.EXTENSION, such as 7_ab.0.text.txt, KEY.POSITION.EXTENSION, KEY.EXTENSION or KEY.KIND.EXTENSION; a
+mapping (`tars.fields`) can name more. KEY.metadata.txt lists the names of all parts, which shows that the document is
+complete (huggingface/smollm, vision/m4). The index counts every member that is not read.
 """
 
 import hashlib
@@ -36,7 +37,15 @@ _KIND_OF = {"txt": TEXT, "text": TEXT, "caption": TEXT, "image": IMAGE, "metadat
 _KIND_OF |= {"prompt": PROMPT, "question": PROMPT, "answer": TEXT}
 _KIND_OF |= dict.fromkeys(SUFFIXES, IMAGE)
 DOCUMENT = [("offset", "<u8"), ("first_part", "<u4"), ("parts", "<u4"), ("images", "<u4"), ("bad", "u1")]
-PART = [("position", "<u4"), ("offset", "<u8"), ("size", "<u8"), ("kind", "u1"), ("pick", "<u4"), ("width", "<u4"), ("height", "<u4")]
+PART = [
+    ("position", "<u4"),
+    ("offset", "<u8"),
+    ("size", "<u8"),
+    ("kind", "u1"),
+    ("pick", "<u4"),
+    ("width", "<u4"),
+    ("height", "<u4"),
+]
 REASONS = (
     "",
     "incomplete",
@@ -64,10 +73,11 @@ class TarIndex:
     """About the file:
 
     - "bytes"; "members" of all kinds; "cut": why it ends too early, the byte up to which it is intact, and advice
-    - "read": [members, bytes] of good documents; "passed_over": {reason: {suffix: [members, bytes]}} of all other members (a suffix with a
-      colon counts values of JSON members)
+    - "read": [members, bytes] of good documents; "passed_over": {reason: {suffix: [members, bytes]}} of all other
+      members (a suffix with a colon counts values of JSON members)
     - "fields": the mapping; "mapped": in how many documents each of its entries is
-    - "most_pixels" of an image; "verified": whether its images were decoded; "tokenizer": the digest of the tokenizer of `tokens`
+    - "most_pixels" of an image; "verified": whether its images were decoded; "tokenizer": the digest of the tokenizer
+      of `tokens`
     """
     tokens: "np.ndarray | None" = None
     """(parts,) uint32: tokens of each text, 0 for texts that are left out and for other parts. None if not counted."""
@@ -90,7 +100,9 @@ class TarIndex:
         """The mapping by which it was made."""
         return Fields.model_validate(self.facts["fields"]) if self.facts.get("fields") else None
 
-    def contents(self, parts: "np.ndarray", read: Callable[[int, int], bytes], kinds: Sequence[int] = (TEXT, PROMPT, IMAGE)) -> list[bytes]:
+    def contents(
+        self, parts: "np.ndarray", read: Callable[[int, int], bytes], kinds: Sequence[int] = (TEXT, PROMPT, IMAGE)
+    ) -> list[bytes]:
         """The contents of parts of these kinds, b"" for other parts. read: bytes of the tar, by offset and size.
 
         Raises:
@@ -101,7 +113,10 @@ class TarIndex:
 
 
 def contents_of(
-    fields: Fields | None, parts: Iterable[tuple[int, int, int, int]], read: Callable[[int, int], bytes], kinds: Sequence[int]
+    fields: Fields | None,
+    parts: Iterable[tuple[int, int, int, int]],
+    read: Callable[[int, int], bytes],
+    kinds: Sequence[int],
 ) -> list[bytes]:
     """See `TarIndex.contents`. parts: (kind, offset, size, pick) of each."""
     contents, picks = list[bytes](), dict[tuple[int, int], list[tuple[int, int]]]()
@@ -188,7 +203,8 @@ def load_file(path: Path, size: int, tar: str, expected: str | None = None) -> T
     """Load an index. size: bytes of its tar, which is called `tar` in errors. expected: digest of the index, if known.
 
     Raises:
-        DataError: it is missing or damaged, or it is the index of a file of another size, or its digest is not `expected`.
+        DataError: it is missing or damaged, or it is the index of a file of another size, or its digest is not
+            `expected`.
     """
     import numpy as np
 
@@ -202,7 +218,9 @@ def load_file(path: Path, size: int, tar: str, expected: str | None = None) -> T
     if not content.startswith(_MAGIC) or hashlib.sha256(content).digest() != digest:
         raise DataError(f"{path}: damaged, or no index. {again}")
     if expected is not None and digest.hex() != expected:
-        raise DataError(f"{path}: not the index that shards.json lists, so rows would differ. Restore it, or make both again.")
+        raise DataError(
+            f"{path}: not the index that shards.json lists, so rows would differ. Restore it, or make both again."
+        )
     read = io.BytesIO(content[len(_MAGIC) :])
     facts = parse_json(read.readline(), str(path), DataError)
     if facts.pop("format") != _FORMAT:

@@ -1,4 +1,5 @@
-"""Every document of a validation split once, in rows; the questions that documents ask; and both with other documents' images."""
+"""Every document of a validation split once, in rows; the questions that documents ask; and both with other documents'
+images."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -56,13 +57,19 @@ class ValidationRows:
         }
         self._swaps = {name: self._shuffle_images(own) for name, own in self._ranges.items()} if shuffled else {}
         self._rows = [(name, row) for name, own in self._ranges.items() for row in self._pack(own)]
-        self._questions = [question for own in self._ranges.values() for document in own if (question := self._ask(document))]
+        self._questions = [
+            question for own in self._ranges.values() for document in own if (question := self._ask(document))
+        ]
 
     @cached_property
     def parts(self) -> "Mapping[str, ValidationRows]":
         """The rows of each source, by name; of those with other images only the sources that have some."""
         own = [name for name in self.names if self._swaps.get(name) or not self.shuffled]
-        return {name: ValidationRows(self.data, [name], self.shuffled) for name in own} if len(self.names) > 1 else {"": self}
+        return (
+            {name: ValidationRows(self.data, [name], self.shuffled) for name in own}
+            if len(self.names) > 1
+            else {"": self}
+        )
 
     def __len__(self) -> int:
         """Rows."""
@@ -156,7 +163,8 @@ class ValidationRows:
         return None
 
     def _shuffle_images(self, documents: Sequence[int]) -> Swaps:
-        """Of the images of one number of tiles each is swapped with the one that follows after all of its own document's."""
+        """Of the images of one number of tiles each is swapped with the one that follows after all of its own
+        document's."""
         groups: dict[Any, list[tuple[int, int]]] = defaultdict(list)
         for document in documents:
             source, own = self.data.locate(document)

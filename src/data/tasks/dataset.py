@@ -29,7 +29,8 @@ OPTIONAL = {"label": str, "index": int, "answers": list[str], "group": str}
 
 
 class Config(DatasetConfig):
-    """A folder made by data_prep.prepare_task, with train.jsonl, val.jsonl and maybe test.jsonl, as a task of resources/tasks."""
+    """A folder made by data_prep.prepare_task, with train.jsonl, val.jsonl and maybe test.jsonl, as a task of
+    resources/tasks."""
 
     task: str = Field(min_length=1)
     """Name of an entry, as "rte"."""
@@ -40,11 +41,13 @@ class Config(DatasetConfig):
     target_tokens: int = Field(default=64, gt=1)
     """Most tokens of a target and its end token."""
     long_targets: Literal["refuse", "cut", "drop"] = added_field("refuse")
-    """What becomes of a longer text: refuse: the data are refused. cut: it loses its end. drop: its row is left out, in every split."""
+    """What becomes of a longer text: refuse: the data are refused. cut: it loses its end. drop: its row is left out, in
+    every split."""
     max_new_tokens: int | None = added_field(None, gt=0)
     """Most tokens of a generated answer; None: target_tokens."""
     sentinel: bool = added_field(False)
-    """Whether inputs end and targets begin with <extra_id_0>, as in pre-training: the tasks `*_1_sentinel` of T5's code."""
+    """Whether inputs end and targets begin with <extra_id_0>, as in pre-training: the tasks `*_1_sentinel` of T5's
+    code."""
     val_samples: int | None = Field(default=None, gt=0)
     """Rows of the validation split that are used, the same ones whatever the seed; None for all."""
 
@@ -89,8 +92,9 @@ class Config(DatasetConfig):
         """The rows of one split, tokenised on access. They do not depend on `seed`, which every data set is given.
 
         Raises:
-            DataError: the data set is missing, incomplete or malformed, or smaller than `val_samples`; a row of another split than
-                "test" has no label; the tokenizer cannot write a label, or a target is too long and to be refused.
+            DataError: the data set is missing, incomplete or malformed, or smaller than `val_samples`; a row of another
+                split than "test" has no label; the tokenizer cannot write a label, or a target is too long and to be
+                refused.
             ConfigError: the task is unknown.
         """
         task = self.check_splits(places, [split])
@@ -102,7 +106,10 @@ class Config(DatasetConfig):
             if label is None and split != "test":
                 raise DataError(f"{where}: no label. Only rows of the split 'test' may have none.")
             if label is not None and task.task.kind == "classes" and label not in task.task.labels:
-                raise DataError(f"{where}: label {label!r} is none of {self.task!r}: {', '.join(task.task.labels)}. Prepare it again.")
+                raise DataError(
+                    f"{where}: label {label!r} is none of {self.task!r}: {', '.join(task.task.labels)}. Prepare it "
+                    f"again."
+                )
             if label is not None and task.task.kind == "regression":
                 require_number(label, task.task, where)
 
@@ -122,7 +129,8 @@ class Sample(TypedDict):
 
 
 def _require_columns(task: tasks.NamedTask, path: Path) -> None:
-    """Raises DataError where the first row of a file lacks a column of the task: most likely the file is of another task."""
+    """Raises DataError where the first row of a file lacks a column of the task: most likely the file is of another
+    task."""
     with reading(path, DataError), open(path, "rb") as file:
         row = jsonl.parse(file.readline(), f"{path}:1")
     for column in task.task.columns:
@@ -136,7 +144,9 @@ def require_number(label: str, task: tasks.Task, where: str) -> None:
     try:
         value = float(label)
     except ValueError:
-        raise DataError(f"{where}: expected a number from {low:g} to {high:g} as the label, got {label[:60]!r}.") from None
+        raise DataError(
+            f"{where}: expected a number from {low:g} to {high:g} as the label, got {label[:60]!r}."
+        ) from None
     if not low <= value <= high:
         raise DataError(f"{where}: expected a label from {low:g} to {high:g}, got {label[:60]!r}.")
 
@@ -145,7 +155,12 @@ class TaskDataset:
     """Samples are the same in every epoch."""
 
     def __init__(
-        self, config: Config, task: tasks.NamedTask, rows: Sequence[Row], tokenizer: "PreTrainedTokenizerFast", fingerprint: str
+        self,
+        config: Config,
+        task: tasks.NamedTask,
+        rows: Sequence[Row],
+        tokenizer: "PreTrainedTokenizerFast",
+        fingerprint: str,
     ) -> None:
         self.task, self.fingerprint = task, fingerprint
         self.answer_tokens = config.max_new_tokens or config.target_tokens
@@ -164,7 +179,10 @@ class TaskDataset:
         for text, ids in zip(self.task.answers, self.answer_ids, strict=True):
             back = str(tokenizer.decode(ids[:-1], skip_special_tokens=True)).strip()
             if back != text:
-                raise DataError(f"{place}: this tokenizer writes label {text!r} as {back!r}, so no answer could be right. Take another.")
+                raise DataError(
+                    f"{place}: this tokenizer writes label {text!r} as {back!r}, so no answer could be right. Take "
+                    f"another."
+                )
             if len(ids) > min(self._config.target_tokens, self.answer_tokens):
                 field = "target_tokens" if len(ids) > self._config.target_tokens else "max_new_tokens"
                 raise DataError(self._too_long(text, len(ids), field) + " Labels are never cut: allow more.")
@@ -184,9 +202,15 @@ class TaskDataset:
         if long and config.long_targets == "refuse":
             told = self._too_long(texts[long[0]], lengths[long[0]], "target_tokens")
             others = f" So have {len(long) - 1} more." if len(long) > 1 else ""
-            raise DataError(f"{told}{others} Allow more, or set data.long_targets: 'drop' leaves such rows out, 'cut' cuts their targets.")
+            raise DataError(
+                f"{told}{others} Allow more, or set data.long_targets: 'drop' leaves such rows out, 'cut' cuts their "
+                f"targets."
+            )
         if len(long) == len(rows):
-            raise DataError(f"task {self.task.name!r}: every target is longer than data.target_tokens, {config.target_tokens}. Allow more.")
+            raise DataError(
+                f"task {self.task.name!r}: every target is longer than data.target_tokens, {config.target_tokens}. "
+                f"Allow more."
+            )
         if long:
             log.warning(
                 "%s: %d of %d rows are left out: their targets are longer than %d.",
@@ -200,7 +224,10 @@ class TaskDataset:
 
     def _too_long(self, text: str, length: int, field: str) -> str:
         limit = getattr(self._config, field)
-        return f"task {self.task.name!r}: the target {text[:60]!r} has {length} tokens with its end token, and data.{field} is {limit}."
+        return (
+            f"task {self.task.name!r}: the target {text[:60]!r} has {length} tokens with its end token, and "
+            f"data.{field} is {limit}."
+        )
 
     def __len__(self) -> int:
         """Samples in one epoch."""
@@ -250,7 +277,9 @@ class TaskDataset:
     def prediction(self, index: int, text: str) -> Prediction:
         """The model's `text` for row `index`, ready to be scored."""
         row = self._rows[index]
-        return Prediction(text, row.get("answers") or [self.target(index)], row.get("group") or "", source=self.task.name)
+        return Prediction(
+            text, row.get("answers") or [self.target(index)], row.get("group") or "", source=self.task.name
+        )
 
     def collate(self, samples: Sequence[Sample]) -> Seq2SeqBatch:
         """Pad on the right. The decoder starts with the padding token, as T5's."""

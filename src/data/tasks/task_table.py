@@ -1,7 +1,8 @@
 """Tasks written as text: inputs, targets and metrics.
 
-A task is an entry of a YAML file in resources/tasks, or of a user's own. The model reads "PREFIX COLUMN: value COLUMN: value", as T5
-does with GLUE (Raffel et al. 2020, arXiv 1910.10683, appendix D; Google's t5.data.preprocessors.glue), and writes a label as text.
+A task is an entry of a YAML file in resources/tasks, or of a user's own. The model reads "PREFIX COLUMN: value COLUMN:
+value", as T5 does with GLUE (Raffel et al. 2020, arXiv 1910.10683, appendix D; Google's t5.data.preprocessors.glue),
+and writes a label as text.
 """
 
 import hashlib
@@ -29,14 +30,26 @@ UNLABELLED = "<unk>"
 FIELDS = ("index", "label", "answers", "group")
 """Fields of a prepared row besides its columns."""
 
-_OF_CLASSES, _OF_NUMBERS = {"accuracy", "f1", "macro_f1", "matthews", "f1a", "question_match"}, {"pearson", "spearman", "accuracy"}
-_OF_TEXT = {"em": "squad", "f1": "squad", "bleu": "bleu", "meteor": "meteor", "rouge1": "rouge", "rouge2": "rouge", "rougeL": "rouge"}
+_OF_CLASSES, _OF_NUMBERS = (
+    {"accuracy", "f1", "macro_f1", "matthews", "f1a", "question_match"},
+    {"pearson", "spearman", "accuracy"},
+)
+_OF_TEXT = {
+    "em": "squad",
+    "f1": "squad",
+    "bleu": "bleu",
+    "meteor": "meteor",
+    "rouge1": "rouge",
+    "rouge2": "rouge",
+    "rougeL": "rouge",
+}
 _IN_HUNDREDS = {"matthews", "pearson", "spearman"}
 _STEPS = 5  # of a regression's label, per 1.0
 
 
 class Submission(Config):
-    """The file that a server takes: GLUE's has lines of "index", "prediction", SuperGLUE's objects with "idx" and "label"."""
+    """The file that a server takes: GLUE's has lines of "index", "prediction", SuperGLUE's objects with "idx" and
+    "label"."""
 
     file: str = Field(pattern=r"^\w[\w.-]*\.(tsv|jsonl)$")
     label: Literal["text", "number", "lower"]
@@ -74,7 +87,8 @@ class Task(Config):
     names: dict[str, list[str]] = {}
     """What a column, "label" or "index" is called in releases where it has another name."""
     plain: list[list[str]] = []
-    """Columns of the lines of a tsv file without a header, "_" for one that is not read; one list for each number of columns."""
+    """Columns of the lines of a tsv file without a header, "_" for one that is not read; one list for each number of
+    columns."""
     form: Literal["multirc", "record", "wsc", "wsc_simple", "dpr"] | None = None
     """Conversion of a row of the release, by its name in `data_prep.superglue.FORMS`."""
     submission: Submission | None = None
@@ -84,12 +98,19 @@ class Task(Config):
         _require_distinct("columns", self.columns)
         for name in self.columns:
             if name in FIELDS:
-                raise ValueError(f"columns: {name!r} is a field of every row. Call the column otherwise, and say its name in `names`.")
+                raise ValueError(
+                    f"columns: {name!r} is a field of every row. Call the column otherwise, and say its name in "
+                    f"`names`."
+                )
         _require_distinct("labels", self.labels)
         if (self.kind == "classes") != (len(self.labels) > 1):
-            raise ValueError(f"labels: {len(self.labels)} for kind {self.kind!r}; 'classes' has two or more, the others none.")
+            raise ValueError(
+                f"labels: {len(self.labels)} for kind {self.kind!r}; 'classes' has two or more, the others none."
+            )
         if any(not text or text != text.strip() or text == UNLABELLED for text in self.labels):
-            raise ValueError(f"labels: expected texts without blanks around them, none {UNLABELLED!r}; got {self.labels}.")
+            raise ValueError(
+                f"labels: expected texts without blanks around them, none {UNLABELLED!r}; got {self.labels}."
+            )
         if (self.kind == "regression") != (self.range is not None):
             raise ValueError("range: [lowest, highest] belongs to kind 'regression', and to no other.")
         if self.range is not None and not (len(self.range) == 2 and self.range[0] < self.range[1]):
@@ -157,7 +178,8 @@ class NamedTask:
         return f"{self.task.prefix or self.name} {pairs}"
 
     def target(self, label: str | float | None) -> str:
-        """Text that the model should write. label: a class, an answer, or the number of a regression; None: no label."""
+        """Text that the model should write. label: a class, an answer, or the number of a regression; None: no
+        label."""
         if label is None:
             return UNLABELLED
         if self.task.kind == "regression":
@@ -199,7 +221,9 @@ def find(name: str, own: Path | None = None) -> NamedTask:
                 raise ConfigError(f"{path}: {task}: a task of this name stands in {known[task]}. Call it otherwise.")
             known[task], entries[task] = path, raw
     if name not in entries:
-        raise ConfigError(f"task: {unknown_text('task', name, known)} Another is added by an entry in a file of {FOLDER}.")
+        raise ConfigError(
+            f"task: {unknown_text('task', name, known)} Another is added by an entry in a file of {FOLDER}."
+        )
     return NamedTask(name, load_config(Task, entries[name], f"{known[name]}: {name}"))
 
 

@@ -22,7 +22,8 @@ class Config(documents.TextConfig):
     sequence_tokens: int = Field(gt=1)
     """Tokens of every sequence."""
     apart: bool = added_field(False)
-    """Whether the documents of a sequence do not read each other, as those of `packed`. A sequence may still begin and end inside one."""
+    """Whether the documents of a sequence do not read each other, as those of `packed`. A sequence may still begin and
+    end inside one."""
 
     def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
         require_fit("data.sequence_tokens", self.sequence_tokens + new_tokens, max_positions)
@@ -38,7 +39,8 @@ class Config(documents.TextConfig):
         """Tokenise one split. The sequences do not depend on `seed`, which every data set is given.
 
         Raises:
-            DataError: the data set is missing, incomplete, malformed, or too small for one sequence or for `val_sequences`.
+            DataError: the data set is missing, incomplete, malformed, or too small for one sequence or for
+                `val_sequences`.
         """
         found = documents.read(places, self.corpus, tokenizer, split)
         rows = documents.PackedRows(found, self.sequence_tokens, self.max_samples(split))
@@ -58,7 +60,9 @@ class Sample(TypedDict):
 class TextDataset:
     """Sequences of one length; the same in every epoch."""
 
-    def __init__(self, rows: documents.PackedRows, fingerprint: str, shuffle: Shuffle, eos_id: int | None = None) -> None:
+    def __init__(
+        self, rows: documents.PackedRows, fingerprint: str, shuffle: Shuffle, eos_id: int | None = None
+    ) -> None:
         """eos_id: the token that ends documents, where they are apart."""
         self.fingerprint, self.shuffle = fingerprint, shuffle
         self._rows, self._eos_id = rows, eos_id
@@ -74,7 +78,11 @@ class TextDataset:
             return {"input_ids": ids, "loss_mask": [False] + [True] * (len(ids) - 1)}
         ends = [place for place, token in enumerate(ids, 1) if token == self._eos_id or place == len(ids)]
         lengths = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
-        return {"input_ids": ids, "loss_mask": [place > 0 for length in lengths for place in range(length)], "lengths": lengths}
+        return {
+            "input_ids": ids,
+            "loss_mask": [place > 0 for length in lengths for place in range(length)],
+            "lengths": lengths,
+        }
 
     def collate(self, samples: Sequence[Sample]) -> TokenBatch:
         """Stack; nothing needs padding."""
@@ -83,4 +91,6 @@ class TextDataset:
         ids, masks = [s["input_ids"] for s in samples], [s["loss_mask"] for s in samples]
         if self._eos_id is None:
             return collate.pad_tokens(ids, masks, pad_id=0)
-        return collate.pack_tokens(ids, masks, [s["lengths"] for s in samples if "lengths" in s], pad_id=0, length=len(ids[0]))
+        return collate.pack_tokens(
+            ids, masks, [s["lengths"] for s in samples if "lengths" in s], pad_id=0, length=len(ids[0])
+        )

@@ -1,4 +1,5 @@
-"""Documents as token ids: memory-mapped from a folder made by data_prep.tokenize, or a plain text corpus tokenised in memory."""
+"""Documents as token ids: memory-mapped from a folder made by data_prep.tokenize, or a plain text corpus tokenised in
+memory."""
 
 import hashlib
 import importlib.metadata
@@ -30,7 +31,8 @@ _SAVED_IDS = "token ids 1"
 
 
 class TextConfig(ShuffledConfig):
-    """Plain text: documents made by data_prep.tokenize, or rows {"text"} in train.jsonl and val.jsonl, which are tokenised when read."""
+    """Plain text: documents made by data_prep.tokenize, or rows {"text"} in train.jsonl and val.jsonl, which are
+    tokenised when read."""
 
     corpus: str = Field(min_length=1)
     """Folder below `--data_path`."""
@@ -73,7 +75,8 @@ def read(places: Places, corpus: str, tokenizer: "PreTrainedTokenizerFast", spli
 
 
 def _tokenize(rows: jsonl.Rows, encoder: SafeTokenizer, digest: str) -> token_files.Shard:
-    """The documents of a text file of 1 MiB to 1 GiB are tokenized once: one process saves their ids beside it, others load them."""
+    """The documents of a text file of 1 MiB to 1 GiB are tokenized once: one process saves their ids beside it, others
+    load them."""
 
     def tokenize() -> token_files.Shard:
         # An empty document would leave an end token alone.
@@ -81,10 +84,17 @@ def _tokenize(rows: jsonl.Rows, encoder: SafeTokenizer, digest: str) -> token_fi
 
     if not _LEAST_BYTES <= rows.row_index.ends[-1] <= _MOST_BYTES:
         return tokenize()
-    rules = {"name": _SAVED_IDS, "tokenizer": digest, "eos_id": encoder.eos_id, "tokenizers": importlib.metadata.version("tokenizers")}
+    rules = {
+        "name": _SAVED_IDS,
+        "tokenizer": digest,
+        "eos_id": encoder.eos_id,
+        "tokenizers": importlib.metadata.version("tokenizers"),
+    }
     with open(rows.file, "rb", closefd=False) as file, jsonl_index.one_builder(file):
         key = jsonl_index.key_of(file, rows.facts, rules)
-        saved = next((shard for place in jsonl_index.places(rows.path, key) if (shard := _load(place, key)) is not None), None)
+        saved = next(
+            (shard for place in jsonl_index.places(rows.path, key) if (shard := _load(place, key)) is not None), None
+        )
         if saved is None:
             saved = tokenize()
             jsonl_index.save(rows.path, key, _dump(saved, key))
@@ -105,7 +115,11 @@ def _load(place: Path, key: Mapping[str, Any]) -> token_files.Shard | None:
 
     try:
         with open(place, "rb") as file, np.load(file) as arrays:
-            return token_files.Shard(arrays["ids"], arrays["ends"]) if arrays["key"] == json.dumps(key, sort_keys=True) else None
+            return (
+                token_files.Shard(arrays["ids"], arrays["ends"])
+                if arrays["key"] == json.dumps(key, sort_keys=True)
+                else None
+            )
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         return None
 
@@ -123,15 +137,21 @@ def _check_tokenizer(folder: Path, made: dict[str, Any], fingerprint: str, eos_i
     named = f"{made.get('name', 'another tokenizer')!r}"
     if made["fingerprint"] != fingerprint:
         raise DataError(
-            f"{folder}: tokenised with {named} (sha256 {made['fingerprint'][:12]}), but the model's tokenizer is another "
-            f"({fingerprint[:12]}). Run data_prep.tokenize with the model's tokenizer, or train a model that has this one."
+            f"{folder}: tokenised with {named} (sha256 {made['fingerprint'][:12]}), but the model's tokenizer is "
+            f"another "
+            f"({fingerprint[:12]}). Run data_prep.tokenize with the model's tokenizer, or train a model that has "
+            f"this one."
         )
     if made["eos_id"] != eos_id:
-        raise DataError(f"{folder}: its documents end with token {made['eos_id']}, those of the model with {eos_id}. {token_files.AGAIN}")
+        raise DataError(
+            f"{folder}: its documents end with token {made['eos_id']}, those of the model with {eos_id}. "
+            f"{token_files.AGAIN}"
+        )
 
 
 class Documents:
-    """Documents of one split in their order. `documents[i]` are the ids of one, (tokens,) int32, without its end token."""
+    """Documents of one split in their order. `documents[i]` are the ids of one, (tokens,) int32, without its end
+    token."""
 
     def __init__(self, shards: Sequence[token_files.Shard], eos_id: int, fingerprint: str, path: Path) -> None:
         """path: named in messages."""
@@ -165,7 +185,8 @@ class Documents:
         return shard, int(shard.ends[place]), int(shard.ends[place + 1])
 
     def slice_tokens(self, first: int, last: int) -> "np.ndarray":
-        """Tokens `first` to `last` (not included) of all documents joined, each ended by the end token: (last - first,) int32, a copy."""
+        """Tokens `first` to `last` (not included) of all documents joined, each ended by the end token: (last - first,)
+        int32, a copy."""
         import numpy as np
 
         if not 0 <= first <= last <= self.num_tokens:
@@ -180,7 +201,8 @@ class Documents:
 
 
 class StoredDocuments(Documents):
-    """Documents of token files. A copy in another process maps the same files, and refuses to read others in their place."""
+    """Documents of token files. A copy in another process maps the same files, and refuses to read others in their
+    place."""
 
     def __init__(self, folder: Path, split: str, eos_id: int) -> None:
         """Raises DataError where a file is missing or damaged."""
@@ -198,7 +220,8 @@ class StoredDocuments(Documents):
 
 
 class PackedRows:
-    """The joined documents cut into rows of `length` tokens; a longer document continues in the next. The remainder is dropped."""
+    """The joined documents cut into rows of `length` tokens; a longer document continues in the next. The remainder is
+    dropped."""
 
     def __init__(self, documents: Documents, length: int, most: int | None = None) -> None:
         """most: how many rows are used, the same ones in every experiment; None for all.

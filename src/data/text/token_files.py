@@ -1,8 +1,10 @@
 """Token ids of documents on disk: written once in shards, read by memory map.
 
-A shard is two files of little-endian integers. NAME.ids holds the ids of its documents, each followed by the end token, so that a run of
-documents is one slice: uint16 where the vocabulary allows, else uint32. NAME.ends holds (documents + 1,) int64: 0, then the position in
-NAME.ids after each document's end token. The manifest lists the shards of each split in their order, and the tokenizer that made them.
+A shard is two files of little-endian integers. NAME.ids holds the ids of its documents, each followed by the end token,
+so that a run of
+documents is one slice: uint16 where the vocabulary allows, else uint32. NAME.ends holds (documents + 1,) int64: 0, then
+the position in NAME.ids after each document's end token. The manifest lists the shards of each split in their order,
+and the tokenizer that made them.
 """
 
 import os
@@ -59,13 +61,18 @@ def require(folder: Path, splits: Sequence[str] = jsonl.SPLITS) -> dict[str, Any
     try:
         for split in splits:
             if not manifest["splits"].get(split):
-                raise DataError(f"{folder}: has no documents for the split {split!r}. It has: {', '.join(manifest['splits']) or 'none'}.")
+                raise DataError(
+                    f"{folder}: has no documents for the split {split!r}. It has: "
+                    f"{', '.join(manifest['splits']) or 'none'}."
+                )
             for shard in manifest["splits"][split]:
                 if not {shard["name"] + IDS, shard["name"] + ENDS} <= manifest["files"].keys():
                     raise DataError(f"{folder}: the files of its shard {shard['name']!r} are not listed. {AGAIN}")
         _ = manifest["dtype"], manifest["tokenizer"]["fingerprint"], manifest["tokenizer"]["eos_id"]
     except (KeyError, TypeError, AttributeError) as bad:
-        raise DataError(f"{folder}: its manifest does not describe token files: {type(bad).__name__} {bad}. {AGAIN}") from None
+        raise DataError(
+            f"{folder}: its manifest does not describe token files: {type(bad).__name__} {bad}. {AGAIN}"
+        ) from None
     return manifest
 
 
@@ -84,7 +91,9 @@ def open_split(folder: Path, split: str) -> list[Shard]:
         ids = _map_file(folder / (facts["name"] + IDS), dtype, facts["tokens"])
         ends = _map_file(folder / (facts["name"] + ENDS), np.dtype("<i8"), facts["documents"] + 1)
         if ends[0] != 0 or ends[-1] != len(ids):
-            raise DataError(f"{folder / (facts['name'] + ENDS)}: damaged: ends at {int(ends[-1])}, not at {len(ids)}. {AGAIN}")
+            raise DataError(
+                f"{folder / (facts['name'] + ENDS)}: damaged: ends at {int(ends[-1])}, not at {len(ids)}. {AGAIN}"
+            )
         shards.append(Shard(ids, ends))
     return shards
 
@@ -96,14 +105,17 @@ def _map_file(path: Path, dtype: "np.dtype", count: int) -> "np.ndarray":
         with reading(path, DataError):
             size = path.stat().st_size
             if size != count * dtype.itemsize:
-                raise DataError(f"{path}: {size} bytes, but {count} numbers of {dtype.itemsize} bytes were written. {AGAIN}")
+                raise DataError(
+                    f"{path}: {size} bytes, but {count} numbers of {dtype.itemsize} bytes were written. {AGAIN}"
+                )
             return np.asarray(np.memmap(path, dtype, mode="r"))
     except FileNotFoundError:
         raise DataError(f"{path}: no such file. {AGAIN}") from None
 
 
 class Writer:
-    """Writes a new shard, document by document; a context manager. Overwrites what an earlier writer left under its name."""
+    """Writes a new shard, document by document; a context manager. Overwrites what an earlier writer left under its
+    name."""
 
     def __init__(self, folder: Path, name: str, dtype: str) -> None:
         """Raises RunError where the disk refuses."""
@@ -124,7 +136,8 @@ class Writer:
         self._ends.close()
 
     def append(self, ids: "np.ndarray", lengths: "np.ndarray") -> None:
-        """Add documents. ids: of all of them, each followed by the end token. lengths: (documents,), with their end tokens.
+        """Add documents. ids: of all of them, each followed by the end token. lengths: (documents,), with their end
+        tokens.
 
         Raises:
             RunError: the disk refuses.
@@ -140,7 +153,8 @@ class Writer:
         self.tokens += len(ids)
 
     def close(self) -> dict[str, Any] | None:
-        """Sync the files; returns the shard's entry in the manifest. Without documents: removes the files and returns None.
+        """Sync the files; returns the shard's entry in the manifest. Without documents: removes the files and returns
+        None.
 
         Raises:
             RunError: the disk refuses.

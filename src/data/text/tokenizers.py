@@ -1,4 +1,5 @@
-"""Loads tokenizers from a folder or the local hub cache, and encodes text so that it can never become control tokens."""
+"""Loads tokenizers from a folder or the local hub cache, and encodes text so that it can never become control
+tokens."""
 
 import json
 import os
@@ -19,7 +20,8 @@ _BATCH = 256
 
 
 def load(source: str | Path, extra: Sequence[str] = (), end_token: str | None = None) -> "PreTrainedTokenizerFast":
-    """The tokenizer in a folder, or that of a hub id in the local cache, with the control tokens `extra`. Downloads nothing.
+    """The tokenizer in a folder, or that of a hub id in the local cache, with the control tokens `extra`. Downloads
+    nothing.
 
     end_token: of its vocabulary, in the place of the one that it names.
 
@@ -35,7 +37,9 @@ def load(source: str | Path, extra: Sequence[str] = (), end_token: str | None = 
     except Exception as error:  # a damaged file gives a bare Exception, or whatever a wrong type leads to
         raise DataError(_describe_error(source, error)) from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise DataError(f"{source}: {type(tokenizer).__name__} is not a fast tokenizer. Save it as tokenizer.json first.")
+        raise DataError(
+            f"{source}: {type(tokenizer).__name__} is not a fast tokenizer. Save it as tokenizer.json first."
+        )
     if end_token is not None:
         if end_token not in tokenizer.get_vocab():
             raise DataError(f"{source}: the vocabulary has no token {end_token!r} that could be the end token.")
@@ -50,7 +54,8 @@ def load(source: str | Path, extra: Sequence[str] = (), end_token: str | None = 
 
 
 def names_end_token(folder: Path) -> bool:
-    """Whether the settings of a tokenizer name an end token, without loading it; False also where they cannot be read."""
+    """Whether the settings of a tokenizer name an end token, without loading it; False also where they cannot be
+    read."""
     try:
         return bool(read_json(folder / "tokenizer_config.json", DataError)["eos_token"])
     except (DataError, LookupError, TypeError):
@@ -59,20 +64,32 @@ def names_end_token(folder: Path) -> bool:
 
 def control_ids(tokenizer: "PreTrainedTokenizerFast") -> list[int]:
     """Ids of its control tokens, but for the end token."""
-    return [index for index, token in tokenizer.added_tokens_decoder.items() if token.special and index != tokenizer.eos_token_id]
+    return [
+        index
+        for index, token in tokenizer.added_tokens_decoder.items()
+        if token.special and index != tokenizer.eos_token_id
+    ]
 
 
 def _describe_error(source: str | Path, error: Exception) -> str:
     """Message for a tokenizer that transformers could not load because of `error`."""
     if os.path.isdir(source) and not os.path.isfile(Path(source) / "tokenizer.json"):
         return f"{source}: no tokenizer can be read from this folder. It should hold tokenizer.json."
-    if not os.path.isdir(source) and isinstance(error, OSError | ValueError) and not isinstance(error, json.JSONDecodeError):
+    if (
+        not os.path.isdir(source)
+        and isinstance(error, OSError | ValueError)
+        and not isinstance(error, json.JSONDecodeError)
+    ):
         return (
-            f"{source}: not in the local cache of the hub, and no folder. On a machine with network: hf download {source}; "
+            f"{source}: not in the local cache of the hub, and no folder. On a machine with network: hf download "
+            f"{source}; "
             "or give the path of a folder with tokenizer.json."
         )
     reason = " ".join(f"{type(error).__name__}: {error}".split())
-    return f"{source}: its tokenizer cannot be read ({reason[:200]}). {jsonl.preparation_hint(Path(source)) or 'Get it again.'}"
+    return (
+        f"{source}: its tokenizer cannot be read ({reason[:200]}). "
+        f"{jsonl.preparation_hint(Path(source)) or 'Get it again.'}"
+    )
 
 
 def _is_path(source: str | Path) -> bool:
@@ -102,9 +119,11 @@ class SafeTokenizer:
         self.eos_id = eos
         self.pad_id = pad if isinstance(pad, int) else eos
         self.start: list[int] = _start_ids(tokenizer)
-        self.chat: tuple[tuple[str, ...], tuple[str, ...]] | None = _chat_pieces(tokenizer, [*self._controls], bool(self.start))
-        """Text of the tokenizer's chat template before and after a user message, up to the answer; each control token is one piece. None
-        without a template for a single message."""
+        self.chat: tuple[tuple[str, ...], tuple[str, ...]] | None = _chat_pieces(
+            tokenizer, [*self._controls], bool(self.start)
+        )
+        """Text of the tokenizer's chat template before and after a user message, up to the answer; each control token
+        is one piece. None without a template for a single message."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -112,7 +131,8 @@ class SafeTokenizer:
             backend.encode_special_tokens = True  # pickling loses it
 
     def encode(self, text: str, first: bool = True, continues: bool = False) -> list[int]:
-        """Encode user text, without control tokens. first: False after a control token. continues: the text follows other text."""
+        """Encode user text, without control tokens. first: False after a control token. continues: the text follows
+        other text."""
         return self._backend_for(first, continues).encode(text, add_special_tokens=False).ids if text else []
 
     def _backend_for(self, first: bool, continues: bool) -> "Tokenizer":
@@ -121,10 +141,14 @@ class SafeTokenizer:
     def encode_all(self, texts: Sequence[str]) -> Iterator[list[int]]:
         """`text` of each, many at once on all cores."""
         for first in range(0, len(texts), _BATCH):
-            for encoding in self._backend.encode_batch_fast(list(texts[first : first + _BATCH]), add_special_tokens=False):
+            for encoding in self._backend.encode_batch_fast(
+                list(texts[first : first + _BATCH]), add_special_tokens=False
+            ):
                 yield encoding.ids
 
-    def encode_spans(self, text: str, first: bool = True, continues: bool = False) -> tuple[list[int], list[tuple[int, int]]]:
+    def encode_spans(
+        self, text: str, first: bool = True, continues: bool = False
+    ) -> tuple[list[int], list[tuple[int, int]]]:
         """See `encode`; also the characters of each id as half-open spans. The ids of one character share its span."""
         encoding = self._backend_for(first, continues).encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
@@ -145,18 +169,26 @@ class SafeTokenizer:
 
 
 def _split_spelled_controls(backend: "Tokenizer", controls: Iterable[str]) -> None:
-    """Split text that spells a control token after its first character, if the model of `backend` would make it one piece.
+    """Split text that spells a control token after its first character, if the model of `backend` would make it one
+    piece.
 
-    Unigram models with control tokens among their pieces do so, as those of transformers' T5Tokenizer. Other text is split as before.
+    Unigram models with control tokens among their pieces do so, as those of transformers' T5Tokenizer. Other text is
+    split as before.
     """
     from tokenizers import Regex, models, pre_tokenizers
 
     pieces = backend.get_vocab(with_added_tokens=False)
     names = [name for name in controls if name in pieces]
-    if not isinstance(backend.model, models.Unigram):  # a unigram model decides by the surrounding text; any other can be tried
+    if not isinstance(
+        backend.model, models.Unigram
+    ):  # a unigram model decides by the surrounding text; any other can be tried
         texts = [text for name in names for text in (name, f"a{name}b", f"a {name} b")]
         ids = {pieces[name] for name in names}
-        names = names if any(ids & set(encoding.ids) for encoding in backend.encode_batch(texts, add_special_tokens=False)) else []
+        names = (
+            names
+            if any(ids & set(encoding.ids) for encoding in backend.encode_batch(texts, add_special_tokens=False))
+            else []
+        )
     if not names:
         return
     rests: dict[str, list[str]] = {}
@@ -169,7 +201,8 @@ def _split_spelled_controls(backend: "Tokenizer", controls: Iterable[str]) -> No
 
 
 def _inner_backend(backend: "Tokenizer") -> "Tokenizer":
-    """A tokenizer for text after a control token. It differs for Metaspace with prepend_scheme "first", as Llama's has."""
+    """A tokenizer for text after a control token. It differs for Metaspace with prepend_scheme "first", as Llama's
+    has."""
     return _replace_settings(backend, {'"prepend_scheme":"first"': '"prepend_scheme":"never"'})
 
 
@@ -210,7 +243,9 @@ def _chat_pieces(
     # A date in a prompt is that of the template, or a fixed one: the same run must read the same prompt tomorrow.
     messages = [{"role": "user", "content": probe}]
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, date_string="01 Jan 2025")
+        text = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, date_string="01 Jan 2025"
+        )
     except Exception:  # noqa: BLE001  a template can raise anything; this one refuses a single message
         return None
     before, probe, after = str(text).partition(probe)

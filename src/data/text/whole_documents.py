@@ -1,4 +1,5 @@
-"""Whole documents for a language model, one a sample: padded to the longest of a batch, or packed into rows by the data set `packed`."""
+"""Whole documents for a language model, one a sample: padded to the longest of a batch, or packed into rows by the data
+set `packed`."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -30,7 +31,10 @@ class Config(documents.TextConfig):
 
     def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
         if self.sequence_tokens is None and max_positions is not None:
-            raise ConfigError(f"data.sequence_tokens: missing. A document may be longer than the {max_positions} positions of the model.")
+            raise ConfigError(
+                f"data.sequence_tokens: missing. A document may be longer than the {max_positions} positions of the "
+                f"model."
+            )
         require_fit("data.sequence_tokens", (self.sequence_tokens or 0) + new_tokens, max_positions)
 
     def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "WholeDocuments":

@@ -1,4 +1,5 @@
-"""Runs jobs on this machine: a scheduler process starts as many at a time as there are slots, and outlives the terminal."""
+"""Runs jobs on this machine: a scheduler process starts as many at a time as there are slots, and outlives the
+terminal."""
 
 import fcntl
 import logging
@@ -43,10 +44,11 @@ class Config(LauncherConfig):
     gpus: list[Annotated[int, Field(ge=0)] | Annotated[str, Field(pattern=r"^[\w-]+$")]] = []
     """Devices to hand out, as CUDA_VISIBLE_DEVICES names them. Empty: every job sees what this process sees."""
     gpus_per_job: float = Field(default=1, gt=0)
-    """How many of `gpus` a job gets for itself. 1/2, 1/3, 1/4, 1/6 or 1/12 (also as 0.33): so many jobs share one, which is not cut up:
-    they must fit into its memory together."""
+    """How many of `gpus` a job gets for itself. 1/2, 1/3, 1/4, 1/6 or 1/12 (also as 0.33): so many jobs share one,
+    which is not cut up: they must fit into its memory together."""
     stop_after_failures: int = added_field(5, ge=0)
-    """So many experiments in a row that failed within a minute of their start end the submission: what waits is not started. 0: never."""
+    """So many experiments in a row that failed within a minute of their start end the submission: what waits is not
+    started. 0: never."""
     retries: int = Field(default=0, ge=0)
     """How often a failed job is started again. One that stopped gracefully (exit code 75) always is."""
     wait: bool = True
@@ -61,7 +63,9 @@ class Config(LauncherConfig):
     @model_validator(mode="after")
     def _enough(self) -> "Config":
         if self.gpus_per_job < 1 and not _twelfths(self.gpus_per_job):
-            raise ValueError(f"gpus_per_job: expected a whole number, or 1/2, 1/3, 1/4, 1/6 or 1/12, got {self.gpus_per_job:g}.")
+            raise ValueError(
+                f"gpus_per_job: expected a whole number, or 1/2, 1/3, 1/4, 1/6 or 1/12, got {self.gpus_per_job:g}."
+            )
         if self.gpus_per_job > 1 and self.gpus_per_job % 1:
             raise ValueError(f"gpus_per_job: expected a whole number above 1, got {self.gpus_per_job:g}.")
         if self.gpus and self.gpus_per_job > len(self.gpus):
@@ -75,7 +79,8 @@ class Config(LauncherConfig):
     def submit(self, jobs: Sequence[Job], folder: Path, note: Note) -> list[str]:
         """Queue `jobs`, start their scheduler, and return the job ids "<submission>.<index>".
 
-        A failing job does not stop the others, except its children. A job inherits the environment, without torchrun's variables.
+        A failing job does not stop the others, except its children. A job inherits the environment, without torchrun's
+        variables.
         """
         ids = [f"{folder.name}.{index}" for index in range(len(jobs))]
         places = {job.exp_id: index for index, job in enumerate(jobs)}
@@ -102,7 +107,8 @@ class Config(LauncherConfig):
         assert isinstance(own, Config)
         if changed := [name for name in _SHARED if getattr(own, name) != getattr(self, name)]:
             raise LaunchError(
-                f"{job.exp_id}: overrides cannot change {changed[0]} of the launcher local: all jobs of a submission share it."
+                f"{job.exp_id}: overrides cannot change {changed[0]} of the launcher local: all jobs of a submission "
+                f"share it."
             )
         return {
             "exp_id": job.exp_id,
@@ -123,7 +129,9 @@ class Config(LauncherConfig):
         if not (folder / local_state.QUEUE).exists() or _abandon(folder):
             return {}
         jobs = Queue(folder).content["jobs"]
-        return {job["exp_id"]: f"{folder.name}.{index}" for index, job in enumerate(jobs) if job["exp_id"] in set(exp_ids)}
+        return {
+            job["exp_id"]: f"{folder.name}.{index}" for index, job in enumerate(jobs) if job["exp_id"] in set(exp_ids)
+        }
 
     def states(self, job_ids: Sequence[str]) -> dict[str, SchedulerState]:
         """Jobs of a submission that runs on another machine, or whose folder is damaged, are "unknown"."""
@@ -146,7 +154,8 @@ class Config(LauncherConfig):
         return list(indices.items())
 
     def kill(self, job_ids: Sequence[str]) -> None:
-        """Ask the jobs to stop, kill them after the grace, and return when they have ended. Raises LaunchError if some do not."""
+        """Ask the jobs to stop, kill them after the grace, and return when they have ended. Raises LaunchError if some
+        do not."""
         for queue, indices in self._group_by_queue(job_ids):
             queue.check_host()
             for index in indices:
@@ -161,10 +170,15 @@ class Config(LauncherConfig):
             raise LaunchError(f"{', '.join(left)}: killed, but still there after {_KILL_SECONDS:g} s.")
 
     def _wait_until_ended(self, job_ids: Sequence[str], seconds: float, hard: bool) -> list[str]:
-        """Stop (or, if `hard`, kill) running jobs until all have ended or the time is up; the ids of those that have not."""
+        """Stop (or, if `hard`, kill) running jobs until all have ended or the time is up; the ids of those that have
+        not."""
         until, signalled = time.monotonic() + seconds, set[int]()
         while True:
-            alive = [job_id for job_id, seen in self.states(job_ids).items() if seen.state in ("queued", "running", "unknown")]
+            alive = [
+                job_id
+                for job_id, seen in self.states(job_ids).items()
+                if seen.state in ("queued", "running", "unknown")
+            ]
             for queue, indices in self._group_by_queue(alive):
                 names = queue.attempts()
                 for attempt in (queue.last_attempt(index, names[index]) for index in indices):
@@ -236,7 +250,9 @@ def _start_scheduler(folder: Path) -> None:
         alive = local_state.process_start(int(done.stdout)) is not None
         if (not alive and not (folder / local_state.STARTED).exists()) or time.monotonic() > until:
             if _abandon(folder):
-                said = log_file.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["it said nothing"]
+                said = log_file.read_text(encoding="utf-8", errors="replace").strip().splitlines() or [
+                    "it said nothing"
+                ]
                 raise LaunchError(f"{folder}: the scheduler of the launcher local did not start: {said[-1]}")
             return
         time.sleep(0.01)

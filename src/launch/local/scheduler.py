@@ -23,8 +23,9 @@ _POLL_SECONDS = 0.05
 _QUICK_SECONDS = 60.0
 _MAX_CONTINUATIONS = 100
 """How often a job that stopped gracefully is started again: one that stops at once must not be restarted for ever."""
-# $1 file for the process, $2 file for the exit code, $3 the job, $4 descriptors whose locks belong to this shell and not to the job.
-# Stop signals go to the group and so reach the job directly; this shell only outlives them, and starts no job after one.
+# $1 file for the process, $2 file for the exit code, $3 the job, $4 descriptors whose locks belong to this shell and
+# not to the job. Stop signals go to the group and so reach the job directly; this shell only outlives them, and starts
+# no job after one.
 _WRAPPER = r"""
 TOLD=
 trap TOLD=1 TERM USR1 HUP INT
@@ -81,7 +82,9 @@ class _Scheduler:
                 if entry.child is not None:
                     self._reap(entry, entry.index in cancelled)
                 elif entry.index in cancelled:
-                    self._end(entry, "cancelled", "cancelled before it was started" if entry.attempt == 0 else "cancelled")
+                    self._end(
+                        entry, "cancelled", "cancelled before it was started" if entry.attempt == 0 else "cancelled"
+                    )
                 elif (reason := self._reason_never_to_start(entry)) is not None:
                     self._end(entry, "cancelled", reason)
             self._start_what_fits(config)
@@ -111,7 +114,8 @@ class _Scheduler:
         return within and all(self._outside_state(job_id) == "completed" for job_id in entry.job["after_jobs"])
 
     def _outside_state(self, job_id: str) -> str:
-        """State of a job of another submission, at most a second old; in its place why it is not known, where its files are damaged."""
+        """State of a job of another submission, at most a second old; in its place why it is not known, where its files
+        are damaged."""
         if time.monotonic() - self.outside.get(job_id, (-1.0, ""))[0] > 1.0:
             try:
                 found = local_state.find_job(self.queue.folder.parent, job_id, self.queues)

@@ -1,10 +1,9 @@
 """The files of a submission to this machine. Each job writes its own, so that they outlive the scheduler.
 
-jobs/<index>.<attempt>.pid   written by the job as it starts: its process, the start of that process, the boot of the machine
-jobs/<index>.<attempt>.code  written by the job as it ends: its exit code
-jobs/<index>.end             written by the scheduler once the job will not be started again
-cancel/<index>               written to ask for the end of the job
-scheduler.lock               locked (flock) as long as the scheduler lives
+jobs/<index>.<attempt>.pid   written by the job as it starts: its process, the start of that process, the boot of the
+machine jobs/<index>.<attempt>.code  written by the job as it ends: its exit code jobs/<index>.end             written
+by the scheduler once the job will not be started again cancel/<index>               written to ask for the end of the
+job scheduler.lock               locked (flock) as long as the scheduler lives
 """
 
 import contextlib
@@ -152,13 +151,16 @@ class Queue:
         if lives:
             return SchedulerState("queued", "PENDING", "waits for its turn", **facts)
         if attempt.number == 0:
-            return SchedulerState("cancelled", "CANCELLED", "its scheduler on this machine has ended; it was never started", **facts)
+            return SchedulerState(
+                "cancelled", "CANCELLED", "its scheduler on this machine has ended; it was never started", **facts
+            )
         state, reason = verdict(attempt.code, self.content["jobs"][index]["err"])
         return SchedulerState(state, state.upper(), reason, **facts)
 
 
 def descendants(pid: int) -> list[int]:
-    """All descendants of the process `pid`, whatever their sessions: torchrun starts its ranks in sessions of their own."""
+    """All descendants of the process `pid`, whatever their sessions: torchrun starts its ranks in sessions of their
+    own."""
     children: dict[int, list[int]] = defaultdict(list)
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -202,7 +204,8 @@ def kill_descendants(pid: int) -> None:
 
 
 def find_job(submissions: Path, job_id: str, queues: dict[str, Queue]) -> tuple[Queue, int] | None:
-    """The submission and the index that a job id names; None if there is no such job. queues: the submissions read so far."""
+    """The submission and the index that a job id names; None if there is no such job. queues: the submissions read so
+    far."""
     match = JOB_ID.fullmatch(job_id)
     if match is None or not (submissions / match["submission"] / QUEUE).exists():
         return None

@@ -27,7 +27,11 @@ class Refused(LaunchError):
     """Ray, or what answers in its place, refused."""
 
     def __init__(self, address: str, status: int, output: str) -> None:
-        hint = f" Put the header that it wants into {HEADERS}, as for `ray job submit`." if status in (401, 403) or status < 400 else ""
+        hint = (
+            f" Put the header that it wants into {HEADERS}, as for `ray job submit`."
+            if status in (401, 403) or status < 400
+            else ""
+        )
         super().__init__(f"{address}: refused with status {status}: {brief(output)}.{hint}")
         self.missing = status == 404 and "does not exist" in output
         """Whether Ray says that there is no such job."""
@@ -41,12 +45,15 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 def find_address(values: str) -> str:
-    """`given`, or what Ray's variables say; GCS addresses among them, such as host:6379, are for other purposes. Without a / at the end."""
+    """`given`, or what Ray's variables say; GCS addresses among them, such as host:6379, are for other purposes.
+    Without a / at the end."""
     headers = [values, *(os.environ.get(name, "") for name in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS"))]
     return next((address for address in headers if ADDRESS.fullmatch(address)), DEFAULT_ADDRESS).rstrip("/")
 
 
-def ask(address: str, method: str, path: str, content: Mapping[str, Any] | None = None, patience_seconds: float = 60.0) -> Any:
+def ask(
+    address: str, method: str, path: str, content: Mapping[str, Any] | None = None, patience_seconds: float = 60.0
+) -> Any:
     """What Ray answers to an idempotent request, which is repeated while there is no answer.
 
     Raises:
@@ -55,7 +62,9 @@ def ask(address: str, method: str, path: str, content: Mapping[str, Any] | None 
         LaunchError: what answers is not Ray.
     """
     body = None if content is None else json.dumps(content).encode()
-    request = urllib.request.Request(f"{address}{path}", body, {"Content-Type": "application/json", **_headers()}, method=method)
+    request = urllib.request.Request(
+        f"{address}{path}", body, {"Content-Type": "application/json", **_headers()}, method=method
+    )
     deadline, wait = time.monotonic() + patience_seconds, 0.25
     while True:
         try:
@@ -70,7 +79,10 @@ def ask(address: str, method: str, path: str, content: Mapping[str, Any] | None 
 def _headers() -> dict[str, str]:
     """The headers in the environment. Their values are secrets, so no message has them."""
     try:
-        headers = {name: str(value) for name, value in parse_json(os.environ.get(HEADERS) or "{}", HEADERS, LaunchError).items()}
+        headers = {
+            name: str(value)
+            for name, value in parse_json(os.environ.get(HEADERS) or "{}", HEADERS, LaunchError).items()
+        }
     except (LaunchError, AttributeError):
         headers = {"": ""}
     if not all(re.fullmatch(r"[\w-]+\0[ -~]*", f"{name}\0{value}", re.ASCII) for name, value in headers.items()):
@@ -93,12 +105,15 @@ def _ask_once(address: str, request: urllib.request.Request, seconds: float) -> 
     if status in _TRANSIENT or (status >= 500 and not re.search(r"failed with status code 4\d\d", text)):
         raise NoAnswer(f"{address}: Ray has trouble, status {status}: {brief(text)}.")
     if status != 200:
-        raise Refused(address, status, f"a redirection to {answer.headers.get('Location')}" if 300 <= status < 400 else text)
+        raise Refused(
+            address, status, f"a redirection to {answer.headers.get('Location')}" if 300 <= status < 400 else text
+        )
     try:
         return parse_json(text, address, LaunchError)
     except LaunchError:
         raise LaunchError(
-            f"{address}: expected JSON of Ray, got {brief(text)!r}. Is it the address of the dashboard, and are you logged in?"
+            f"{address}: expected JSON of Ray, got {brief(text)!r}. Is it the address of the dashboard, and are you "
+            f"logged in?"
         ) from None
 
 

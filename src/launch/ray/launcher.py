@@ -22,7 +22,8 @@ from src.runs.metadata import STATUS
 _SHARED = ("address", "submissions", "patience_seconds")
 _ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 _KEPT_BY_RAY = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "mem_gb"}
-# What a job runs; its values stand before. Ray knows no dependencies, and starts no job twice. Its stop reaches every process by itself.
+# What a job runs; its values stand before. Ray knows no dependencies, and starts no job twice. Its stop reaches every
+# process by itself.
 _SCRIPT = f"""
 FAILURES=$FOLDER/quick_failures
 {STOP_AFTER_FAILURES}TOLD=
@@ -68,10 +69,12 @@ end $code
 
 
 class Config(LauncherConfig):
-    """The cluster, and what one job gets of it. A job runs on one node, which sees the folders of code, data and runs at the same paths."""
+    """The cluster, and what one job gets of it. A job runs on one node, which sees the folders of code, data and runs
+    at the same paths."""
 
     address: str = ""
-    """Of the dashboard, such as "http://127.0.0.1:8265". Empty: as RAY_API_SERVER_ADDRESS or RAY_ADDRESS says, else that one."""
+    """Of the dashboard, such as "http://127.0.0.1:8265". Empty: as RAY_API_SERVER_ADDRESS or RAY_ADDRESS says, else
+    that one."""
     num_cpus: float = Field(default=1, ge=0)
     """Processors that Ray counts for a job. With no resource at all it runs on the head node."""
     num_gpus: float = Field(default=0, ge=0)
@@ -81,7 +84,8 @@ class Config(LauncherConfig):
     resources: dict[Annotated[str, Field(min_length=1)], Annotated[float, Field(gt=0)]] = {}
     """Custom resources of Ray, such as {"accelerator_type:H100": 0.001}."""
     stop_after_failures: int = added_field(5, ge=0)
-    """So many experiments in a row that failed within a minute of their start end the submission: what waits is not started. 0: never."""
+    """So many experiments in a row that failed within a minute of their start end the submission: what waits is not
+    started. 0: never."""
     retries: int = Field(default=0, ge=0)
     """How often a failed job is started again on its node. One that stopped gracefully (exit code 75) always is."""
     grace_seconds: int = Field(default=60, ge=1)
@@ -101,7 +105,9 @@ class Config(LauncherConfig):
     @classmethod
     def _is_http(cls, address: str) -> str:
         if address and not ADDRESS.fullmatch(address):
-            raise ValueError(f"expected http://HOST:PORT of Ray's dashboard, without a user or a password, got {address!r}.")
+            raise ValueError(
+                f"expected http://HOST:PORT of Ray's dashboard, without a user or a password, got {address!r}."
+            )
         return address
 
     @model_validator(mode="after")
@@ -111,7 +117,9 @@ class Config(LauncherConfig):
         if wrong := [name for name in self.resources if name in _KEPT_BY_RAY]:
             raise ValueError(f"resources: write {_KEPT_BY_RAY[wrong[0]]} in place of {wrong[0]!r}.")
         if self.processes.nodes > 1:
-            raise ValueError("processes.nodes: a job of Ray runs on one node. Choose the launcher slurm or toolkit for several.")
+            raise ValueError(
+                "processes.nodes: a job of Ray runs on one node. Choose the launcher slurm or toolkit for several."
+            )
         return self
 
     def submit(self, jobs: Sequence[Job], folder: Path, note: Note) -> list[str]:
@@ -139,7 +147,9 @@ class Config(LauncherConfig):
             try:
                 self.kill(list(ids.values()))
             except LaunchError as second:
-                raise type(error)(f"{error}\nWhat was queued before will not start, but what runs could not be stopped: {second}") from None
+                raise type(error)(
+                    f"{error}\nWhat was queued before will not start, but what runs could not be stopped: {second}"
+                ) from None
             raise
         return list(ids.values())
 
@@ -149,7 +159,8 @@ class Config(LauncherConfig):
         return {name: self._state(name, listed[name]) for name in job_ids if name in listed}
 
     def kill(self, job_ids: Sequence[str]) -> None:
-        """Tell the jobs to stop. Ray kills them after the grace; one that still waits for resources is kept from starting by a file."""
+        """Tell the jobs to stop. Ray kills them after the grace; one that still waits for resources is kept from
+        starting by a file."""
         listed = self._list_jobs() if job_ids else {}
         alive = [name for name in dict.fromkeys(job_ids) if name in listed and listed[name].get("status") not in _ENDED]
         for name in alive:
@@ -179,7 +190,10 @@ class Config(LauncherConfig):
     def _settings(self, job: Job) -> "Config":
         own = job.resources if isinstance(job.resources, Config) else self
         if changed := [name for name in _SHARED if getattr(own, name) != getattr(self, name)]:
-            raise LaunchError(f"{job.exp_id}: overrides cannot change {changed[0]} of the launcher ray: all jobs of a submission share it.")
+            raise LaunchError(
+                f"{job.exp_id}: overrides cannot change {changed[0]} of the launcher ray: all jobs of a submission "
+                f"share it."
+            )
         return own
 
     def _create(self, name: str, script: Path, own: "Config") -> None:
@@ -191,26 +205,34 @@ class Config(LauncherConfig):
             "entrypoint_num_gpus": own.num_gpus,
             "entrypoint_memory": int(own.mem_gb * 2**30),
             "entrypoint_resources": own.resources,
-            "runtime_env": {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(own.grace_seconds), "RAY_JOB_STOP_SIGNAL": "SIGTERM"}},
+            "runtime_env": {
+                "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(own.grace_seconds), "RAY_JOB_STOP_SIGNAL": "SIGTERM"}
+            },
         }
         try:
             answer = self._ask("POST", "/api/jobs/", content)
             if not isinstance(answer, dict) or answer.get("submission_id") != name:
-                raise LaunchError(f"{self.scheduler()}: expected the id {name} of a queued job, got {brief(str(answer))!r}.")
+                raise LaunchError(
+                    f"{self.scheduler()}: expected the id {name} of a queued job, got {brief(str(answer))!r}."
+                )
         except LaunchError as error:
             try:
                 found = self._ask("GET", f"/api/jobs/{name}")
             except Refused as refusal:
                 raise (error if refusal.missing else refusal) from None
             if not isinstance(found, dict) or found.get("entrypoint") != content["entrypoint"]:
-                raise LaunchError(f"{self.scheduler()}: the id {name} belongs to a job that this submission has not queued.") from None
+                raise LaunchError(
+                    f"{self.scheduler()}: the id {name} belongs to a job that this submission has not queued."
+                ) from None
 
     def _list_jobs(self) -> dict[str, dict[str, Any]]:
         """The jobs of the cluster, of whomever, by id."""
         found = self._ask("GET", "/api/jobs/")
         if not isinstance(found, list):
             raise LaunchError(f"{self.scheduler()}: expected a list of jobs, got {brief(str(found))!r}.")
-        return {name: job for job in found if isinstance(job, dict) and isinstance(name := job.get("submission_id"), str)}
+        return {
+            name: job for job in found if isinstance(job, dict) and isinstance(name := job.get("submission_id"), str)
+        }
 
     def _place(self, name: str, kind: Literal["cancel", "ended"]) -> Path:
         """The file that keeps a job from starting, or that it leaves at its end, with the reason."""
@@ -218,7 +240,12 @@ class Config(LauncherConfig):
         return Path(self.submissions, submission, kind, exp_id)
 
     def _state(self, name: str, job: dict[str, Any]) -> SchedulerState:
-        status, code, kind, said = job.get("status"), job.get("driver_exit_code"), brief(job.get("error_type")), brief(job.get("message"))
+        status, code, kind, said = (
+            job.get("status"),
+            job.get("driver_exit_code"),
+            brief(job.get("error_type")),
+            brief(job.get("message")),
+        )
         node = re.match(r"https?://\[?([\w.:-]+?)\]?:\d+/?$", brief(job.get("driver_agent_http_address")))
         facts = {"word": kind or brief(status), "node": node[1] if node else ""}
         if status == "RUNNING":
@@ -232,22 +259,31 @@ class Config(LauncherConfig):
         if status != "FAILED":
             return SchedulerState("unknown", reason=f"Ray's status is {brief(str(status))!r}", **facts)
         if kind == "JOB_SUPERVISOR_ACTOR_START_TIMEOUT":
-            why = "never started: it waited for resources longer than RAY_JOB_START_TIMEOUT_SECONDS of Ray's head node allows"
+            why = (
+                "never started: it waited for resources longer than RAY_JOB_START_TIMEOUT_SECONDS of Ray's head "
+                "node allows"
+            )
             return SchedulerState("cancelled", reason=why, **facts)
         if code in (STOPPED, INTERRUPTED):
             return SchedulerState("cancelled", reason=_read(self._place(name, "ended")) or "stopped in order", **facts)
         if type(code) is int:
             return SchedulerState("failed", reason=f"exit code {code}", **facts)
-        return SchedulerState("failed", reason=f"Ray lost it: {said}" if kind == "JOB_SUPERVISOR_ACTOR_DIED" else said, **facts)
+        return SchedulerState(
+            "failed", reason=f"Ray lost it: {said}" if kind == "JOB_SUPERVISOR_ACTOR_DIED" else said, **facts
+        )
 
 
 def _refuse_deadlock(exp_id: str, own: Config, parent: str, of_parent: Config) -> None:
-    """A waiting child holds its resources. What its parent needs more of, it could wait for until its children give up."""
-    needs, most = ({**c.resources, "num_cpus": c.num_cpus, "num_gpus": c.num_gpus, "mem_gb": c.mem_gb} for c in (own, of_parent))
+    """A waiting child holds its resources. What its parent needs more of, it could wait for until its children give
+    up."""
+    needs, most = (
+        {**c.resources, "num_cpus": c.num_cpus, "num_gpus": c.num_gpus, "mem_gb": c.mem_gb} for c in (own, of_parent)
+    )
     for name, amount in most.items():
         if 0 < needs.get(name, 0) < amount:
             raise LaunchError(
-                f"{exp_id}: its parent {parent} needs {name} {amount:g}, and could wait for ever while children hold {needs[name]:g} each "
+                f"{exp_id}: its parent {parent} needs {name} {amount:g}, and could wait for ever while children hold "
+                f"{needs[name]:g} each "
                 "and wait for it. Submit the parents first, and their children when they are done."
             )
 
@@ -268,7 +304,11 @@ def _render_script(own: Config, job: Job, folder: Path, parents: Iterable[str]) 
         "RETRIES": own.retries,
         "POLL": f"{own.parent_poll_seconds:g}",
         "LONGEST": own.parent_wait_seconds,
-        "LINE": shell_line(job, own.processes, {JOBS_PER_GPU: f"{1 / own.num_gpus:g}" if 0 < own.num_gpus < 1 else "1", **own.environment}),
+        "LINE": shell_line(
+            job,
+            own.processes,
+            {JOBS_PER_GPU: f"{1 / own.num_gpus:g}" if 0 < own.num_gpus < 1 else "1", **own.environment},
+        ),
     }
     lines = [f"{name}={shlex.quote(str(value))}" for name, value in values.items()]
     return "\n".join(["#!/bin/bash", *lines, f"PARENTS=({shlex.join(map(str, places))})"]) + _SCRIPT

@@ -12,9 +12,12 @@ from src.launch.command import without_torchrun
 
 # Messages printed while the controller or the database is down, busy or restarting: worth another try.
 _AWAY = re.compile(
-    "socket timed out|unable to contact slurm controller|connection refused|connection timed out|zero bytes were transmitted"
-    "|resource temporarily unavailable|transport endpoint|backup controller|slurmctld.*shut ?down|problem talking to the database"
-    "|sending persconn|unable to establish controller|communication connection failure|connection reset|no route to host",
+    "socket timed out|unable to contact slurm controller|connection refused|connection timed out|zero bytes were "
+    "transmitted"
+    "|resource temporarily unavailable|transport endpoint|backup controller|slurmctld.*shut ?down|problem talking to "
+    "the database"
+    "|sending persconn|unable to establish controller|communication connection failure|connection reset|no route to "
+    "host",
     re.IGNORECASE,
 )
 # Variables of the user's shell that would change the commands' output; those that locate the cluster stay.
@@ -63,15 +66,21 @@ def ask_once(argv: Sequence[str], seconds: float) -> str:
     """
     check_programs(argv[0])
     try:
-        done = subprocess.run(argv, capture_output=True, stdin=subprocess.DEVNULL, env=_environment(), timeout=seconds, check=False)
+        done = subprocess.run(
+            argv, capture_output=True, stdin=subprocess.DEVNULL, env=_environment(), timeout=seconds, check=False
+        )
     except subprocess.TimeoutExpired:
-        raise NoAnswer(f"{argv[0]}: no answer from Slurm in {seconds:.0f} s. Check the controller with `scontrol ping`.") from None
+        raise NoAnswer(
+            f"{argv[0]}: no answer from Slurm in {seconds:.0f} s. Check the controller with `scontrol ping`."
+        ) from None
     message = done.stderr.decode(errors="replace")
     if done.returncode:
         words = " ".join(message.split()) or f"exit code {done.returncode}"
         words = words.replace(f"{argv[0]}: error: ", "")
         if _AWAY.search(message):
-            raise NoAnswer(f"{argv[0]}: Slurm does not answer: {words}. Is the controller up? Check with `scontrol ping`.")
+            raise NoAnswer(
+                f"{argv[0]}: Slurm does not answer: {words}. Is the controller up? Check with `scontrol ping`."
+            )
         raise Refused(argv[0], words)
     return done.stdout.decode(errors="replace")
 
@@ -79,7 +88,10 @@ def ask_once(argv: Sequence[str], seconds: float) -> str:
 def check_programs(*commands: str) -> None:
     """Raises LaunchError with the names of the `commands` that are not on PATH."""
     if lacking := [command for command in commands if shutil.which(command) is None]:
-        raise LaunchError(f"{', '.join(lacking)}: no such command on PATH. Submit from a machine of the cluster, with Slurm's commands.")
+        raise LaunchError(
+            f"{', '.join(lacking)}: no such command on PATH. Submit from a machine of the cluster, with Slurm's "
+            f"commands."
+        )
 
 
 def _environment() -> dict[str, str]:
@@ -136,7 +148,9 @@ _MEANT = {
     "time limit|--time": "'time'",
     "memory": "'mem'",
     "generic resource|gres": "'gpus_per_node'",
-    "node configuration|node count|cpu count|processors": "'processes.nodes', 'cpus_per_task', 'mem', 'gpus_per_node' or 'constraint'",
+    (
+        "node configuration|node count|cpu count|processors"
+    ): "'processes.nodes', 'cpus_per_task', 'mem', 'gpus_per_node' or 'constraint'",
     "option": "'options'",
 }
 

@@ -30,8 +30,14 @@ _OURS = {
     "no-requeue": "requeue",
     "nodes": "processes.nodes",
     "signal": "signal_seconds",
-    **dict.fromkeys(("array", "chdir", "dependency", "error", "export", "job-name", "kill-on-invalid-dep", "open-mode", "output"), None),
-    **dict.fromkeys(("ntasks", "ntasks-per-node", "parsable", "test-only", "wait", "wrap", "input", "help", "version", "usage"), None),
+    **dict.fromkeys(
+        ("array", "chdir", "dependency", "error", "export", "job-name", "kill-on-invalid-dep", "open-mode", "output"),
+        None,
+    ),
+    **dict.fromkeys(
+        ("ntasks", "ntasks-per-node", "parsable", "test-only", "wait", "wrap", "input", "help", "version", "usage"),
+        None,
+    ),
 }
 
 
@@ -56,7 +62,9 @@ def _check_options(options: dict[str, str | int | bool]) -> dict[str, str | int 
         if not re.fullmatch(r"[a-z][a-z0-9-]*", option):
             raise ValueError(f"expected a long option of sbatch without its dashes, such as 'exclude', got {option!r}.")
         if option in _OURS:
-            instead = f"Write {_OURS[option]!r} of the job config." if _OURS[option] else "The launcher needs it for itself."
+            instead = (
+                f"Write {_OURS[option]!r} of the job config." if _OURS[option] else "The launcher needs it for itself."
+            )
             raise ValueError(f"{option!r} cannot be set here. {instead}")
         if isinstance(value, str) and not re.fullmatch(r"[^\x00-\x1f]+", value):
             raise ValueError(f"{option!r}: expected text on one line, got {value!r}.")
@@ -84,15 +92,18 @@ class Config(LauncherConfig):
     gpus_per_node: Annotated[int, Field(ge=0)] | Annotated[str, Field(pattern=r"^[\w.-]+:\d+$")] | None = None
     """Number, or type and number such as "a100:4"."""
     max_running: Annotated[int, Field(ge=1)] | None = None
-    """Limit of running tasks of a submission. Where it takes several arrays, those that exceed the limit together run one after
+    """Limit of running tasks of a submission. Where it takes several arrays, those that exceed the limit together run
+    one after
     another: an array then starts when all tasks of the arrays before it have ended."""
     jobs_per_task: int = added_field(1, ge=1)
-    """Number of experiments that run in parallel in one task and share its processors, memory and GPUs. A parent of another
-    experiment of the submission has its own task."""
+    """Number of experiments that run in parallel in one task and share its processors, memory and GPUs. A parent of
+    another experiment of the submission has its own task."""
     stop_after_failures: int = added_field(5, ge=0)
-    """So many experiments in a row that failed within a minute of their start end the submission: what waits is not started. 0: never."""
+    """So many experiments in a row that failed within a minute of their start end the submission: what waits is not
+    started. 0: never."""
     signal_seconds: int = Field(default=120, ge=0, le=65535)
-    """How long before the time limit the job writes a checkpoint and is requeued. Slurm can signal up to a minute early. 0: never."""
+    """How long before the time limit the job writes a checkpoint and is requeued. Slurm can signal up to a minute
+    early. 0: never."""
     requeue: bool = True
     """Whether a job is requeued near its time limit, after a preemption and when its node fails.
     Near its time limit, not if two starts in a row wrote no new checkpoint."""
@@ -112,7 +123,8 @@ class Config(LauncherConfig):
     def _signal_before_the_end(self) -> "Config":
         if self.time is not None and self.signal_seconds >= _minutes(self.time) * 60:
             raise ValueError(
-                f"signal_seconds: {self.signal_seconds} seconds before the time limit lie before the start. Write fewer than 'time' has."
+                f"signal_seconds: {self.signal_seconds} seconds before the time limit lie before the start. Write "
+                f"fewer than 'time' has."
             )
         return self
 
@@ -120,7 +132,8 @@ class Config(LauncherConfig):
     def _one_node_shared(self) -> "Config":
         if self.jobs_per_task > 1 and self.processes.nodes > 1:
             raise ValueError(
-                f"jobs_per_task: {self.jobs_per_task} experiments cannot share a task of {self.processes.nodes} nodes. Write 1."
+                f"jobs_per_task: {self.jobs_per_task} experiments cannot share a task of {self.processes.nodes} "
+                f"nodes. Write 1."
             )
         return self
 
@@ -132,8 +145,8 @@ class Config(LauncherConfig):
     def submit(self, jobs: Sequence[Job], folder: Path, note: Note) -> list[str]:
         """Queue `jobs`; returns "ARRAY_TASK" for each, with "+PLACEofCOUNT.SUBMISSION" where it shares the task.
 
-        One array holds all jobs with the same resources and parents, up to the cluster's MaxArraySize. Job names start with the
-        name of `folder`, which `find` looks for.
+        One array holds all jobs with the same resources and parents, up to the cluster's MaxArraySize. Job names start
+        with the name of `folder`, which `find` looks for.
         """
         if not jobs:
             return []
@@ -151,7 +164,9 @@ class Config(LauncherConfig):
                 if array.jobs_per_task > 1:
                     program[0] = str(shared_tasks.write_shared_script(folder, self._outcomes).absolute())
                     program += [str(array.jobs_per_task), str(self._outcomes.absolute())]
-                array_id = _queue_array([*_sbatch_command(array, tasks, queued, limit, before), *program], _job_name(tasks), patience)
+                array_id = _queue_array(
+                    [*_sbatch_command(array, tasks, queued, limit, before), *program], _job_name(tasks), patience
+                )
                 waves.add(array, array_id)
                 job_ids = shared_tasks.job_ids(array_id, len(array.jobs), array.jobs_per_task, folder)
                 ids = {job.exp_id: job_id for job, job_id in zip(array.jobs, job_ids, strict=True)}
@@ -185,7 +200,8 @@ class Config(LauncherConfig):
                     raise
 
     def hold(self, job_ids: Sequence[str]) -> None:
-        """Keep `job_ids` from starting, or starting again. Raises LaunchError if Slurm refuses, as for jobs that have ended."""
+        """Keep `job_ids` from starting, or starting again. Raises LaunchError if Slurm refuses, as for jobs that have
+        ended."""
         ask(["scontrol", "hold", ",".join(_whole_tasks(job_ids))], self.patience_seconds)
 
     def release(self, job_ids: Sequence[str]) -> None:
@@ -200,13 +216,17 @@ class Config(LauncherConfig):
         arrays = list(dict.fromkeys(job_id.partition("_")[0] for job_id in job_ids))
         waves: dict[str, list[str]] = {}
         if len(arrays) > 1:
-            lines = ask(["squeue", "--noheader", f"--jobs={','.join(arrays)}", "--format=%F|%E"], self.patience_seconds).splitlines()
+            lines = ask(
+                ["squeue", "--noheader", f"--jobs={','.join(arrays)}", "--format=%F|%E"], self.patience_seconds
+            ).splitlines()
             dependencies = {array: text for array, _, text in (line.strip().partition("|") for line in lines)}
             for array in arrays:
                 waves.setdefault(",".join(re.findall(r"afterany:(\d+)", dependencies.get(array, ""))), []).append(array)
         for wave in waves.values() or [arrays]:
             if 0 < max_running < len(wave):
-                raise LaunchError(f"--max_running {max_running}: {len(wave)} arrays are queued at once. Write at least {len(wave)}.")
+                raise LaunchError(
+                    f"--max_running {max_running}: {len(wave)} arrays are queued at once. Write at least {len(wave)}."
+                )
             for place, array in enumerate(wave):
                 limit = max_running // len(wave) + (place < max_running % len(wave))
                 ask(["scontrol", "update", f"JobId={array}", f"ArrayTaskThrottle={limit}"], self.patience_seconds)
@@ -223,7 +243,8 @@ class Config(LauncherConfig):
         return {exp_id: job_ids_by_experiment[exp_id] for exp_id in exp_ids if exp_id in job_ids_by_experiment}
 
     def check(self) -> None:
-        """Raises LaunchError if Slurm's commands are not on PATH, the controller does not answer, or it has no such partition."""
+        """Raises LaunchError if Slurm's commands are not on PATH, the controller does not answer, or it has no such
+        partition."""
         check_programs("sbatch", "squeue", "scancel", "scontrol")
         lines = ask(["scontrol", "--oneliner", "show", "partition"], self.patience_seconds).splitlines()
         partitions = re.findall(r"^PartitionName=(\S+)", "\n".join(lines), re.MULTILINE)
@@ -232,9 +253,11 @@ class Config(LauncherConfig):
                 raise LaunchError(f"partition: {unknown_text('partition', name, partitions)}")
 
     def _group_into_arrays(self, jobs: Sequence[Job], largest: int) -> "list[Array]":
-        """Arrays of jobs with equal resources and parents. Parents' arrays come first, as a group's first job comes after its parents.
+        """Arrays of jobs with equal resources and parents. Parents' arrays come first, as a group's first job comes
+        after its parents.
 
-        A parent does not share a task: its children would wait for every experiment in it, and not start if another one fails.
+        A parent does not share a task: its children would wait for every experiment in it, and not start if another one
+        fails.
         """
         place = {job.exp_id: i for i, job in enumerate(jobs)}
         awaited = {exp_id for i, job in enumerate(jobs) for exp_id in job.after if place.get(exp_id, i) < i}
@@ -245,7 +268,12 @@ class Config(LauncherConfig):
             resources = job.resources if isinstance(job.resources, Config) else self
             each = 1 if job.exp_id in awaited else resources.jobs_per_task
             # A config that holds a dict has no hash; its JSON does as well.
-            key = (same_limit if resources is self else resources.model_dump_json(), each, parents, frozenset(job.after_jobs))
+            key = (
+                same_limit if resources is self else resources.model_dump_json(),
+                each,
+                parents,
+                frozenset(job.after_jobs),
+            )
             groups.setdefault(key, Array(resources, [], each)).jobs.append(job)
         return [
             group._replace(jobs=group.jobs[i : i + largest * group.jobs_per_task])
@@ -258,7 +286,9 @@ def _whole_tasks(job_ids: Sequence[str]) -> list[str]:
     """The ids that Slurm knows. Raises LaunchError for experiments that share a task."""
     for job_id in job_ids:
         if shared_tasks.task_of(job_id) != job_id:
-            raise LaunchError(f"job {job_id}: it shares its task, and Slurm can only hold complete tasks. Kill it, or let it start.")
+            raise LaunchError(
+                f"job {job_id}: it shares its task, and Slurm can only hold complete tasks. Kill it, or let it start."
+            )
     return list(job_ids)
 
 
@@ -268,7 +298,8 @@ def _refuse_shared_parents(jobs: Sequence[Job]) -> None:
         for parent in job.after_jobs:
             if shared_tasks.task_of(parent) != parent:
                 raise LaunchError(
-                    f"{job.exp_id}: it starts from the experiment of job {parent}, which shares a Slurm task, and Slurm can only "
+                    f"{job.exp_id}: it starts from the experiment of job {parent}, which shares a Slurm task, and "
+                    f"Slurm can only "
                     "wait for complete tasks. Submit it after that task has ended."
                 )
 
@@ -302,7 +333,9 @@ def _write_task_file(array: Array, folder: Path) -> Path:
     return tasks
 
 
-def _sbatch_command(array: Array, tasks: Path, queued: dict[str, str], limit: int | None, before: Sequence[str]) -> list[str]:
+def _sbatch_command(
+    array: Array, tasks: Path, queued: dict[str, str], limit: int | None, before: Sequence[str]
+) -> list[str]:
     """The command that queues `array`, without the program. Every value is an argument of its own; no shell parses it.
 
     limit: of its running tasks. before: arrays that must end first.
@@ -334,13 +367,16 @@ def _sbatch_command(array: Array, tasks: Path, queued: dict[str, str], limit: in
         **config.options,
     }
     words = [
-        f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items() if value is not None and value is not False
+        f"--{name}" if value is True else f"--{name}={value}"
+        for name, value in options.items()
+        if value is not None and value is not False
     ]
     return ["sbatch", "--parsable", *words]
 
 
 def _escape(path: str) -> str:
-    r"""A path that Slurm opens as it is written: it replaces %A and the like, but nothing in a path with a backslash, which it removes."""
+    r"""A path that Slurm opens as it is written: it replaces %A and the like, but nothing in a path with a backslash,
+    which it removes."""
     return path.replace("\\", r"\\") if "\\" in path else path.replace("%", "%%")
 
 
@@ -395,4 +431,6 @@ def _no_answer_error(error: NoAnswer, name: str) -> LaunchError:
     with contextlib.suppress(LaunchError):
         ask_once(cancel, 5.0)
         return LaunchError(f"{error} Nothing stays queued.")
-    return LaunchError(f"{error} Whether the jobs were queued is not known; once Slurm answers, `{' '.join(cancel)}` cancels them.")
+    return LaunchError(
+        f"{error} Whether the jobs were queued is not known; once Slurm answers, `{' '.join(cancel)}` cancels them."
+    )

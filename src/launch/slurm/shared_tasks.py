@@ -102,7 +102,9 @@ def job_ids(array_id: str, experiments: int, jobs_per_task: int, folder: Path) -
     if jobs_per_task == 1:
         return [f"{array_id}_{i}" for i in range(experiments)]
     with reading(folder):
-        end = f".{folder.name}" if "SUBMISSION" in (folder / SHARED_SCRIPT).read_text() else ""  # written by an earlier version
+        end = (
+            f".{folder.name}" if "SUBMISSION" in (folder / SHARED_SCRIPT).read_text() else ""
+        )  # written by an earlier version
     counts = [min(jobs_per_task, experiments - first) for first in range(0, experiments, jobs_per_task)]
     return [f"{array_id}_{task}+{place}of{count}{end}" for task, count in enumerate(counts) for place in range(count)]
 
@@ -178,7 +180,8 @@ def kill(ids: Sequence[str], outcomes: Path) -> list[str]:
                 with writing(outcomes / job_id):
                     (outcomes / f"{job_id}.kill").touch()
             neighbours = [
-                outcomes / f"{match['task']}+{place}of{match['count']}{match['submission'] or ''}" for place in range(int(match["count"]))
+                outcomes / f"{match['task']}+{place}of{match['count']}{match['submission'] or ''}"
+                for place in range(int(match["count"]))
             ]
             found |= dict.fromkeys([match["task"]] if all(map(_is_over, neighbours)) else [])
     return list(found)

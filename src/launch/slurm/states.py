@@ -41,25 +41,32 @@ _QUEUE_FIELDS = {
     "exit_code": 16,
     "StartTime": 24,
 }
-_NO_ACCOUNTING = re.compile("accounting storage is disabled|accounting.*not (enabled|configured|supported)", re.IGNORECASE)
+_NO_ACCOUNTING = re.compile(
+    "accounting storage is disabled|accounting.*not (enabled|configured|supported)", re.IGNORECASE
+)
 _NO_OUTPUT = "53"  # Slurm's "signal" when the files of --output or --error cannot be opened
 _LONGEST_ARGUMENT = 100_000  # bytes; Linux takes 128 KiB
 _OLD = "1970-01-01"
 
 
 def scheduler_states(job_ids: Sequence[str], patience_seconds: float) -> dict[str, SchedulerState]:
-    """The states of `job_ids`, with at most two calls, and one short one where jobs were killed, of the memory that they used.
+    """The states of `job_ids`, with at most two calls, and one short one where jobs were killed, of the memory that
+    they used.
 
     - The controller knows an id until some minutes after its end; after that accounting has the final state.
-    - If accounting says that a job waits or runs but the controller does not know it, or accounting does not answer: "unknown".
-    - If either knows the array but not this task: "cancelled". Slurm has no record of a task that was cancelled before its start.
+    - If accounting says that a job waits or runs but the controller does not know it, or accounting does not answer:
+      "unknown".
+    - If either knows the array but not this task: "cancelled". Slurm has no record of a task that was cancelled before
+      its start.
     - If neither knows the array, or the cluster has no accounting: absent.
 
     Raises:
         LaunchError: the controller does not answer.
     """
     states = _find_states(set(job_ids), patience_seconds)
-    killed = [job_id for job_id, what in states.items() if what.state == "failed" and what.reason in (_KILLED, _OUT_OF_MEMORY)]
+    killed = [
+        job_id for job_id, what in states.items() if what.state == "failed" and what.reason in (_KILLED, _OUT_OF_MEMORY)
+    ]
     for job_id, (used, limit) in _ask_memory(killed[:_MEMORY_JOBS]).items():
         if states[job_id].reason == _OUT_OF_MEMORY or _bytes(used) >= _bytes(limit) > 0:
             memory = f"{used} of {limit}" if _bytes(limit) else used
@@ -84,14 +91,17 @@ def _find_states(requested: set[str], patience_seconds: float) -> dict[str, Sche
 
 
 def array_ids_by_name(names: Sequence[str], patience_seconds: float, ended: bool = True) -> dict[str, list[str]]:
-    """{name of an array: its ids, newest last} of the arrays that Slurm knows. ended: also those that the controller has forgotten.
+    """{name of an array: its ids, newest last} of the arrays that Slurm knows. ended: also those that the controller
+    has forgotten.
 
     Raises:
         LaunchError: the controller, or accounting, does not answer.
     """
     states: dict[str, set[int]] = {}
     chosen = ",".join(names)
-    lines = ask(["squeue", "--noheader", "--states=all", f"--name={chosen}", "--format=%F|%j"], patience_seconds).splitlines()
+    lines = ask(
+        ["squeue", "--noheader", "--states=all", f"--name={chosen}", "--format=%F|%j"], patience_seconds
+    ).splitlines()
     try:
         argv = ["sacct", "-n", "-X", "--parsable2", f"--name={chosen}", f"--starttime={_OLD}", "--format=JobID,JobName"]
         lines += ask(argv, patience_seconds).splitlines() if ended else []
@@ -106,7 +116,8 @@ def array_ids_by_name(names: Sequence[str], patience_seconds: float, ended: bool
 
 
 def _arrays(job_ids: Iterable[str]) -> str:
-    """For --jobs: the arrays of `job_ids`; empty if that would be too long, so that all jobs of the user must be listed."""
+    """For --jobs: the arrays of `job_ids`; empty if that would be too long, so that all jobs of the user must be
+    listed."""
     listed = ",".join(sorted({job_id.partition("_")[0] for job_id in job_ids}))
     return listed if len(listed) < _LONGEST_ARGUMENT else ""
 
@@ -126,7 +137,9 @@ def _ask_controller(arrays: str, patience_seconds: float) -> Iterator[tuple[str,
             continue
         job_id, word, reason, node, used, restarts, status, start = cells[: len(_QUEUE_FIELDS)]
         exit_code = f"{int(status) >> 8}:{int(status) & 127}" if status.isdigit() else ""
-        what = _scheduler_state(word, reason, node, exit_code, _seconds(used), int(restarts) if restarts.isdigit() else 0)
+        what = _scheduler_state(
+            word, reason, node, exit_code, _seconds(used), int(restarts) if restarts.isdigit() else 0
+        )
         if what.state == "queued" and re.fullmatch(r"[\d-]+T[\d:]+", start):
             what = replace(what, reason="; ".join(text for text in (what.reason, f"expected to start {start}") if text))
         yield from ((one, what) for one in expand(job_id))
@@ -147,7 +160,9 @@ def _ask_accounting(arrays: str, patience_seconds: float) -> dict[str, Scheduler
         # Each start of a requeued job has its own record.
         records.sort(key=lambda cells: cells[6])
         _, word, reason, node, elapsed, exit_code, _ = records[-1]
-        what = _scheduler_state(word, reason, node, exit_code, float(elapsed) if elapsed.isdigit() else None, len(records) - 1)
+        what = _scheduler_state(
+            word, reason, node, exit_code, float(elapsed) if elapsed.isdigit() else None, len(records) - 1
+        )
         if what.state in ("queued", "running"):
             reason = f"accounting says {what.word}, but the controller does not know the job"
             what = SchedulerState("unknown", what.word, reason, what.node, what.seconds, what.restarts)
@@ -156,7 +171,8 @@ def _ask_accounting(arrays: str, patience_seconds: float) -> dict[str, Scheduler
 
 
 def _ask_memory(job_ids: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """{job id: (peak memory of its steps, requested memory)} as Slurm writes them: "531620K", "500M"; {} without an answer."""
+    """{job id: (peak memory of its steps, requested memory)} as Slurm writes them: "531620K", "500M"; {} without an
+    answer."""
     try:
         argv = ["sacct", "-n", "--parsable2", f"--jobs={','.join(job_ids)}", "--format=JobID,MaxRSS,ReqMem"]
         lines = ask_once(argv, _MEMORY_SECONDS).splitlines() if job_ids else []
@@ -178,7 +194,9 @@ def _bytes(text: str) -> float:
     return float(match[1]) * 1024 ** " KMGT".index(match[2] or " ") if match else 0.0
 
 
-def _scheduler_state(word: str, reason: str, node: str, exit_code: str, seconds: float | None, restarts: int) -> SchedulerState:
+def _scheduler_state(
+    word: str, reason: str, node: str, exit_code: str, seconds: float | None, restarts: int
+) -> SchedulerState:
     """`word` is "RUNNING", "CANCELLED by 0", "CANCELLED+"…; `exit_code` is "1:0", code and signal."""
     word = word.split(maxsplit=1)[0].rstrip("+") if word.strip() else ""
     state = STATES.get(word, "unknown")

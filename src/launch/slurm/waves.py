@@ -22,7 +22,8 @@ class Array(NamedTuple):
 class Waves:
     """Enforces `max_running` across the arrays of a submission, each of which has only a limit of its own in Slurm.
 
-    Arrays that together stay within the limit form a wave. Each array of the next wave waits until every array of this wave has ended.
+    Arrays that together stay within the limit form a wave. Each array of the next wave waits until every array of this
+    wave has ended.
     """
 
     def __init__(self, max_running: int | None) -> None:
@@ -36,7 +37,10 @@ class Waves:
         if not limits:
             return None, []
         waves = self._waves.setdefault(self._max_running or array.config.max_running, [[], []])
-        if self._running(waves[-1], array, same_limit=False) > limits[0] or self._running(waves[-1], array, same_limit=True) > limits[-1]:
+        if (
+            self._running(waves[-1], array, same_limit=False) > limits[0]
+            or self._running(waves[-1], array, same_limit=True) > limits[-1]
+        ):
             waves.append([])
         return min(limits), [array_id for _, array_id in waves[-2]]
 
@@ -46,7 +50,8 @@ class Waves:
             self._waves[key][-1].append((array, array_id))
 
     def _running(self, wave: Sequence[tuple[Array, str]], array: Array, same_limit: bool) -> int:
-        """Upper limit of running tasks of `wave` and `array`; same_limit: only of arrays with the limit of `array`. 0 for a new wave."""
+        """Upper limit of running tasks of `wave` and `array`; same_limit: only of arrays with the limit of `array`. 0
+        for a new wave."""
         arrays = [each for each, _ in wave if not same_limit or each.config.max_running == array.config.max_running]
         limits = [[each.tasks, each.config.max_running, self._max_running] for each in (*arrays, array)]
         return sum(min(filter(None, each)) for each in limits) if wave else 0

@@ -1,4 +1,5 @@
-"""The two transports to the toolkit: the program `eai`, and haven's code with its closed client `eai_toolkit_client`."""
+"""The two transports to the toolkit: the program `eai`, and haven's code with its closed client
+`eai_toolkit_client`."""
 
 import contextlib
 import json
@@ -36,7 +37,9 @@ _UUID = re.compile(r"\b[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b", re.IGNORE
 def find_program() -> None:
     """Raises a LaunchError where the program is not on PATH."""
     if shutil.which(PROGRAM) is None:
-        raise LaunchError(f"{PROGRAM}: no such program on PATH. Install the toolkit's command line, or choose via: 'haven'.")
+        raise LaunchError(
+            f"{PROGRAM}: no such program on PATH. Install the toolkit's command line, or choose via: 'haven'."
+        )
 
 
 class Eai:
@@ -48,7 +51,18 @@ class Eai:
 
     def create(self, spec: Spec) -> str:
         config = spec.config
-        words = ["job", "new", "--account", self.account, "--name", spec.name, "--image", config.image, "--workdir", str(spec.workdir)]
+        words = [
+            "job",
+            "new",
+            "--account",
+            self.account,
+            "--name",
+            spec.name,
+            "--image",
+            config.image,
+            "--workdir",
+            str(spec.workdir),
+        ]
         words += [word for mount in config.data for word in ("--data", mount)]
         words += [word for name, value in config.environment.items() for word in ("--env", f"{name}={value}")]
         words += [word for name, value in spec.tags.items() for word in ("--tag", f"{name}={value}")]
@@ -57,11 +71,27 @@ class Eai:
         nodes = config.processes.nodes
         options |= {"--gpu": config.gpus or None, "--replicas": nodes if nodes > 1 else None}
         words += [word for flag, value in options.items() if value is not None for word in (flag, str(value))]
-        words += ["--preemptable" if config.preemptable else "--non-preemptable", *(["--restartable"] if config.restartable else [])]
-        return _parse_created_id(self._call([*words, "--field", "id", "--no-header", "--format", "csv", "--", *spec.command]))
+        words += [
+            "--preemptable" if config.preemptable else "--non-preemptable",
+            *(["--restartable"] if config.restartable else []),
+        ]
+        return _parse_created_id(
+            self._call([*words, "--field", "id", "--no-header", "--format", "csv", "--", *spec.command])
+        )
 
     def list_jobs(self, limit: int, tag: tuple[str, str] | None = None, name: str | None = None) -> list[ListedJob]:
-        words = ["job", "ls", "--account", self.account, "--state", "all", "--limit", str(limit), "--fields", "id,name,state,tags"]
+        words = [
+            "job",
+            "ls",
+            "--account",
+            self.account,
+            "--state",
+            "all",
+            "--limit",
+            str(limit),
+            "--fields",
+            "id,name,state,tags",
+        ]
         words += ["--tag", "=".join(tag)] if tag else []
         words += ["--name", name] if name else []
         return [_read_job(item) for item in _items(self._call([*words, "--no-header", "--format", "json"]))]
@@ -89,37 +119,67 @@ class Eai:
         """Standard output of `eai WORDS`."""
         find_program()
         call = " ".join([PROGRAM, *words[:2]])
-        options: dict[str, Any] = {"text": True, "errors": "replace", "start_new_session": True, "timeout": self.timeout_seconds}
+        options: dict[str, Any] = {
+            "text": True,
+            "errors": "replace",
+            "start_new_session": True,
+            "timeout": self.timeout_seconds,
+        }
         try:
-            done = subprocess.run([PROGRAM, *words], stdin=subprocess.DEVNULL, capture_output=True, check=False, **options)
+            done = subprocess.run(
+                [PROGRAM, *words], stdin=subprocess.DEVNULL, capture_output=True, check=False, **options
+            )
         except (OSError, ValueError) as error:
             raise LaunchError(f"{call}: cannot be started: {error}.") from None
         except subprocess.TimeoutExpired:
             raise OutcomeUnknown(f"{call}: no answer within {self.timeout_seconds:g} seconds.") from None
         if done.returncode:
-            raise failure(call, done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}, without a word")
+            raise failure(
+                call, done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}, without a word"
+            )
         return done.stdout
 
 
-# Messages of failed calls, in lower case. A bare number proves nothing: it can be part of a name, a path or a job's own output.
+# Messages of failed calls, in lower case. A bare number proves nothing: it can be part of a name, a path or a job's own
+# output.
 _NOT_REACHED = re.compile(
-    r"dial tcp|connection refused|no such host|i/o timeout|tls handshake timeout|network is unreachable|(?:error|http)s?:.*: eof", re.DOTALL
+    (
+        r"dial tcp|connection refused|no such host|i/o timeout|tls handshake timeout|network is "
+        r"unreachable|(?:error|http)s?:.*: eof"
+    ),
+    re.DOTALL,
 )
-_NOT_KNOWN = re.compile(r"token is invalid|invalid token|token (?:has )?expired|unauthorized|(?:http|status|code|error)\D{0,12}401\b")
+_NOT_KNOWN = re.compile(
+    r"token is invalid|invalid token|token (?:has )?expired|unauthorized|(?:http|status|code|error)\D{0,12}401\b"
+)
 _SERVER = re.compile(
     r"bad gateway|internal server error|service unavailable|gateway time-?out|context deadline exceeded"
     r"|(?:http|status|code|error)\D{0,12}5\d\d\b"
 )
-_NAME_TAKEN = re.compile(r"already exists|already in use|already taken|not unique|(?:http|status|code|error)\D{0,12}409\b")
-_OVER = re.compile(r"cannot cancel a job that is in state|not found|no such job|(?:http|status|code|error)\D{0,12}404\b")
-_KINDS = ((_NOT_REACHED, NotReached), (_NOT_KNOWN, NotReached), (_SERVER, OutcomeUnknown), (_NAME_TAKEN, NameTaken), (_OVER, JobGone))
+_NAME_TAKEN = re.compile(
+    r"already exists|already in use|already taken|not unique|(?:http|status|code|error)\D{0,12}409\b"
+)
+_OVER = re.compile(
+    r"cannot cancel a job that is in state|not found|no such job|(?:http|status|code|error)\D{0,12}404\b"
+)
+_KINDS = (
+    (_NOT_REACHED, NotReached),
+    (_NOT_KNOWN, NotReached),
+    (_SERVER, OutcomeUnknown),
+    (_NAME_TAKEN, NameTaken),
+    (_OVER, JobGone),
+)
 
 
 def failure(call: str, text: str) -> LaunchError:
     """The error that the output of a failed call means."""
     text = text.strip()
     kind = next((kind for pattern, kind in _KINDS if pattern.search(text.lower())), LaunchError)
-    hint = " Log in with `eai login`, and unset EAI_TOKEN if it is old: it wins over the login." if _NOT_KNOWN.search(text.lower()) else ""
+    hint = (
+        " Log in with `eai login`, and unset EAI_TOKEN if it is old: it wins over the login."
+        if _NOT_KNOWN.search(text.lower())
+        else ""
+    )
     return kind(f"{call}: {text[-500:]}{hint}")
 
 
@@ -169,7 +229,10 @@ def _tags(value: Any) -> dict[str, str]:
     if isinstance(value, dict):
         return {str(key): str(item) for key, item in value.items()}
     items = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else []
-    pairs = [(item.get("key"), item.get("value")) if isinstance(item, dict) else str(item).partition("=")[::2] for item in items]
+    pairs = [
+        (item.get("key"), item.get("value")) if isinstance(item, dict) else str(item).partition("=")[::2]
+        for item in items
+    ]
     return {str(key).strip(): str(item) for key, item in pairs}
 
 
@@ -199,7 +262,10 @@ class Haven:
     def create(self, spec: Spec) -> str:
         config = spec.config
         resources = {"cpu": config.cpu, "mem": config.mem_gb, "gpu": config.gpus, "gpu_mem": config.gpu_mem_gb}
-        resources |= {"gpu_model": config.gpu_model, "replicas": config.processes.nodes if config.processes.nodes > 1 else None}
+        resources |= {
+            "gpu_model": config.gpu_model,
+            "replicas": config.processes.nodes if config.processes.nodes > 1 else None,
+        }
         job_config = {
             "name": spec.name,
             "image": config.image,
@@ -213,14 +279,18 @@ class Haven:
         }
         line = shlex.join(spec.command)
         return str(
-            _translate_errors("submit", lambda: self.toolkit.submit_job(self.api, self.account, line, job_config, str(spec.workdir)))
+            _translate_errors(
+                "submit", lambda: self.toolkit.submit_job(self.api, self.account, line, job_config, str(spec.workdir))
+            )
         )
 
     def list_jobs(self, limit: int, tag: tuple[str, str] | None = None, name: str | None = None) -> list[ListedJob]:
         """All recent jobs of the account: haven's own listing omits names and commands, by which we recognise ours."""
 
         def ask() -> Any:
-            return self.api.v1_account_job_get(account_id=self.account, limit=limit, order="-created", q="alive_recently=True").items
+            return self.api.v1_account_job_get(
+                account_id=self.account, limit=limit, order="-created", q="alive_recently=True"
+            ).items
 
         jobs = [_read_haven_job(job) for job in _translate_errors("list", ask)]
         return [job for job in jobs if (tag is None or job.tags.get(tag[0]) == tag[1]) and name in (None, job.name)]
@@ -243,18 +313,22 @@ def find_packages() -> tuple[Any, Any]:
     try:
         import eai_toolkit_client  # pyright: ignore[reportMissingImports]
     except ImportError:
-        raise LaunchError("toolkit: via 'haven' needs the client eai_toolkit_client, which is not installed. Or use via: 'eai'.") from None
+        raise LaunchError(
+            "toolkit: via 'haven' needs the client eai_toolkit_client, which is not installed. Or use via: 'eai'."
+        ) from None
     try:
         from haven.haven_jobs import toolkit_manager
     except ImportError as error:
         raise LaunchError(
-            f"toolkit: via is 'haven', which cannot be imported: {error}. pip install -r requirements/haven.txt, or use via: 'eai'."
+            f"toolkit: via is 'haven', which cannot be imported: {error}. pip install -r requirements/haven.txt, or "
+            f"use via: 'eai'."
         ) from None
     return eai_toolkit_client, toolkit_manager
 
 
 def _connect(client: Any, token: str) -> Any:
-    """Replaces haven's get_api, which fails with a token, and without one exits the process if its own server is absent."""
+    """Replaces haven's get_api, which fails with a token, and without one exits the process if its own server is
+    absent."""
     configuration = client.Configuration()
     configuration.host = _HOST
     connection = client.ApiClient(configuration)

@@ -41,12 +41,14 @@ class Config(JobConfig):
     """`JobConfig` with what a launcher does."""
 
     def submit(self, jobs: Sequence[Job], folder: Path, note: Note) -> list[str]:
-        """Queue each job under the name hv_<exp id>_<submission>. Calling it again with the same folder queues nothing twice.
+        """Queue each job under the name hv_<exp id>_<submission>. Calling it again with the same folder queues nothing
+        twice.
 
         A child is queued at once and waits inside its job (see script.py), as the toolkit knows no dependencies.
 
         Raises:
-            LaunchError: as documented; if the cancellation of other jobs could not be confirmed, <folder>/left.json names them.
+            LaunchError: as documented; if the cancellation of other jobs could not be confirmed, <folder>/left.json
+                names them.
         """
         folder = folder.absolute()
         accounts = {own.account: own for own in (self._settings(job) for job in jobs)}
@@ -79,16 +81,22 @@ class Config(JobConfig):
                     raise
                 ends = [future.exception() for future in futures if not future.cancelled()]
                 in_doubt = bool(made) or any(isinstance(end, OutcomeUnknown | NameTaken) for end in ends)
-                raise type(error)(f"{error}{self._undo(specs, folder, made) if in_doubt else ' Nothing was queued.'}") from error
+                raise type(error)(
+                    f"{error}{self._undo(specs, folder, made) if in_doubt else ' Nothing was queued.'}"
+                ) from error
         return [made[job.exp_id] for job in jobs]
 
     def states(self, job_ids: Sequence[str]) -> dict[str, SchedulerState]:
-        """One call for all jobs that are listed, and one for each that is not. If only the latter fails, the job is "unknown"."""
+        """One call for all jobs that are listed, and one for each that is not. If only the latter fails, the job is
+        "unknown"."""
         wanted = list(dict.fromkeys(job_ids))
         if not wanted:
             return {}
         service = self._service()
-        found = {job.job_id: job for job in call_with_retries(self, lambda: service.list_jobs(max(PAGE, 2 * len(wanted)), tag=SUITE))}
+        found = {
+            job.job_id: job
+            for job in call_with_retries(self, lambda: service.list_jobs(max(PAGE, 2 * len(wanted)), tag=SUITE))
+        }
         seen = {name: self._state(found[name]) for name in wanted if name in found}
         down = threading.Event()
 
@@ -108,7 +116,8 @@ class Config(JobConfig):
         return seen | {name: answer for name, answer in answers.items() if answer}
 
     def kill(self, job_ids: Sequence[str]) -> None:
-        """End the jobs and wait until they have ended. Raises LaunchError with the ids of those not known to have ended."""
+        """End the jobs and wait until they have ended. Raises LaunchError with the ids of those not known to have
+        ended."""
         wanted = list(dict.fromkeys(job_ids))
         if not wanted:
             return
@@ -139,9 +148,12 @@ class Config(JobConfig):
                 time.sleep(min(2.0, self.kill_seconds / 20))
 
     def find(self, folder: Path, exp_ids: Sequence[str]) -> dict[str, str]:
-        """Of several jobs of an experiment, the one that is alive, else the last. Jobs older than the toolkit's list, a day, are missed."""
+        """Of several jobs of an experiment, the one that is alive, else the last. Jobs older than the toolkit's list, a
+        day, are missed."""
         service = self._service()
-        listed = call_with_retries(self, lambda: service.list_jobs(max(PAGE, 4 * len(exp_ids)), tag=(SUBMISSION, folder.name)))
+        listed = call_with_retries(
+            self, lambda: service.list_jobs(max(PAGE, 4 * len(exp_ids)), tag=(SUBMISSION, folder.name))
+        )
         found: dict[str, ListedJob] = {}
         for job in sorted(listed, key=lambda job: (not has_ended(scheduler_state(self, job)), len(job.name), job.name)):
             if job.tags.get(EXPERIMENT) in exp_ids and job.tags.get(SUBMISSION) == folder.name:
@@ -149,7 +161,8 @@ class Config(JobConfig):
         return {exp_id: job.job_id for exp_id, job in found.items()}
 
     def check(self) -> None:
-        """Raises LaunchError if the program `eai`, or haven's client, is missing, or the account's variable is not set."""
+        """Raises LaunchError if the program `eai`, or haven's client, is missing, or the account's variable is not
+        set."""
         self.account_id()
         if self.via == "eai":
             eai.find_program()
@@ -163,12 +176,17 @@ class Config(JobConfig):
         return job.resources if isinstance(job.resources, Config) else self
 
     def _state(self, job: ListedJob) -> SchedulerState:
-        """Its state; that of one which did not start, as the queue was stopped, with the reason that its script left."""
+        """Its state; that of one which did not start, as the queue was stopped, with the reason that its script
+        left."""
         seen = scheduler_state(self, job)
         submission, exp_id = job.tags.get(SUBMISSION, ""), job.tags.get(EXPERIMENT, "")
         if seen.state == "failed" and self.submissions and re.fullmatch(r"[\w-]+/[\w-]+", f"{submission}/{exp_id}"):
             with contextlib.suppress(OSError):
-                if why := Path(self.submissions, submission, f"{exp_id}.sh{GAVE_UP}").read_text(errors="replace").strip():
+                if (
+                    why := Path(self.submissions, submission, f"{exp_id}.sh{GAVE_UP}")
+                    .read_text(errors="replace")
+                    .strip()
+                ):
                     return replace(seen, state="cancelled", word="CANCELLED", reason=why)
         return seen
 
@@ -196,7 +214,8 @@ class Config(JobConfig):
                 shown = ", ".join(self.data) or "none"
                 what = "writes to" if written else "reads"
                 raise LaunchError(
-                    f"toolkit: a job {what} {path}, which is below no {'writable ' * written}mount of `data` ({shown}). Add one."
+                    f"toolkit: a job {what} {path}, which is below no {'writable ' * written}mount of `data` "
+                    f"({shown}). Add one."
                 )
 
     def _undo(self, specs: Sequence[Spec], folder: Path, made: dict[str, str]) -> str:

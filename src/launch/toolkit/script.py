@@ -1,4 +1,5 @@
-"""The bash script of a toolkit job: it waits for parents, appends to the logs, and stops the training before the time limit."""
+"""The bash script of a toolkit job: it waits for parents, appends to the logs, and stops the training before the time
+limit."""
 
 import hashlib
 import shlex
@@ -11,8 +12,8 @@ from src.launch.toolkit.service import JobConfig
 from src.runs.metadata import STATUS
 
 GAVE_UP = ".gave_up"
-"""Beside the script of a job that was not started: its name ends so. It holds the reason if the queue was stopped, and is empty if the job
-has waited for a parent in vain."""
+"""Beside the script of a job that was not started: its name ends so. It holds the reason if the queue was stopped, and
+is empty if the job has waited for a parent in vain."""
 PORT = 29501
 """Where the first of several nodes listens."""
 
@@ -22,8 +23,9 @@ NODE_RANK=${{RANK:-0}}; unset RANK WORLD_SIZE LOCAL_RANK
 export NODE_RANK NNODES MASTER_PORT={PORT}
 [ "$NODE_RANK" = 0 ] || {{ OUT="$OUT.node$NODE_RANK"; ERR="$ERR.node$NODE_RANK"; }}"""
 
-# Waits for a parent's status.json to say "done"; gives up when it has said the same for too long, or the parent's own job has given up.
-# A failure that was there when this job was submitted ($3: its digest) does not count: the parent was submitted with it, again.
+# Waits for a parent's status.json to say "done"; gives up when it has said the same for too long, or the parent's own
+# job has given up. A failure that was there when this job was submitted ($3: its digest) does not count: the parent was
+# submitted with it, again.
 _WAIT = f"""\
 pause() {{ sleep "$1" & wait $!; [ -z "$TOLD" ] || exit {STOPPED}; }}
 GAVE_UP={GAVE_UP}; rm -f "$0$GAVE_UP"
@@ -83,13 +85,20 @@ def render_script(job: Job, parents: Mapping[str, Path], config: JobConfig) -> s
         _NODES,
         'exec >> "$OUT" 2>> "$ERR" || exit 1',
         'echo "== $(date -u +%FT%TZ) job ${EAI_JOB_ID:-?} run ${EAI_RUN_INDEX:-0} on $HOSTNAME" >&2',
-        *(f"""trap 'TOLD=1; ASKED=1; [ -z "$CHILD" ] || kill -s {name} -- "-$CHILD" 2> /dev/null' {name}""" for name in ("TERM", "USR1")),
-        f"POLL={config.parent_poll_seconds:g}; PATIENCE={config.parent_patience_seconds}; LONGEST={config.parent_wait_seconds}",
+        *(
+            f"""trap 'TOLD=1; ASKED=1; [ -z "$CHILD" ] || kill -s {name} -- "-$CHILD" 2> /dev/null' {name}"""
+            for name in ("TERM", "USR1")
+        ),
+        (
+            f"POLL={config.parent_poll_seconds:g}; PATIENCE={config.parent_patience_seconds}; "
+            f"LONGEST={config.parent_wait_seconds}"
+        ),
         f"MOST={config.stop_after_failures}; FAILURES=${{0%/*}}/quick_failures",
         STOP_AFTER_FAILURES + _WAIT,
         *(f"wait_for {parent} {_quote(run)} {_digest(run / STATUS)}" for parent, run in parents.items()),
         "check_queue",
-        # Waiting for parents counts too. At the stop the training gets SIGUSR1, writes a checkpoint and exits with `STOPPED`.
+        # Waiting for parents counts too. At the stop the training gets SIGUSR1, writes a checkpoint and exits with
+        # `STOPPED`.
         f"STOP_AFTER=$(({stop_after} > SECONDS ? {stop_after} - SECONDS : 1))",
         f"cd {_quote(job.cwd)} || exit 1",
         f"LINE={shlex.quote(shell_line(job, config.processes))}",
@@ -99,7 +108,8 @@ def render_script(job: Job, parents: Mapping[str, Path], config: JobConfig) -> s
 
 
 def parents_to_await(job: Job, submitted: Sequence[str]) -> dict[str, Path]:
-    """Save directories of the parents to wait for: those `submitted` before it, and all if some are queued from an earlier submission."""
+    """Save directories of the parents to wait for: those `submitted` before it, and all if some are queued from an
+    earlier submission."""
     ahead = set(submitted[: submitted.index(job.exp_id)])
     return {parent: job.run.parent / parent for parent in job.after if parent in ahead or job.after_jobs}
 

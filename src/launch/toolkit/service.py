@@ -27,7 +27,13 @@ PAGE = 1000
 """Jobs of one listing, at least."""
 _WAITING = {"QUEUING", "QUEUED", "PENDING"}
 _INTERRUPTED = {"INTERRUPTED", "PREEMPTED"}
-_STATES = {"RUNNING": "running", "CANCELLING": "running", "SUCCEEDED": "completed", "FAILED": "failed", "CANCELLED": "cancelled"}
+_STATES = {
+    "RUNNING": "running",
+    "CANCELLING": "running",
+    "SUCCEEDED": "completed",
+    "FAILED": "failed",
+    "CANCELLED": "cancelled",
+}
 _MOUNT = re.compile(r"[^\s:]+:(/[^:]*)(?::(ro|rw))?")
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -52,7 +58,9 @@ class JobGone(LaunchError):
 def _check_image(image: str) -> str:
     tag = image.rpartition("/")[2].partition(":")[2]
     if "@" not in image and tag in ("", "latest"):
-        raise ValueError(f"expected an image with a tag that stays what it is, such as name:v3 or name@sha256:…, got {image!r}.")
+        raise ValueError(
+            f"expected an image with a tag that stays what it is, such as name:v3 or name@sha256:…, got {image!r}."
+        )
     return image
 
 
@@ -90,13 +98,15 @@ class JobConfig(LauncherConfig):
     """True: the toolkit restarts it after a preemption, and it goes on from its last checkpoint."""
     bid: int | None = Field(default=None, ge=0, le=9999)
     stop_after_failures: int = added_field(5, ge=0)
-    """So many experiments in a row that failed within a minute of their start end the submission: what waits is not started. 0: never."""
+    """So many experiments in a row that failed within a minute of their start end the submission: what waits is not
+    started. 0: never."""
     max_run_seconds: int = Field(ge=60)
     """The toolkit ends the job after this; the time that a child waits for its parents counts."""
     stop_before_seconds: int = Field(default=300, ge=1)
     """How long before `max_run_seconds` are over the training is told to write a checkpoint and end."""
     parent_poll_seconds: float = Field(default=30.0, gt=0)
-    """How often a child looks at its parents' states. A waiting child holds its resources: submit parents alone if that is expensive."""
+    """How often a child looks at its parents' states. A waiting child holds its resources: submit parents alone if that
+    is expensive."""
     parent_patience_seconds: int = Field(default=600, ge=0)
     """How long a parent may be failed or stopped, and be retried meanwhile, before its child gives up."""
     parent_wait_seconds: int = Field(default=86_400, ge=0)
@@ -117,7 +127,8 @@ class JobConfig(LauncherConfig):
     def _check_together(self) -> "JobConfig":
         if self.stop_before_seconds >= self.max_run_seconds:
             raise ValueError(
-                f"stop_before_seconds is {self.stop_before_seconds}, expected less than max_run_seconds, {self.max_run_seconds}."
+                f"stop_before_seconds is {self.stop_before_seconds}, expected less than max_run_seconds, "
+                f"{self.max_run_seconds}."
             )
         if self.gpus == 0 and (self.gpu_mem_gb is not None or self.gpu_model is not None):
             raise ValueError("gpu_mem_gb and gpu_model say something of GPUs, but gpus is 0.")
@@ -130,7 +141,8 @@ class JobConfig(LauncherConfig):
         name = self.account[1:].strip("{}")
         if not os.environ.get(name):
             raise LaunchError(
-                f"toolkit: account is {self.account!r}, but {name} is not set. Set it: `export {name}=$(eai account get --field id)`."
+                f"toolkit: account is {self.account!r}, but {name} is not set. Set it: `export {name}=$(eai account "
+                f"get --field id)`."
             )
         return os.environ[name]
 
@@ -168,7 +180,8 @@ class ListedJob:
 
 
 class Service(Protocol):
-    """A transport to the toolkit. Each method makes one call, and raises one of the errors above, or LaunchError for a refusal."""
+    """A transport to the toolkit. Each method makes one call, and raises one of the errors above, or LaunchError for a
+    refusal."""
 
     def create(self, spec: Spec) -> str: ...
 
@@ -184,7 +197,8 @@ class Service(Protocol):
 
 
 def create(config: JobConfig, service: Service, spec: Spec) -> str:
-    """Queue one job exactly once: after a call of unknown outcome, the job is looked up by its name before the call is repeated.
+    """Queue one job exactly once: after a call of unknown outcome, the job is looked up by its name before the call is
+    repeated.
 
     The service takes no name twice, so that even a request that arrives late cannot queue a second job.
     """
@@ -199,7 +213,9 @@ def create(config: JobConfig, service: Service, spec: Spec) -> str:
             over = known is not None and has_ended(scheduler_state(config, known))
             if known and (doubt or isinstance(error, OutcomeUnknown) or not over):
                 return known.job_id
-            if known and isinstance(error, NameTaken):  # of an earlier call for this submission; its name can never be used again
+            if known and isinstance(
+                error, NameTaken
+            ):  # of an earlier call for this submission; its name can never be used again
                 number = int(spec.name.removeprefix(name).strip("_") or 1) + 1
                 spec = replace(spec, name=f"{name}_{number}")
                 continue
@@ -225,7 +241,9 @@ def _find_by_name(config: JobConfig, service: Service, spec: Spec, failed: Launc
         raise OutcomeUnknown(f"{failed} Whether it is queued as {spec.name} could not be asked: {error}") from None
     job = next((job for job in listed if job.name == spec.name), None)
     if job and any(job.tags.get(tag) != spec.tags[tag] for tag in (SUBMISSION, EXPERIMENT)):
-        raise LaunchError(f"toolkit: the name {spec.name} belongs to job {job.job_id}, which this submission has not queued.")
+        raise LaunchError(
+            f"toolkit: the name {spec.name} belongs to job {job.job_id}, which this submission has not queued."
+        )
     return job
 
 
@@ -248,7 +266,8 @@ def _pauses(config: JobConfig) -> Iterator[float]:
 
 
 def call_with_retries(config: JobConfig, call: Callable[[], T]) -> T:
-    """Repeat an idempotent call until it is answered. Raises LaunchError if refused, or not answered at the last try."""
+    """Repeat an idempotent call until it is answered. Raises LaunchError if refused, or not answered at the last
+    try."""
     pauses = _pauses(config)
     while True:
         try:

@@ -29,7 +29,8 @@ class Family:
     layers: str
     """Attribute path of the list of decoder layers."""
     gated: bool
-    """True: blocks with RMSNorm, rotary positions, grouped keys and values, gated MLP. False: LayerNorm, biases, plain MLP."""
+    """True: blocks with RMSNorm, rotary positions, grouped keys and values, gated MLP. False: LayerNorm, biases, plain
+    MLP."""
     norm_eps: str | float
     """Config field, or the value if the config has no such field."""
     activation: str
@@ -71,7 +72,8 @@ FAMILIES = {
     "stablelm": replace(_LLAMA, norm_eps="layer_norm_eps", residual_dropout="hidden_dropout"),
     "starcoder2": Family("model.layers", False, "norm_epsilon", "hidden_act", "residual_dropout", "attention_dropout"),
 }
-"""By the `model_type` of the base. A new family is a row here and a line in tests/models/cross_attention/test_families.py."""
+"""By the `model_type` of the base. A new family is a row here and a line in
+tests/models/cross_attention/test_families.py."""
 
 
 class Config(ModelConfig):
@@ -108,8 +110,9 @@ class Config(ModelConfig):
     train_all_params: bool = False
     """Train the base too, as decoder. Contexts are encoded by the current base without gradients."""
     cache_contexts: bool = added_field(False)
-    """Encode each context once in a process, and keep its states in host memory: for data that are read many times. A token takes as
-    many values as the base is wide. Contexts are then encoded one by one, so that a restart, which encodes again, changes no bit."""
+    """Encode each context once in a process, and keep its states in host memory: for data that are read many times. A
+    token takes as many values as the base is wide. Contexts are then encoded one by one, so that a restart, which
+    encodes again, changes no bit."""
     weights: str | None = Field(default=None, min_length=1)
     """Folder of a model in the layout of XC-Cache, for the initial weights of the blocks. None: random."""
 
@@ -121,11 +124,15 @@ class Config(ModelConfig):
                 "or take the 'experiment' that trained the adapters as base."
             )
         if self.base.new_tokens() and not self.train_all_params:
-            raise ValueError("base: it has extra_tokens, and it is frozen, so they would not be learned. Leave them out.")
+            raise ValueError(
+                "base: it has extra_tokens, and it is frozen, so they would not be learned. Leave them out."
+            )
         if self.train_all_params and self.base.is_frozen():
             raise ValueError("train_all_params: the base is quantized, and cannot learn. Leave one of the two out.")
         if self.train_all_params and self.cache_contexts:
-            raise ValueError("cache_contexts: the base learns (train_all_params), so its states change. Leave one of the two out.")
+            raise ValueError(
+                "cache_contexts: the base learns (train_all_params), so its states change. Leave one of the two out."
+            )
         return self
 
     def build(self, places: Places) -> "CrossAttentionLM":
@@ -155,7 +162,8 @@ class Config(ModelConfig):
         call_once(self.base.check, places)
         if self.base.has_random_weights() and not self.train_all_params:
             raise ConfigError(
-                "cross_attention.base: its weights are drawn at random, and frozen they never learn and are in no checkpoint. "
+                "cross_attention.base: its weights are drawn at random, and frozen they never learn and are in no "
+                "checkpoint. "
                 "Train it first and write ref(...) of that experiment, or set train_all_params."
             )
         if self.weights is not None:
@@ -180,7 +188,9 @@ class Config(ModelConfig):
             return None
         plan_of_blocks = self.plan(sizes)
         block = 2 * plan_of_blocks.num_key_value_heads * (plan_of_blocks.hidden_size // plan_of_blocks.num_heads)
-        return kv_cache_size.cross_attention_bytes(sizes, 1 if self.shared_weights else self.num_layers, block, value_bytes)
+        return kv_cache_size.cross_attention_bytes(
+            sizes, 1 if self.shared_weights else self.num_layers, block, value_bytes
+        )
 
     def trained_type(self, places: Places) -> str | None:
         return self.base.trained_type(places) if self.train_all_params else "float32"
@@ -203,7 +213,10 @@ class Config(ModelConfig):
         family = FAMILIES[base.model_type]
         if not family.gated and (self.num_key_value_heads is not None or self.attention_bias):
             field = "num_key_value_heads" if self.num_key_value_heads is not None else "attention_bias"
-            raise ConfigError(f"cross_attention: {field} is for Llama-style bases; on {base.model_type!r} it would be ignored. Remove it.")
+            raise ConfigError(
+                f"cross_attention: {field} is for Llama-style bases; on {base.model_type!r} it would be ignored. "
+                f"Remove it."
+            )
         hidden, heads = self.hidden_size or base.hidden_size, self.num_heads or base.num_heads
         groups = (self.num_key_value_heads or base.num_key_value_heads) if family.gated else heads
         indices = layer_indices(base.num_layers, self.num_layers, self.stride)
@@ -236,7 +249,11 @@ def layer_indices(num_decoder_layers: int, num_layers: int, stride: int) -> list
     if num_layers * stride > num_decoder_layers:
         limits = {"num_layers": num_decoder_layers // stride, "stride": num_decoder_layers // num_layers}
         fits = [f"{name} up to {most}" for name, most in limits.items() if most]
-        advice = f"Fits: {' or '.join(fits)}." if fits else f"Both must be smaller: their product can be {num_decoder_layers} at most."
+        advice = (
+            f"Fits: {' or '.join(fits)}."
+            if fits
+            else f"Both must be smaller: their product can be {num_decoder_layers} at most."
+        )
         raise ConfigError(
             f"cross_attention: num_layers {num_layers} x stride {stride} needs {num_layers * stride} decoder layers, "
             f"the base has {num_decoder_layers}. {advice}"
@@ -249,10 +266,13 @@ def _check_heads(plan_of_blocks: Plan, shared_projections: bool) -> None:
     if hidden % heads:
         raise ConfigError(f"cross_attention: hidden_size {hidden} does not divide by num_heads {heads}.")
     if plan_of_blocks.family.gated and hidden // heads % 2:
-        raise ConfigError(f"cross_attention: rotary positions need an even width per head, {hidden} / {heads} is {hidden // heads}.")
+        raise ConfigError(
+            f"cross_attention: rotary positions need an even width per head, {hidden} / {heads} is {hidden // heads}."
+        )
     if heads % groups:
         raise ConfigError(f"cross_attention: num_heads {heads} does not divide by num_key_value_heads {groups}.")
     if shared_projections and groups != heads:
         raise ConfigError(
-            f"cross_attention: shared_projections needs as many key heads as query heads: set num_key_value_heads to {heads}, got {groups}."
+            f"cross_attention: shared_projections needs as many key heads as query heads: set num_key_value_heads to "
+            f"{heads}, got {groups}."
         )

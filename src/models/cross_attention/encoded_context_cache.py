@@ -1,8 +1,9 @@
-"""Cache of encoded contexts on disk, for serving: a context is encoded once and read by every later question, in any process.
+"""Cache of encoded contexts on disk, for serving: a context is encoded once and read by every later question, in any
+process.
 
-A folder holds the contexts of one base, named in cache.json, in one file each. Files are renamed into place and checked when read;
-damaged ones are deleted and encoded again. The least recently read are evicted to stay below `max_bytes`. Several
-processes may read and write the folder at once.
+A folder holds the contexts of one base, named in cache.json, in one file each. Files are renamed into place and checked
+when read; damaged ones are deleted and encoded again. The least recently read are evicted to stay below `max_bytes`.
+Several processes may read and write the folder at once.
 
 Shapes: B samples, C context chunks, S tokens of a chunk, N chunks that are not cached, D hidden size of the base.
 """
@@ -45,7 +46,8 @@ _ABANDONED_SECONDS = 3600.0
 
 
 def base_digest(base: Any) -> str:
-    """Identity of a transformers model in memory: sha256 over config, and names, shapes, types and evenly spaced values of parameters.
+    """Identity of a transformers model in memory: sha256 over config, and names, shapes, types and evenly spaced values
+    of parameters.
 
     Independent of where its files are and how it was loaded; different for other weights, types, adapters or settings.
     """
@@ -53,7 +55,9 @@ def base_digest(base: Any) -> str:
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     for name, parameter in sorted(base.named_parameters()):
         flat = parameter.detach().reshape(-1)
-        picked = flat[torch.linspace(0, len(flat) - 1, min(len(flat), _SAMPLED), device=flat.device, dtype=torch.float64).long()]
+        picked = flat[
+            torch.linspace(0, len(flat) - 1, min(len(flat), _SAMPLED), device=flat.device, dtype=torch.float64).long()
+        ]
         digest.update(f"{name} {list(parameter.shape)} {parameter.dtype}".encode() + _bytes(picked.cpu()))
     return digest.hexdigest()
 
@@ -102,7 +106,9 @@ class ContextCache:
         missing = {key: n for n, key in keys.items() if found[key] is None}
         self.hits += len(found) - len(missing)
         self.misses += len(missing)
-        encoded = self._encode(context_ids.view(B * C, S), mask.view(B * C, S), list(missing.values())) if missing else []
+        encoded = (
+            self._encode(context_ids.view(B * C, S), mask.view(B * C, S), list(missing.values())) if missing else []
+        )
         for key, states in zip(missing, encoded, strict=True):
             stored = self._to_disk(states)
             self._write_entry(key, stored)
@@ -162,7 +168,9 @@ class ContextCache:
             return None
         try:
             stored = load(data)
-            whole = int(stored.pop("checksum")) == _checksum(key, stored) and stored["states"].shape[1] == self._hidden_size
+            whole = (
+                int(stored.pop("checksum")) == _checksum(key, stored) and stored["states"].shape[1] == self._hidden_size
+            )
         except (SafetensorError, KeyError, ValueError, IndexError, RuntimeError):
             whole, stored = False, {}
         if not whole:
@@ -189,7 +197,9 @@ class ContextCache:
                     if path.exists():  # another process was faster
                         return
                     total = self._total_bytes(lock) + len(data)
-                    _write_total(lock, total)  # before the file exists: after a kill in between it is too large, never too small
+                    _write_total(
+                        lock, total
+                    )  # before the file exists: after a kill in between it is too large, never too small
                     os.replace(beside, path)
                     if total > self.max_bytes:
                         _write_total(lock, self._evict())
@@ -238,14 +248,19 @@ class ContextCache:
                 return
         made = read_json(path, CheckpointError)
         if not isinstance(made, dict) or not mine.keys() <= made.keys() or made["format"] != FORMAT:
-            raise CheckpointError(f"{path}: not of a cache of format {FORMAT}. Delete the folder: all in it can be encoded again.")
+            raise CheckpointError(
+                f"{path}: not of a cache of format {FORMAT}. Delete the folder: all in it can be encoded again."
+            )
         if made["base"] != self._base:
             raise ConfigError(
-                f"{self.folder}: caches contexts of {made['name']} (weights {made['base'][:12]}), but this model's base is {name} "
+                f"{self.folder}: caches contexts of {made['name']} (weights {made['base'][:12]}), but this model's "
+                f"base is {name} "
                 f"(weights {self._base[:12]}). Name another folder, or delete this one."
             )
         if made["dtype"] != self.dtype:
-            raise ConfigError(f"{self.folder}: caches {made['dtype']}, not {self.dtype}. Name another folder, or delete this one.")
+            raise ConfigError(
+                f"{self.folder}: caches {made['dtype']}, not {self.dtype}. Name another folder, or delete this one."
+            )
 
     @contextlib.contextmanager
     def _lock(self) -> Iterator[int]:

@@ -12,8 +12,8 @@ from torch import Tensor
 from src.host_copies import host_copy, remember, upload
 
 ENCODED_TOGETHER = 8
-"""Sequences in one pass. Those of like length go together, so that little padding is computed: with lengths spread from 40 to
-256 tokens, groups of 8 of 32 sequences take 0.64 of the time of all at once (2 M parameters, one CPU core)."""
+"""Sequences in one pass. Those of like length go together, so that little padding is computed: with lengths spread from
+40 to 256 tokens, groups of 8 of 32 sequences take 0.64 of the time of all at once (2 M parameters, one CPU core)."""
 
 
 def last_hidden(model: Any, ids: Tensor, mask: Tensor) -> Tensor:
@@ -22,14 +22,21 @@ def last_hidden(model: Any, ids: Tensor, mask: Tensor) -> Tensor:
     mask: (N, S) bool, True on real tokens. Padding may be on either side; positions count real tokens.
     """
     positions = (mask.long().cumsum(dim=-1) - 1).clamp(min=0)
-    return model.base_model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).last_hidden_state
+    return model.base_model(
+        input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False
+    ).last_hidden_state
 
 
 @torch.no_grad()
 def encode(
-    model: Any, ids: Tensor, mask: Tensor, passes: Callable[[int], int] = lambda needed: needed, together: int | None = None
+    model: Any,
+    ids: Tensor,
+    mask: Tensor,
+    passes: Callable[[int], int] = lambda needed: needed,
+    together: int | None = None,
 ) -> Tensor:
-    """Hidden states (N, S, D) of sequences (N, S), each on its own; zero where a sequence has no token. Those without any are skipped.
+    """Hidden states (N, S, D) of sequences (N, S), each on its own; zero where a sequence has no token. Those without
+    any are skipped.
 
     passes: number of passes to make if this many are needed: more where ranks must make equally many.
     together: sequences in a pass (ENCODED_TOGETHER).
@@ -43,15 +50,17 @@ def encode(
     for group in groups:
         columns = real[group].any(dim=0).nonzero()[:, 0]
         some = upload(group, ids.device)[:, None], upload(columns, ids.device)
-        hidden[some] = last_hidden(model, ids[some], remember(mask[some], real[group[:, None], columns])).to(hidden.dtype)
+        hidden[some] = last_hidden(model, ids[some], remember(mask[some], real[group[:, None], columns])).to(
+            hidden.dtype
+        )
     for _ in range(more):
         last_hidden(model, ids.new_zeros(1, 1), mask.new_ones(1, 1))
     return hidden
 
 
 class EncodedInMemory:
-    """What `encode` gives, each distinct sequence encoded once and alone: its states depend on nothing else, so that it does not matter
-    which process met it first, nor whether it was kept or encoded again."""
+    """What `encode` gives, each distinct sequence encoded once and alone: its states depend on nothing else, so that it
+    does not matter which process met it first, nor whether it was kept or encoded again."""
 
     def __init__(self) -> None:
         self._states: dict[tuple[bytes, torch.dtype | None], Tensor] = {}

@@ -16,7 +16,8 @@ PROJECTED = 2
 
 
 def training_flops(model: "CrossAttentionLM") -> Callable[[Mapping[str, Tensor]], int]:
-    """A function from a batch to the operations of one training pass over it: padding of the questions included, of the contexts not.
+    """A function from a batch to the operations of one training pass over it: padding of the questions included, of the
+    contexts not.
 
     With `cache_contexts` contexts are encoded once and read many times: encoding them does not count.
     """
@@ -33,7 +34,9 @@ def training_flops(model: "CrossAttentionLM") -> Callable[[Mapping[str, Tensor]]
     def flops(batch: Mapping[str, Tensor]) -> int:
         B, T = batch["input_ids"].shape
         scored = int(batch["loss_mask"][:, 1:].sum()) if "loss_mask" in batch else B * T
-        total = stack._replace(layers=below).flops(B, T, FORWARD) + stack._replace(layers=stack.layers - below).flops(B, T, through)
+        total = stack._replace(layers=below).flops(B, T, FORWARD) + stack._replace(layers=stack.layers - below).flops(
+            B, T, through
+        )
         total += through.matrices * 2 * scored * head_weights(config) + adapters.flops(B * T, 0)
         P = batch["context_mask"][0].numel()
         if "context_hidden" not in batch and not model.settings.cache_contexts:

@@ -1,7 +1,8 @@
 """Cross-attention blocks, attached to any decoder by hooks on its list of layers.
 
-Shapes: B samples, T decoder tokens, C context chunks, S tokens of a chunk, P = C * S context positions, D hidden size of the
-base, H heads, K key/value heads, d width of a head. R rows of the decoder per context (beams), so the decoder has B * R rows.
+Shapes: B samples, T decoder tokens, C context chunks, S tokens of a chunk, P = C * S context positions, D hidden size
+of the base, H heads, K key/value heads, d width of a head. R rows of the decoder per context (beams), so the decoder
+has B * R rows.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -27,7 +28,8 @@ from src.models.cross_attention.kv_cache import ActiveContext, Context
 from src.models.wrapper import Wrapper
 
 _READING: ContextVar[Mapping[int, ActiveContext | None]] = ContextVar("reading", default={})  # noqa: B039  never changed in place
-"""What each model reads, by its id: of each thread its own, so that requests that are answered at once keep their contexts apart."""
+"""What each model reads, by its id: of each thread its own, so that requests that are answered at once keep their
+contexts apart."""
 
 
 def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
@@ -52,12 +54,18 @@ class CrossAttention(nn.Module):
         self.heads, self.head_size = sizes.num_heads, sizes.hidden_size // sizes.num_heads
         bias = config.attention_bias or not sizes.family.gated
         self.q = nn.Linear(width, sizes.hidden_size, bias=bias)
-        self.k = None if config.shared_projections else nn.Linear(width, sizes.num_key_value_heads * self.head_size, bias=bias)
+        self.k = (
+            None
+            if config.shared_projections
+            else nn.Linear(width, sizes.num_key_value_heads * self.head_size, bias=bias)
+        )
         self.v = nn.Linear(width, sizes.num_key_value_heads * self.head_size, bias=bias)
         self.out = nn.Linear(sizes.hidden_size, width, bias=bias)
         self.theta = _rope_theta(base.rope_parameters) if sizes.family.gated else None
         self.attention_dropout = getattr(base, sizes.family.attention_dropout)
-        self.residual_dropout = nn.Dropout(getattr(base, sizes.family.residual_dropout) if sizes.family.residual_dropout else 0.0)
+        self.residual_dropout = nn.Dropout(
+            getattr(base, sizes.family.residual_dropout) if sizes.family.residual_dropout else 0.0
+        )
 
     def project(self, context_BPD: Tensor, mask_BP: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values, (B, K, P, d) each, of the encoded contexts. Positions count real tokens,
@@ -70,10 +78,11 @@ class CrossAttention(nn.Module):
         return k.transpose(1, 2), v.transpose(1, 2)
 
     def forward(self, h: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, positions: Tensor | None) -> Tensor:
-        """Attention output for the decoder states h (B * R, T, D), in the same shape; zero for a sample without a readable position.
+        """Attention output for the decoder states h (B * R, T, D), in the same shape; zero for a sample without a
+        readable position.
 
-        mask: (B, P) bool, True on readable positions; None: on all. positions: (B * R or 1, T), of the decoder tokens; None without rotary
-        positions.
+        mask: (B, P) bool, True on readable positions; None: on all. positions: (B * R or 1, T), of the decoder tokens;
+        None without rotary positions.
         """
         rows, T, _ = h.shape
         q = self.q(h).view(rows, T, self.heads, self.head_size)
@@ -83,10 +92,13 @@ class CrossAttention(nn.Module):
         # Cross-attention is not causal, so the rows that share a context can be concatenated.
         q = q.reshape(len(keys), -1, self.heads, self.head_size).transpose(1, 2)
         readable = None if mask is None else mask.any(dim=-1)
-        # An empty softmax gives NaN, and NaN gradients even if its result is discarded: attend to everything, then discard.
+        # An empty softmax gives NaN, and NaN gradients even if its result is discarded: attend to everything, then
+        # discard.
         allowed = None if mask is None or readable is None else (mask | ~readable[:, None])[:, None, None, :]
         rate = self.attention_dropout if self.training else 0.0
-        read = functional.scaled_dot_product_attention(q, keys, values, allowed, dropout_p=rate, enable_gqa=keys.shape[1] != self.heads)
+        read = functional.scaled_dot_product_attention(
+            q, keys, values, allowed, dropout_p=rate, enable_gqa=keys.shape[1] != self.heads
+        )
         read = self.residual_dropout(self.out(read.transpose(1, 2).reshape(rows, T, -1)))
         if readable is None:
             return read
@@ -103,7 +115,9 @@ class MLP(nn.Module):
         self.up = nn.Linear(base.hidden_size, inner, bias=not gated)
         self.down = nn.Linear(inner, base.hidden_size, bias=not gated)
         self.activation = ACT2FN[getattr(base, sizes.family.activation, sizes.family.activation)]
-        self.dropout = nn.Dropout(getattr(base, sizes.family.residual_dropout) if sizes.family.residual_dropout else 0.0)
+        self.dropout = nn.Dropout(
+            getattr(base, sizes.family.residual_dropout) if sizes.family.residual_dropout else 0.0
+        )
 
     def forward(self, h: Tensor) -> Tensor:
         """(…, D) -> (…, D)."""
@@ -112,7 +126,8 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm cross-attention and MLP. Its weights are float32 whatever the base's: they are the ones that are trained."""
+    """Pre-norm cross-attention and MLP. Its weights are float32 whatever the base's: they are the ones that are
+    trained."""
 
     def __init__(self, config: Config, base: Any, sizes: Plan) -> None:
         super().__init__()
@@ -130,7 +145,9 @@ class Block(nn.Module):
         """Keys and values of the encoded contexts, (B, K, P, d) each. mask_BP: True on real tokens."""
         return self.attention.project(context_BPD.to(self.norm1.weight.dtype), mask_BP)
 
-    def forward(self, h: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, positions: Tensor | None = None) -> Tensor:
+    def forward(
+        self, h: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, positions: Tensor | None = None
+    ) -> Tensor:
         """Decoder states (B * R, T, D) in and out, in the type of `h`; the rest as in CrossAttention."""
         if self.training and self.context_dropout_rate:
             assert mask is not None
@@ -142,7 +159,8 @@ class Block(nn.Module):
 
 
 def _rope_theta(parameters: Mapping[str, Any]) -> float:
-    """The base of the wavelengths; where it differs by the type of layer (Gemma 3), that of the layers which read everything."""
+    """The base of the wavelengths; where it differs by the type of layer (Gemma 3), that of the layers which read
+    everything."""
     return parameters.get("full_attention", parameters)["rope_theta"]
 
 
@@ -156,12 +174,13 @@ def _initialize(module: nn.Module, std: float) -> None:
 class CrossAttentionLM(Wrapper):
     """A causal language model with trained blocks between its layers that read a context.
 
-    Without `train_all_params` the base is frozen: its weights have no gradients, and it stays in eval mode, without dropout. While it
-    encodes, it is always in eval mode.
+    Without `train_all_params` the base is frozen: its weights have no gradients, and it stays in eval mode, without
+    dropout. While it encodes, it is always in eval mode.
     """
 
     def __init__(self, config: Config, base: PreTrainedModel, plan: Plan | None = None) -> None:
-        """Attach the blocks of `config` to `base`, as hooks that do nothing until a context is read. plan: None for that of `config`.
+        """Attach the blocks of `config` to `base`, as hooks that do nothing until a context is read. plan: None for
+        that of `config`.
 
         Raises:
             ConfigError: `base` is of no known family, or the blocks do not fit it.
@@ -178,7 +197,8 @@ class CrossAttentionLM(Wrapper):
         self.blocks = nn.ModuleDict(blocks)
         """By the index of the decoder layer, or one for all of them."""
         self.num_passes: Callable[[int], int] = lambda needed: needed
-        """Passes through the base that `encode` makes if it needs this many: more where ranks must make equally many."""
+        """Passes through the base that `encode` makes if it needs this many: more where ranks must make equally
+        many."""
         self._encode = EncodedInMemory().encode if config.cache_contexts else encode
         for i in sizes.layer_indices:
             block = blocks["shared" if config.shared_weights else str(i)]
@@ -208,7 +228,10 @@ class CrossAttentionLM(Wrapper):
         context_mask: (B, C, S) bool, True on real tokens. Chunks without any are skipped.
         """
         B, C, S = context_ids.shape
-        ids, mask = (change_both(lambda own: own.reshape(B * C, S), each) for each in (context_ids, change_both(Tensor.bool, context_mask)))
+        ids, mask = (
+            change_both(lambda own: own.reshape(B * C, S), each)
+            for each in (context_ids, change_both(Tensor.bool, context_mask))
+        )
         training = self.base.training
         self.base.eval()
         with self.reading(None):
@@ -225,12 +248,13 @@ class CrossAttentionLM(Wrapper):
         loss_mask: Tensor | None = None,
         context_hidden: Tensor | None = None,
     ) -> Tensor:
-        """Logits of the tokens (B, T), read with their contexts. Masks are True on real tokens; padding may be on either side.
+        """Logits of the tokens (B, T), read with their contexts. Masks are True on real tokens; padding may be on
+        either side.
 
         Contexts are those of a ContextBatch or of an EncodedBatch.
 
-        Returns (N, vocabulary) for the N tokens where loss_mask (B, T) is True, in row-major order, each predicted from the
-        tokens before it; without loss_mask (B, T, vocabulary), each position predicting the token after it.
+        Returns (N, vocabulary) for the N tokens where loss_mask (B, T) is True, in row-major order, each predicted from
+        the tokens before it; without loss_mask (B, T, vocabulary), each position predicting the token after it.
         """
         with self._reading_batch(context_ids, context_mask, context_hidden):
             hidden = last_hidden(self.base, input_ids, attention_mask)
@@ -248,9 +272,11 @@ class CrossAttentionLM(Wrapper):
         context_hidden: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Continue left-padded prompts (B, T); returns prompts and continuations. `kwargs` are those of transformers' generate.
+        """Continue left-padded prompts (B, T); returns prompts and continuations. `kwargs` are those of transformers'
+        generate.
 
-        Without a context it reads that of the enclosing `reading`. Call it in eval mode: train mode drops positions of the context.
+        Without a context it reads that of the enclosing `reading`. Call it in eval mode: train mode drops positions of
+        the context.
 
         Raises:
             ConfigError: there is no context.
@@ -265,11 +291,17 @@ class CrossAttentionLM(Wrapper):
         if context_mask is not None:
             return self.reading(self.make_context(context_ids, context_mask, context_hidden))
         if self._reading is None:
-            raise ConfigError("no context to read: give context_ids and context_mask, or call it inside `with model.reading(context):`.")
+            raise ConfigError(
+                "no context to read: give context_ids and context_mask, or call it inside `with "
+                "model.reading(context):`."
+            )
         return nullcontext()
 
-    def make_context(self, context_ids: Tensor | None, context_mask: Tensor, context_hidden: Tensor | None = None) -> Context:
-        """Encode (B, C, S) ids and mask, or wrap states (B, P, D) that were encoded in advance, with their mask (B, P)."""
+    def make_context(
+        self, context_ids: Tensor | None, context_mask: Tensor, context_hidden: Tensor | None = None
+    ) -> Context:
+        """Encode (B, C, S) ids and mask, or wrap states (B, P, D) that were encoded in advance, with their mask (B,
+        P)."""
         if context_hidden is not None:
             return Context(context_hidden, change_both(Tensor.bool, context_mask))
         assert context_ids is not None
@@ -277,9 +309,11 @@ class CrossAttentionLM(Wrapper):
 
     @contextmanager
     def reading(self, context: Context | None) -> Iterator[None]:
-        """Let every forward of the base inside this `with`, and in this thread, read `context`. Row b of it is read by R consecutive rows.
+        """Let every forward of the base inside this `with`, and in this thread, read `context`. Row b of it is read by
+        R consecutive rows.
 
-        Keys and values are computed at first use and cached, so weights must not change inside. None: the base reads no context.
+        Keys and values are computed at first use and cached, so weights must not change inside. None: the base reads no
+        context.
         """
         active = None if context is None else ActiveContext(context, self._mask_of(context))
         token = _READING.set({**_READING.get(), id(self): active})
@@ -310,7 +344,9 @@ class CrossAttentionLM(Wrapper):
             return None
         return (self._apply_block(block, args[0], kwargs), *args[1:]), kwargs
 
-    def _post_hook(self, block: Block, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    def _post_hook(
+        self, block: Block, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Any:
         """Hook: pass the layer's output through the block."""
         if self._reading is None:
             return None
@@ -320,7 +356,8 @@ class CrossAttentionLM(Wrapper):
 
 
 def output_logits(base: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """Logits of states after the final norm, as the base computes them: Cohere and Granite scale them, Gemma 2 caps them."""
+    """Logits of states after the final norm, as the base computes them: Cohere and Granite scale them, Gemma 2 caps
+    them."""
     head, config = base.get_output_embeddings(), base.config.get_text_config()
     assert head is not None
     logits = head(hidden)
@@ -344,6 +381,12 @@ def _plan_for(config: Config, base: PreTrainedModel) -> Plan:
 def _decoder_layers(base: PreTrainedModel, path: str) -> nn.ModuleList:
     """The base's list of layers, at `path` in a model of text alone."""
     try:
-        return attrgetter(path)(base) if base.config.get_text_config() is base.config else cast(Any, base.get_decoder()).layers
+        return (
+            attrgetter(path)(base)
+            if base.config.get_text_config() is base.config
+            else cast(Any, base.get_decoder()).layers
+        )
     except AttributeError:
-        raise ConfigError(f"cross_attention: {type(base).__name__} has no {path!r}. Take a plain causal language model as base.") from None
+        raise ConfigError(
+            f"cross_attention: {type(base).__name__} has no {path!r}. Take a plain causal language model as base."
+        ) from None

@@ -1,6 +1,8 @@
-"""A cross-attention model as transformers loads it, without this project: the classes, and the folder that has their code in it.
+"""A cross-attention model as transformers loads it, without this project: the classes, and the folder that has their
+code in it.
 
-The code in such a folder is that of this room: the modules in SOURCES one after another, without their imports from the project.
+The code in such a folder is that of this room: the modules in SOURCES one after another, without their imports from the
+project.
 """
 
 import ast
@@ -29,7 +31,13 @@ class CrossAttentionConfig(PretrainedConfig):
 
     model_type = "cross_attention_lm"
 
-    def __init__(self, base: dict[str, Any] | None = None, settings: dict[str, Any] | None = None, plan: Any = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        base: dict[str, Any] | None = None,
+        settings: dict[str, Any] | None = None,
+        plan: Any = None,
+        **kwargs: Any,
+    ) -> None:
         self.base, self.settings, self.plan = base or {}, settings or {}, plan or {}
         super().__init__(**kwargs)
 
@@ -37,8 +45,8 @@ class CrossAttentionConfig(PretrainedConfig):
 class CrossAttentionForCausalLM(PreTrainedModel):
     """A causal language model that reads a context beside its prompt: `generate(input_ids, context=context_ids)`.
 
-    A context is ids (B, S), or (B, C, S) for C chunks that are encoded each on its own; a pair of ids and mask, True on real tokens; or
-    what `encode_context` gives, for several questions. Without one the model is its base.
+    A context is ids (B, S), or (B, C, S) for C chunks that are encoded each on its own; a pair of ids and mask, True on
+    real tokens; or what `encode_context` gives, for several questions. Without one the model is its base.
     """
 
     config_class = CrossAttentionConfig
@@ -56,7 +64,8 @@ class CrossAttentionForCausalLM(PreTrainedModel):
 
     @torch.no_grad()
     def encode_context(self, context_ids: Tensor, context_mask: Tensor | None = None) -> "Context":
-        """Encode ids (B, S) or (B, C, S), to be read by several calls. context_mask: True on real tokens; None: all are."""
+        """Encode ids (B, S) or (B, C, S), to be read by several calls. context_mask: True on real tokens; None: all
+        are."""
         ids = context_ids[:, None] if context_ids.dim() == 2 else context_ids
         mask = torch.ones_like(ids, dtype=torch.bool) if context_mask is None else context_mask.view_as(ids).bool()
         return self._reader.encode(ids, mask)
@@ -66,7 +75,9 @@ class CrossAttentionForCausalLM(PreTrainedModel):
             return context
         return self.encode_context(*context) if isinstance(context, tuple) else self.encode_context(context)
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, context: Any = None, **kwargs: Any) -> CausalLMOutput:
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, context: Any = None, **kwargs: Any
+    ) -> CausalLMOutput:
         """Logits (B, T, vocabulary) of the tokens."""
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         positions = (mask.long().cumsum(dim=-1) - 1).clamp(min=0)
@@ -75,7 +86,9 @@ class CrossAttentionForCausalLM(PreTrainedModel):
         return CausalLMOutput(logits=logits)
 
     @torch.no_grad()
-    def generate(self, input_ids: Tensor, attention_mask: Tensor | None = None, context: Any = None, **kwargs: Any) -> Tensor:
+    def generate(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, context: Any = None, **kwargs: Any
+    ) -> Tensor:
         """Continue left-padded prompts (B, T); `kwargs` are those of transformers' generate."""
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         with self._reader.reading(self._context(context)):
@@ -96,7 +109,10 @@ def save(model: CrossAttentionLM, folder: Path) -> None:
     (folder / CODE).write_text(source(), encoding="utf-8")
     found = CrossAttentionConfig.from_pretrained(folder)
     stem = CODE.removesuffix(".py")
-    found.auto_map = {"AutoConfig": f"{stem}.CrossAttentionConfig", "AutoModelForCausalLM": f"{stem}.CrossAttentionForCausalLM"}
+    found.auto_map = {
+        "AutoConfig": f"{stem}.CrossAttentionConfig",
+        "AutoModelForCausalLM": f"{stem}.CrossAttentionForCausalLM",
+    }
     found.architectures = ["CrossAttentionForCausalLM"]
     found.save_pretrained(folder)
     shutil.rmtree(folder / "__pycache__", ignore_errors=True)

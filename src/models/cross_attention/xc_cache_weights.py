@@ -1,8 +1,9 @@
 """Reads and writes cross-attention blocks in the layout of XC-Cache.
 
-A folder has config.json and the weights in safetensors or PyTorch files. Of these only `cross_attn_layers.<i>.…` are read; a shared
-block is repeated for each layer. The blocks' settings in config.json must equal the experiment's. Names: ServiceNow/xc-cache,
-xc_cache/models/cross_attn; its own code loads Llama-style blocks with LayerNorm alone (`norm: layer`).
+A folder has config.json and the weights in safetensors or PyTorch files. Of these only `cross_attn_layers.<i>.…` are
+read; a shared block is repeated for each layer. The blocks' settings in config.json must equal the experiment's. Names:
+ServiceNow/xc-cache, xc_cache/models/cross_attn; its own code loads Llama-style blocks with LayerNorm alone (`norm:
+layer`).
 """
 
 import hashlib
@@ -33,7 +34,10 @@ _GPT_APART = {**_GPT, "attention.q": "crossattention.q_attn", "attention.k": "cr
 _GPT_TOGETHER = {**_GPT, "attention.q": "crossattention.q_k_attn"}
 _LLAMA = {
     **_SHARED,
-    **{f"attention.{ours}": f"crossattention.{theirs}_proj" for ours, theirs in {"q": "q", "k": "k", "v": "v", "out": "o"}.items()},
+    **{
+        f"attention.{ours}": f"crossattention.{theirs}_proj"
+        for ours, theirs in {"q": "q", "k": "k", "v": "v", "out": "o"}.items()
+    },
     **{f"mlp.{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")},
 }
 _PATTERNS = ("model*.safetensors", "pytorch_model*.bin")
@@ -64,7 +68,9 @@ def require(folder: Path) -> list[Path]:
     """
     found = next((sorted(folder.glob(pattern)) for pattern in _PATTERNS if any(folder.glob(pattern))), [])
     if not found:
-        raise CheckpointError(f"{folder}: no weights here. Expected {' or '.join(_PATTERNS)}, as XC-Cache saves a model.")
+        raise CheckpointError(
+            f"{folder}: no weights here. Expected {' or '.join(_PATTERNS)}, as XC-Cache saves a model."
+        )
     return found
 
 
@@ -90,16 +96,20 @@ def load(model: "CrossAttentionLM", folder: Path) -> None:
     if saved.keys() != expected:
         absent, extra = summarize_names(expected - saved.keys()), summarize_names(saved.keys() - expected)
         raise CheckpointError(
-            f"{folder}: of other blocks. Missing: {absent}; unexpected: {extra}. Compare its config.json with the experiment's model."
+            f"{folder}: of other blocks. Missing: {absent}; unexpected: {extra}. Compare its config.json with the "
+            f"experiment's model."
         )
     for ours, several in wanted.items():
         for theirs in several:
             if saved[theirs].shape != weights[ours].shape:
                 raise CheckpointError(
-                    f"{folder}: of other blocks. {theirs} is {list(saved[theirs].shape)}, expected {list(weights[ours].shape)}."
+                    f"{folder}: of other blocks. {theirs} is {list(saved[theirs].shape)}, expected "
+                    f"{list(weights[ours].shape)}."
                 )
             if not torch.equal(saved[theirs], saved[several[0]]):
-                raise CheckpointError(f"{folder}: {several[0]} and {theirs} differ, but are one by shared_weights or shared_projections.")
+                raise CheckpointError(
+                    f"{folder}: {several[0]} and {theirs} differ, but are one by shared_weights or shared_projections."
+                )
     with torch.no_grad():
         for ours, several in wanted.items():
             weights[ours].copy_(saved[several[0]])
@@ -127,7 +137,8 @@ def _check_config(model: "CrossAttentionLM", folder: Path) -> None:
 def save(model: "CrossAttentionLM", folder: Path, base: str, with_base: bool = False) -> None:
     """Write the blocks of `model`, and a config.json, into the existing `folder`.
 
-    base: hub id or folder of the base, which XC-Cache makes its model from. with_base: write the base's weights too, which its loader of
+    base: hub id or folder of the base, which XC-Cache makes its model from. with_base: write the base's weights too,
+    which its loader of
     checkpoints needs: its model has them under the base's own names, but "transformer." instead of "model.".
     """
     from safetensors.torch import save_file
@@ -136,8 +147,14 @@ def save(model: "CrossAttentionLM", folder: Path, base: str, with_base: bool = F
     found = {theirs: weights[ours] for ours, several in names(model).items() for theirs in several}
     if with_base:
         own = model.base.state_dict()
-        found |= {f"transformer.{name.removeprefix('model.')}" if name.startswith("model.") else name: own[name] for name in own}
-    save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in found.items()}, folder / "model.safetensors")
+        found |= {
+            f"transformer.{name.removeprefix('model.')}" if name.startswith("model.") else name: own[name]
+            for name in own
+        }
+    save_file(
+        {name: tensor.detach().cpu().contiguous().clone() for name, tensor in found.items()},
+        folder / "model.safetensors",
+    )
     write_json(folder / "config.json", {**model.config.to_dict(), **_settings(model), "_name_or_path": base})
 
 
@@ -192,4 +209,6 @@ def _read_blocks(path: Path) -> "Mapping[str, Tensor]":
         loaded = torch.load(path, map_location="cpu", weights_only=True)
         return {name: tensor for name, tensor in loaded.items() if name.startswith(f"{_PREFIX}.")}
     except (SafetensorError, pickle.UnpicklingError, EOFError, RuntimeError) as error:
-        raise CheckpointError(f"{path}: damaged, not readable ({str(error).splitlines()[0][:200]}). Get it again.") from None
+        raise CheckpointError(
+            f"{path}: damaged, not readable ({str(error).splitlines()[0][:200]}). Get it again."
+        ) from None

@@ -1,6 +1,7 @@
 """Config of Fusion-in-Decoder, and all checks that need no torch.
 
-Izacard & Grave, "Leveraging Passage Retrieval with Generative Models for Open Domain Question Answering" (EACL 2021, arXiv 2007.01282).
+Izacard & Grave, "Leveraging Passage Retrieval with Generative Models for Open Domain Question Answering" (EACL 2021,
+arXiv 2007.01282).
 """
 
 from typing import TYPE_CHECKING

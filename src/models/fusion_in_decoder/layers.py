@@ -1,6 +1,8 @@
-"""Fusion-in-Decoder on an encoder-decoder: passages are encoded each on its own, and the decoder reads all of them at once.
+"""Fusion-in-Decoder on an encoder-decoder: passages are encoded each on its own, and the decoder reads all of them at
+once.
 
-Shapes: B samples, T tokens of the longest decoder input, C passages of the sample with most, S tokens of the longest passage, P = C * S.
+Shapes: B samples, T tokens of the longest decoder input, C passages of the sample with most, S tokens of the longest
+passage, P = C * S.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,7 +25,8 @@ class FusionInDecoder(Wrapper):
         self.base = base
 
     def training_flops(self) -> Callable[[Mapping[str, Tensor]], int]:
-        """A function from a batch to the operations of one training pass over it, padding included except for absent passages."""
+        """A function from a batch to the operations of one training pass over it, padding included except for absent
+        passages."""
         adapters = adapter_weights(self.base) or Adapters()
         passes = FROZEN if any(adapters) else TRAINED
 
@@ -35,7 +38,8 @@ class FusionInDecoder(Wrapper):
         return flops
 
     def encode(self, context_ids: Tensor, context_mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Hidden states (B, P, D) of passages (B, C, S) and their mask (B, P), True on real tokens; zeros where it is False.
+        """Hidden states (B, P, D) of passages (B, C, S) and their mask (B, P), True on real tokens; zeros where it is
+        False.
 
         context_mask: (B, C, S) bool, True on real tokens. A passage without any is padding and is not encoded.
         """
@@ -49,14 +53,20 @@ class FusionInDecoder(Wrapper):
         return hidden.view(B, C * S, -1), change_both(lambda own: own.view(B, C * S), mask)
 
     def forward(
-        self, input_ids: Tensor, attention_mask: Tensor, context_ids: Tensor, context_mask: Tensor, loss_mask: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        context_ids: Tensor,
+        context_mask: Tensor,
+        loss_mask: Tensor | None = None,
     ) -> Tensor:
         """Logits of the decoder's tokens (B, T), read with their passages. Padding is on the right.
 
         The first token of each is replaced by the base's start token. Masks are True on real tokens.
 
         Returns (N, vocabulary) for the N tokens where loss_mask (B, T) is True, in row-major order, each
-        predicted from the tokens before it; without loss_mask (B, T, vocabulary), each position predicting the token after it.
+        predicted from the tokens before it; without loss_mask (B, T, vocabulary), each position predicting the token
+        after it.
         """
         hidden, mask = self.encode(context_ids, context_mask)
         logits = self.base(
@@ -69,8 +79,11 @@ class FusionInDecoder(Wrapper):
         return logits if loss_mask is None else pick_before(logits, loss_mask)
 
     @torch.no_grad()
-    def generate(self, input_ids: Tensor, attention_mask: Tensor, context_ids: Tensor, context_mask: Tensor, **kwargs: Any) -> Tensor:
-        """Continue decoder inputs (B, T), all of one length; returns them, begun with the start token, and what follows.
+    def generate(
+        self, input_ids: Tensor, attention_mask: Tensor, context_ids: Tensor, context_mask: Tensor, **kwargs: Any
+    ) -> Tensor:
+        """Continue decoder inputs (B, T), all of one length; returns them, begun with the start token, and what
+        follows.
 
         `kwargs` are those of transformers' generate.
         """

@@ -15,7 +15,8 @@ PAD = "<|padding|>"
 def sequence_classifier(model: RewardModel, pad_id: int) -> Any:
     """The model as transformers' class, which shares its weights. pad_id: of a token that no sequence has.
 
-    That class takes the last token that is not `pad_id` for the end: where padding is the end token, it reads the token before.
+    That class takes the last token that is not `pad_id` for the end: where padding is the end token, it reads the token
+    before.
 
     Raises:
         ConfigError: transformers has no such class for the family, or none that takes a mean.
@@ -23,13 +24,18 @@ def sequence_classifier(model: RewardModel, pad_id: int) -> Any:
     from transformers import AutoModelForSequenceClassification
 
     if model.pooling != "last":
-        raise ConfigError(f"pooling {model.pooling!r}: transformers reads rewards only from the last token. Load it with this project.")
+        raise ConfigError(
+            f"pooling {model.pooling!r}: transformers reads rewards only from the last token. Load it with this "
+            f"project."
+        )
     config = type(model.config).from_dict({**model.config.to_dict(), "num_labels": 1, "pad_token_id": pad_id})
     try:
         with torch.device("meta"):
             classifier: Any = AutoModelForSequenceClassification.from_config(config, dtype=model.base.dtype)
     except ValueError:
-        raise ConfigError(f"transformers has no {config.model_type!r} for sequence classification. Load it with this project.") from None
+        raise ConfigError(
+            f"transformers has no {config.model_type!r} for sequence classification. Load it with this project."
+        ) from None
     setattr(classifier, classifier.base_model_prefix, model.base)
     classifier.score = model.head.to(model.base.dtype)
     return classifier

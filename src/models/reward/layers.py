@@ -28,7 +28,8 @@ class RewardModel(Wrapper):
         nn.init.normal_(self.head.weight, std=_HEAD_STD)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Rewards (B,) float32 of sequences (B, T). attention_mask: (B, T) bool, True on real tokens, on whichever side padding is."""
+        """Rewards (B,) float32 of sequences (B, T). attention_mask: (B, T) bool, True on real tokens, on whichever side
+        padding is."""
         hidden_BTD = self.base(
             input_ids=input_ids, attention_mask=change_both(Tensor.long, attention_mask), use_cache=False
         ).last_hidden_state
@@ -37,7 +38,9 @@ class RewardModel(Wrapper):
             pooled_BD = (hidden_BTD * mask_BT[..., None]).sum(dim=1) / mask_BT.sum(dim=1, keepdim=True)
         else:
             places_T = torch.arange(mask_BT.shape[1], device=mask_BT.device)
-            pooled_BD = hidden_BTD[torch.arange(mask_BT.shape[0], device=mask_BT.device), (places_T * mask_BT).argmax(dim=1)]
+            pooled_BD = hidden_BTD[
+                torch.arange(mask_BT.shape[0], device=mask_BT.device), (places_T * mask_BT).argmax(dim=1)
+            ]
         return self.head(pooled_BD.to(self.head.weight.dtype)).squeeze(-1).float()
 
     def training_flops(self) -> Callable[[Mapping[str, Tensor]], int]:

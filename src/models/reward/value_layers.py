@@ -45,7 +45,9 @@ class PolicyWithValues(Wrapper):
         shared = self.critic is None
         found = self.base(input_ids=input_ids, attention_mask=attention_mask, output_hidden_states=shared, **options)
         if self.critic is not None:
-            hidden_BTD = self.critic(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
+            hidden_BTD = self.critic(
+                input_ids=input_ids, attention_mask=attention_mask, use_cache=False
+            ).last_hidden_state
         else:
             hidden_BTD = found.hidden_states[-1]
         with torch.autocast(hidden_BTD.device.type, enabled=False):

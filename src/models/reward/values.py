@@ -32,7 +32,9 @@ class Config(ModelConfig):
         if self.critic:
             self.critic.require_kind(DECODER, None, "critic")
         if self.critic and self.critic.is_frozen():
-            raise ValueError("critic: it is quantized, and cannot learn. Put 'lora' around it, or leave quantization out.")
+            raise ValueError(
+                "critic: it is quantized, and cannot learn. Put 'lora' around it, or leave quantization out."
+            )
         return self
 
     def build(self, places: Places) -> "PolicyWithValues":

@@ -1,4 +1,5 @@
-"""A T5 encoder-decoder: pretrained from a folder or the local hub cache, or from random weights, T5 v1.1 or the original."""
+"""A T5 encoder-decoder: pretrained from a folder or the local hub cache, or from random weights, T5 v1.1 or the
+original."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -53,7 +54,9 @@ class Random(StrictConfig):
     @model_validator(mode="after")
     def _heads_share_the_width(self) -> "Random":
         if self.head_size is None and self.hidden_size % self.num_heads:
-            raise ValueError(f"hidden_size {self.hidden_size} does not divide by num_heads {self.num_heads}. Write head_size.")
+            raise ValueError(
+                f"hidden_size {self.hidden_size} does not divide by num_heads {self.num_heads}. Write head_size."
+            )
         return self
 
 
@@ -112,12 +115,16 @@ class Config(ModelConfig):
         self._hf_config().require_files(places)
         known = self._hf_config().architecture(places)
         if known is None or known.model_type not in CLASSES:
-            raise ConfigError(f"{self.path}: a model of type {known.model_type if known else 'unknown'!r}; expected a T5.")
+            raise ConfigError(
+                f"{self.path}: a model of type {known.model_type if known else 'unknown'!r}; expected a T5."
+            )
 
     def architecture(self, places: Places) -> Architecture | None:
         if self.random:
             sizes = self.random
-            return Architecture("t5", sizes.num_layers, sizes.hidden_size, sizes.num_heads, num_key_value_heads=sizes.num_heads)
+            return Architecture(
+                "t5", sizes.num_layers, sizes.hidden_size, sizes.num_heads, num_key_value_heads=sizes.num_heads
+            )
         found = self._hf_config().architecture(places)
         return replace(found, max_positions=None) if found else None
 
@@ -139,8 +146,9 @@ class Config(ModelConfig):
 def _build_random(sizes: Random, dropout_rate: float, folder: Path) -> "T5ForConditionalGeneration":
     """Weights drawn as in T5 (Raffel et al. 2020, arXiv 1910.10683).
 
-    v1.1's matrix for the logits is drawn with standard deviation hidden_size^-0.5, so that logits begin with variance 1 and the loss at
-    the logarithm of the vocabulary. With standard deviation 1, as for the embedding, the first loss would be ten times that.
+    v1.1's matrix for the logits is drawn with standard deviation hidden_size^-0.5, so that logits begin with variance 1
+    and the loss at the logarithm of the vocabulary. With standard deviation 1, as for the embedding, the first loss
+    would be ten times that.
     """
     import torch
     from transformers import T5Config, T5ForConditionalGeneration

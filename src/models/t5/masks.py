@@ -1,6 +1,7 @@
 """Lets a transformers T5 take separate masks for its encoder and for its cross-attention.
 
-The public forward uses `attention_mask` for both, so a mask with a row for each token fits only one of them. Other keywords are passed
+The public forward uses `attention_mask` for both, so a mask with a row for each token fits only one of them. Other
+keywords are passed
 on to encoder and decoder, which ignore unknown ones: two hooks pick ours out on the way.
 """
 
@@ -14,23 +15,29 @@ CROSS_MASK = "cross_attention_mask"
 
 
 def accept(model: "T5ForConditionalGeneration") -> None:
-    """From now on `model(..., cross_attention_mask=(B, 1, T, S))` is what its decoder sees of its encoder. Mutates `model`.
+    """From now on `model(..., cross_attention_mask=(B, 1, T, S))` is what its decoder sees of its encoder. Mutates
+    `model`.
 
-    Masks of four axes, `attention_mask` (B, 1, S, S) and `decoder_attention_mask` (B, 1, T, T), are taken as they are, so that the
-    decoder's must be causal itself. bool, True where a token (third axis) sees another (fourth). Without such masks nothing changes.
+    Masks of four axes, `attention_mask` (B, 1, S, S) and `decoder_attention_mask` (B, 1, T, T), are taken as they are,
+    so that the decoder's must be causal itself. bool, True where a token (third axis) sees another (fourth). Without
+    such masks nothing changes.
     """
     model.encoder.register_forward_pre_hook(_without_cross_mask, with_kwargs=True)
     model.decoder.register_forward_pre_hook(_with_cross_mask, with_kwargs=True)
 
 
-def _without_cross_mask(encoder: Any, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _without_cross_mask(
+    encoder: Any, args: tuple[Any, ...], given: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     given.pop(CROSS_MASK, None)
     if encoder.config.model_type == "longt5" and given.get("attention_mask") is not None:
         given["attention_mask"] = given["attention_mask"].long()  # numbers of blocks are computed with it
     return args, _to_additive(encoder, given, "attention_mask")
 
 
-def _with_cross_mask(decoder: Any, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _with_cross_mask(
+    decoder: Any, args: tuple[Any, ...], given: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     cross_mask = given.pop(CROSS_MASK, None)
     if cross_mask is not None:
         given["encoder_attention_mask"] = cross_mask
@@ -38,12 +45,15 @@ def _with_cross_mask(decoder: Any, args: tuple[Any, ...], given: dict[str, Any])
 
 
 def _to_additive(stack: Any, given: dict[str, Any], *names: str) -> dict[str, Any]:
-    """`given`, with masks of four axes as the attention of `stack` takes them: eager attention adds them to its logits."""
+    """`given`, with masks of four axes as the attention of `stack` takes them: eager attention adds them to its
+    logits."""
     import torch
 
     if stack.config._attn_implementation == "eager":
         for name in names:
             mask: Tensor | None = given.get(name)
             if mask is not None and mask.dim() == 4 and mask.dtype == torch.bool:
-                given[name] = torch.zeros_like(mask, dtype=stack.dtype).masked_fill_(~mask, torch.finfo(stack.dtype).min)
+                given[name] = torch.zeros_like(mask, dtype=stack.dtype).masked_fill_(
+                    ~mask, torch.finfo(stack.dtype).min
+                )
     return given

@@ -1,4 +1,5 @@
-"""A model that reads images, put together from a pretrained encoder of images and a pretrained decoder; what connects them is new."""
+"""A model that reads images, put together from a pretrained encoder of images and a pretrained decoder; what connects
+them is new."""
 
 import hashlib
 from typing import TYPE_CHECKING, Any, Literal
@@ -29,7 +30,8 @@ class Config(ModelConfig):
     """Which two models, and sizes of what is between them. The decoder's tokenizer gets tokens of images."""
 
     vision: str = Field(min_length=1)
-    """Hub id such as "google/siglip-base-patch16-512", or a folder made by save_pretrained: below `--data_path`, or a path."""
+    """Hub id such as "google/siglip-base-patch16-512", or a folder made by save_pretrained: below `--data_path`, or a
+    path."""
     text: str = Field(min_length=1)
     """Of the decoder, likewise, such as "HuggingFaceTB/SmolLM2-135M"."""
     scale_factor: int | None = Field(default=None, gt=0)
@@ -66,18 +68,26 @@ class Config(ModelConfig):
         image_id = prepared_tokenizer.load(folder, self.new_tokens()).convert_tokens_to_ids(parts.IMAGE)
         sizes = {name: getattr(vision.config, name) for name in _VISION_SIZES}
         tied = bool(text.config.tie_word_embeddings)
-        model = parts.build_random(sizes, text.config.to_dict(), self.scale_factor, self.resampler, image_id, tied).to(text.dtype)
+        model = parts.build_random(sizes, text.config.to_dict(), self.scale_factor, self.resampler, image_id, tied).to(
+            text.dtype
+        )
         encoder = {
             name: tensor for name, tensor in vision.state_dict().items() if not name.startswith("head.")
         }  # it pools, and is not used
-        for part, weights in ((model.model.vision_model, encoder), (model.model.text_model, text.base_model.state_dict())):
+        for part, weights in (
+            (model.model.vision_model, encoder),
+            (model.model.text_model, text.base_model.state_dict()),
+        ):
             missing, unexpected = part.load_state_dict(weights, strict=False)
             if missing or unexpected:
                 raise CheckpointError(
-                    f"{self.vision}, {self.text}: of other layers than expected: {', '.join([*missing, *unexpected][:3])}."
+                    f"{self.vision}, {self.text}: of other layers than expected: "
+                    f"{', '.join([*missing, *unexpected][:3])}."
                 )
         model.lm_head.load_state_dict(text.lm_head.state_dict())
-        model.generation_config.update(**{name: getattr(text.generation_config, name) for name in ("bos_token_id", "eos_token_id")})
+        model.generation_config.update(
+            **{name: getattr(text.generation_config, name) for name in ("bos_token_id", "eos_token_id")}
+        )
         model.name_or_path = str(folder)
         return parts.complete(model, self.frozen)
 
@@ -86,11 +96,15 @@ class Config(ModelConfig):
             model.require_files(places)
             found = model.read_config(places)["model_type"]
             if found not in known:
-                raise ConfigError(f"model.{field}: {model.path} is of type {found!r}; expected one of {', '.join(known)}.")
+                raise ConfigError(
+                    f"model.{field}: {model.path} is of type {found!r}; expected one of {', '.join(known)}."
+                )
         patches = self._patches(places)
         sizes = self.architecture(places)
         try:
-            parts.require_connector(self.scale_factor, self.resampler, patches, self.max_tiles, sizes.hidden_size if sizes else 0)
+            parts.require_connector(
+                self.scale_factor, self.resampler, patches, self.max_tiles, sizes.hidden_size if sizes else 0
+            )
         except ValueError as error:
             raise ConfigError(f"model.{error}") from None
 
@@ -102,7 +116,9 @@ class Config(ModelConfig):
 
     def fingerprint(self, places: Places) -> str:
         """Digest of both."""
-        return hashlib.sha256((self._vision().fingerprint(places) + self._text().fingerprint(places)).encode()).hexdigest()
+        return hashlib.sha256(
+            (self._vision().fingerprint(places) + self._text().fingerprint(places)).encode()
+        ).hexdigest()
 
     def kind(self, places: Places | None) -> str:
         return VISION_LANGUAGE

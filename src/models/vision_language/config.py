@@ -102,7 +102,9 @@ class Config(ModelConfig):
     def architecture(self, places: Places) -> Architecture:
         del places  # they are in the config
         sizes = (self.num_layers, self.hidden_size, self.num_heads)
-        return Architecture(self._family(), *sizes, num_key_value_heads=self.num_heads, max_positions=self.max_positions)
+        return Architecture(
+            self._family(), *sizes, num_key_value_heads=self.num_heads, max_positions=self.max_positions
+        )
 
     def frame_sizes(self, places: Places) -> tuple[int, int]:
         patches = self.vision.frame_size // self.vision.patch_size

@@ -18,11 +18,13 @@ IMAGE = "<image>"
 _EVERY = 997
 """Of a frame's numbers one of so many is looked at first."""
 Part = Literal["vision", "connector", "embeddings", "text"]
-"""The encoder of frames; what makes tokens of its patches; embeddings of tokens and the matrix of the logits; the decoder's layers."""
+"""The encoder of frames; what makes tokens of its patches; embeddings of tokens and the matrix of the logits; the
+decoder's layers."""
 
 
 class Resampler(StrictConfig):
-    """Sizes of what makes tokens of patches in Idefics2 (Laurençon et al. 2024, arXiv 2405.02246): learned queries that read them."""
+    """Sizes of what makes tokens of patches in Idefics2 (Laurençon et al. 2024, arXiv 2405.02246): learned queries that
+    read them."""
 
     tokens: int = Field(gt=0)
     """Of a frame."""
@@ -37,14 +39,18 @@ def image_tokens(max_tiles: int, resampler: Resampler | None) -> list[str]:
     return ["<fake_token_around_image>", IMAGE, *whole]
 
 
-def require_connector(scale_factor: int | None, resampler: Resampler | None, patches: int, max_tiles: int, hidden_size: int) -> None:
+def require_connector(
+    scale_factor: int | None, resampler: Resampler | None, patches: int, max_tiles: int, hidden_size: int
+) -> None:
     """Raises ValueError where patches do not become whole tokens. patches: of a side of a frame."""
     if resampler is None:
         if patches % (scale_factor or 2):
             raise ValueError(f"scale_factor {scale_factor or 2}: the {patches} patches of a side do not divide by it.")
         return
     if scale_factor is not None:
-        raise ValueError("scale_factor: it is of the pixel shuffle, and there is a resampler. Leave one of the two out.")
+        raise ValueError(
+            "scale_factor: it is of the pixel shuffle, and there is a resampler. Leave one of the two out."
+        )
     if max_tiles > 1:
         raise ValueError("max_tiles: with a resampler (Idefics2) images are not cut into tiles. Leave it out.")
     if hidden_size % resampler.num_heads:
@@ -57,10 +63,21 @@ def tokens_of_frame(scale_factor: int | None, resampler: Resampler | None, patch
 
 
 def build_random(
-    vision: Mapping[str, Any], text: Mapping[str, Any], scale_factor: int | None, resampler: Resampler | None, image_id: int, tied: bool
+    vision: Mapping[str, Any],
+    text: Mapping[str, Any],
+    scale_factor: int | None,
+    resampler: Resampler | None,
+    image_id: int,
+    tied: bool,
 ) -> Any:
-    """An Idefics3, or with a resampler an Idefics2, with random weights. vision, text: configs as transformers writes them."""
-    from transformers import Idefics2Config, Idefics2ForConditionalGeneration, Idefics3Config, Idefics3ForConditionalGeneration
+    """An Idefics3, or with a resampler an Idefics2, with random weights. vision, text: configs as transformers writes
+    them."""
+    from transformers import (
+        Idefics2Config,
+        Idefics2ForConditionalGeneration,
+        Idefics3Config,
+        Idefics3ForConditionalGeneration,
+    )
 
     given: dict[str, Any] = {
         "vision_config": dict(vision),
@@ -84,7 +101,8 @@ def build_random(
 
 
 def complete(model: Any, frozen: Sequence[Part] = ()) -> Any:
-    """The transformers model, changed in place: its encoder always runs, parts are frozen, and it tells its operations."""
+    """The transformers model, changed in place: its encoder always runs, parts are frozen, and it tells its
+    operations."""
     _require_encoder_passes(model.model)
     _encode_real_frames(model.model)
     for part in frozen:
@@ -97,12 +115,15 @@ def complete(model: Any, frozen: Sequence[Part] = ()) -> Any:
 def _require_encoder_passes(inner: Any) -> None:
     """Have the features of frames that no token stands for take part in the result with weight 0.
 
-    A micro-batch without an image then reads one frame that nobody sees: where a model is shared, all processes must make the same passes.
+    A micro-batch without an image then reads one frame that nobody sees: where a model is shared, all processes must
+    make the same passes.
     """
     if hasattr(inner, "get_placeholder_mask"):  # SmolVLM
         find = inner.get_placeholder_mask
 
-        def get_placeholder_mask(self: Any, input_ids: "Tensor | None", inputs_embeds: "Tensor", image_features: "Tensor") -> "Tensor":
+        def get_placeholder_mask(
+            self: Any, input_ids: "Tensor | None", inputs_embeds: "Tensor", image_features: "Tensor"
+        ) -> "Tensor":
             if input_ids is None:
                 return find(input_ids, inputs_embeds=inputs_embeds, image_features=image_features)
             mask = _find_images(inner, input_ids, image_features)
@@ -114,7 +135,9 @@ def _require_encoder_passes(inner: Any) -> None:
 
     merge = inner.inputs_merger
 
-    def inputs_merger(self: Any, input_ids: "Tensor | None", inputs_embeds: "Tensor", image_hidden_states: "Tensor") -> "Tensor":
+    def inputs_merger(
+        self: Any, input_ids: "Tensor | None", inputs_embeds: "Tensor", image_hidden_states: "Tensor"
+    ) -> "Tensor":
         if input_ids is None:
             return merge(input_ids, inputs_embeds, image_hidden_states)
         mask, states = _find_images(inner, input_ids, image_hidden_states), image_hidden_states.to(inputs_embeds.dtype)
@@ -142,7 +165,8 @@ def _find_images(inner: Any, input_ids: "Tensor", states: "Tensor") -> "Tensor |
 
 
 def _encode_real_frames(inner: Any) -> None:
-    """Have one row of frames be encoded as it is, where none is padding: transformers would ask the device for those that are.
+    """Have one row of frames be encoded as it is, where none is padding: transformers would ask the device for those
+    that are.
 
     It still looks for padding, which is all 0, in several rows, and in frames of which the CPU has no copy.
     """
@@ -150,7 +174,9 @@ def _encode_real_frames(inner: Any) -> None:
 
     encode, size = inner.get_image_features, inner.config.vision_config.patch_size
 
-    def get_image_features(self: Any, pixel_values: "Tensor", pixel_attention_mask: "Tensor | None" = None, **options: Any) -> Any:
+    def get_image_features(
+        self: Any, pixel_values: "Tensor", pixel_attention_mask: "Tensor | None" = None, **options: Any
+    ) -> Any:
         if pixel_attention_mask is not None or len(pixel_values) > 1 or not _all_real(host_copy(pixel_values)[0]):
             return encode(pixel_values, pixel_attention_mask, **options)
         frames = pixel_values[0].to(self.dtype)
@@ -166,7 +192,8 @@ def _encode_real_frames(inner: Any) -> None:
 
 
 def _all_real(frames: "Tensor") -> bool:
-    """Whether the CPU knows of frames (N, 3, E, E) that none is all 0. Looks at a few pixels of each, and at all where these are 0."""
+    """Whether the CPU knows of frames (N, 3, E, E) that none is all 0. Looks at a few pixels of each, and at all where
+    these are 0."""
     if frames.device.type != "cpu":
         return False
     flat = frames.flatten(1)

@@ -1,4 +1,5 @@
-"""The files by which transformers' processors make the ids and the pixels that a model that reads images was trained on."""
+"""The files by which transformers' processors make the ids and the pixels that a model that reads images was trained
+on."""
 
 import logging
 from pathlib import Path
@@ -27,7 +28,8 @@ CHAT_TEMPLATE = """{%- set last = namespace(is_text=false) -%}
 {%- endfor -%}
 {%- endfor -%}
 """
-"""What the parts of a document become in a row: texts that follow each other have a space between them, and nobody has a role."""
+"""What the parts of a document become in a row: texts that follow each other have a space between them, and nobody has
+a role."""
 
 
 def save(folder: Path, checkpoint: Path, tokenizer: Any) -> None:
@@ -61,13 +63,16 @@ def save(folder: Path, checkpoint: Path, tokenizer: Any) -> None:
         name = "Idefics3"
         if cut and not images.enlarge:
             log.warning(
-                "%s: transformers' processor cuts an image of more than %d pixels a side into more tiles than the model knows. "
+                "%s: transformers' processor cuts an image of more than %d pixels a side into more tiles than the "
+                "model knows. "
                 "Make such images smaller before, or train with data.images.enlarge.",
                 folder,
                 images.max_size,
             )
     write_json(folder / "preprocessor_config.json", {"image_processor_type": f"{name}ImageProcessor", **pixels, **own})
-    write_json(folder / "processor_config.json", {"image_seq_len": images.image_tokens, "processor_class": f"{name}Processor"})
+    write_json(
+        folder / "processor_config.json", {"image_seq_len": images.image_tokens, "processor_class": f"{name}Processor"}
+    )
     if not tokenizer.chat_template:
         begins = tokenizer.bos_token_id not in (None, tokenizer.eos_token_id)
         write_atomic(folder / "chat_template.jinja", CHAT_TEMPLATE.replace("BEGIN", "bos_token" if begins else "''"))
@@ -83,7 +88,10 @@ def read_images_config(checkpoint: Path) -> Any:
     """
     run = checkpoint.resolve().parents[1]
     if not (run / "exp_dict.json").is_file():
-        raise ConfigError(f"{checkpoint}: how images became frames is in its run's exp_dict.json. Name a checkpoint that is in its run.")
+        raise ConfigError(
+            f"{checkpoint}: how images became frames is in its run's exp_dict.json. Name a checkpoint that is in its "
+            f"run."
+        )
     experiment: Any = load_experiment(read_exp_dict(run), str(run))
     images = getattr(experiment.data, "images", None)
     if images is None:

@@ -1,12 +1,13 @@
-"""Runs the convert, evaluate, upload and clean-up stages of a plan over checkpoints. Any number of workers may run concurrently, anywhere.
+"""Runs the convert, evaluate, upload and clean-up stages of a plan over checkpoints. Any number of workers may run
+concurrently, anywhere.
 
 python -m src.operations.checkpoint_jobs results/runs --plan resources/checkpoint_jobs.yaml --dry-run
 python -m src.operations.checkpoint_jobs results/runs --plan resources/checkpoint_jobs.yaml --every 300
 
-A worker holds a stage of a checkpoint with a lease while it runs it. If the worker dies, its command is ended and the next worker repeats
-the stage. Each attempt ends with a line in <run>/checkpoint_jobs.jsonl; scores are appended to <run>/evaluations.jsonl.
-While a worker is alive, trainings delete no checkpoint that its plan is not done with.
-With --once the exit code is 0 if all is done or waits, 3 if something failed, 1 if the plan is wrong.
+A worker holds a stage of a checkpoint with a lease while it runs it. If the worker dies, its command is ended and the
+next worker repeats the stage. Each attempt ends with a line in <run>/checkpoint_jobs.jsonl; scores are appended to
+<run>/evaluations.jsonl. While a worker is alive, trainings delete no checkpoint that its plan is not done with. With
+--once the exit code is 0 if all is done or waits, 3 if something failed, 1 if the plan is wrong.
 """
 
 import argparse
@@ -50,7 +51,8 @@ class StageStatus:
 
 
 def plan_stages(run: Path, plan: Plan) -> list[list[CheckpointStage]]:
-    """For each checkpoint of the run that the plan selects, by step, its stages in their order. Damaged checkpoints are left out.
+    """For each checkpoint of the run that the plan selects, by step, its stages in their order. Damaged checkpoints are
+    left out.
 
     Raises:
         CheckpointError, RunError: best.json, branch.json or status.json is damaged.
@@ -61,7 +63,9 @@ def plan_stages(run: Path, plan: Plan) -> list[list[CheckpointStage]]:
     planned = []
     for checkpoint in checkpoints.list_all(run):
         step = checkpoints.step_of(checkpoint)
-        selected = (rules.every and step % rules.every == 0) or (rules.best and step == best) or (rules.last and step == last)
+        selected = (
+            (rules.every and step % rules.every == 0) or (rules.best and step == best) or (rules.last and step == last)
+        )
         if selected and defect(checkpoint, hashes=False) is None:
             branch = max(branches.branch_numbers(branches.read(run), step), default=0)
             names: list[tuple[Stage, str | None]] = [
@@ -71,8 +75,11 @@ def plan_stages(run: Path, plan: Plan) -> list[list[CheckpointStage]]:
     return planned
 
 
-def stage_status(unit: CheckpointStage, siblings: Sequence[CheckpointStage], retry: bool = False, ours: bool = False) -> StageStatus:
-    """The status of `unit`. siblings: all stages of its checkpoint. retry: what was given up may be tried again. ours: we hold its lease.
+def stage_status(
+    unit: CheckpointStage, siblings: Sequence[CheckpointStage], retry: bool = False, ours: bool = False
+) -> StageStatus:
+    """The status of `unit`. siblings: all stages of its checkpoint. retry: what was given up may be tried again. ours:
+    we hold its lease.
 
     Raises:
         DataError, RunError: a file of the run is damaged.
@@ -117,7 +124,10 @@ def _recent_failures(unit: CheckpointStage, lines: Sequence[dict[str, Any]]) -> 
 
 
 def work(
-    unit: CheckpointStage, siblings: Sequence[CheckpointStage], retry: bool = False, stale_seconds: float = STALE_SECONDS
+    unit: CheckpointStage,
+    siblings: Sequence[CheckpointStage],
+    retry: bool = False,
+    stale_seconds: float = STALE_SECONDS,
 ) -> StageStatus:
     """Make one attempt if the stage is ready and no other worker holds it; the status afterwards.
 
@@ -136,14 +146,18 @@ def work(
             return status
         _attempt(unit, lease)
         status = stage_status(unit, siblings, ours=True)
-        return StageStatus("later", "at the next look") if status.state == "ready" else status  # it failed, and may be tried again at once
+        return (
+            StageStatus("later", "at the next look") if status.state == "ready" else status
+        )  # it failed, and may be tried again at once
     finally:
         lease.release()
 
 
 def _attempt(unit: CheckpointStage, lease: Lease) -> None:
     """Run the stage once, and append how it ended to the run's file."""
-    number = 1 + max((line.get("attempt", 0) for line in jsonl_records.rows(unit.run / JOBS) if unit.is_named_by(line)), default=0)
+    number = 1 + max(
+        (line.get("attempt", 0) for line in jsonl_records.rows(unit.run / JOBS) if unit.is_named_by(line)), default=0
+    )
     logged = unit.folder / f"attempt-{number}.log"
     holder, began = this_process(), time.monotonic()
 
@@ -173,7 +187,8 @@ def _attempt(unit: CheckpointStage, lease: Lease) -> None:
 def run_once(
     runs: Path, exp_ids: Sequence[str], plan: Plan, retry: bool, pins: Pins | None
 ) -> Iterator[tuple[CheckpointStage, StageStatus]]:
-    """Work through all runs once: each stage with its status afterwards. A run that cannot be read is named, and the others go on.
+    """Work through all runs once: each stage with its status afterwards. A run that cannot be read is named, and the
+    others go on.
 
     pins: None: only look.
     """
@@ -181,7 +196,9 @@ def run_once(
         run = runs / exp_id
         try:
             planned = plan_stages(run, plan)
-            statuses = [[_status_or_error(stage_status, unit, siblings, retry) for unit in siblings] for siblings in planned]
+            statuses = [
+                [_status_or_error(stage_status, unit, siblings, retry) for unit in siblings] for siblings in planned
+            ]
             if pins:
                 pins.renew(run, *_split_by_end(planned, statuses))
         except UserError as error:
@@ -213,8 +230,11 @@ def _status_or_error(
         return StageStatus("later", str(error))
 
 
-def _split_by_end(planned: Sequence[Sequence[CheckpointStage]], statuses: Sequence[Sequence[StageStatus]]) -> tuple[list[Path], list[Path]]:
-    """The checkpoints that the plan is done with, and the others. If an upload was given up it is not done: there is no other copy."""
+def _split_by_end(
+    planned: Sequence[Sequence[CheckpointStage]], statuses: Sequence[Sequence[StageStatus]]
+) -> tuple[list[Path], list[Path]]:
+    """The checkpoints that the plan is done with, and the others. If an upload was given up it is not done: there is no
+    other copy."""
     ended, others = [], []
     for siblings, known in zip(planned, statuses, strict=True):
         pairs = zip(siblings, known, strict=True)
@@ -227,12 +247,18 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The arguments."""
     parser = make_parser("src.operations.checkpoint_jobs", __doc__)
     parser.add_argument("runs", type=Path, metavar="RUNS", help="folder of save directories, or one of them")
-    parser.add_argument("--plan", type=Path, required=True, metavar="FILE", help="the plan; example: resources/checkpoint_jobs.yaml")
+    parser.add_argument(
+        "--plan", type=Path, required=True, metavar="FILE", help="the plan; example: resources/checkpoint_jobs.yaml"
+    )
     parser.add_argument("-e", "--group", metavar="GROUP", help="only the runs of this group")
     parser.add_argument("--once", action="store_true", help="work through all runs once; see the exit code above")
-    parser.add_argument("--every", type=float, default=300.0, metavar="SECONDS", help="repeat at this interval (default: 300)")
+    parser.add_argument(
+        "--every", type=float, default=300.0, metavar="SECONDS", help="repeat at this interval (default: 300)"
+    )
     parser.add_argument("--retry", action="store_true", help="first retry what failed once, even if given up")
-    parser.add_argument("--dry-run", "--dry_run", action="store_true", help="show each stage and its command; do nothing")
+    parser.add_argument(
+        "--dry-run", "--dry_run", action="store_true", help="show each stage and its command; do nothing"
+    )
     return parser.parse_args(argv)
 
 
@@ -263,7 +289,9 @@ def _round(args: argparse.Namespace, plan: Plan, pins: Pins | None) -> int:
     for unit, status in run_once(runs, exp_ids, plan, args.retry, pins):
         if args.dry_run:
             line = f"{unit.run.name}  {unit.key}  {unit.name:20}  {status.state:8}  {status.reason}".rstrip()
-            sys.stdout.write(f"{line}\n" + (f"    {stages.describe_command(unit, unit.folder)}\n" if status.state != "done" else ""))
+            sys.stdout.write(
+                f"{line}\n" + (f"    {stages.describe_command(unit, unit.folder)}\n" if status.state != "done" else "")
+            )
         elif status.state in ("given up", "later"):
             code = FAILED
     return code

@@ -1,7 +1,9 @@
-"""Keeps the checkpoints that a plan means from being deleted, by their training or by a cleaning, until the plan is done with them.
+"""Keeps the checkpoints that a plan means from being deleted, by their training or by a cleaning, until the plan is
+done with them.
 
-One process that works through a plan holds one lease for all runs, <runs>/checkpoint_jobs/<name>/, and has a pin in each (see
-src.runs.checkpoints.pins): of the multiples of `checkpoints.every` those to come are pinned, too. What it held is free once it ends.
+One process that works through a plan holds one lease for all runs, <runs>/checkpoint_jobs/<name>/, and has a pin in
+each (see src.runs.checkpoints.pins): of the multiples of `checkpoints.every` those to come are pinned, too. What it
+held is free once it ends.
 """
 
 import os
@@ -37,13 +39,19 @@ class Pins:
         self._lease = Lease.acquire(runs / FOLDER / self._name)
 
     def renew(self, run: Path, ended: Sequence[Path], others: Sequence[Path]) -> None:
-        """Pin what is not done in `run`: the checkpoints `others`, and those to come, unless it is done. The `ended` are free.
+        """Pin what is not done in `run`: the checkpoints `others`, and those to come, unless it is done. The `ended`
+        are free.
 
         Raises:
             RunError: the disk refuses, or status.json is damaged.
         """
         every = self._every if read_status(run)["state"] != "done" else None
-        pin = Pin(os.path.relpath(self._lease.path, run), every, _manifest_hashes(ended) if every else {}, _manifest_hashes(others))
+        pin = Pin(
+            os.path.relpath(self._lease.path, run),
+            every,
+            _manifest_hashes(ended) if every else {},
+            _manifest_hashes(others),
+        )
         if not every and not pin.steps:
             self._take_away(run)
         elif pin != self._placed.get(run):
@@ -54,7 +62,9 @@ class Pins:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         with suppress(RunError):  # what cannot be taken away holds nothing without the lease
             for run in list(self._placed):
                 self._take_away(run)

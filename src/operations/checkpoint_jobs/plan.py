@@ -1,6 +1,8 @@
-"""A plan of what is done with the checkpoints of a run: convert, evaluate, upload, clean up. Read from YAML and checked as a whole.
+"""A plan of what is done with the checkpoints of a run: convert, evaluate, upload, clean up. Read from YAML and checked
+as a whole.
 
-Commands are templates for /bin/sh; what stands for a placeholder is quoted. A brace that is none is written twice: {{ }}.
+Commands are templates for /bin/sh; what stands for a placeholder is quoted. A brace that is none is written twice: {{
+}}.
 """
 
 from collections.abc import Iterable
@@ -87,7 +89,8 @@ class Evaluate(configs.Config):
 
 
 class Upload(Trials):
-    """Copies folders elsewhere, file by file, and reads size and sha256 of each back. Either `to`, or `command` and `readback`."""
+    """Copies folders elsewhere, file by file, and reads size and sha256 of each back. Either `to`, or `command` and
+    `readback`."""
 
     folders: list[Folder] = Field(default=["checkpoint"], min_length=1)
     to: str | None = None
@@ -95,15 +98,30 @@ class Upload(Trials):
     command: str | None = Field(default=None, min_length=1)
     """Copies the file {file} to {name} there."""
     readback: str | None = Field(default=None, min_length=1)
-    """Prints the sha256 and the size in bytes of what lies there as {name}, read from there; fails where there is nothing."""
+    """Prints the sha256 and the size in bytes of what lies there as {name}, read from there; fails where there is
+    nothing."""
     after: list[Literal["convert", "evaluate"]] | None = None
 
     @model_validator(mode="after")
     def _check_destination(self) -> "Upload":
         if (self.to is None) == (self.command is None) or (self.command is None) != (self.readback is None):
-            raise ValueError("expected either `to: FOLDER`, or both `command` and `readback`: what is not read back does not count.")
-        if self.to is not None and (not self.to.removeprefix("file://").startswith("/") or "://" in self.to.removeprefix("file://")):
-            raise Problems([("to", f"expected file:///FOLDER or /FOLDER, got {self.to!r}. Anything else takes `command` and `readback`.")])
+            raise ValueError(
+                "expected either `to: FOLDER`, or both `command` and `readback`: what is not read back does not count."
+            )
+        if self.to is not None and (
+            not self.to.removeprefix("file://").startswith("/") or "://" in self.to.removeprefix("file://")
+        ):
+            raise Problems(
+                [
+                    (
+                        "to",
+                        (
+                            f"expected file:///FOLDER or /FOLDER, got {self.to!r}. Anything else takes `command` and "
+                            f"`readback`."
+                        ),
+                    )
+                ]
+            )
         if self.command is not None and self.readback is not None:
             _check_templates(
                 {
@@ -139,7 +157,9 @@ class Plan(configs.Config):
 
     def stage(self, name: Stage) -> Convert | Evaluate | Upload | CleanUp | None:
         """What the plan says of a stage; None where it has none."""
-        return {"convert": self.convert, "evaluate": self.evaluate, "upload": self.upload, "clean_up": self.clean_up}[name]
+        return {"convert": self.convert, "evaluate": self.evaluate, "upload": self.upload, "clean_up": self.clean_up}[
+            name
+        ]
 
     def prerequisites(self, stage: Stage) -> list[Stage]:
         """The stages of the plan that must be done before `stage`."""
@@ -155,14 +175,31 @@ class Plan(configs.Config):
         if not self.stages:
             found.append(("", f"names no stage. Known: {', '.join(STAGES)}."))
         for stage in self.stages:
-            found += [(f"{stage}.after", f"{one!r} is not in this plan.") for one in self.prerequisites(stage) if one not in self.stages]
-        if self.upload and "converted" in self.upload.folders and not (self.convert and "convert" in self.prerequisites("upload")):
-            found.append(("upload.folders", "'converted' is made by the stage convert, which must be in the plan and come first."))
+            found += [
+                (f"{stage}.after", f"{one!r} is not in this plan.")
+                for one in self.prerequisites(stage)
+                if one not in self.stages
+            ]
+        if (
+            self.upload
+            and "converted" in self.upload.folders
+            and not (self.convert and "convert" in self.prerequisites("upload"))
+        ):
+            found.append(
+                (
+                    "upload.folders",
+                    "'converted' is made by the stage convert, which must be in the plan and come first.",
+                )
+            )
         if self.clean_up:
             if self.upload is None or "upload" not in self.prerequisites("clean_up"):
-                found.append(("clean_up", "deletes only what was uploaded: the stage upload must be in the plan and come first."))
+                found.append(
+                    ("clean_up", "deletes only what was uploaded: the stage upload must be in the plan and come first.")
+                )
             elif extra := set(self.clean_up.delete) - set(self.upload.folders):
-                found.append(("clean_up.delete", f"{', '.join(sorted(extra))}: not in upload.folders, so it would be lost."))
+                found.append(
+                    ("clean_up.delete", f"{', '.join(sorted(extra))}: not in upload.folders, so it would be lost.")
+                )
         if found:
             raise Problems(found)
         return self
@@ -177,7 +214,9 @@ def _check_templates(templates: dict[str, tuple[str, Iterable[str], Iterable[str
         except ValueError as error:
             found.append((key, f"{error}: a brace that begins no placeholder is written twice, in {template!r}."))
             continue
-        found += [(key, f"{{{name}}}: {unknown_text('placeholder', name, known)}") for name in used if name not in set(known)]
+        found += [
+            (key, f"{{{name}}}: {unknown_text('placeholder', name, known)}") for name in used if name not in set(known)
+        ]
         found += [(key, f"has no {{{name}}} in it: {template!r}.") for name in needed if name not in used]
     if found:
         raise Problems(found)

@@ -1,7 +1,8 @@
 """One stage of one checkpoint: its command, its result, and whether it may run.
 
-A worker holds the lease of the stage's folder, <run>/checkpoint_jobs/<branch and step>/<stage>/, which has the log of each attempt.
-The outcome of an attempt is a line of <run>/checkpoint_jobs.jsonl, scores are one of <run>/evaluations.jsonl.
+A worker holds the lease of the stage's folder, <run>/checkpoint_jobs/<branch and step>/<stage>/, which has the log of
+each attempt. The outcome of an attempt is a line of <run>/checkpoint_jobs.jsonl, scores are one of
+<run>/evaluations.jsonl.
 """
 
 import errno
@@ -104,7 +105,12 @@ class CheckpointStage:
 
     def fill(self, template: str, **more: object) -> str:
         """A shell command from a template."""
-        values = {"run": self.run, "exp_id": self.run.name, "checkpoint": self.checkpoint, "converted": self.converted_folder}
+        values = {
+            "run": self.run,
+            "exp_id": self.run.name,
+            "checkpoint": self.checkpoint,
+            "converted": self.converted_folder,
+        }
         values |= {"step": self.step, "branch": self.branch, **more}
         return template.format(**{name: shlex.quote(str(value)) for name, value in values.items()})
 
@@ -115,7 +121,13 @@ def describe_command(unit: CheckpointStage, work: Path) -> str:
         return f"copy {', '.join(unit.plan.upload.folders)} to {unit.plan.upload.to}"
     if unit.stage == "clean_up" and unit.plan.clean_up is not None:
         return f"delete {', '.join(unit.plan.clean_up.delete)}"
-    where = {"output": work / "output", "scores": work / "scores.json", "task": unit.task, "file": "FILE", "name": "NAME"}
+    where = {
+        "output": work / "output",
+        "scores": work / "scores.json",
+        "task": unit.task,
+        "file": "FILE",
+        "name": "NAME",
+    }
     return unit.fill(str(getattr(unit.trials, "command", "")), **where)
 
 
@@ -134,7 +146,9 @@ def is_result_present(unit: CheckpointStage) -> bool:
     """Whether the result of a stage is still there, if later ones need it."""
     if unit.stage == "convert":
         # An interrupted clean-up deletes it first, after it has verified the upload.
-        return defect(unit.converted_folder, hashes=False) is None or any((unit.folder.parent / "clean_up").glob("attempt-*"))
+        return defect(unit.converted_folder, hashes=False) is None or any(
+            (unit.folder.parent / "clean_up").glob("attempt-*")
+        )
     return unit.task is None or read_scores(unit) is not None
 
 
@@ -158,14 +172,17 @@ def run_stage(unit: CheckpointStage, log: Path, check: Check) -> CommandResult:
             result = run_bound(describe_command(unit, work), log, unit.trials.timeout_seconds, check)
             if result.exit_code == 0:
                 check()
-                _store_converted(unit, work / "output") if unit.stage == "convert" else _record_scores(unit, work / "scores.json")
+                _store_converted(unit, work / "output") if unit.stage == "convert" else _record_scores(
+                    unit, work / "scores.json"
+                )
             return result
         finally:
             shutil.rmtree(work, ignore_errors=True)
 
 
 def run_bound(command: str, log: Path, timeout_seconds: float, check: Callable[[], object]) -> CommandResult:
-    """Run a shell command to its end, or to ours, with its output in `log`. check: called all the while; what it raises ends the command.
+    """Run a shell command to its end, or to ours, with its output in `log`. check: called all the while; what it raises
+    ends the command.
 
     Raises:
         RunError: the disk refuses. The command was not started.
@@ -210,10 +227,21 @@ def _link(source: str, target: str) -> None:
 
 def _record_scores(unit: CheckpointStage, file: Path) -> None:
     found = read_json(file, RunError)
-    if not isinstance(found, dict) or not found or not all(isinstance(v, int | float) and not isinstance(v, bool) for v in found.values()):
+    if (
+        not isinstance(found, dict)
+        or not found
+        or not all(isinstance(v, int | float) and not isinstance(v, bool) for v in found.values())
+    ):
         raise RunError(f"{file}: expected a JSON object of numbers by name, got {json.dumps(found)[:100]}.")
     values = {name: value if math.isfinite(value) else None for name, value in found.items()}
-    row = {"run": unit.run.name, "branch": unit.branch, "step": unit.step, "task": unit.task, "scores": values, "time": events.now()}
+    row = {
+        "run": unit.run.name,
+        "branch": unit.branch,
+        "step": unit.step,
+        "task": unit.task,
+        "scores": values,
+        "time": events.now(),
+    }
     with jsonl_records.open_locked(unit.run / EVALUATIONS) as rows:
         if read_scores(unit) is None:
             rows.append(row)
@@ -226,7 +254,10 @@ def _destination(unit: CheckpointStage, log: Path) -> uploads.Destination:
         return uploads.Local(Path(there.to.removeprefix("file://")))
     send, read = str(there.command), str(there.readback)
     return uploads.Commands(
-        lambda file, name: unit.fill(send, file=file, name=name), lambda name: unit.fill(read, name=name), there.timeout_seconds, log
+        lambda file, name: unit.fill(send, file=file, name=name),
+        lambda name: unit.fill(read, name=name),
+        there.timeout_seconds,
+        log,
     )
 
 

@@ -1,6 +1,7 @@
 """Copies files elsewhere, and believes that they are there only when size and sha256 were read back from there.
 
-`python -m src.operations.checkpoint_jobs.uploads < FILE` prints sha256 and size of its standard input: the end of a readback command.
+`python -m src.operations.checkpoint_jobs.uploads < FILE` prints sha256 and size of its standard input: the end of a
+readback command.
 """
 
 import contextlib
@@ -56,7 +57,8 @@ class Local:
             raise RunError(f"{target}: cannot copy {file} there: {error.strerror or error}.") from error
 
     def read_back(self, name: str) -> FileDigest | None:
-        """Size and sha256 of what lies there as `name`, read from the disk where the system lets us ask for that; None for nothing.
+        """Size and sha256 of what lies there as `name`, read from the disk where the system lets us ask for that; None
+        for nothing.
 
         Raises:
             RunError: the folder is not there, or the file cannot be read.
@@ -75,7 +77,10 @@ class Local:
 
     def _check(self) -> None:
         if not self.root.is_dir():
-            raise RunError(f"{self.root}: no such folder to upload to. Is it mounted? It is not made here: an unmounted disk has none.")
+            raise RunError(
+                f"{self.root}: no such folder to upload to. Is it mounted? It is not made here: an unmounted disk "
+                f"has none."
+            )
 
 
 @dataclass(frozen=True)
@@ -110,7 +115,10 @@ class Commands:
         digest = _SUM.search(text)
         numbers = re.findall(r"(?<!\S)\d+(?!\S)", text.replace(digest[1], " ") if digest else "")
         if digest is None or len(numbers) != 1:
-            raise RunError(f"readback of {name}: expected one sha256 (64 hex digits) and one size in bytes, got {text.strip()[:200]!r}.")
+            raise RunError(
+                f"readback of {name}: expected one sha256 (64 hex digits) and one size in bytes, got "
+                f"{text.strip()[:200]!r}."
+            )
         return int(numbers[0]), digest[1].lower()
 
     def _run(self, command: str) -> tuple[int, str]:
@@ -123,7 +131,9 @@ class Commands:
                     timeout=self.timeout_seconds, check=False,
                 )  # fmt: skip
             except subprocess.TimeoutExpired:
-                raise RunError(f"the command took longer than {self.timeout_seconds:g} s (timeout_seconds): {command}") from None
+                raise RunError(
+                    f"the command took longer than {self.timeout_seconds:g} s (timeout_seconds): {command}"
+                ) from None
             log.write(done.stdout)
         return done.returncode, done.stdout.decode("utf-8", errors="replace")
 
@@ -143,7 +153,8 @@ def file_digests(folder: Path) -> dict[str, FileDigest]:
 
 
 def upload(folder: Path, prefix: str, there: Destination, check: Check) -> dict[str, FileDigest]:
-    """Copy the files of a folder with a manifest to <prefix>/<name>; the manifest goes last. Returns what was read back, by name there.
+    """Copy the files of a folder with a manifest to <prefix>/<name>; the manifest goes last. Returns what was read
+    back, by name there.
 
     What is there already, as it should be, is not sent again.
 
@@ -160,7 +171,10 @@ def upload(folder: Path, prefix: str, there: Destination, check: Check) -> dict[
             raise RunError(f"{folder / name}: not as it was written (see {MANIFEST}), so it is not uploaded.")
         there.send(folder / name, target)
         if (found := there.read_back(target)) != fact:
-            raise RunError(f"{target}: read back from the destination as {describe_digest(found)}, sent were {describe_digest(fact)}.")
+            raise RunError(
+                f"{target}: read back from the destination as {describe_digest(found)}, sent were "
+                f"{describe_digest(fact)}."
+            )
     return {f"{prefix}/{name}": fact for name, fact in wanted.items()}
 
 
@@ -173,7 +187,10 @@ def find_difference(recorded: Mapping[str, FileDigest], there: Destination, chec
     for name, fact in recorded.items():
         check()
         if (found := there.read_back(name)) != fact:
-            return f"{name}: read back from the destination as {describe_digest(found)}, uploaded were {describe_digest(fact)}"
+            return (
+                f"{name}: read back from the destination as {describe_digest(found)}, uploaded were "
+                f"{describe_digest(fact)}"
+            )
     return None
 
 

@@ -12,7 +12,14 @@ from src.errors import ConfigError
 from src.interfaces import DatasetField, ModelField, RecipeConfig
 from src.kinds import DECODER
 from src.runs.context import Run
-from src.training.config import Evaluation, LoopConfig, check_trained_type, check_weight_type, require_device, require_float8
+from src.training.config import (
+    Evaluation,
+    LoopConfig,
+    check_trained_type,
+    check_weight_type,
+    require_device,
+    require_float8,
+)
 
 if TYPE_CHECKING:
     from src.training.parallel.memory_plan import MemoryPlan
@@ -38,7 +45,9 @@ class Finetuning(RecipeConfig):
         if (self.loop is None) == (self.evaluation is None):
             raise ValueError("expected either loop, which trains the model, or evaluation, which only scores it.")
         if self.evaluation and self.model.name == "lora":
-            raise ValueError("model: new adapters change nothing before they are trained. Take their base, or write loop.")
+            raise ValueError(
+                "model: new adapters change nothing before they are trained. Take their base, or write loop."
+            )
         return self
 
     @model_validator(mode="after")
@@ -51,13 +60,17 @@ class Finetuning(RecipeConfig):
     @model_validator(mode="after")
     def _may_take_chunks(self) -> "Finetuning":
         if self.loop and self.loop.cross_entropy_chunk_tokens and not self.takes_chunks:
-            raise ValueError("loop.cross_entropy_chunk_tokens: this recipe needs the logits of all tokens at once. Leave it out.")
+            raise ValueError(
+                "loop.cross_entropy_chunk_tokens: this recipe needs the logits of all tokens at once. Leave it out."
+            )
         return self
 
     @model_validator(mode="after")
     def _computes_alike(self) -> "Finetuning":
         if self.loop and self.loop.float8 and self.compares_passes:
-            raise ValueError("loop.float8: this recipe compares training passes with passes that are not in float8. Leave it out.")
+            raise ValueError(
+                "loop.float8: this recipe compares training passes with passes that are not in float8. Leave it out."
+            )
         return self
 
     @property
@@ -75,13 +88,16 @@ class Finetuning(RecipeConfig):
         return stage.precision, f"{name}.precision"
 
     def check_precision(self, places: Places) -> None:
-        """Raises ConfigError where the weights are of the other 16-bit type, or are trained in 16 bits, or where float8 finds no matrix."""
+        """Raises ConfigError where the weights are of the other 16-bit type, or are trained in 16 bits, or where float8
+        finds no matrix."""
         check_weight_type(*self._precision, self.model, places)
         if self.loop:
             check_trained_type(self.model, places)
         sizes = call_once(self.model.architecture, places) if self.loop and self.loop.float8 else None
         if sizes and sizes.model_type == "gpt2" and self.model.kind(places) == DECODER:
-            raise ConfigError("loop.float8: the family 'gpt2' has its matrices in special layers (Conv1D). Leave loop.float8 out.")
+            raise ConfigError(
+                "loop.float8: the family 'gpt2' has its matrices in special layers (Conv1D). Leave loop.float8 out."
+            )
 
     def check_device(self) -> None:
         require_device(*self._precision)
@@ -91,7 +107,10 @@ class Finetuning(RecipeConfig):
     def check_trainable(self) -> None:
         """Raises ConfigError if the loop has no weights to train."""
         if self.loop and self.model.is_frozen():
-            raise ConfigError("model: its weights are frozen, so there is nothing to train. Put 'lora' around it, or write evaluation.")
+            raise ConfigError(
+                "model: its weights are frozen, so there is nothing to train. Put 'lora' around it, or write "
+                "evaluation."
+            )
 
     def check_compiled(self) -> None:
         """Raises ConfigError if the loop compiles the model and the data set's batches differ in length."""
@@ -99,7 +118,8 @@ class Finetuning(RecipeConfig):
             self.data.check_compiled()
 
     def training_loss(self, loss: Callable[..., Any]) -> Callable[..., Any]:
-        """(model, batch) -> summed loss with the loop's label smoothing and z-loss, which `loss` takes as further arguments."""
+        """(model, batch) -> summed loss with the loop's label smoothing and z-loss, which `loss` takes as further
+        arguments."""
         options = (self.loop.label_smoothing, self.loop.z_loss) if self.loop else ()
         return self.in_chunks(lambda model, batch: loss(model, batch, *options))
 
@@ -118,7 +138,8 @@ class Finetuning(RecipeConfig):
         return take_chunks
 
     def plan_memory(self, places: Places, **machines: Any) -> "MemoryPlan":
-        """Memory of the training on a GPU, and its duration. machines: fields of `memory_plan.Machines`. No weights are loaded.
+        """Memory of the training on a GPU, and its duration. machines: fields of `memory_plan.Machines`. No weights are
+        loaded.
 
         Raises:
             ConfigError: nothing is trained, or the plan does not know a part of it.
@@ -142,10 +163,14 @@ class Finetuning(RecipeConfig):
         for name in ("answers", "sampled"):
             requested = getattr(getattr(self, name, None), "questions", 0)
             if used is not None and requested > used:
-                raise ConfigError(f"{name}.questions: {requested}, but data.val_samples is {used}. Use at most {used}, or null for all.")
+                raise ConfigError(
+                    f"{name}.questions: {requested}, but data.val_samples is {used}. Use at most {used}, or null for "
+                    f"all."
+                )
 
     def build_model(self, run: Run, used_before: bool = False) -> Any:
-        """The model; for a training with FSDP2 without pretrained weights, where each process can read its part of them later.
+        """The model; for a training with FSDP2 without pretrained weights, where each process can read its part of them
+        later.
 
         used_before: whether it computes anything before the training, and so needs them at once.
         """

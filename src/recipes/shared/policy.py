@@ -1,4 +1,5 @@
-"""Training a policy on its own answers, shared by `ppo` and `grpo`: each adds how advantages are found, and the loss."""
+"""Training a policy on its own answers, shared by `ppo` and `grpo`: each adds how advantages are found, and the
+loss."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -49,13 +50,21 @@ class PolicyTraining(Finetuning):
             raise ValueError(f"data: expected 'rollouts', got {self.data.name!r}.")
         self.model.require_kind(DECODER, None)
         if self.model.is_frozen():
-            raise ValueError("model: it is quantized, and cannot learn. Put 'lora' around it, or leave quantization out.")
+            raise ValueError(
+                "model: it is quantized, and cannot learn. Put 'lora' around it, or leave quantization out."
+            )
         if not (self.answers or self.sampled):
             raise ValueError("answers, sampled: write at least one of them, or nothing would be measured.")
         if self.loop.label_smoothing or self.loop.z_loss:
-            raise ValueError("loop: label_smoothing and z_loss are of tokens that somebody wrote, and would be ignored. Leave them out.")
+            raise ValueError(
+                "loop: label_smoothing and z_loss are of tokens that somebody wrote, and would be ignored. Leave "
+                "them out."
+            )
         if self.loop.divergence.most_kl and self.reference_kind() == "none":
-            raise ValueError("loop.divergence.most_kl: without a reference nobody measures a KL. Write a weight of it, or leave it out.")
+            raise ValueError(
+                "loop.divergence.most_kl: without a reference nobody measures a KL. Write a weight of it, or leave "
+                "it out."
+            )
         return self
 
     @property
@@ -68,7 +77,10 @@ class PolicyTraining(Finetuning):
     def reward_names(self) -> list[str]:
         """Names of the rewards in score rows: the second of a name gets a number."""
         names = [reward.name for reward in self.rewards]
-        return [f"{name}{names[:place].count(name) + 1}" if name in names[:place] else name for place, name in enumerate(names)]
+        return [
+            f"{name}{names[:place].count(name) + 1}" if name in names[:place] else name
+            for place, name in enumerate(names)
+        ]
 
     @property
     def row_keys(self) -> list[str]:
@@ -98,7 +110,9 @@ class PolicyTraining(Finetuning):
         """What rollouts are worth: see `rl.experience.Estimate`."""
 
     @abstractmethod
-    def token_losses(self, model: Any, batch: "Mapping[str, torch.Tensor]") -> "tuple[torch.Tensor, dict[str, tuple[torch.Tensor, Any]]]":
+    def token_losses(
+        self, model: Any, batch: "Mapping[str, torch.Tensor]"
+    ) -> "tuple[torch.Tensor, dict[str, tuple[torch.Tensor, Any]]]":
         """The summed loss of a batch, and named sums with their counts."""
 
     @property
@@ -106,14 +120,25 @@ class PolicyTraining(Finetuning):
     def fact_names(self) -> Sequence[str]:
         """Names of the facts that `estimate` finds."""
 
-    def loss(self, model: Any, batch: "Mapping[str, torch.Tensor]") -> "tuple[torch.Tensor, dict[str, tuple[torch.Tensor, Any]]]":
+    def loss(
+        self, model: Any, batch: "Mapping[str, torch.Tensor]"
+    ) -> "tuple[torch.Tensor, dict[str, tuple[torch.Tensor, Any]]]":
         """`token_losses`, and the means of all facts of rollouts by name."""
         import torch
 
         summed, named = self.token_losses(model, batch)
-        names = ["reward", *(f"reward/{name}" for name in self.reward_names), "answer_tokens", "ended", *self.fact_names]
+        names = [
+            "reward",
+            *(f"reward/{name}" for name in self.reward_names),
+            "answer_tokens",
+            "ended",
+            *self.fact_names,
+        ]
         count = torch.tensor(float(len(batch["facts"])))
-        return summed, {**{name: (column.sum(), count) for name, column in zip(names, batch["facts"].T, strict=True)}, **named}
+        return summed, {
+            **{name: (column.sum(), count) for name, column in zip(names, batch["facts"].T, strict=True)},
+            **named,
+        }
 
     def score_names(self) -> list[str]:
         """Names of the scores of an evaluation."""
@@ -148,7 +173,8 @@ class PolicyTraining(Finetuning):
             room = reward.longest_rollout(places)
             if room is not None and longest > room:
                 raise ConfigError(
-                    f"reward {name!r}: it reads {room} tokens, and a rollout can have {longest}: data.prompts.sequence_tokens + "
+                    f"reward {name!r}: it reads {room} tokens, and a rollout can have {longest}: "
+                    f"data.prompts.sequence_tokens + "
                     "data.max_new_tokens. Make one of them smaller, or take a reward model that reads more."
                 )
 
@@ -159,8 +185,8 @@ class PolicyTraining(Finetuning):
     def run(self, run: Run) -> None:
         """Train to the last step. Collective.
 
-        Scores: train_loss; of rollouts reward, reward/NAME of each part, answer_tokens and ended; those of the recipe; the scores of
-        `answers` and `sampled`.
+        Scores: train_loss; of rollouts reward, reward/NAME of each part, answer_tokens and ended; those of the recipe;
+        the scores of `answers` and `sampled`.
         """
         import torch
 
@@ -195,7 +221,9 @@ class PolicyTraining(Finetuning):
             served = find_reference_server(self.policy_config, setting, temperature) if kind != "none" else None
             reference = None if served else build_reference(kind, self.policy_of(model), device, temperature)
             judges = Judges(
-                self.reward_names, [reward.scorer(setting) for reward in self.rewards], [reward.weight for reward in self.rewards]
+                self.reward_names,
+                [reward.scorer(setting) for reward in self.rewards],
+                [reward.weight for reward in self.rewards],
             )
 
         ends, never = train.prompts.renderer.answer_ends()
@@ -235,7 +263,9 @@ class PolicyTraining(Finetuning):
             return scores | (sampled.evaluate(self.sampled, generator) if self.sampled else {})
 
         about = CheckpointMetadata(resolved_dict(self.model), tokenizer)
-        spec = TrainSpec(model, about, train, inputs, self.loss, evaluate, count=self.count, experience=experience, dropout=False)
+        spec = TrainSpec(
+            model, about, train, inputs, self.loss, evaluate, count=self.count, experience=experience, dropout=False
+        )
         fit(spec, run, self.loop, self.seed)
 
 

@@ -1,4 +1,5 @@
-"""Training on text, shared by `lm`, `metadata_lm` and `t5_pretrain`. Each adds its types of model and data, and the loss."""
+"""Training on text, shared by `lm`, `metadata_lm` and `t5_pretrain`. Each adds its types of model and data, and the
+loss."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -34,18 +35,24 @@ class Pretraining(Finetuning):
     measures_accuracy: ClassVar[bool] = False
     """Whether an evaluation counts the tokens that the model finds the likeliest."""
     reported: ClassVar[Sequence[str]] = ()
-    """Named sums of `loss` whose means an evaluation reports, as val_NAME and of each part of the data as val_NAME/PART."""
+    """Named sums of `loss` whose means an evaluation reports, as val_NAME and of each part of the data as
+    val_NAME/PART."""
 
     evaluation: Evaluation | None = added_field(None)
 
     @model_validator(mode="after")
     def _can_learn(self) -> "Pretraining":
         if self.loop and self.model.is_frozen():
-            raise ValueError("model: it is quantized, and cannot learn. Put 'lora' around it, or leave quantization out.")
+            raise ValueError(
+                "model: it is quantized, and cannot learn. Put 'lora' around it, or leave quantization out."
+            )
         self.model.require_kind(self.model_kind, None)
         wanted = self.data_kind or self.model_kind
         if self.data.reader != wanted:
-            raise ValueError(f"data: {self.data.name!r} is for {KINDS[self.data.reader]}; this recipe reads data for {KINDS[wanted]}.")
+            raise ValueError(
+                f"data: {self.data.name!r} is for {KINDS[self.data.reader]}; this recipe reads data for "
+                f"{KINDS[wanted]}."
+            )
         return self
 
     @abstractmethod
@@ -69,13 +76,18 @@ class Pretraining(Finetuning):
             self.check_questions,
         ]
         if loop:
-            checks += [lambda: self.data.check_steps(loop.steps), self.check_compiled, lambda: loop.check(self.score_names())]
+            checks += [
+                lambda: self.data.check_steps(loop.steps),
+                self.check_compiled,
+                lambda: loop.check(self.score_names()),
+            ]
         return checks
 
     def run(self, run: Run) -> None:
         """Train to the last step, or evaluate. Collective.
 
-        Scores: train_loss, val_loss (nats per token), val_perplexity, the val_loss of each part of a mixture, and what the recipe adds.
+        Scores: train_loss, val_loss (nats per token), val_perplexity, the val_loss of each part of a mixture, and what
+        the recipe adds.
         """
         import torch
 
@@ -92,12 +104,17 @@ class Pretraining(Finetuning):
             tokenizer = tokenizers.load(model.name_or_path, self.model.new_tokens())
             val = self.data.build(run.places, tokenizer, "val", self.seed)
             train = self.data.build(run.places, tokenizer, "train", self.seed) if self.loop else val
-            inputs = {**fingerprints(run, train, tokenizer, self.model.fingerprint(run.places)), **self.begin(train, val, run)}
+            inputs = {
+                **fingerprints(run, train, tokenizer, self.model.fingerprint(run.places)),
+                **self.begin(train, val, run),
+            }
 
         train, val = self.prepare(model, train, val, run)
 
         def evaluate(accelerator: Any) -> dict[str, float]:
-            scorer = Scorer(model, tokenizer, loss, self.micro_batch, accelerator.device, self.measures_accuracy, self.count)
+            scorer = Scorer(
+                model, tokenizer, loss, self.micro_batch, accelerator.device, self.measures_accuracy, self.count
+            )
             summing = replace(scorer, loss=self.in_chunks(loss))
             parts = {name: summing.loss_sums(part) for name, part in getattr(val, "parts", {"": val}).items()}
             whole = LossSums.total(parts.values())
@@ -107,7 +124,9 @@ class Pretraining(Finetuning):
             if self.measures_accuracy:
                 scores["val_accuracy"] = whole.accuracy
             for name, part in {"": whole, **(parts if len(parts) > 1 else {})}.items():
-                scores |= {f"val_{kind}/{name}".rstrip("/"): part.means[kind] for kind in self.reported if kind in part.means}
+                scores |= {
+                    f"val_{kind}/{name}".rstrip("/"): part.means[kind] for kind in self.reported if kind in part.means
+                }
                 scores |= {f"val_loss/{name}": part.loss} if name else {}
             return scores | self.more_scores(val, scorer)
 
@@ -154,10 +173,13 @@ class Scorer:
         """Summed loss and tokens of all samples. Collective."""
         from src.training.validation import measure
 
-        return measure(self.model, data, self.loss, self.micro_batch, self.device, self.measures_accuracy, count=self.count)
+        return measure(
+            self.model, data, self.loss, self.micro_batch, self.device, self.measures_accuracy, count=self.count
+        )
 
     def token_losses(self, data: Dataset) -> list[list[float]]:
-        """Nats of each scored token of each sample, where control tokens but the end token have no probability. Collective."""
+        """Nats of each scored token of each sample, where control tokens but the end token have no probability.
+        Collective."""
         from src.data.text import tokenizers
         from src.training.validation import token_losses
 
@@ -168,11 +190,15 @@ class Scorer:
         """Scores of drawn answers to the first questions of a data set. Collective."""
         from src.evaluation import generation, sampled
 
-        return sampled.evaluate(asked, generation.AnswerGenerator(self.model, val, self.tokenizer, self.micro_batch, self.device))
+        return sampled.evaluate(
+            asked, generation.AnswerGenerator(self.model, val, self.tokenizer, self.micro_batch, self.device)
+        )
 
     def answers(self, asked: Answers, val: Any, shuffled: Any = None) -> dict[str, float]:
         """Scores of generated answers to the first questions of a data set, and with other contexts. Collective."""
         from src.evaluation import generation
 
-        generator = generation.AnswerGenerator(self.model, val, self.tokenizer, self.micro_batch, self.device, asked.decoding())
+        generator = generation.AnswerGenerator(
+            self.model, val, self.tokenizer, self.micro_batch, self.device, asked.decoding()
+        )
         return generation.evaluate(asked, generator, shuffled)

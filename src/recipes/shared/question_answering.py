@@ -68,8 +68,8 @@ class QuestionAnswering(Finetuning):
     def run(self, run: Run) -> None:
         """Train, or evaluate without training; then run the inference. Collective.
 
-        Scores: train_loss, val_loss and, where there are contexts, val_loss_shuffled_context (nats per token), the metrics of `answers`;
-        at the end what is kept of a context, where that is known, and the metrics of `inference`.
+        Scores: train_loss, val_loss and, where there are contexts, val_loss_shuffled_context (nats per token), the
+        metrics of `answers`; at the end what is kept of a context, where that is known, and the metrics of `inference`.
         """
         import torch
 
@@ -107,7 +107,9 @@ class QuestionAnswering(Finetuning):
                 if data is not None
             }
             if self.answers:
-                generator = generation.AnswerGenerator(model, val, tokenizer, batch_size, accelerator.device, self.answers.decoding())
+                generator = generation.AnswerGenerator(
+                    model, val, tokenizer, batch_size, accelerator.device, self.answers.decoding()
+                )
                 scores |= generation.evaluate(self.answers, generator, shuffled)
             return scores
 
@@ -118,7 +120,9 @@ class QuestionAnswering(Finetuning):
             if val.stored_bytes_per_token is not None:
                 scores["cache_bytes_per_context_token"] = val.stored_bytes_per_token
             if job:
-                generator = generation.AnswerGenerator(model, job.dataset, tokenizer, batch_size, accelerator.device, job.config.decoding())
+                generator = generation.AnswerGenerator(
+                    model, job.dataset, tokenizer, batch_size, accelerator.device, job.config.decoding()
+                )
                 scores |= inference.make(run, job, generator, inputs)
             return scores
 

@@ -77,7 +77,9 @@ def best(run: Path, hashes: bool = True) -> Path | None:
     checkpoint = folder(run, step)
     problem = defect(checkpoint, hashes)
     if problem:
-        raise CheckpointError(f"{checkpoint}: the best checkpoint is damaged ({problem}). Use the last one, or train again with -r 1.")
+        raise CheckpointError(
+            f"{checkpoint}: the best checkpoint is damaged ({problem}). Use the last one, or train again with -r 1."
+        )
     return checkpoint
 
 
@@ -102,7 +104,9 @@ def fingerprint(checkpoint: Path) -> str:
         CheckpointError: the manifest is missing or damaged.
     """
     files = read_manifest(checkpoint, CheckpointError)["files"]
-    taken = {name: entry for name, entry in files.items() if name == "model.safetensors" or name.startswith("tokenizer/")}
+    taken = {
+        name: entry for name, entry in files.items() if name == "model.safetensors" or name.startswith("tokenizer/")
+    }
     return hashlib.sha256(json.dumps(taken, sort_keys=True).encode()).hexdigest()
 
 

@@ -1,7 +1,7 @@
 """Pins protect checkpoints from deletion while a process works on them: a file in <run>/pins/ for each holder.
 
-A pin counts while its holder renews its lease (see `lease`); the file of a dead holder is ignored. Pins are written, and checked, under
-the guard of the run, so a checkpoint that exists when it is pinned exists until the pin is removed.
+A pin counts while its holder renews its lease (see `lease`); the file of a dead holder is ignored. Pins are written,
+and checked, under the guard of the run, so a checkpoint that exists when it is pinned exists until the pin is removed.
 """
 
 import json
@@ -45,7 +45,8 @@ class Pin:
 
 
 class StalenessProbe:
-    """Detects stale leases. A remote holder is stale only if its counter did not change between two observations on the local clock."""
+    """Detects stale leases. A remote holder is stale only if its counter did not change between two observations on the
+    local clock."""
 
     def __init__(self, stale_seconds: float = STALE_SECONDS) -> None:
         self._stale_seconds = stale_seconds
@@ -69,7 +70,8 @@ class StalenessProbe:
 
 
 def place(run: Path, name: str, pin: Pin) -> None:
-    """Pin checkpoints of the save directory `run`; replaces the pin `name`. Check afterwards that the checkpoints still exist.
+    """Pin checkpoints of the save directory `run`; replaces the pin `name`. Check afterwards that the checkpoints still
+    exist.
 
     Raises:
         RunError: there is no such run, or the disk refuses.

@@ -74,7 +74,8 @@ def needed_by_children(runs: Path) -> tuple[set[tuple[str, str]], list[str]]:
 
 
 def describe_holder(run: Path) -> str:
-    """Why nothing of a run can be deleted: a process can still hold it. "" for no holder or a dead one; silence is no proof of death."""
+    """Why nothing of a run can be deleted: a process can still hold it. "" for no holder or a dead one; silence is no
+    proof of death."""
     if holder_is_dead(run) is True:
         return ""
     if contact := lost_contact(run):
@@ -83,7 +84,8 @@ def describe_holder(run: Path) -> str:
 
 
 def plan(run: Path, rule: CleanupRule, by_others: NeededCheckpoints, now: float) -> Plan:
-    """The checkpoints of the save directory `run` that can be deleted, damaged ones and leftovers of killed writers included.
+    """The checkpoints of the save directory `run` that can be deleted, damaged ones and leftovers of killed writers
+    included.
 
     by_others: see `needed_by_children`. now: seconds since the epoch, by the clock of the disk.
 
@@ -105,7 +107,11 @@ def plan(run: Path, rule: CleanupRule, by_others: NeededCheckpoints, now: float)
     if (run.name, "last") in by_others and type(state.get("step")) is int:
         required.add(checkpoints.folder(run, state["step"]))
     before = now - rule.older_than_seconds
-    old = [path for path in (*whole, *torn) if path not in required and not path.is_symlink() and path.stat().st_mtime <= before]
+    old = [
+        path
+        for path in (*whole, *torn)
+        if path not in required and not path.is_symlink() and path.stat().st_mtime <= before
+    ]
     if state["state"] != "done" and set(old) & set(whole):
         newest = checkpoints.newest_whole(run)  # reads every byte, as a resume does
         old = [path for path in old if path != newest]
@@ -116,7 +122,8 @@ def plan(run: Path, rule: CleanupRule, by_others: NeededCheckpoints, now: float)
 
 
 def remove(decided: Plan) -> None:
-    """Delete the checkpoints of `plan`, if the run has not changed since. A crash leaves each checkpoint complete or deleted.
+    """Delete the checkpoints of `plan`, if the run has not changed since. A crash leaves each checkpoint complete or
+    deleted.
 
     Raises:
         RunError: the run was started or has changed, so nothing is deleted; or the disk refuses.
@@ -129,7 +136,10 @@ def remove(decided: Plan) -> None:
         if holder_is_dead(run) is not True or _snapshot(run) != decided.snapshot:
             raise RunError(f"{run}: has changed meanwhile, so nothing of it was deleted. Look again.")
         for path, pin in _find_pinned(run, decided.deletable).items():
-            raise RunError(f"{path}: somebody works on it since a moment ago (see {pin}), so nothing of {run} was deleted. Look again.")
+            raise RunError(
+                f"{path}: somebody works on it since a moment ago (see {pin}), so nothing of {run} was deleted. Look "
+                f"again."
+            )
         best = checkpoints.best_step(run)
         if best is not None and checkpoints.folder(run, best) in decided.deletable:
             checkpoints.forget_best(run)
@@ -161,10 +171,16 @@ def _is_run(run: Path) -> bool:
 
 
 def _snapshot(run: Path) -> tuple[bytes, ...]:
-    """The state of a run that deletion depends on: its status, its best checkpoint, and the names of all checkpoints."""
-    contents = [read_bytes(path) if path.exists() else b"" for path in (run / STATUS, run / "checkpoints" / "best.json")]
+    """The state of a run that deletion depends on: its status, its best checkpoint, and the names of all
+    checkpoints."""
+    contents = [
+        read_bytes(path) if path.exists() else b"" for path in (run / STATUS, run / "checkpoints" / "best.json")
+    ]
     folder = run / "checkpoints"
-    return (*contents, *(name.encode(errors="replace") for name in sorted(os.listdir(folder) if folder.exists() else [])))
+    return (
+        *contents,
+        *(name.encode(errors="replace") for name in sorted(os.listdir(folder) if folder.exists() else [])),
+    )
 
 
 @dataclass(frozen=True)
@@ -196,15 +212,18 @@ class RotationRule:
         steps = sorted(set(intervals))
         if self.every is not None and all(self.every % interval for interval in steps):
             error = ConfigError(
-                f"--keep_every: checkpoints are written every {' and every '.join(map(str, steps))} steps, so there is not one at each "
-                f"multiple of {self.every}. Take a multiple of {' or of '.join(map(str, steps))}, or change --save_every."
+                f"--keep_every: checkpoints are written every {' and every '.join(map(str, steps))} steps, so there "
+                f"is not one at each "
+                f"multiple of {self.every}. Take a multiple of {' or of '.join(map(str, steps))}, or change "
+                f"--save_every."
             )
             error.everywhere = True
             raise error
 
 
 class Rotation:
-    """Applies the rule `keep` to the present branch of a run while it trains. It is stateless: checkpoints and scores decide."""
+    """Applies the rule `keep` to the present branch of a run while it trains. It is stateless: checkpoints and scores
+    decide."""
 
     def __init__(self, run: Path, keep: RotationRule, metric: str, mode: Literal["min", "max"]) -> None:
         self._run, self._keep, self._metric = run, keep, metric
@@ -215,8 +234,9 @@ class Rotation:
     def rotate(self, step: int, best_step: int | None) -> None:
         """Delete old checkpoints after that of `step` is written, and leftovers of killed writers.
 
-        A crash leaves each checkpoint complete or deleted. If the required checkpoints are unknown, or the disk refuses, all stay with
-        a warning, and the training continues. The caller holds the lease, and no checkpoint is being written.
+        A crash leaves each checkpoint complete or deleted. If the required checkpoints are unknown, or the disk
+        refuses, all stay with a warning, and the training continues. The caller holds the lease, and no checkpoint is
+        being written.
 
         best_step: the one in best.json, which stays.
         """
@@ -231,14 +251,19 @@ class Rotation:
                 log.warning("%s: could not be deleted; it is tried again after the next checkpoint.", hidden)
 
     def _deletable(self, step: int, best_step: int | None) -> list[Path]:
-        """The checkpoints that the rule does not keep, oldest first; pins are not considered. Expensive checks come last."""
+        """The checkpoints that the rule does not keep, oldest first; pins are not considered. Expensive checks come
+        last."""
         keep = self._keep
         line = [path for path in checkpoints.list_all(self._run) if checkpoints.step_of(path) <= step]
         whole = [path for path in line if defect(path, hashes=False) is None]  # a damaged one is no fallback
         newest = whole[-keep.last :]
         if not newest:
             return []
-        doomed = [path for path in line if checkpoints.step_of(path) < checkpoints.step_of(newest[0]) and not path.is_symlink()]
+        doomed = [
+            path
+            for path in line
+            if checkpoints.step_of(path) < checkpoints.step_of(newest[0]) and not path.is_symlink()
+        ]
         doomed = [path for path in doomed if checkpoints.step_of(path) != best_step]
         if keep.every is not None:
             doomed = [path for path in doomed if checkpoints.step_of(path) % keep.every]
@@ -252,16 +277,20 @@ class Rotation:
     def _best(self, whole: Collection[Path]) -> set[Path]:
         """The best evaluated checkpoints; of equals the earliest, as in `ModelSelection`."""
         rows = {row["step"]: row.get(self._metric) for row in Scores(self._run / SCORES, read_only=True).rows()}
-        scored = [(value, checkpoints.step_of(path), path) for path in whole if (value := rows.get(checkpoints.step_of(path))) is not None]
+        scored = [
+            (value, checkpoints.step_of(path), path)
+            for path in whole
+            if (value := rows.get(checkpoints.step_of(path))) is not None
+        ]
         scored.sort(key=lambda item: (self._sign * item[0], item[1]))
         return {path for _, _, path in scored[: self._keep.best]}
 
     def _last_offered_step(self) -> int:
         """Latest checkpoint step that a child experiment can have started from; 0 without one. Never deleted.
 
-        Children start from the last or the best checkpoint of a run that is done. Such a run trains again only after a rewind, so the
-        checkpoints up to the rewind, or to a rewind that was undone, can have been the best. The folder of runs is searched once: later
-        children start from the checkpoints that the run has when it is done again.
+        Children start from the last or the best checkpoint of a run that is done. Such a run trains again only after a
+        rewind, so the checkpoints up to the rewind, or to a rewind that was undone, can have been the best. The folder
+        of runs is searched once: later children start from the checkpoints that the run has when it is done again.
         """
         chain = branches.read(self._run)
         number, before = (chain[-1].number, chain[-1].from_step) if chain else (0, 0)
@@ -272,7 +301,9 @@ class Rotation:
         if self._is_parent is None:
             self._is_parent = self._run.name in {name for name, _ in needed_by_children(self._run.parent)[0]}
             if self._is_parent:
-                log.info("%s: another experiment starts from it, so its checkpoints up to step %d stay.", self._run, before)
+                log.info(
+                    "%s: another experiment starts from it, so its checkpoints up to step %d stay.", self._run, before
+                )
         return before if self._is_parent else 0
 
     def _hide(self, doomed: Collection[Path]) -> None:

@@ -1,7 +1,9 @@
-"""The archive of abandoned branches, <run>/abandoned/branch-K with increasing K, and the builder of the changes that add one.
+"""The archive of abandoned branches, <run>/abandoned/branch-K with increasing K, and the builder of the changes that
+add one.
 
-A branch's folder holds the checkpoints and rows after the step; before/ with a copy of every changeable file, and the remaining checkpoints
-as links (retention can delete the originals); record.json, which describes the change. Nothing is deleted or overwritten.
+A branch's folder holds the checkpoints and rows after the step; before/ with a copy of every changeable file, and the
+remaining checkpoints as links (retention can delete the originals); record.json, which describes the change. Nothing is
+deleted or overwritten.
 """
 
 import hashlib
@@ -78,7 +80,9 @@ class PlanBuilder:
         _, later = journal.rows_after(read_bytes(self.run / name), step)
         if later:
             self.archived[name] = {"rows": later.count(b"\n"), "sha256": hashlib.sha256(later).hexdigest()}
-            self.add_step("cut", name, rest=f"{self.folder}/{name}", step=step, **{"from": f"{self.folder}/before/{name}"})
+            self.add_step(
+                "cut", name, rest=f"{self.folder}/{name}", step=step, **{"from": f"{self.folder}/before/{name}"}
+            )
 
     def archive_checkpoint(self, name: str) -> None:
         """Move a checkpoint to the archive."""
@@ -88,7 +92,9 @@ class PlanBuilder:
     def summary_lines(self) -> list[str]:
         """A line for each thing that is moved."""
         lines = [f"{name} -> {self.folder}/checkpoints" for name in self.moved]
-        return lines + [f"{facts['rows']} rows of {name} -> {self.folder}/{name}" for name, facts in self.archived.items()]
+        return lines + [
+            f"{facts['rows']} rows of {name} -> {self.folder}/{name}" for name, facts in self.archived.items()
+        ]
 
     def build(self, name: str, facts: Mapping[str, Any], every: Sequence[str] | None, messages: Sequence[str]) -> Plan:
         """The plan of the event `name`. every: names of the present checkpoints; None if none is touched."""
@@ -101,7 +107,9 @@ class PlanBuilder:
             archived=self.archived,
             **facts,
         )
-        listed = None if every is None else {item: journal.manifest_hash(self.run / "checkpoints" / item) for item in every}
+        listed = (
+            None if every is None else {item: journal.manifest_hash(self.run / "checkpoints" / item) for item in every}
+        )
         record = {**event, "before": {"files": self.files, "checkpoints": listed}}
         first: Step = {"do": "write", "to": f"{self.folder}/{RECORD}", "json": record}
         return Plan(self.run, (first, *self.steps), event, (*messages, *self.summary_lines()))
@@ -125,7 +133,12 @@ def records(run: Path) -> list[dict[str, Any]]:
 def next_number(run: Path) -> int:
     """The number of the next branch; no number is used twice."""
     named = [re.fullmatch(r"branch-(\d+)", path.name) for path in (run / FOLDER).glob("branch-*")]
-    return max([*(int(match[1]) for match in named if match), *(branch.number for branch in branches.read(run))], default=0) + 1
+    return (
+        max(
+            [*(int(match[1]) for match in named if match), *(branch.number for branch in branches.read(run))], default=0
+        )
+        + 1
+    )
 
 
 def files_of_rows(run: Path) -> list[str]:
@@ -135,4 +148,6 @@ def files_of_rows(run: Path) -> list[str]:
 
 def changeable_files(run: Path) -> list[str]:
     """The present files of the run that a training or a rewind changes."""
-    return [name for name in (*files_of_rows(run), SCORE_LIST, STATUS, branches.FILE, BEST, WANDB) if (run / name).is_file()]
+    return [
+        name for name in (*files_of_rows(run), SCORE_LIST, STATUS, branches.FILE, BEST, WANDB) if (run / name).is_file()
+    ]

@@ -1,7 +1,9 @@
-"""Overrides after a rewind (learning rate, data order, optimizer reset): branch.json, and pure functions of it and the step.
+"""Overrides after a rewind (learning rate, data order, optimizer reset): branch.json, and pure functions of it and the
+step.
 
-The file lists the branches on the way to the present state, the oldest first. The overrides of a branch apply to the optimizer steps
-that follow `from_step` finished ones. They depend on the step alone, so a restart at any point of a branch repeats the same steps.
+The file lists the branches on the way to the present state, the oldest first. The overrides of a branch apply to the
+optimizer steps that follow `from_step` finished ones. They depend on the step alone, so a restart at any point of a
+branch repeats the same steps.
 """
 
 import re
@@ -16,7 +18,9 @@ from src.errors import ConfigError, RunError
 from src.files import read_json
 
 FILE = "branch.json"
-LEARNING_RATES = "'x0.75' (a factor), '=1e-4' (the first step's, and the schedule's shape from there) or 'hold0:20' (0 for 20 steps)"
+LEARNING_RATES = (
+    "'x0.75' (a factor), '=1e-4' (the first step's, and the schedule's shape from there) or 'hold0:20' (0 for 20 steps)"
+)
 _NUMBER = r"[0-9]+(?:\.[0-9]*)?(?:e[-+]?[0-9]+)?|\.[0-9]+(?:e[-+]?[0-9]+)?"
 _COUNT = r"[1-9][0-9]{0,11}"
 _DENIED = {"source": 2, "shard": 3, "document": 4}
@@ -63,7 +67,11 @@ class Branch(Config):
     @property
     def skips(self) -> list[int]:
         """The numbers of "skip:", else none."""
-        return [int(steps) for steps in self.data.removeprefix("skip:").split("+")] if self.data.startswith("skip:") else []
+        return (
+            [int(steps) for steps in self.data.removeprefix("skip:").split("+")]
+            if self.data.startswith("skip:")
+            else []
+        )
 
     @property
     def skipped_steps(self) -> int:
@@ -81,7 +89,8 @@ class Branches(Config):
         for before, after in zip(self.branches, self.branches[1:], strict=False):
             if after.number <= before.number or after.from_step <= before.from_step:
                 raise ValueError(
-                    f"branch {after.number} from step {after.from_step} cannot follow branch {before.number} from step {before.from_step}."
+                    f"branch {after.number} from step {after.from_step} cannot follow branch {before.number} from "
+                    f"step {before.from_step}."
                 )
         return self
 
@@ -98,11 +107,14 @@ def read(run: Path) -> tuple[Branch, ...]:
     try:
         return tuple(load(Branches, raw, str(run / FILE)).branches)
     except ConfigError as error:
-        raise RunError(f"{error} `python -m src.operations.interventions undo {run}` restores what was before.") from None
+        raise RunError(
+            f"{error} `python -m src.operations.interventions undo {run}` restores what was before."
+        ) from None
 
 
 def chain(before: Sequence[Branch], new: Branch) -> tuple[Branch, ...]:
-    """The branches of `before` that begin before `new`, and `new`. A rewind to the first step of a branch drops that branch.
+    """The branches of `before` that begin before `new`, and `new`. A rewind to the first step of a branch drops that
+    branch.
 
     What was denied stays so: `new` takes over what branches that are dropped have denied.
     """
@@ -114,7 +126,8 @@ def chain(before: Sequence[Branch], new: Branch) -> tuple[Branch, ...]:
 def parse_denied(text: str, where: str) -> list[str]:
     """The lines of a deny list but empty ones and comments (#), with single blanks.
 
-    Each is "source NAME", "shard SOURCE URL" or "document NUMBER SOURCE URL", with the number of a document in its shard, counted from 0.
+    Each is "source NAME", "shard SOURCE URL" or "document NUMBER SOURCE URL", with the number of a document in its
+    shard, counted from 0.
 
     Raises:
         ConfigError: there is none, or a line is none of these; names `where` and the line.
@@ -124,12 +137,15 @@ def parse_denied(text: str, where: str) -> list[str]:
         words = [] if line.lstrip().startswith("#") else line.split()
         if words and (words[0] not in _DENIED or len(words) < _DENIED[words[0]]):
             raise ConfigError(
-                f'{where}:{number}: expected "source NAME", "shard SOURCE URL" or "document NUMBER SOURCE URL", got {line.strip()[:80]!r}.'
+                f'{where}:{number}: expected "source NAME", "shard SOURCE URL" or "document NUMBER SOURCE URL", got '
+                f"{line.strip()[:80]!r}."
             )
         if words and words[0] == "document" and not (words[1].isascii() and words[1].isdigit() and len(words[1]) < 12):
             raise ConfigError(f"{where}:{number}: expected the number of a document, counted from 0, got {words[1]!r}.")
         if words:
-            found.append(" ".join([*words[: _DENIED[words[0]] - 1], line.strip().split(None, _DENIED[words[0]] - 1)[-1]]))
+            found.append(
+                " ".join([*words[: _DENIED[words[0]] - 1], line.strip().split(None, _DENIED[words[0]] - 1)[-1]])
+            )
     if not found:
         raise ConfigError(f"{where}: lists nothing.")
     return [*dict.fromkeys(found)]
@@ -142,7 +158,9 @@ def parse_data(text: str) -> str:
         ConfigError: it is none of the three forms.
     """
     if not _DATA.fullmatch(text):
-        raise ConfigError(f"--data: expected 'same', 'skip:K' with K steps of at least 1, or 'reshuffle', got {text!r}.")
+        raise ConfigError(
+            f"--data: expected 'same', 'skip:K' with K steps of at least 1, or 'reshuffle', got {text!r}."
+        )
     return text
 
 
@@ -164,7 +182,8 @@ def parse_rate(text: str) -> Rate:
 def override_learning_rate(base: Callable[[int], float], branches: Sequence[Branch]) -> Callable[[int], float]:
     """The learning rate of the optimizer step that follows `step` finished ones. base: the schedule without branches.
 
-    Factors multiply along the chain. A value replaces earlier overrides. A hold ends early where a later branch sets a rate.
+    Factors multiply along the chain. A value replaces earlier overrides. A hold ends early where a later branch sets a
+    rate.
 
     Raises:
         ConfigError: a branch sets a value where the schedule is at 0, so that there is no shape to follow.
@@ -183,7 +202,8 @@ def override_learning_rate(base: Callable[[int], float], branches: Sequence[Bran
         elif change.value is not None:
             if rate(first) == 0:
                 error = ConfigError(
-                    f"branch {branch.number}: the schedule's learning rate is 0 after step {first}, so none can be derived from "
+                    f"branch {branch.number}: the schedule's learning rate is 0 after step {first}, so none can be "
+                    f"derived from "
                     f"--lr ={change.value:g}. Undo the rewind, and go back to another step or use --lr xFACTOR."
                 )
                 error.everywhere = True  # the branches are the same on every rank
@@ -203,24 +223,29 @@ def _override(rate: Callable[[int], float], first: int, value: float) -> Callabl
 
 
 def must_reset_optimizer(branches: Sequence[Branch], step: int) -> bool:
-    """Whether a start from a checkpoint of `step` must reset the optimizer's moments; also after a crash early in the branch."""
+    """Whether a start from a checkpoint of `step` must reset the optimizer's moments; also after a crash early in the
+    branch."""
     return any(branch.reset_optimizer and branch.from_step == step for branch in branches)
 
 
 def check_start(branches: Sequence[Branch], step: int) -> None:
-    """Check that a start from a checkpoint of `step` does not pass by a reset of the optimizer: that happens at the start of a branch only.
+    """Check that a start from a checkpoint of `step` does not pass by a reset of the optimizer: that happens at the
+    start of a branch only.
 
     Raises:
-        RunError: a branch that resets the optimizer begins later; the checkpoint that it begins with is gone or damaged.
+        RunError: a branch that resets the optimizer begins later; the checkpoint that it begins with is gone or
+            damaged.
     """
     later = [branch for branch in branches if branch.reset_optimizer and branch.from_step > step]
     if later:
         raise RunError(
-            f"branch {later[0].number} resets the optimizer at step {later[0].from_step}, whose checkpoint is damaged or gone: the newest "
+            f"branch {later[0].number} resets the optimizer at step {later[0].from_step}, whose checkpoint is "
+            f"damaged or gone: the newest "
             f"whole one is of step {step}. Undo the rewind, or rewind to an earlier step with --reset-optimizer."
         )
 
 
 def branch_numbers(branches: Sequence[Branch], step: int) -> list[int]:
-    """Numbers of the branches of the first `step` steps; they distinguish checkpoints of one step on different branches."""
+    """Numbers of the branches of the first `step` steps; they distinguish checkpoints of one step on different
+    branches."""
     return [branch.number for branch in branches if branch.from_step < step]

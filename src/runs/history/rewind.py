@@ -1,4 +1,5 @@
-"""Plans of a rewind to an earlier checkpoint of a run, of a roll-back of its evaluations, and of their undo. See `archive`."""
+"""Plans of a rewind to an earlier checkpoint of a run, of a roll-back of its evaluations, and of their undo. See
+`archive`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +22,8 @@ EVALUATIONS = "evaluations*.jsonl"
 
 
 def plan(run: Path, branch: Branch, why: str = "", new_wandb: bool = False) -> Plan:
-    """The plan of a rewind to the checkpoint of `branch.from_step`. `branch.number` is `next_number(run)`. Changes nothing.
+    """The plan of a rewind to the checkpoint of `branch.from_step`. `branch.number` is `next_number(run)`. Changes
+    nothing.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it is damaged.
@@ -53,13 +55,26 @@ def plan(run: Path, branch: Branch, why: str = "", new_wandb: bool = False) -> P
         builder.add_step("write", BEST, json={"step": best})
     builder.add_step("write", branches.FILE, json={"branches": [item.model_dump(mode="json") for item in after]})
     if branch.wandb:
-        builder.add_step("write", WANDB, json={"id": branch.wandb, "forked_from": {"run": _wandb_id(run), "step": step}})
-    reason = f"rewound to step {step} by {ledger.user_and_host()}{f' ({why})' if why else ''}; start it again to continue"
+        builder.add_step(
+            "write", WANDB, json={"id": branch.wandb, "forked_from": {"run": _wandb_id(run), "step": step}}
+        )
+    reason = (
+        f"rewound to step {step} by {ledger.user_and_host()}{f' ({why})' if why else ''}; start it again to continue"
+    )
     kept = {key: value for key, value in status.items() if key != "loss"}
-    builder.add_step("conclude", STATUS, json={**kept, "state": "stopped", "step": step, "reason": reason, "updated": now()})
+    builder.add_step(
+        "conclude", STATUS, json={**kept, "state": "stopped", "step": step, "reason": reason, "updated": now()}
+    )
     left = [item.number for item in before if item not in after]
-    facts = {"why": why, "step": step, "was_at": status.get("step"), "branch": branch.model_dump(mode="json", exclude_none=True)}
-    return builder.build("rewind", facts, every, [f"to step {step}: {describe(branch)}", *told, *_warnings(run, branch, builder, left)])
+    facts = {
+        "why": why,
+        "step": step,
+        "was_at": status.get("step"),
+        "branch": branch.model_dump(mode="json", exclude_none=True),
+    }
+    return builder.build(
+        "rewind", facts, every, [f"to step {step}: {describe(branch)}", *told, *_warnings(run, branch, builder, left)]
+    )
 
 
 def plan_evaluations(run: Path, step: int, why: str = "") -> Plan:
@@ -126,7 +141,10 @@ def describe(branch: Branch) -> str:
     elif rate is not None:
         words.append(f"learning rate 0 for {rate.hold_steps} steps")
     if branch.denied:
-        words.append(f"without {len(branch.denied)} denied: {', '.join(branch.denied[:3])}{' ...' if len(branch.denied) > 3 else ''}")
+        words.append(
+            f"without {len(branch.denied)} denied: "
+            f"{', '.join(branch.denied[:3])}{' ...' if len(branch.denied) > 3 else ''}"
+        )
     if branch.reset_optimizer:
         words.append("the optimizer's moments begin anew")
     return ", ".join([*words, *([f"Weights & Biases run {branch.wandb}"] if branch.wandb else [])])
@@ -152,12 +170,18 @@ def _restore_checkpoints(builder: PlanBuilder, old: str, listed: dict[str, str |
 def _whole_checkpoint(run: Path, step: int) -> Path:
     target = checkpoints.folder(run, step)
     if not target.is_dir():
-        whole = [str(checkpoints.step_of(path)) for path in checkpoints.list_all(run) if defect(path, hashes=False) is None]
+        whole = [
+            str(checkpoints.step_of(path)) for path in checkpoints.list_all(run) if defect(path, hashes=False) is None
+        ]
         elsewhere = sorted((run / abandoned.FOLDER).glob(f"branch-*/checkpoints/{target.name}"))
         hint = f" {elsewhere[-1]} is of a branch that was left: `undo` leads back there." if elsewhere else ""
-        raise CheckpointError(f"--to {step}: no such checkpoint in {run}. There are: {', '.join(whole) or 'none'}.{hint}")
+        raise CheckpointError(
+            f"--to {step}: no such checkpoint in {run}. There are: {', '.join(whole) or 'none'}.{hint}"
+        )
     if (run / "checkpoints").stat().st_dev != run.stat().st_dev:
-        raise RunError(f"{run / 'checkpoints'}: a link to another file system, into which nothing can be moved in one step.")
+        raise RunError(
+            f"{run / 'checkpoints'}: a link to another file system, into which nothing can be moved in one step."
+        )
     if problem := defect(target):
         raise CheckpointError(f"{target}: damaged ({problem}), so nobody can go back to it. Choose another step.")
     return target
@@ -171,7 +195,12 @@ def _best_step(run: Path, target: Path) -> tuple[int | None, list[str]]:
     if type(best) is not int:
         return None, []
     if problem := defect(checkpoints.folder(run, best), hashes=False):
-        return None, [f"the best checkpoint of that time, step {best}, is gone ({problem}); none is named best until one is better"]
+        return None, [
+            (
+                f"the best checkpoint of that time, step {best}, is gone ({problem}); none is named best until one is "
+                f"better"
+            )
+        ]
     return best, []
 
 
@@ -187,5 +216,7 @@ def _warnings(run: Path, branch: Branch, builder: PlanBuilder, left: Sequence[in
     if builder.moved and run.name in {name for name, _ in retention.needed_by_children(run.parent)[0]}:
         lines.append("another experiment starts from this run, and will find another checkpoint")
     if (run / WANDB).exists() and not branch.wandb:
-        lines.append("Weights & Biases takes no step twice: without --new-wandb-run, steps that are made again do not show there")
+        lines.append(
+            "Weights & Biases takes no step twice: without --new-wandb-run, steps that are made again do not show there"
+        )
     return lines

@@ -1,7 +1,7 @@
 """Crash-safe multi-file transactions on a save directory: write a journal, apply its steps, delete it.
 
-The steps are idempotent. A process that finds a journal repeats all of them, so an interrupted change is finished by the next process that
-opens the run. Nothing is deleted before it is stored elsewhere. Paths are relative to the run.
+The steps are idempotent. A process that finds a journal repeats all of them, so an interrupted change is finished by
+the next process that opens the run. Nothing is deleted before it is stored elsewhere. Paths are relative to the run.
 """
 
 import contextlib
@@ -34,7 +34,8 @@ log = logging.getLogger(__name__)
 
 
 def begin(run: Path, steps: Sequence[Step], event: Mapping[str, Any]) -> None:
-    """Apply `steps` to the save directory `run`, and add `event`, which has an "id", to the ledger. The caller must hold the lease.
+    """Apply `steps` to the save directory `run`, and add `event`, which has an "id", to the ledger. The caller must
+    hold the lease.
 
     Raises:
         RunError: the disk refuses. The next `finish` completes the transaction.
@@ -60,7 +61,8 @@ def finish(run: Path) -> dict[str, Any] | None:
         steps, event = [(_STEPS[step["do"]], step) for step in plan["steps"]], dict(plan["event"])
     except (KeyError, TypeError, ValueError):
         raise RunError(
-            f"{path}: not a list of steps that this version knows. Finish with the version that started: {describe_event(plan)}"
+            f"{path}: not a list of steps that this version knows. Finish with the version that started: "
+            f"{describe_event(plan)}"
         ) from None
     with _lock_rows(run, plan["steps"]):
         for do, step in steps:
@@ -81,7 +83,9 @@ def describe_unfinished(run: Path) -> str | None:
 def describe_event(journal: Any) -> str:
     """The event of a journal, for people."""
     event = journal.get("event") if isinstance(journal, dict) else None
-    return f"{event.get('event')} by {event.get('who')} at {event.get('when')}" if isinstance(event, dict) else "unknown"
+    return (
+        f"{event.get('event')} by {event.get('who')} at {event.get('when')}" if isinstance(event, dict) else "unknown"
+    )
 
 
 def rows_after(content: bytes, step: int) -> tuple[bytes, bytes]:
@@ -98,7 +102,8 @@ def rows_after(content: bytes, step: int) -> tuple[bytes, bytes]:
 
 
 def step_of(line: bytes) -> int | None:
-    """The step of a JSON line: its "step", "opt_step" or "iteration", or that of the checkpoint path that it evaluates."""
+    """The step of a JSON line: its "step", "opt_step" or "iteration", or that of the checkpoint path that it
+    evaluates."""
     try:
         row = parse_json(line, "", RunError)
     except RunError:

@@ -71,7 +71,8 @@ def name_model(text: str) -> str:
     name = text.replace("/", "-")
     if not _NAME.fullmatch(name):
         raise ConfigError(
-            f"{text!r}: cannot be a model's name. Expected letters, digits, '.', '_' and '-', beginning with a letter or a digit."
+            f"{text!r}: cannot be a model's name. Expected letters, digits, '.', '_' and '-', beginning with a "
+            f"letter or a digit."
         )
     return name
 
@@ -84,7 +85,8 @@ def list_models(folder: Path) -> dict[str, dict[str, Any]]:
     """
     if not (folder / MARKER).is_file():
         raise RunError(
-            f"{folder}: no model repository of ours. Write one with python -m src.serving.triton.repository RUN {folder} --mode rm"
+            f"{folder}: no model repository of ours. Write one with python -m src.serving.triton.repository RUN "
+            f"{folder} --mode rm"
         )
     places = sorted(path.parent for path in folder.glob(f"[!.]*/{MANIFEST}"))
     return {place.name: read_manifest(place, RunError)["triton"] for place in places}
@@ -124,7 +126,13 @@ def write_model(source: Path, folder: Path, places: Places, options: argparse.Na
     name = name_model(options.name or run.name)
     check_folder(folder, name)
     output, fingerprint = check_mode(run, places, options.mode), fingerprint_of(run, places)
-    facts = {"mode": options.mode, "output": output, "backend": options.backend, "fingerprint": fingerprint, "run": str(run)}
+    facts = {
+        "mode": options.mode,
+        "output": output,
+        "backend": options.backend,
+        "fingerprint": fingerprint,
+        "run": str(run),
+    }
     config = _PBTXT.format(
         name=_quote(name),
         backend='backend: "python"'
@@ -132,7 +140,9 @@ def write_model(source: Path, folder: Path, places: Places, options: argparse.Na
         else 'platform: "pytorch_libtorch"\ndefault_model_filename: "traced-model.pt"',
         max_batch=options.max_batch,
         output=_quote(output),
-        dims="dims: [ -1 ]" if output == "logps" else "dims: [ 1 ]" + (" reshape { shape: [ ] }" if options.backend == "pytorch" else ""),
+        dims="dims: [ -1 ]"
+        if output == "logps"
+        else "dims: [ 1 ]" + (" reshape { shape: [ ] }" if options.backend == "pytorch" else ""),
         device=_write_device(options.device),
         key=_quote(FINGERPRINT),
         fingerprint=_quote(fingerprint),
@@ -145,7 +155,9 @@ def write_model(source: Path, folder: Path, places: Places, options: argparse.Na
         (made / "config.pbtxt").write_text(config, encoding="utf-8")
         (made / "1").mkdir()
         if options.backend == "python":
-            model = _MODEL.format(root=str(ROOT), run=str(run.resolve()), data=str(places.data.resolve()), mode=options.mode)
+            model = _MODEL.format(
+                root=str(ROOT), run=str(run.resolve()), data=str(places.data.resolve()), mode=options.mode
+            )
             (made / "1" / "model.py").write_text(model, encoding="utf-8")
         else:
             trace(load_served(run, places, options.device, options.mode)).save(str(made / "1" / "traced-model.pt"))
@@ -191,7 +203,8 @@ def trace(model: ServedModel) -> Any:
                 ) from None
             if not apart <= 1e-4:
                 raise ConfigError(
-                    f"its trace differs by {apart:.2g} from the model on {sizes[0]} x {sizes[1]} tokens. Use --backend python."
+                    f"its trace differs by {apart:.2g} from the model on {sizes[0]} x {sizes[1]} tokens. Use "
+                    f"--backend python."
                 )
     return traced
 

@@ -2,11 +2,12 @@
 
 make triton                                              once: the server, in .triton
 python -m src.serving.triton.server start FOLDER         until every model has answered a request; prints the addresses
-python -m src.serving.triton.server status FOLDER        health by a real request, and throughput; exits with 1 where a model is ill
-python -m src.serving.triton.server reload FOLDER        unloads and loads every model: new weights, or a process that has died
-python -m src.serving.triton.server stop FOLDER
+python -m src.serving.triton.server status FOLDER        health by a real request, and throughput; exits with 1 where a
+model is ill python -m src.serving.triton.server reload FOLDER        unloads and loads every model: new weights, or a
+process that has died python -m src.serving.triton.server stop FOLDER
 
-FOLDER is made by src.serving.triton.repository. FOLDER/server.json has the address of its server, FOLDER/server.log its output.
+FOLDER is made by src.serving.triton.repository. FOLDER/server.json has the address of its server, FOLDER/server.log its
+output.
 """
 
 import argparse
@@ -44,7 +45,8 @@ _PORTS = ("http_port", "grpc_port", "metrics_port")
 
 
 def start(folder: Path, address: str = "127.0.0.1", ports: Sequence[int] = (0, 0, 0)) -> dict[str, Any]:
-    """Start a server that outlives this process, and wait until every model has answered; returns its entry in server.json.
+    """Start a server that outlives this process, and wait until every model has answered; returns its entry in
+    server.json.
 
     ports: for HTTP, gRPC and metrics; 0 takes a free one.
 
@@ -54,18 +56,23 @@ def start(folder: Path, address: str = "127.0.0.1", ports: Sequence[int] = (0, 0
     """
     models = list_models(folder)
     if not models:
-        raise RunError(f"{folder}: has no models yet. Write one with python -m src.serving.triton.repository RUN {folder} --mode rm")
+        raise RunError(
+            f"{folder}: has no models yet. Write one with python -m src.serving.triton.repository RUN {folder} "
+            f"--mode rm"
+        )
     program = _find_program()
     for name, facts in models.items():
         if not (ENVIRONMENT / "backends" / facts["backend"]).is_dir():
             raise ConfigError(
-                f"{folder / name}: is for the backend {facts['backend']!r}, which is missing from the server in {ENVIRONMENT}. "
+                f"{folder / name}: is for the backend {facts['backend']!r}, which is missing from the server in "
+                f"{ENVIRONMENT}. "
                 "Run NVIDIA's own Triton on this folder, or write the model with --backend python."
             )
     with directory_lock(folder):
         if (state := read_state(folder)) is not None:
             raise RunError(
-                f"{folder}: its server runs already, as process {state['pid']} at {_describe(state)}. Stop it first, or reload it."
+                f"{folder}: its server runs already, as process {state['pid']} at {_describe(state)}. Stop it first, "
+                f"or reload it."
             )
         chosen = _choose_ports(address, ports)
         _free_shared_memory(folder)
@@ -91,13 +98,23 @@ def start(folder: Path, address: str = "127.0.0.1", ports: Sequence[int] = (0, 0
                 start_new_session=True,
             )
         _started.append(process)
-        state = {"pid": process.pid, "began": _read_beginning(process.pid), "address": address, **dict(zip(_PORTS, chosen, strict=True))}
+        state = {
+            "pid": process.pid,
+            "began": _read_beginning(process.pid),
+            "address": address,
+            **dict(zip(_PORTS, chosen, strict=True)),
+        }
         try:
             write_json(folder / STATE, state)
-            _poll(lambda: process.poll() is not None or not probe_all(folder, state), START_SECONDS, f"{folder}: its server is not ready")
+            _poll(
+                lambda: process.poll() is not None or not probe_all(folder, state),
+                START_SECONDS,
+                f"{folder}: its server is not ready",
+            )
             if process.poll() is not None:
                 raise RunError(
-                    f"{folder}: its server ended with exit code {process.returncode}: {_read_reason(folder)} See {folder / LOG}."
+                    f"{folder}: its server ended with exit code {process.returncode}: {_read_reason(folder)} See "
+                    f"{folder / LOG}."
                 )
         except BaseException:
             _end(state, folder)
@@ -173,7 +190,9 @@ def require_state(folder: Path) -> dict[str, Any]:
     list_models(folder)
     state = read_state(folder)
     if state is None:
-        raise RunError(f"{folder}: no server runs on it. Start one with python -m src.serving.triton.server start {folder}")
+        raise RunError(
+            f"{folder}: no server runs on it. Start one with python -m src.serving.triton.server start {folder}"
+        )
     return state
 
 
@@ -203,7 +222,8 @@ def stop(folder: Path) -> None:
 
 
 def _end(state: dict[str, Any], folder: Path) -> None:
-    """SIGTERM first, then SIGKILL to its process group, as children of a backend can remain. Frees their shared memory."""
+    """SIGTERM first, then SIGKILL to its process group, as children of a backend can remain. Frees their shared
+    memory."""
     with contextlib.suppress(ProcessLookupError, RunError):
         os.kill(state["pid"], signal.SIGTERM)
         _poll(lambda: not _is_alive(state), STOP_SECONDS, "its server does not end")
@@ -232,15 +252,20 @@ def reload(folder: Path) -> None:
     state = require_state(folder)
     for name in list_models(folder):
         _post(state, f"/v2/repository/models/{name}/unload")
-        _poll(lambda each=name: not _is_ready(state, each), STOP_SECONDS, f"{folder}: {name} is not unloaded")  # a dead one stays UNLOADING
+        _poll(
+            lambda each=name: not _is_ready(state, each), STOP_SECONDS, f"{folder}: {name} is not unloaded"
+        )  # a dead one stays UNLOADING
         status, answer = _post(state, f"/v2/repository/models/{name}/load")
         if status != 200:
-            raise RunError(f"{folder}: {name} cannot be loaded: {' '.join(str(answer).split())[:300]} See {folder / LOG}.")
+            raise RunError(
+                f"{folder}: {name} cannot be loaded: {' '.join(str(answer).split())[:300]} See {folder / LOG}."
+            )
     _poll(lambda: not probe_all(folder, state), START_SECONDS, f"{folder}: its server is not ready")
 
 
 def probe_all(folder: Path, state: dict[str, Any]) -> dict[str, str]:
-    """The error of each model that does not answer a request. Readiness is not enough: a server reports it for a dead process too."""
+    """The error of each model that does not answer a request. Readiness is not enough: a server reports it for a dead
+    process too."""
     errors = {}
     for name, facts in list_models(folder).items():
         connection = HttpConnection(Address("http", state["address"], state["http_port"], name))
@@ -270,7 +295,9 @@ def show(folder: Path) -> int:
         rate = [f"{sequences / seconds:.1f}", f"{seconds / requests * 1e3:.2f}"] if requests and seconds else ["", ""]
         numbers = [str(requests), str(sequences), *rate, str(times["fail"].get("count", 0))]
         rows.append([name, facts["mode"], facts["fingerprint"][:12], *numbers, ill.get(name, "answers")])
-    sys.stdout.write(f"{_describe(state)}, process {state['pid']}\n" + "".join(f"{line}\n" for line in aligned_lines(rows)))
+    sys.stdout.write(
+        f"{_describe(state)}, process {state['pid']}\n" + "".join(f"{line}\n" for line in aligned_lines(rows))
+    )
     return 1 if ill else 0
 
 
@@ -289,7 +316,9 @@ def _post(state: dict[str, Any], path: str, method: str = "POST") -> tuple[int, 
 
     try:
         url = f"http://{state['address']}:{state['http_port']}{path}"
-        answer = urllib3.request(method, url, json={} if method == "POST" else None, retries=False, timeout=START_SECONDS)
+        answer = urllib3.request(
+            method, url, json={} if method == "POST" else None, retries=False, timeout=START_SECONDS
+        )
         return answer.status, parse_json(answer.data or b"{}", url, RunError)
     except urllib3.exceptions.HTTPError as error:
         raise RunError(f"{_describe(state)}: does not answer ({error}).") from None
@@ -311,7 +340,9 @@ def _poll(is_done: Callable[[], bool], seconds: float, what: str) -> None:
 def _read_reason(folder: Path) -> str:
     """The line of the log that says why the server ended."""
     lines = (folder / LOG).read_text(encoding="utf-8", errors="replace").splitlines()
-    line = next((entry for words in ("failed to load", "rror") for entry in lines if words in entry), "it said nothing.")
+    line = next(
+        (entry for words in ("failed to load", "rror") for entry in lines if words in entry), "it said nothing."
+    )
     return " ".join(line.partition('] "')[2].rstrip('"').split() or line.split())[:400]
 
 
@@ -321,7 +352,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("action", choices=("start", "status", "reload", "stop"))
     parser.add_argument("folder", type=Path, help="the model repository")
     parser.add_argument(
-        "--address", default="127.0.0.1", help="address to listen on; anyone with access to it can unload models (default: %(default)s)"
+        "--address",
+        default="127.0.0.1",
+        help="address to listen on; anyone with access to it can unload models (default: %(default)s)",
     )
     for name in _PORTS:
         parser.add_argument(f"--{name}", type=int, default=0, help="default: a free one")

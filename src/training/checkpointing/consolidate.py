@@ -1,13 +1,15 @@
-"""Converts the shards of a checkpoint, of ZeRO or FSDP2, into plain safetensors: weights, and optimizer state by parameter name.
+"""Converts the shards of a checkpoint, of ZeRO or FSDP2, into plain safetensors: weights, and optimizer state by
+parameter name.
 
-python -m src.training.checkpointing.consolidate results/runs/EXP_ID                       its newest checkpoint, in place
-python -m src.training.checkpointing.consolidate results/runs/EXP_ID --step 2000 --output exported --dtype bfloat16 --all
-python -m src.training.checkpointing.consolidate CHECKPOINT --verify    writes nothing: compares what is there with the shards
+python -m src.training.checkpointing.consolidate results/runs/EXP_ID                       its newest checkpoint, in
+place python -m src.training.checkpointing.consolidate results/runs/EXP_ID --step 2000 --output exported --dtype
+bfloat16 --all python -m src.training.checkpointing.consolidate CHECKPOINT --verify    writes nothing: compares what is
+there with the shards
 
-In place, the checkpoint gets the files that a training without shards would have written, so that it can be resumed in any mode and on any
-number of processes; a training that needs them does this by itself. ZeRO's weights are those of DeepSpeed's zero_to_fp32, bit for bit;
-FSDP2's are whole in the checkpoint already. Memory needed does not grow with the model: tensors go from the shards to the file 16 MB at
-a time.
+In place, the checkpoint gets the files that a training without shards would have written, so that it can be resumed in
+any mode and on any number of processes; a training that needs them does this by itself. ZeRO's weights are those of
+DeepSpeed's zero_to_fp32, bit for bit; FSDP2's are whole in the checkpoint already. Memory needed does not grow with the
+model: tensors go from the shards to the file 16 MB at a time.
 """
 
 import argparse
@@ -58,7 +60,8 @@ class Export:
 
 
 def locate(path: Path, step: int | None = None) -> Path:
-    """Path of a checkpoint: `path` itself or, if `path` is a run, its checkpoint of `step` (default: the newest complete one).
+    """Path of a checkpoint: `path` itself or, if `path` is a run, its checkpoint of `step` (default: the newest
+    complete one).
 
     Raises:
         CheckpointError: there is none.
@@ -74,20 +77,23 @@ def locate(path: Path, step: int | None = None) -> Path:
     if checkpoint is None or not checkpoint.is_dir():
         there = ", ".join(str(checkpoints.step_of(entry)) for entry in checkpoints.list_all(path)) or "none"
         raise CheckpointError(
-            f"{path}: has no whole checkpoint{'' if step is None else f' of step {step}'}. Steps that are there: {there}."
+            f"{path}: has no whole checkpoint{'' if step is None else f' of step {step}'}. Steps that are there: "
+            f"{there}."
         )
     return checkpoint.resolve()
 
 
 def consolidate(checkpoint: Path, export: Export | None = None) -> list[Path]:
-    """Write weights and optimizer's state from the shards of `checkpoint`; returns the files written, none where all were there.
+    """Write weights and optimizer's state from the shards of `checkpoint`; returns the files written, none where all
+    were there.
 
-    export: where to; None: into the checkpoint itself, whose other files stay and whose manifest then lists the new ones too. What it
-    has already is compared with the shards, and not written again. A crash leaves the checkpoint as it was, or with whole files added.
-    `checkpoint` may be a folder written by DeepSpeed alone where `export` is given.
+    export: where to; None: into the checkpoint itself, whose other files stay and whose manifest then lists the new
+    ones too. What it has already is compared with the shards, and not written again. A crash leaves the checkpoint as
+    it was, or with whole files added. `checkpoint` may be a folder written by DeepSpeed alone where `export` is given.
 
     Raises:
-        CheckpointError: there are no shards, or they are damaged or do not go together, or are not what the checkpoint holds already.
+        CheckpointError: there are no shards, or they are damaged or do not go together, or are not what the checkpoint
+            holds already.
         ConfigError: the folder of `export` is in use.
         RunError: the disk refuses.
     """
@@ -97,7 +103,8 @@ def consolidate(checkpoint: Path, export: Export | None = None) -> list[Path]:
             return _add_missing(checkpoint, found)
     if export.folder.exists() and not _is_replaceable(export.folder):
         raise ConfigError(
-            f"--output {export.folder}: holds something else. Name a folder that is new, empty, or was written by this command."
+            f"--output {export.folder}: holds something else. Name a folder that is new, empty, or was written by "
+            f"this command."
         )
     facts = _manifest_entry(checkpoint, found, export.dtype, export.everything)
     with files.new_directory(export.folder, facts) as folder:
@@ -108,10 +115,12 @@ def consolidate(checkpoint: Path, export: Export | None = None) -> list[Path]:
 
 
 def verify(checkpoint: Path, folder: Path | None = None) -> list[str]:
-    """Compare what was consolidated, in the checkpoint itself or in `folder`, with the shards; returns the names of the tensors.
+    """Compare what was consolidated, in the checkpoint itself or in `folder`, with the shards; returns the names of the
+    tensors.
 
     Raises:
-        CheckpointError: there is nothing to compare, or it is damaged or differs; the message names the file and the tensors.
+        CheckpointError: there is nothing to compare, or it is damaged or differs; the message names the file and the
+            tensors.
     """
     found = _open(checkpoint)
     folder = checkpoint if folder is None else folder
@@ -128,21 +137,28 @@ def verify(checkpoint: Path, folder: Path | None = None) -> list[str]:
         _require_equal(folder / OPTIMIZER, state, safetensors_stream.read(folder / OPTIMIZER))
         compared |= state
     if not compared:
-        raise CheckpointError(f"{folder}: has neither {WEIGHTS} nor {OPTIMIZER}, so there is nothing to compare with the shards.")
+        raise CheckpointError(
+            f"{folder}: has neither {WEIGHTS} nor {OPTIMIZER}, so there is nothing to compare with the shards."
+        )
     return list(compared)
 
 
 def optimizer_tensors(found: zero_layout.Shards) -> dict[str, StoredTensor]:
-    """The optimizer's state, named as `src.training.checkpointing.folder` names it: {"blocks.0.mlp.weight::exp_avg": tensor, …}."""
-    return {f"{name}{SEPARATOR}{key}": value for name, entries in found.moments.items() for key, value in entries.items()}
+    """The optimizer's state, named as `src.training.checkpointing.folder` names it: {"blocks.0.mlp.weight::exp_avg":
+    tensor, …}."""
+    return {
+        f"{name}{SEPARATOR}{key}": value for name, entries in found.moments.items() for key, value in entries.items()
+    }
 
 
 def _open(checkpoint: Path) -> zero_layout.Shards:
-    """The shards of a checkpoint, found whole: by its manifest, or, where DeepSpeed alone wrote it, by the checksums within them."""
+    """The shards of a checkpoint, found whole: by its manifest, or, where DeepSpeed alone wrote it, by the checksums
+    within them."""
     folder, dcp = zero_layout.find(checkpoint), (checkpoint / dcp_shards.MOMENTS).is_dir()
     if folder is None and not dcp:
         raise CheckpointError(
-            f"{checkpoint}: holds no shards of DeepSpeed ZeRO (zero_pp_rank_*_mp_rank_00_optim_states.pt), itself or in zero/, and none of "
+            f"{checkpoint}: holds no shards of DeepSpeed ZeRO (zero_pp_rank_*_mp_rank_00_optim_states.pt), itself or "
+            f"in zero/, and none of "
             "FSDP2 in optimizer/."
         )
     if (checkpoint / files.MANIFEST).exists():
@@ -167,7 +183,8 @@ def _check_sums(file: Path) -> None:
 
 @contextlib.contextmanager
 def _only_writer(checkpoint: Path) -> Iterator[None]:
-    """Hold the lock of a checkpoint's folder: of two that would add to it, the second waits, and then finds all there."""
+    """Hold the lock of a checkpoint's folder: of two that would add to it, the second waits, and then finds all
+    there."""
     with files.writing(checkpoint):
         descriptor = os.open(checkpoint, os.O_RDONLY)
     try:
@@ -195,11 +212,15 @@ def _add_missing(checkpoint: Path, found: zero_layout.Shards) -> list[Path]:
     try:
         with files.new_directory(aside) as folder:
             digests = {name: safetensors_stream.write(folder / name, tensors) for name, tensors in wanted.items()}
-        facts["consolidated"]["tensors"] = {tensor: digest for names in digests.values() for tensor, digest in names.items()}
+        facts["consolidated"]["tensors"] = {
+            tensor: digest for names in digests.values() for tensor, digest in names.items()
+        }
         written = files.read_manifest(aside, CheckpointError)["files"]
         with files.writing(checkpoint):
             for name in wanted:
-                (aside / name).replace(checkpoint / name)  # unlisted until the next line but one, and no reader needs it before
+                (aside / name).replace(
+                    checkpoint / name
+                )  # unlisted until the next line but one, and no reader needs it before
             files.sync_directory(checkpoint)
         files.write_json(checkpoint / files.MANIFEST, {**manifest, **facts, "files": {**manifest["files"], **written}})
     finally:
@@ -207,7 +228,9 @@ def _add_missing(checkpoint: Path, found: zero_layout.Shards) -> list[Path]:
     return [checkpoint / name for name in wanted]
 
 
-def _manifest_entry(checkpoint: Path, found: zero_layout.Shards, dtype: str = "float32", everything: bool = False) -> dict[str, Any]:
+def _manifest_entry(
+    checkpoint: Path, found: zero_layout.Shards, dtype: str = "float32", everything: bool = False
+) -> dict[str, Any]:
     """Entry of the manifest. The caller adds "tensors": {name: sha256 of its bytes}."""
     source = {"from": checkpoint.name, "stage": found.stage, "world_size": found.world_size, "step": found.step}
     return {"consolidated": {**source, "dtype": dtype, "all": everything}}
@@ -235,7 +258,9 @@ def _write_weights(folder: Path, found: zero_layout.Shards, export: Export) -> d
     )
     digests: dict[str, str] = {}
     for file, names in (plan.filename_to_tensors or {WEIGHTS: []}).items():
-        digests |= safetensors_stream.write(folder / file, {name: weights[name] for name in names}, dtype, {"format": "pt"})
+        digests |= safetensors_stream.write(
+            folder / file, {name: weights[name] for name in names}, dtype, {"format": "pt"}
+        )
     if len(plan.filename_to_tensors) > 1:
         files.write_json(folder / INDEX, {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename})
     return digests
@@ -270,13 +295,26 @@ def byte_count(text: str) -> int:
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The arguments."""
     parser = make_parser("src.training.checkpointing.consolidate", __doc__)
-    parser.add_argument("source", type=Path, metavar="RUN_OR_CHECKPOINT", help="save directory, checkpoint, or folder written by DeepSpeed")
-    parser.add_argument("--step", type=int, metavar="N", help="which checkpoint of the run (default: the newest whole one)")
+    parser.add_argument(
+        "source",
+        type=Path,
+        metavar="RUN_OR_CHECKPOINT",
+        help="save directory, checkpoint, or folder written by DeepSpeed",
+    )
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="which checkpoint of the run (default: the newest whole one)"
+    )
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="write there (default: into the checkpoint)")
-    parser.add_argument("--shard-size", "--shard_size", type=byte_count, metavar="SIZE", help="most per file of weights (default: 5GB)")
+    parser.add_argument(
+        "--shard-size", "--shard_size", type=byte_count, metavar="SIZE", help="most per file of weights (default: 5GB)"
+    )
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights (default: float32)")
-    parser.add_argument("--all", action="store_true", help="frozen weights, all buffers and second names too, not trained weights alone")
-    parser.add_argument("--verify", action="store_true", help="write nothing; compare what was written before with the shards")
+    parser.add_argument(
+        "--all", action="store_true", help="frozen weights, all buffers and second names too, not trained weights alone"
+    )
+    parser.add_argument(
+        "--verify", action="store_true", help="write nothing; compare what was written before with the shards"
+    )
     return parser.parse_args(argv)
 
 
@@ -294,16 +332,23 @@ def run_action(args: argparse.Namespace) -> int:
         export = Export(args.output, args.shard_size or SHARD_BYTES, args.dtype or "float32", args.all)
     elif args.shard_size or args.dtype or args.all:
         raise ConfigError(
-            "--shard-size, --dtype, --all: only with --output. A checkpoint keeps its trained weights as float32 in one file."
+            "--shard-size, --dtype, --all: only with --output. A checkpoint keeps its trained weights as float32 in "
+            "one file."
         )
     checkpoint = locate(expand_run(args.source), args.step)
     if export is None and not (checkpoint / files.MANIFEST).exists():
-        raise ConfigError(f"{checkpoint}: is not a checkpoint of a run (it has no {files.MANIFEST}). Say with --output where to write.")
+        raise ConfigError(
+            f"{checkpoint}: is not a checkpoint of a run (it has no {files.MANIFEST}). Say with --output where to "
+            f"write."
+        )
     if args.verify:
         done = f"{args.output or checkpoint}: {len(verify(checkpoint, args.output))} tensors are what the shards hold."
     else:
         written = consolidate(checkpoint, export)
-        done = "\n".join(f"{path}: {path.stat().st_size} bytes" for path in written) or f"{checkpoint}: is consolidated already."
+        done = (
+            "\n".join(f"{path}: {path.stat().st_size} bytes" for path in written)
+            or f"{checkpoint}: is consolidated already."
+        )
     sys.stdout.write(f"{done}\n")
     return 0
 

@@ -1,8 +1,9 @@
-"""Shards of FSDP2 in a checkpoint, by torch.distributed.checkpoint (DCP): each process writes its part, and any number of them read it.
+"""Shards of FSDP2 in a checkpoint, by torch.distributed.checkpoint (DCP): each process writes its part, and any number
+of them read it.
 
 The parts are safetensors files with the start of each part in the header. (DCP's own format has its index in a pickle,
-which can run code when it is read.) FSDP2 cuts tensors between rows, so a part is a range of bytes of the full tensor, and tensors are
-put together from one file into another without being held in memory.
+which can run code when it is read.) FSDP2 cuts tensors between rows, so a part is a range of bytes of the full tensor,
+and tensors are put together from one file into another without being held in memory.
 """
 
 import json
@@ -65,7 +66,10 @@ _groups: dict[str, Any] = {}
 def _background_group() -> Any:
     """One for all trainings of this process: a group has threads and open files. Collective."""
     if _groups.get("all") is not dist.group.WORLD:
-        _groups["all"], _groups["own"] = dist.group.WORLD, dist.new_group(backend="gloo", timeout=timedelta(days=1))  # a disk can be slow
+        _groups["all"], _groups["own"] = (
+            dist.group.WORLD,
+            dist.new_group(backend="gloo", timeout=timedelta(days=1)),
+        )  # a disk can be slow
     return _groups["own"]
 
 
@@ -78,14 +82,16 @@ class ShardStore:
     def __init__(self) -> None:
         self.group = _background_group()
         pinned = torch.cuda.is_available()
-        self.stager = DefaultStager(StagingOptions(pinned, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False))
+        self.stager = DefaultStager(
+            StagingOptions(pinned, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False)
+        )
 
     def stage(self, weights: dict[str, Tensor], moments: dict[str, Tensor]) -> Callable[[Path], None]:
         """Copy this process's shards to the CPU; returns what writes them into a folder on a shared disk, in a thread.
 
-        It leaves the moments as shards and the weights as one file with the same bytes as a training without shards: parents,
-        exports and evaluations read it. Each process writes its part, and the first puts the parts together on the disk.
-        A copy is overwritten by the next call.
+        It leaves the moments as shards and the weights as one file with the same bytes as a training without shards:
+        parents, exports and evaluations read it. Each process writes its part, and the first puts the parts together on
+        the disk. A copy is overwritten by the next call.
 
         The returned function raises:
             RunError: the disk refuses a process, or processes see different disks; on every rank.
@@ -106,13 +112,17 @@ class ShardStore:
     def _write(self, folder: Path, shards: dict[str, Tensor]) -> Mapping[str, Any]:
         """Returns the metadata of the full tensors, by name."""
         try:
-            return save(shards, storage_writer=_Writer(str(folder), save_distributed=True), process_group=self.group).state_dict_metadata
+            return save(
+                shards, storage_writer=_Writer(str(folder), save_distributed=True), process_group=self.group
+            ).state_dict_metadata
         except CheckpointException as error:
             reasons = [reason for reason, _ in error.failures.values()]
             refused = next((reason for reason in reasons if isinstance(reason, (OSError, SafetensorError))), None)
             if refused is None:
                 raise RuntimeError(str(error)) from error
-            raise RunError(f"{folder}: cannot write: {refused}. Nothing complete was lost; make room or choose another folder.") from error
+            raise RunError(
+                f"{folder}: cannot write: {refused}. Nothing complete was lost; make room or choose another folder."
+            ) from error
 
     def load(self, folder: Path, into: dict[str, Tensor]) -> None:
         """Fill tensors or shards from the safetensors files of a folder. Each process reads only its part.
@@ -129,7 +139,8 @@ class ShardStore:
             raise refusal from error
 
     def load_optimizer(self, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Put the state in a checkpoint's shards, or else in its optimizer.safetensors, into the optimizer of a sharded model.
+        """Put the state in a checkpoint's shards, or else in its optimizer.safetensors, into the optimizer of a sharded
+        model.
 
         Raises:
             CheckpointError: it is of another model, or damaged.
@@ -154,7 +165,10 @@ def _require_all(folder: Path, written: Mapping[str, Any]) -> None:
     """Check that this process sees the files of all processes."""
     tensors_by_name = {name: tensor.shape for name, tensor in tensors(folder).items()}
     if tensors_by_name != {name: tuple(getattr(about, "size", ())) for name, about in written.items()}:
-        raise RunError(f"{folder}: process 0 does not see the files of all processes. Give -sb a folder on a disk that all machines share.")
+        raise RunError(
+            f"{folder}: process 0 does not see the files of all processes. Give -sb a folder on a disk that all "
+            f"machines share."
+        )
 
 
 def tensors(folder: Path) -> dict[str, StoredTensor]:
@@ -195,11 +209,14 @@ def _places(file: Path) -> dict[str, list[int]]:
             noted = parse_json((opened.metadata() or {}).get(_PLACES, "{}"), file, CheckpointError)
         return {name: [int(place) for place in about[_START]] for name, about in noted.items()}
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{file}: damaged, not readable as a shard ({' '.join(str(error).split())[:120]}).") from None
+        raise CheckpointError(
+            f"{file}: damaged, not readable as a shard ({' '.join(str(error).split())[:120]})."
+        ) from None
 
 
 def read(folder: Path) -> zero_layout.Shards:
-    """The content of a checkpoint with shards of FSDP2, in the form in which those of ZeRO are described. Its stage is 0.
+    """The content of a checkpoint with shards of FSDP2, in the form in which those of ZeRO are described. Its stage is
+    0.
 
     Raises:
         CheckpointError: something is damaged.

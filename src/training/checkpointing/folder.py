@@ -1,10 +1,11 @@
-"""Tensors and state in and out of a checkpoint folder. Which folder is complete, last or best: src/runs/checkpoints/folder.py.
+"""Tensors and state in and out of a checkpoint folder. Which folder is complete, last or best:
+src/runs/checkpoints/folder.py.
 
-A folder holds model.safetensors (trained weights only), optimizer.safetensors, state.json, model.json (the `model` part of the
-experiment, defaults written out), tokenizer/, config.json (a copy of the run's), branch.json
-of a rewound run, and manifest.json with the hash of every file. Where the model was
-shared, shards are there instead of optimizer.safetensors: those of FSDP2 below optimizer/, those of ZeRO below zero/. Nothing is pickled
-but what DeepSpeed writes there.
+A folder holds model.safetensors (trained weights only), optimizer.safetensors, state.json, model.json (the `model` part
+of the experiment, defaults written out), tokenizer/, config.json (a copy of the run's), branch.json of a rewound run,
+and manifest.json with the hash of every file. Where the model was shared, shards are there instead of
+optimizer.safetensors: those of FSDP2 below optimizer/, those of ZeRO below zero/. Nothing is pickled but what DeepSpeed
+writes there.
 """
 
 import contextlib
@@ -40,8 +41,8 @@ log = logging.getLogger(__name__)
 def begin(run: Path, step: int) -> Iterator[Path]:
     """A folder that becomes the checkpoint of `step` when the block ends without an error: complete or not at all.
 
-    An existing checkpoint of this step, from a stop in an evaluation, stays unchanged while another process uses it. It has the same
-    weights; resuming from it repeats the evaluation.
+    An existing checkpoint of this step, from a stop in an evaluation, stays unchanged while another process uses it. It
+    has the same weights; resuming from it repeats the evaluation.
 
     Raises:
         RunError: the disk refuses. Earlier checkpoints are untouched.
@@ -53,7 +54,9 @@ def begin(run: Path, step: int) -> Iterator[Path]:
     except _InUse as error:
         log.info("%s: stays as it was when the training stopped there, as somebody works on it: %s", final, error)
     except SafetensorError as error:
-        raise RunError(f"{final}: cannot write: {error}. Nothing complete was lost; make room or choose another folder.") from None
+        raise RunError(
+            f"{final}: cannot write: {error}. Nothing complete was lost; make room or choose another folder."
+        ) from None
 
 
 class _InUse(Exception):
@@ -75,7 +78,11 @@ def _hold_unused(run: Path, checkpoint: Path) -> Iterator[None]:
 
 
 def write(
-    folder: Path, weights: dict[str, Tensor] | None, moments: dict[str, Tensor] | None, state: dict[str, Any], about: "CheckpointMetadata"
+    folder: Path,
+    weights: dict[str, Tensor] | None,
+    moments: dict[str, Tensor] | None,
+    state: dict[str, Any],
+    about: "CheckpointMetadata",
 ) -> None:
     """Write a checkpoint. moments: optimizer state. None: the engine writes it itself, as shards."""
     if weights is not None:
@@ -93,14 +100,16 @@ def write_experience(folder: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def require_equal_experience(tensors: dict[str, Tensor]) -> None:
-    """Raises TrainingError where the ranks do not have the same `tensors`, of which only rank 0's are written. Collective."""
+    """Raises TrainingError where the ranks do not have the same `tensors`, of which only rank 0's are written.
+    Collective."""
     if distributed.world_size() == 1:
         return
     digests = distributed.all_gather_list([hashlib.sha256(save(tensors)).hexdigest()])
     others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if others:
         error = TrainingError(
-            f"Experience.tensors returns other tensors on rank {others[0]} than on rank 0, and only those of rank 0 are saved. Gather "
+            f"Experience.tensors returns other tensors on rank {others[0]} than on rank 0, and only those of rank 0 "
+            f"are saved. Gather "
             "them, so that all ranks have the same tensors."
         )
         error.everywhere = True
@@ -113,7 +122,8 @@ def load_experience(folder: Path) -> dict[str, Tensor]:
 
 
 def origin(run: Path) -> dict[str, bytes]:
-    """The files that describe the origin of checkpoints of the save directory `run`, by file name: copied into each checkpoint.
+    """The files that describe the origin of checkpoints of the save directory `run`, by file name: copied into each
+    checkpoint.
 
     Raises:
         RunError: config.json is missing, or cannot be read.
@@ -130,12 +140,15 @@ def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
         tokenizer.save_pretrained(folder)
     except Exception as error:
         if "os error" in str(error):  # the tokenizers library raises a bare Exception for errors of the disk
-            raise RunError(f"{folder}: cannot write: {error}. Nothing complete was lost; make room or choose another folder.") from None
+            raise RunError(
+                f"{folder}: cannot write: {error}. Nothing complete was lost; make room or choose another folder."
+            ) from None
         raise
 
 
 def load_weights(folder: Path, model: nn.Module) -> dict[str, Any]:
-    """Put the weights of the checkpoint in `folder` into `model`, before processes share it; returns the checkpoint's state.
+    """Put the weights of the checkpoint in `folder` into `model`, before processes share it; returns the checkpoint's
+    state.
 
     A model that is unfilled stays so.
 
@@ -180,8 +193,11 @@ def load_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimi
         optimizer.state[parameter][entry] = value.to(device)
 
 
-def optimizer_entries(folder: Path, model: nn.Module, tensors: Mapping[str, Any] | None = None) -> Iterator[tuple[nn.Parameter, str, Any]]:
-    """(parameter, "exp_avg", tensor), … of the checkpoint in `folder`. tensors: those, by the names of the entries; None: read here.
+def optimizer_entries(
+    folder: Path, model: nn.Module, tensors: Mapping[str, Any] | None = None
+) -> Iterator[tuple[nn.Parameter, str, Any]]:
+    """(parameter, "exp_avg", tensor), … of the checkpoint in `folder`. tensors: those, by the names of the entries;
+    None: read here.
 
     Raises:
         CheckpointError: an entry is of a parameter that `model` does not train.
@@ -209,5 +225,9 @@ def ensure_whole_optimizer(folder: Path) -> None:
     if distributed.broadcast_from_rank0(lambda: OPTIMIZER not in files.read_manifest(folder, CheckpointError)["files"]):
         if distributed.is_main():
             whose = "FSDP2" if (folder / "optimizer").is_dir() else "DeepSpeed"
-            log.info("%s: its optimizer state is in %s's shards, which do not fit this start: put together first.", folder, whose)
+            log.info(
+                "%s: its optimizer state is in %s's shards, which do not fit this start: put together first.",
+                folder,
+                whose,
+            )
         distributed.broadcast_from_rank0(lambda: consolidate.consolidate(folder), timeout=timedelta(days=1))

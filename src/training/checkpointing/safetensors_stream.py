@@ -19,7 +19,8 @@ from src.errors import CheckpointError
 
 CHUNK_BYTES = 2**24
 _MOST_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
-# In the order in which the safetensors library sorts a file, so that ours has the same bytes as its `save_file` would write.
+# In the order in which the safetensors library sorts a file, so that ours has the same bytes as its `save_file` would
+# write.
 _NAMES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -61,7 +62,8 @@ class StoredTensor:
         return math.prod(self.shape)
 
     def chunks(self, dtype: torch.dtype | None = None) -> Iterator[bytes]:
-        """The elements as bytes, at most CHUNK_BYTES at a time. dtype: floating-point elements are converted to it, rounded to nearest.
+        """The elements as bytes, at most CHUNK_BYTES at a time. dtype: floating-point elements are converted to it,
+        rounded to nearest.
 
         Raises:
             CheckpointError: a file is gone, cannot be read or is shorter than it was.
@@ -83,7 +85,8 @@ class StoredTensor:
                     chunk = file.read(min(remaining, CHUNK_BYTES))
                     if len(chunk) < min(remaining, CHUNK_BYTES):
                         raise CheckpointError(
-                            f"{piece.file}: ends in the middle of a tensor: it is damaged, or has changed since it was opened."
+                            f"{piece.file}: ends in the middle of a tensor: it is damaged, or has changed since it "
+                            f"was opened."
                         )
                     remaining -= len(chunk)
                     yield chunk
@@ -121,12 +124,15 @@ def size_bytes(tensor: StoredTensor, dtype: torch.dtype | None = None) -> int:
 
 
 def write(
-    path: Path, tensors: Mapping[str, StoredTensor], dtype: torch.dtype | None = None, metadata: Mapping[str, str] | None = None
+    path: Path,
+    tensors: Mapping[str, StoredTensor],
+    dtype: torch.dtype | None = None,
+    metadata: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """Write `tensors` as safetensors; returns the sha256 of each by name.
 
-    The file has the bytes that `safetensors.torch.save_file` would write. It is not synced: `files.new_directory` does that.
-    Format: https://github.com/huggingface/safetensors#format
+    The file has the bytes that `safetensors.torch.save_file` would write. It is not synced: `files.new_directory` does
+    that. Format: https://github.com/huggingface/safetensors#format
 
     Raises:
         CheckpointError: a source is damaged, or of a type that safetensors cannot hold.
@@ -187,18 +193,26 @@ def _entry(path: Path, entry: Mapping[str, Any], base: int) -> StoredTensor:
     return StoredTensor(shape, dtype, (Piece(path, base + start, math.prod(shape)),))
 
 
-def difference(expected: Mapping[str, StoredTensor], tensors: Mapping[str, StoredTensor], dtype: torch.dtype | None = None) -> str | None:
+def difference(
+    expected: Mapping[str, StoredTensor], tensors: Mapping[str, StoredTensor], dtype: torch.dtype | None = None
+) -> str | None:
     """How two sets of tensors differ, in a few words; None if they are bitwise equal.
 
     dtype: what `expected` is rounded to before it is compared.
     """
-    for kind, names in (("missing", expected.keys() - tensors.keys()), ("unexpected", tensors.keys() - expected.keys())):
+    for kind, names in (
+        ("missing", expected.keys() - tensors.keys()),
+        ("unexpected", tensors.keys() - expected.keys()),
+    ):
         if names:
             return f"{kind}: {first_names(names)}"
     for name, tensor in expected.items():
         target = target_dtype(tensor.dtype, dtype)
         if (tensor.shape, target) != (tensors[name].shape, tensors[name].dtype):
-            return f"{name} is {list(tensors[name].shape)} of {tensors[name].dtype}, expected {list(tensor.shape)} of {target}"
+            return (
+                f"{name} is {list(tensors[name].shape)} of {tensors[name].dtype}, expected {list(tensor.shape)} "
+                f"of {target}"
+            )
     unequal = [name for name, tensor in expected.items() if tensor.digest(dtype) != tensors[name].digest()]
     return f"other numbers in {first_names(unequal)}" if unequal else None
 

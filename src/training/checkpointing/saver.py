@@ -78,10 +78,12 @@ class Saver:
         """Step of the newest checkpoint, complete or being written."""
 
     def save(self, engine: Engine, kept: LoopSnapshot) -> None:
-        """Write a checkpoint, update the best pointer and delete old ones. Returns once tensors are copied or shards written.
+        """Write a checkpoint, update the best pointer and delete old ones. Returns once tensors are copied or shards
+        written.
 
         Raises:
-            RunError: the disk refuses, now or for the checkpoint before; or another process has taken over the save directory.
+            RunError: the disk refuses, now or for the checkpoint before; or another process has taken over the save
+                directory.
         """
         self.wait()
         if write := engine.stage_shards():
@@ -160,7 +162,9 @@ class Saver:
             distributed.broadcast_from_rank0(stack.close)
         distributed.broadcast_from_rank0(lambda: self._publish(kept))
 
-    def _write_folder(self, folder: Path, kept: LoopSnapshot, weights: dict[str, Tensor] | None, moments: dict[str, Tensor] | None) -> None:
+    def _write_folder(
+        self, folder: Path, kept: LoopSnapshot, weights: dict[str, Tensor] | None, moments: dict[str, Tensor] | None
+    ) -> None:
         self.run.dir.scores.sync()  # the rows before a checkpoint are never fewer than after a restart from it
         checkpoint.write(folder, weights, moments, kept.state, self.about)
         if kept.experience:

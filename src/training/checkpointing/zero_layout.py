@@ -1,8 +1,9 @@
 """Locates each tensor of a DeepSpeed ZeRO checkpoint in its shards (stages 1, 2 and 3), without reading tensor data.
 
-Layout as DeepSpeed 0.19.8 writes it: `deepspeed/utils/zero_to_fp32.py` and the `state_dict` of `runtime/zero/stage_1_and_2.py` and
-`stage3.py`. Stages 1 and 2 lay the parameters of a group end to end and cut the whole into one part per process; stage 3 cuts each
-parameter into one part per process, padded to equal size, and lays a process's parts end to end. DeepSpeed itself is not needed.
+Layout as DeepSpeed 0.19.8 writes it: `deepspeed/utils/zero_to_fp32.py` and the `state_dict` of
+`runtime/zero/stage_1_and_2.py` and `stage3.py`. Stages 1 and 2 lay the parameters of a group end to end and cut the
+whole into one part per process; stage 3 cuts each parameter into one part per process, padded to equal size, and lays a
+process's parts end to end. DeepSpeed itself is not needed.
 """
 
 import math
@@ -22,7 +23,8 @@ from src.training.checkpointing.safetensors_stream import Piece, StoredTensor, d
 from src.training.checkpointing.zero_shard import ModelShard, OptimizerShard, stored_tensor
 
 TOPOLOGY = "topology.json"
-"""Beside the shards of our own trainings: {"stage", "world_size", "frozen"}, the last how many frozen parameters they leave out."""
+"""Beside the shards of our own trainings: {"stage", "world_size", "frozen"}, the last how many frozen parameters they
+leave out."""
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 
@@ -49,21 +51,28 @@ class Shards:
     """Frozen parameters that were not saved."""
 
     def weights(self, everything: bool) -> dict[str, StoredTensor]:
-        """The trained weights as `src.weights.trained_weights` names them, or everything that DeepSpeed's zero_to_fp32 would give.
+        """The trained weights as `src.weights.trained_weights` names them, or everything that DeepSpeed's zero_to_fp32
+        would give.
 
-        With `everything` there is more than zero_to_fp32 gives in one case: frozen parameters of stage 1, which it leaves out.
+        With `everything` there is more than zero_to_fp32 gives in one case: frozen parameters of stage 1, which it
+        leaves out.
 
         Raises:
             CheckpointError: everything is asked for, and frozen weights were not saved.
         """
         if everything and not self.stage:
-            raise CheckpointError(f"{self.folder}: of FSDP2, whose checkpoints hold the trained weights alone. Leave out --all.")
+            raise CheckpointError(
+                f"{self.folder}: of FSDP2, whose checkpoints hold the trained weights alone. Leave out --all."
+            )
         if not everything:
             owners = {name.rpartition(".")[0] for name in self.trained}
-            return self.trained | {name: tensor for name, tensor in self.buffers.items() if name.rpartition(".")[0] in owners}
+            return self.trained | {
+                name: tensor for name, tensor in self.buffers.items() if name.rpartition(".")[0] in owners
+            }
         if self.left_out:
             raise CheckpointError(
-                f"{self.folder}: holds the trained weights alone; {self.left_out} frozen parameters are where the model of the experiment "
+                f"{self.folder}: holds the trained weights alone; {self.left_out} frozen parameters are where the "
+                f"model of the experiment "
                 "comes from. Leave out --all."
             )
         own = self.buffers | self.frozen | self.trained
@@ -71,7 +80,8 @@ class Shards:
 
 
 def find(path: Path) -> Path | None:
-    """The folder of shards: `path` itself, its zero/, or the one named in DeepSpeed's file `latest`; None if there is none."""
+    """The folder of shards: `path` itself, its zero/, or the one named in DeepSpeed's file `latest`; None if there is
+    none."""
     latest = path / "latest"
     with reading(latest, CheckpointError):
         tagged = [path / latest.read_text(encoding="utf-8", errors="replace").strip()] if latest.is_file() else []
@@ -85,7 +95,8 @@ def read(folder: Path) -> Shards:
     """Read the metadata of every shard in `folder`.
 
     Raises:
-        CheckpointError: a shard is missing, too many, damaged, of another step or number of processes, or of a kind that is not known.
+        CheckpointError: a shard is missing, too many, damaged, of another step or number of processes, or of a kind
+            that is not known.
     """
     pattern = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
     optimizers = {rank: OptimizerShard(file) for rank, file in _shards_by_rank(folder, _OPTIMIZER, pattern).items()}
@@ -101,8 +112,13 @@ def read(folder: Path) -> Shards:
     step = _common_value(models, "step", "of step {}")
     _common_value(models, "shapes", "of another model")
     if _common_value(models, "world_size", "of a training of {} processes") != world:
-        raise CheckpointError(f"{models[0].file}: of a training of {models[0].world_size} processes, {optimizers[0].file.name} of {world}.")
-    return _assemble(folder, step, [optimizers[rank] for rank in range(world)], [models[rank] for rank in sorted(models)])
+        raise CheckpointError(
+            f"{models[0].file}: of a training of {models[0].world_size} processes, {optimizers[0].file.name} of "
+            f"{world}."
+        )
+    return _assemble(
+        folder, step, [optimizers[rank] for rank in range(world)], [models[rank] for rank in sorted(models)]
+    )
 
 
 def _shards_by_rank(folder: Path, pattern: re.Pattern[str], example: str) -> dict[int, Path]:
@@ -111,7 +127,9 @@ def _shards_by_rank(folder: Path, pattern: re.Pattern[str], example: str) -> dic
     for file in sorted(folder.glob("*_states.pt")):
         if match := pattern.fullmatch(file.name):
             if int(match[2]):
-                raise CheckpointError(f"{file}: a part of a model that is cut over processes (tensor parallel), which is not known here.")
+                raise CheckpointError(
+                    f"{file}: a part of a model that is cut over processes (tensor parallel), which is not known here."
+                )
             found[int(match[1] or 0)] = file
     if 0 not in found:
         raise CheckpointError(f"{folder / example.format(0)}: no such file.")
@@ -120,7 +138,10 @@ def _shards_by_rank(folder: Path, pattern: re.Pattern[str], example: str) -> dic
 
 def _check_ranks(folder: Path, shards: Mapping[int, Any], count: int, pattern: str) -> None:
     """Raises CheckpointError where a rank below `count` has no shard, or one above has."""
-    for kind, ranks in (("missing", set(range(count)) - shards.keys()), ("too many", shards.keys() - set(range(count)))):
+    for kind, ranks in (
+        ("missing", set(range(count)) - shards.keys()),
+        ("too many", shards.keys() - set(range(count))),
+    ):
         if ranks:
             names = ", ".join(pattern.format(rank) for rank in sorted(ranks)[:3])
             raise CheckpointError(f"{folder}: {kind}: {names}; expected the shards of {count} processes.")
@@ -133,7 +154,8 @@ def _common_value(shards: Mapping[int, Any], name: str, text: str) -> Any:
         found = getattr(shard, name)
         if found != expected:
             raise CheckpointError(
-                f"{shard.file}: {text.format(found)}; {shards[0].file.name}: {text.format(expected)}. Shards of one save go together."
+                f"{shard.file}: {text.format(found)}; {shards[0].file.name}: {text.format(expected)}. Shards of one "
+                f"save go together."
             )
     return expected
 
@@ -145,7 +167,9 @@ def _assemble(folder: Path, step: int, optimizers: list[OptimizerShard], models:
     for name, shape, place in list(_parameter_slices(stage, first, optimizers)):
         trained[name] = place.tensor(shape, optimizers, None)
         entries = optimizers[0].states[place.group]
-        moments[name] = {key: value if value.shape == () else place.tensor(shape, optimizers, key) for key, value in entries.items()}
+        moments[name] = {
+            key: value if value.shape == () else place.tensor(shape, optimizers, key) for key, value in entries.items()
+        }
     order = {name: number for number, name in enumerate(first.module)}
     trained = dict(sorted(trained.items(), key=lambda item: order.get(item[0], len(order))))
     topology = read_json(folder / TOPOLOGY, CheckpointError, {})
@@ -164,7 +188,8 @@ class _ParameterSlice:
     group: int
     """Index of the vector that it begins in."""
     offset: int
-    """Of its first element: over the group's vectors of all processes (stages 1, 2), or over all vectors of each process (stage 3)."""
+    """Of its first element: over the group's vectors of all processes (stages 1, 2), or over all vectors of each
+    process (stage 3)."""
 
     def tensor(self, shape: tuple[int, ...], shards: Sequence[OptimizerShard], key: str | None) -> StoredTensor:
         """The parameter's part of the weights (key None) or of an entry of the optimizer."""
@@ -175,7 +200,9 @@ class _ParameterSlice:
         share = -(-count // len(shards))
         parts = [_slice_vectors(shard.vectors(key, None), self.offset, share) for shard in shards]
         dtype = shards[0].vectors(key, None)[0].dtype
-        return StoredTensor(shape, dtype, _slice_vectors([StoredTensor((share,), dtype, part) for part in parts], 0, count))
+        return StoredTensor(
+            shape, dtype, _slice_vectors([StoredTensor((share,), dtype, part) for part in parts], 0, count)
+        )
 
 
 def _parameter_slices(
@@ -190,12 +217,18 @@ def _parameter_slices(
     if stage == 3:
         offset, ends = 0, list(accumulate(vector.numel for vector in first.weights))
         for name, shape in chain.from_iterable(group.items() for group in model.shapes):
-            yield name, shape, _ParameterSlice(stage, bisect_right(ends, offset) if offset < ends[-1] else len(ends) - 1, offset)
+            yield (
+                name,
+                shape,
+                _ParameterSlice(stage, bisect_right(ends, offset) if offset < ends[-1] else len(ends) - 1, offset),
+            )
             offset += -(-math.prod(shape) // world)
         _check_size(model, offset, ends[-1], 1)
         return
     if len(model.shapes) != len(first.weights):
-        raise CheckpointError(f"{model.file}: {len(model.shapes)} groups of parameters, {first.file.name} has {len(first.weights)}.")
+        raise CheckpointError(
+            f"{model.file}: {len(model.shapes)} groups of parameters, {first.file.name} has {len(first.weights)}."
+        )
     for group, shapes in enumerate(model.shapes):
         offset = 0
         for number, (name, shape) in enumerate(shapes.items()):
@@ -207,7 +240,9 @@ def _parameter_slices(
 def _check_size(model: ModelShard, wanted: int, found: int, alignment: int) -> None:
     """Check that the parameters fill the vectors. Stages 1 and 2 pad a group to a multiple of 2 x world size."""
     if -(-wanted // alignment) != -(-found // alignment) or found < wanted:
-        raise CheckpointError(f"{model.file}: its parameters need {wanted} elements, the optimizer's shards beside it hold {found}.")
+        raise CheckpointError(
+            f"{model.file}: its parameters need {wanted} elements, the optimizer's shards beside it hold {found}."
+        )
 
 
 def _slice_vectors(vectors: Sequence[StoredTensor], start: int, count: int) -> tuple[Piece, ...]:
@@ -217,7 +252,9 @@ def _slice_vectors(vectors: Sequence[StoredTensor], start: int, count: int) -> t
         CheckpointError: they hold fewer.
     """
     pieces = []
-    for piece, size in ((piece, vector.dtype.itemsize) for vector in vectors for piece in vector.pieces if isinstance(piece, Piece)):
+    for piece, size in (
+        (piece, vector.dtype.itemsize) for vector in vectors for piece in vector.pieces if isinstance(piece, Piece)
+    ):
         taken = max(0, min(piece.count - start, count))
         if taken:
             pieces.append(Piece(piece.file, piece.offset + start * size, taken))
@@ -231,7 +268,9 @@ def _slice_vectors(vectors: Sequence[StoredTensor], start: int, count: int) -> t
 def _frozen_weights(stage: int, models: list[ModelShard]) -> dict[str, StoredTensor]:
     first = models[0]
     if stage == 3:
-        parts = {name: [stored_tensor(model.file, model.fragments[name]) for model in models] for name in first.frozen_shapes}
+        parts = {
+            name: [stored_tensor(model.file, model.fragments[name]) for model in models] for name in first.frozen_shapes
+        }
         return {
             name: StoredTensor(shape, parts[name][0].dtype, _slice_vectors(parts[name], 0, math.prod(shape)))
             for name, shape in first.frozen_shapes.items()
@@ -244,7 +283,8 @@ def _frozen_weights(stage: int, models: list[ModelShard]) -> dict[str, StoredTen
 
 
 def _check_weight_copies(model: ModelShard, shards: Shards) -> None:
-    """Check that both copies of float32 weights agree: stages 1 and 2 keep one in the model's shard and one in the optimizer's."""
+    """Check that both copies of float32 weights agree: stages 1 and 2 keep one in the model's shard and one in the
+    optimizer's."""
     twice = {name: stored_tensor(model.file, model.module[name]) for name in shards.trained if name in model.module}
     twice = {name: tensor for name, tensor in twice.items() if tensor.dtype == torch.float32}
     if problem := difference({name: shards.trained[name] for name in twice}, twice):

@@ -1,4 +1,5 @@
-"""Reads one shard of a DeepSpeed ZeRO checkpoint (format of DeepSpeed 0.19.8): its metadata, and the byte ranges of its tensors.
+"""Reads one shard of a DeepSpeed ZeRO checkpoint (format of DeepSpeed 0.19.8): its metadata, and the byte ranges of its
+tensors.
 
 Shards are pickles. They are read with `weights_only`, so that nothing in them runs, and without DeepSpeed.
 """
@@ -41,7 +42,8 @@ class OptimizerShard:
             count = inner["partition_count"]
             self.world_size = max(count) if isinstance(count, list) else int(count)
             self.weights = [
-                stored_tensor(file, v) for v in inner["fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"]
+                stored_tensor(file, v)
+                for v in inner["fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"]
             ]
             self.paddings: list[list[int]] | None = inner.get("param_alignment_paddings")
             state = inner["optimizer_state_dict" if self.stage == 3 else "base_optimizer_state"]
@@ -51,9 +53,13 @@ class OptimizerShard:
                 order = [number for group in state["param_groups"] for number in group["params"]]
                 entries = [state["state"].get(number, {}) for number in order]
             self.states = [{key: _entry(file, value) for key, value in entry.items()} for entry in entries]
-            self.steps = ", ".join(sorted({f"{_number(entry['step']):g}" for entry in self.states if "step" in entry})) or "no"
+            self.steps = (
+                ", ".join(sorted({f"{_number(entry['step']):g}" for entry in self.states if "step" in entry})) or "no"
+            )
             if len(self.states) != len(self.weights):
-                raise CheckpointError(f"{file}: {len(self.weights)} vectors of weights, {len(self.states)} of the optimizer.")
+                raise CheckpointError(
+                    f"{file}: {len(self.weights)} vectors of weights, {len(self.states)} of the optimizer."
+                )
 
     def vectors(self, key: str | None, group: int | None) -> list[StoredTensor]:
         """The weights (key None) or an entry of the optimizer: of one group, or of all groups."""
@@ -61,11 +67,14 @@ class OptimizerShard:
         try:
             return [self.weights[g] if key is None else self.states[g][key] for g in chosen]
         except (KeyError, IndexError):
-            raise CheckpointError(f"{self.file}: has no {key or 'weights'} for some parameters that other shards have.") from None
+            raise CheckpointError(
+                f"{self.file}: has no {key or 'weights'} for some parameters that other shards have."
+            ) from None
 
 
 class ModelShard:
-    """One process's shard of the model: names, shapes, buffers, frozen parameters; in stages 1 and 2 all weights too."""
+    """One process's shard of the model: names, shapes, buffers, frozen parameters; in stages 1 and 2 all weights
+    too."""
 
     def __init__(self, file: Path) -> None:
         content = _load(file)
@@ -74,11 +83,17 @@ class ModelShard:
             self.step = int(content["global_steps"])
             self.world_size = int(content["dp_world_size"])
             self.shapes = [{name: tuple(shape) for name, shape in group.items()} for group in content["param_shapes"]]
-            self.module = {name: tensor for name, tensor in content["module"].items() if isinstance(tensor, torch.Tensor)}
+            self.module = {
+                name: tensor for name, tensor in content["module"].items() if isinstance(tensor, torch.Tensor)
+            }
             self.tied: dict[str, str] = dict(content.get("shared_params") or {})
-            self.frozen_shapes = {name: tuple(shape) for name, shape in (content.get("frozen_param_shapes") or {}).items()}
+            self.frozen_shapes = {
+                name: tuple(shape) for name, shape in (content.get("frozen_param_shapes") or {}).items()
+            }
             self.fragments: dict[str, torch.Tensor] = dict(content.get("frozen_param_fragments") or {})
-            self.buffers = {name: stored_tensor(file, self.module[name]) for name in content["buffer_names"] if name in self.module}
+            self.buffers = {
+                name: stored_tensor(file, self.module[name]) for name in content["buffer_names"] if name in self.module
+            }
 
 
 def _load(file: Path) -> Any:
@@ -92,10 +107,16 @@ def _load(file: Path) -> Any:
             return torch.load(stream, map_location="meta", weights_only=True)
     except pickle.UnpicklingError as error:
         kind = re.search(r"GLOBAL (\S+)", str(error))
-        what = f"holds a {kind[1]}, which is not read, as it could run code" if kind else "damaged, not readable as a shard"
+        what = (
+            f"holds a {kind[1]}, which is not read, as it could run code"
+            if kind
+            else "damaged, not readable as a shard"
+        )
         raise CheckpointError(f"{file}: {what}.") from None
     except (RuntimeError, EOFError, KeyError, ValueError) as error:
-        raise CheckpointError(f"{file}: damaged, not readable as a shard ({str(error).splitlines()[0][:120]}).") from None
+        raise CheckpointError(
+            f"{file}: damaged, not readable as a shard ({str(error).splitlines()[0][:120]})."
+        ) from None
 
 
 @contextlib.contextmanager
@@ -104,7 +125,9 @@ def _layout_errors(file: Path) -> Iterator[None]:
     try:
         yield
     except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
-        raise CheckpointError(f"{file}: not a shard of DeepSpeed ZeRO as 0.19.8 writes it ({type(error).__name__}: {error}).") from None
+        raise CheckpointError(
+            f"{file}: not a shard of DeepSpeed ZeRO as 0.19.8 writes it ({type(error).__name__}: {error})."
+        ) from None
 
 
 def stored_tensor(file: Path, tensor: torch.Tensor) -> StoredTensor:
@@ -118,7 +141,11 @@ def stored_tensor(file: Path, tensor: torch.Tensor) -> StoredTensor:
 
 def _entry(file: Path, value: Any) -> StoredTensor:
     """An entry of the optimizer: a vector, or a number, as float32 like AdamW's own step count."""
-    return stored_tensor(file, value) if isinstance(value, torch.Tensor) else StoredTensor((), torch.float32, struct.pack("<f", value))
+    return (
+        stored_tensor(file, value)
+        if isinstance(value, torch.Tensor)
+        else StoredTensor((), torch.float32, struct.pack("<f", value))
+    )
 
 
 def _number(value: StoredTensor) -> float:

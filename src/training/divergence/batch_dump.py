@@ -1,7 +1,8 @@
 """Saves the batch of a suspicious step for a person to read: its documents and their text.
 
 <run>/offending/step-00000012-rank-0.json, one of each process, as it had its own share of the batch:
-{"step": 12, "rank": 0, "documents": [{"micro_batch", "epoch", "index", "tokens", "loss_tokens", "text", "contexts", "cut"}, ...]}.
+{"step": 12, "rank": 0, "documents": [{"micro_batch", "epoch", "index", "tokens", "loss_tokens", "text", "contexts",
+"cut"}, ...]}.
 """
 
 import json
@@ -38,9 +39,9 @@ def save(
 ) -> Path | None:
     """Write the documents of `batches`; returns the file. Replaces an older file of the same step. Not collective.
 
-    batches: micro-batches of `src.batches`, on any device. keys: of each micro-batch, those of its samples. Row r is of sample
-    `sample_of_row[r]`, of sample r where a batch does not have this entry.
-    Returns None, and writes nothing, where this process has written MOST_FILES files already.
+    batches: micro-batches of `src.batches`, on any device. keys: of each micro-batch, those of its samples. Row r is of
+    sample `sample_of_row[r]`, of sample r where a batch does not have this entry. Returns None, and writes nothing,
+    where this process has written MOST_FILES files already.
 
     Raises:
         RunError: the disk refuses.
@@ -50,7 +51,13 @@ def save(
     with writing(path):
         folder.mkdir(exist_ok=True)
         if not path.exists() and len(list(folder.glob(f"step-*-rank-{rank}.json"))) >= MOST_FILES:
-            log.warning("%s: holds %d batches of rank %d already, so that of step %d is not saved.", folder, MOST_FILES, rank, step)
+            log.warning(
+                "%s: holds %d batches of rank %d already, so that of step %d is not saved.",
+                folder,
+                MOST_FILES,
+                rank,
+                step,
+            )
             return None
     left, documents = MOST_CHARACTERS, []
     for number, (batch, rows) in enumerate(zip(batches, keys, strict=True)):

@@ -1,11 +1,13 @@
 """Detects divergence, step by step, from the loss, the gradient norm and skipped steps.
 
-Every limit is relative to the recent past of the same run and uses robust statistics, so it needs no knowledge of model or task:
+Every limit is relative to the recent past of the same run and uses robust statistics, so it needs no knowledge of model
+or task:
 
-- level: median of the last quarter of a window of losses. On a falling curve it lies above the present loss, so a fall hides no rise
-  of its own making.
-- noise: 1.4826 MAD of the window about its own trend, which for a normal distribution is the standard deviation (Rousseeuw and Croux,
-  Alternatives to the median absolute deviation, 1993). The trend is the line through the medians of the window's two halves.
+- level: median of the last quarter of a window of losses. On a falling curve it lies above the present loss, so a fall
+  hides no rise of its own making.
+- noise: 1.4826 MAD of the window about its own trend, which for a normal distribution is the standard deviation
+  (Rousseeuw and Croux, Alternatives to the median absolute deviation, 1993). The trend is the line through the medians
+  of the window's two halves.
 - a short past is trusted less: after n values every limit is (1 + 10 / n)^2 times as wide.
 
 `Detector` draws nothing and reads no clock: on ranks that pass the same values, and after `restore`, it decides alike.
@@ -35,7 +37,8 @@ NORMAL = 1.4826
 
 
 class Config(config.Config):
-    """When a training counts as diverging, and the action then taken. The defaults are tuned by benchmarks/divergence.py on real curves."""
+    """When a training counts as diverging, and the action then taken. The defaults are tuned by
+    benchmarks/divergence.py on real curves."""
 
     window: int = Field(default=100, ge=16)
     """Steps of the past that a step is compared with."""
@@ -47,14 +50,16 @@ class Config(config.Config):
     jump_deviations: float = config.added_field(30.0, gt=0)
     """A jump: a single step so many times the noise above the level."""
     climb_ratio: float = config.added_field(0.3, gt=0)
-    """A climb, before the window is full: the median of the last 8 losses is above the lowest such median by this share of it, or of 1."""
+    """A climb, before the window is full: the median of the last 8 losses is above the lowest such median by this share
+    of it, or of 1."""
     drift_deviations: float = Field(default=2.0, gt=0)
     """A drift: the median of the window is so many times the noise above the lowest that it has been."""
     grad_norm_ratio: float = Field(default=5.0, gt=1)
     grad_norm_steps: int = Field(default=3, gt=0)
     """An explosion: so many steps in a row above this multiple of the median norm, or one step above its square."""
     skipped_steps: int = Field(default=25, gt=0)
-    """A plateau: so many steps without an update among the last `2 * skipped_steps`. A float16 loss scale may need 18 to settle."""
+    """A plateau: so many steps without an update among the last `2 * skipped_steps`. A float16 loss scale may need 18
+    to settle."""
     on_non_finite: Literal["skip_batch", "stop", "rewind"] = "stop"
     """Never less: the weights would not be finite either."""
     on_loss_spike: Action = "warn"
@@ -89,7 +94,9 @@ class Config(config.Config):
     def _consistent(self) -> "Config":
         for name in ("loss_steps", "grad_norm_steps"):
             if getattr(self, name) > self.window // 4:
-                raise ValueError(f"{name} = {getattr(self, name)} is more than a quarter of window = {self.window}: shorten it.")
+                raise ValueError(
+                    f"{name} = {getattr(self, name)} is more than a quarter of window = {self.window}: shorten it."
+                )
         return self
 
 
@@ -108,7 +115,11 @@ class Finding:
     @property
     def suspects(self) -> range:
         """The steps whose batches are worth a look, at most the last 8."""
-        one_batch = self.kind in {"loss_climb", "loss_drift", "skipped"}  # these come of many steps, of which the last is as good as any
+        one_batch = self.kind in {
+            "loss_climb",
+            "loss_drift",
+            "skipped",
+        }  # these come of many steps, of which the last is as good as any
         return range(self.step if one_batch else max(self.first_step, self.step - MOST_SUSPECTS + 1), self.step + 1)
 
 
@@ -121,12 +132,15 @@ def severest(findings: Sequence[Finding]) -> Action | None:
 class SpikeTracker:
     """Keeps a window of values and tracks a rise above it: at least `steps` consecutive values above the limit.
 
-    Values of a rise enter the window when it is over or reported, so it does not raise the limit that it is measured by.
+    Values of a rise enter the window when it is over or reported, so it does not raise the limit that it is measured
+    by.
     """
 
     def __init__(self, window: int, steps: int, every: bool) -> None:
         self.window, self.steps = window, steps
-        self.every = every  # True: each step of a rise is reported once the rise is, as each of its batches is to be skipped
+        self.every = (
+            every  # True: each step of a rise is reported once the rise is, as each of its batches is to be skipped
+        )
         self.values: list[float] = []
         self.rising: list[float] = []
         self.first_step = 0
@@ -185,7 +199,12 @@ class Detector:
         self.far = False  # whether it was reported that the policy is too far from its reference
 
     def observe(
-        self, step: int, loss: float | None, grad_norm: float | None = None, skipped: bool = False, kl: float | None = None
+        self,
+        step: int,
+        loss: float | None,
+        grad_norm: float | None = None,
+        skipped: bool = False,
+        kl: float | None = None,
     ) -> list[Finding]:
         """Judge step number `step` (counted from 1), before its update. Values must be the same on every rank.
 
@@ -220,27 +239,41 @@ class Detector:
             limit = level + config.loss_deviations * noise
             if loss > level + config.jump_deviations * noise and not (watch.reported and config.on_loss_jump == "warn"):
                 times = (loss - level) / noise
-                text = f"the loss is {loss:.4g}, {times:.0f} times the noise above its level (level {level:.4g}, noise {noise:.2g})"
+                text = (
+                    f"the loss is {loss:.4g}, {times:.0f} times the noise above its level (level {level:.4g}, "
+                    f"noise {noise:.2g})"
+                )
                 found.append(self._finding("loss_jump", step, text, step))
         if not watch.rose(step, loss, limit):
             return found
-        text = f"the loss is {loss:.4g}, above {limit:.4g} since step {watch.first_step} (level {level:.4g}, noise {noise:.2g})"
+        text = (
+            f"the loss is {loss:.4g}, above {limit:.4g} since step {watch.first_step} (level {level:.4g}, noise "
+            f"{noise:.2g})"
+        )
         return [*found, self._finding("loss_spike", step, text, watch.first_step)]
 
     def _climb(self, step: int, loss: float) -> list[Finding]:
         values, ratio = self.losses.values + self.losses.rising, self.config.climb_ratio
         lowest = min(values)
-        if self.climbed or not CLIMB_STEPS < len(values) < self.config.window or loss <= lowest + ratio * max(lowest, 1.0):
+        if (
+            self.climbed
+            or not CLIMB_STEPS < len(values) < self.config.window
+            or loss <= lowest + ratio * max(lowest, 1.0)
+        ):
             return []
         medians = [_median(values[i : i + CLIMB_STEPS]) for i in range(len(values) - CLIMB_STEPS + 1)]
         lowest = min(medians)
-        changes = [after - before for before, after in pairwise(values)]  # a climb is their mean, and the noise is what is left
+        changes = [
+            after - before for before, after in pairwise(values)
+        ]  # a climb is their mean, and the noise is what is left
         noise = NORMAL / math.sqrt(2) * _median([abs(change - _median(changes)) for change in changes])
         if medians[-1] - lowest <= max(ratio * max(lowest, 1.0), CLIMB_DEVIATIONS * noise):
             return []
         self.climbed = True
         steps = len(medians) - 1 - medians.index(lowest)
-        text = f"the median of {CLIMB_STEPS} losses has risen to {medians[-1]:.4g} from {lowest:.4g} within {steps} steps"
+        text = (
+            f"the median of {CLIMB_STEPS} losses has risen to {medians[-1]:.4g} from {lowest:.4g} within {steps} steps"
+        )
         return [self._finding("loss_climb", step, text, max(1, step - steps - CLIMB_STEPS + 1))]
 
     def _drift(self, step: int) -> list[Finding]:
@@ -254,7 +287,10 @@ class Detector:
         rise = level - self.lowest
         if rise <= config.drift_deviations * self._floor(level) or rise <= config.drift_deviations * self._noise(level):
             return []
-        text = f"the median of {config.window} losses has risen to {level:.4g} from {self.lowest:.4g} at step {self.lowest_step}"
+        text = (
+            f"the median of {config.window} losses has risen to {level:.4g} from {self.lowest:.4g} at step "
+            f"{self.lowest_step}"
+        )
         found = self._finding("loss_drift", step, text, self.lowest_step)
         self.lowest, self.lowest_step = level, step  # the next one must rise as far again
         return [found]
@@ -265,7 +301,9 @@ class Detector:
         unit = middle * _widening(len(watch.values)) if middle > 0 else math.inf  # 0: nobody measures it
         if not watch.rose(step, norm, ratio * unit, ratio**2 * unit):
             return []
-        text = f"the gradient norm is {norm:.4g}, {norm / middle:.0f} times the median of the steps before ({middle:.4g})"
+        text = (
+            f"the gradient norm is {norm:.4g}, {norm / middle:.0f} times the median of the steps before ({middle:.4g})"
+        )
         return [self._finding("grad_norm", step, text, watch.first_step)]
 
     def _departure(self, step: int, kl: float) -> list[Finding]:
@@ -273,7 +311,11 @@ class Detector:
         self.far = most is not None and not kl <= most
         if not self.far or before:
             return []
-        return [self._finding("kl", step, f"the policy is {kl:.4g} nats a token from its reference, more than {most:g}", step)]
+        return [
+            self._finding(
+                "kl", step, f"the policy is {kl:.4g} nats a token from its reference, more than {most:g}", step
+            )
+        ]
 
     def _plateau(self, step: int, skipped: bool) -> list[Finding]:
         most = self.config.skipped_steps
@@ -286,7 +328,11 @@ class Detector:
             return []
         self.on_plateau = True
         first = step - len(self.skips) + 1 + self.skips.index(1)
-        return [self._finding("skipped", step, f"{count} of the last {len(self.skips)} steps did not move the weights", first)]
+        return [
+            self._finding(
+                "skipped", step, f"{count} of the last {len(self.skips)} steps did not move the weights", first
+            )
+        ]
 
     def _finding(self, kind: Kind, step: int, text: str, first_step: int) -> Finding:
         return Finding(kind, step, f"step {step}: {text}.", self.config.actions[kind], first_step)
@@ -325,7 +371,9 @@ class Detector:
                 state[name].keys() == part.state().keys() for name, part in parts.items()
             )
             if not same:
-                raise CheckpointError("the state of the divergence detector was written by another version of this code. Start over.")
+                raise CheckpointError(
+                    "the state of the divergence detector was written by another version of this code. Start over."
+                )
             for name, part in parts.items():
                 vars(part).update({key: _copy(value) for key, value in state[name].items()})
             vars(fresh).update({key: _copy(value) for key, value in state.items() if key not in parts})
@@ -348,7 +396,8 @@ def _median(values: Sequence[float]) -> float:
 
 
 def _mad_about_trend(values: Sequence[float]) -> float:
-    """Median absolute deviation from the line through the medians of both halves; from the median, of fewer than eight."""
+    """Median absolute deviation from the line through the medians of both halves; from the median, of fewer than
+    eight."""
     half = len(values) // 2
     slope = (_median(values[half:]) - _median(values[:half])) / (len(values) - half) if len(values) >= 8 else 0.0
     flat = [value - slope * i for i, value in enumerate(values)]

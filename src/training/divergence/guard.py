@@ -52,7 +52,8 @@ class DivergenceGuard:
         self.recent.append((step, keys))
 
     def skips_step(self, step: int, loss: float, grad_norm: float, overflowed: bool, kl: float | None = None) -> bool:
-        """True where the weights must not move for step number `step`, counted from 1. Collective where something is found.
+        """True where the weights must not move for step number `step`, counted from 1. Collective where something is
+        found.
 
         overflowed: the float16 loss scaler sees to the gradient. kl: of a policy from its reference, in nats per token.
 
@@ -71,7 +72,9 @@ class DivergenceGuard:
         if action == "rewind":
             self._rewind(found, step, text)
         if action in ("stop", "rewind"):
-            error = TrainingError(f"{text} The training stops before the optimizer moves; the last checkpoint is sound. {REMEDY}")
+            error = TrainingError(
+                f"{text} The training stops before the optimizer moves; the last checkpoint is sound. {REMEDY}"
+            )
             error.everywhere = True
             raise error
         return action == "skip_batch"
@@ -83,7 +86,10 @@ class DivergenceGuard:
 
     def _save_batches(self, found: Sequence[Finding]) -> None:
         """Save the suspected batches, of those that this process has read since it started."""
-        source, suspects = self.source, {step for finding in found if finding.action != "warn" for step in finding.suspects}
+        source, suspects = (
+            self.source,
+            {step for finding in found if finding.action != "warn" for step in finding.suspects},
+        )
         with distributed.raise_together():
             for step, keys in self.recent:
                 if step in suspects and distributed.leads_readers():
@@ -91,14 +97,17 @@ class DivergenceGuard:
                     batch_dump.save(self.run.path, step, distributed.rank(), batches, source.tokenizer, keys)
 
     def _rewind(self, found: Sequence[Finding], step: int, text: str) -> None:
-        """Rewind to the newest checkpoint before the divergence began and skip the data up to here; returns if that is impossible."""
+        """Rewind to the newest checkpoint before the divergence began and skip the data up to here; returns if that is
+        impossible."""
         self.written()
         first = min(_first_step(finding, self.source.order) for finding in found)
         to, refusal = distributed.broadcast_from_rank0(lambda: self._plan_rewind(first, step, text))
         if to is None:
             log.warning("%s: it cannot be taken back: %s", self.run.path, refusal)
             return
-        raise distributed.TrainingStopped(distributed.Reason(f"taken back to step {to}, as {text}", "limit"), everywhere=True, step=to)
+        raise distributed.TrainingStopped(
+            distributed.Reason(f"taken back to step {to}, as {text}", "limit"), everywhere=True, step=to
+        )
 
     def _plan_rewind(self, first: int, step: int, text: str) -> tuple[int | None, str]:
         path, most = self.run.path, self.config.divergence.max_rewinds
@@ -107,12 +116,21 @@ class DivergenceGuard:
             return None, f"there are {number - 1} branches already, and loop.divergence.max_rewinds is {most}."
         before = [at for at in map(checkpoints.step_of, checkpoints.list_all(path)) if at < first]
         if not before:
-            return None, f"no checkpoint of a step before {first} is left. Save more often (--save_every), or keep more."
+            return (
+                None,
+                f"no checkpoint of a step before {first} is left. Save more often (--save_every), or keep more.",
+            )
         to = before[-1]
         # Of two branches from one step only the later holds, so it takes over what the earlier says.
         old = next((branch for branch in self.source.branches if branch.from_step == to), None)
         if old is not None and old.data == "reshuffle":
-            return None, f"branch {old.number} reads step {to} and what follows in another order, in which nothing can be passed over."
+            return (
+                None,
+                (
+                    f"branch {old.number} reads step {to} and what follows in another order, in which nothing can be "
+                    f"passed over."
+                ),
+            )
         # Not their sum, as each may have read a part of its own of the next phase.
         skips = "+".join(map(str, [*(old.skips if old else ()), _least_skip(self.source.order, to, step - to)]))
         new = {"number": number, "data": f"skip:{skips}"}
@@ -126,10 +144,16 @@ class DivergenceGuard:
 
 
 def _least_skip(order: Order, step: int, steps: int) -> int:
-    """The smallest number from `steps` on that can be passed over behind `step`: orders of rollouts pass over whole iterations."""
+    """The smallest number from `steps` on that can be passed over behind `step`: orders of rollouts pass over whole
+    iterations."""
     return order.whole_skip(step, steps) if isinstance(order, WholeSkips) else steps
 
 
 def _first_step(finding: Finding, order: Order) -> int:
-    """Where what was found began. A policy that is too far away was moved there in the iteration before it was measured, or in this one."""
-    return order.begin_before(finding.step) + 1 if finding.kind == "kl" and isinstance(order, WholeSkips) else finding.first_step
+    """Where what was found began. A policy that is too far away was moved there in the iteration before it was
+    measured, or in this one."""
+    return (
+        order.begin_before(finding.step) + 1
+        if finding.kind == "kl" and isinstance(order, WholeSkips)
+        else finding.first_step
+    )

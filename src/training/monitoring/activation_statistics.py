@@ -27,10 +27,12 @@ class Activation:
 
 @contextlib.contextmanager
 def watch_activations(model: nn.Module, found: list[Activation]) -> Iterator[None]:
-    """Within the block, append the statistics of every module's inputs and outputs to `found`. The hooks are removed afterwards.
+    """Within the block, append the statistics of every module's inputs and outputs to `found`. The hooks are removed
+    afterwards.
 
-    Tensors of real numbers with a fraction count: no ids, no masks of bool. One entry for each (name, type, context): a module that runs
-    once more, as gradient checkpointing has it do, is left out. Compiled code is not watched: hooks would have it compiled anew.
+    Tensors of real numbers with a fraction count: no ids, no masks of bool. One entry for each (name, type, context): a
+    module that runs once more, as gradient checkpointing has it do, is left out. Compiled code is not watched: hooks
+    would have it compiled anew.
     """
     if is_compiled(model):
         yield
@@ -49,7 +51,9 @@ def watch_activations(model: nn.Module, found: list[Activation]) -> Iterator[Non
 
 def is_compiled(model: nn.Module) -> bool:
     """True if the model or a part of it is compiled."""
-    return any(type(part).__name__ == "OptimizedModule" or part._compiled_call_impl is not None for part in model.modules())
+    return any(
+        type(part).__name__ == "OptimizedModule" or part._compiled_call_impl is not None for part in model.modules()
+    )
 
 
 class _Hook:
@@ -61,7 +65,9 @@ class _Hook:
             return
         self.seen.add((self.name, self.kind))
         entries = [*_tensors("input", inputs, 1), *_tensors("input", named, 1), *_tensors("output", output, 2)]
-        self.found += [Activation(self.name, self.kind, context, tensor_statistics.sums(tensor)) for context, tensor in entries]
+        self.found += [
+            Activation(self.name, self.kind, context, tensor_statistics.sums(tensor)) for context, tensor in entries
+        ]
 
 
 def _tensors(context: str, value: Any, depth: int) -> Iterator[tuple[str, Tensor]]:

@@ -1,8 +1,8 @@
 """Statistics of weights, gradients, moments, updates and activations.
 
-It looks and changes nothing: a training ends with the same bits with it and without it. The loop calls, for each optimizer step,
-`before_step`, `forward` around each forward pass, `after_backward` and `after_step`; between them it costs next to nothing in the steps
-whose statistics are not due.
+It looks and changes nothing: a training ends with the same bits with it and without it. The loop calls, for each
+optimizer step, `before_step`, `forward` around each forward pass, `after_backward` and `after_step`; between them it
+costs next to nothing in the steps whose statistics are not due.
 """
 
 import contextlib
@@ -27,11 +27,13 @@ log = logging.getLogger(__name__)
 
 
 class Monitor:
-    """Writes statistics.jsonl in the save directory `folder`: {"step", "name", "type" (the class, of a module), "context", "var_min", …}.
+    """Writes statistics.jsonl in the save directory `folder`: {"step", "name", "type" (the class, of a module),
+    "context", "var_min", …}.
 
     The same calls must come on every rank; rank 0 writes.
 
-    every: optimizer steps between statistics; 0 for none. compiled: whether torch.compile has taken `model`, which is then not hooked.
+    every: optimizer steps between statistics; 0 for none. compiled: whether torch.compile has taken `model`, which is
+    then not hooked.
     """
 
     def __init__(self, folder: Path, model: nn.Module, every: int = DEFAULT_EVERY, *, compiled: bool = False) -> None:
@@ -61,9 +63,14 @@ class Monitor:
         self._gradients, self._activations = [], []
 
     def forward(self, last: bool) -> contextlib.AbstractContextManager[None]:
-        """Around a forward pass and its loss, without its backward pass. Watches the `last` of a due step, on rank 0."""
+        """Around a forward pass and its loss, without its backward pass. Watches the `last` of a due step, on rank
+        0."""
         hooked = self.due and last and not self.unhooked and distributed.is_main()
-        return activation_statistics.watch_activations(self.model, self._activations) if hooked else contextlib.nullcontext()
+        return (
+            activation_statistics.watch_activations(self.model, self._activations)
+            if hooked
+            else contextlib.nullcontext()
+        )
 
     def after_backward(self) -> None:
         """Called when the gradients are complete and unscaled, before clipping. Collective for sharded models."""
@@ -71,14 +78,17 @@ class Monitor:
             self._gradients = parameter_statistics.gradients(self.model)
 
     def after_step(self, optimizer: Any) -> None:
-        """Called after the optimizer's step, while its groups still hold the step's learning rate. Collective for sharded models.
+        """Called after the optimizer's step, while its groups still hold the step's learning rate. Collective for
+        sharded models.
 
         Raises:
             RunError: the disk refuses.
         """
         if not self.due:
             return
-        found = parameter_statistics.gather_sums(self._gradients + parameter_statistics.weights(self.model, optimizer), self.model)
+        found = parameter_statistics.gather_sums(
+            self._gradients + parameter_statistics.weights(self.model, optimizer), self.model
+        )
         learning_rate = optimizer.param_groups[0]["lr"]
         distributed.broadcast_from_rank0(lambda: self._write(found, learning_rate))
         self._gradients, self._activations, self.due = [], [], False
@@ -86,7 +96,9 @@ class Monitor:
     def _write(self, found: Sequence[TensorSums], learning_rate: float) -> None:
         """One record for each tensor."""
         rates = parameter_statistics.update_rates(list(found), learning_rate)
-        heads: list[dict[str, Any]] = [{"step": self.step, "name": item.name, "context": item.context} for item in found]
+        heads: list[dict[str, Any]] = [
+            {"step": self.step, "name": item.name, "context": item.context} for item in found
+        ]
         heads += [{"step": self.step, "name": a.name, "type": a.type, "context": a.context} for a in self._activations]
         tables = [item.sums for item in found], [item.sums for item in self._activations]
         rows = [row for table in tables if table for row in tensor_statistics.rows(torch.stack(table))]
@@ -98,4 +110,11 @@ class Monitor:
         bad = [head for head in heads if "nonfinite" in head]
         if bad:
             first = f"{bad[0]['name'] or 'the model'} {bad[0]['context']}"
-            log.warning("step %d: %d of %d tensors are not finite, the first %s; see %s.", self.step, len(bad), len(heads), first, FILE)
+            log.warning(
+                "step %d: %d of %d tensors are not finite, the first %s; see %s.",
+                self.step,
+                len(bad),
+                len(heads),
+                first,
+                FILE,
+            )

@@ -1,7 +1,7 @@
 """Statistics of weights, gradients, Adam's moments and updates by parameter, for whole and sharded models.
 
-What a process has whole, rank 0 reads alone; of FSDP2's parts each process reads its own, and `gather_sums` joins the sums, not the parts;
-ZeRO's are put together one parameter at a time.
+What a process has whole, rank 0 reads alone; of FSDP2's parts each process reads its own, and `gather_sums` joins the
+sums, not the parts; ZeRO's are put together one parameter at a time.
 """
 
 import math
@@ -38,9 +38,9 @@ def gradients(model: nn.Module) -> list[TensorSums]:
 def weights(model: nn.Module, optimizer: Any) -> list[TensorSums]:
     """`hp`, `exp_avg`, `exp_avg_sq` and `effective_update` of every trained parameter. Collective for sharded models.
 
-    The update is m̂ / (√v̂ + ε) with moments freed of their bias (Kingma & Ba 2015, algorithm 1): what Adam's last step subtracted,
-    before the learning rate and without weight decay. With AdamWScale's scale in it, and its ε. An optimizer without Adam's moments has
-    `hp` alone, Adafactor a second moment of vectors besides.
+    The update is m̂ / (√v̂ + ε) with moments freed of their bias (Kingma & Ba 2015, algorithm 1): what Adam's last step
+    subtracted, before the learning rate and without weight decay. With AdamWScale's scale in it, and its ε. An
+    optimizer without Adam's moments has `hp` alone, Adafactor a second moment of vectors besides.
     """
     found: list[TensorSums] = []
     for name, parameter in _trainable_parameters(model):
@@ -56,10 +56,15 @@ def weights(model: nn.Module, optimizer: Any) -> list[TensorSums]:
 
 
 def gather_sums(found: list[TensorSums], model: nn.Module) -> list[TensorSums]:
-    """The sums of whole tensors, on the CPU, from the sums of their shards. Collective under FSDP2; synchronises with the device."""
+    """The sums of whole tensors, on the CPU, from the sums of their shards. Collective under FSDP2; synchronises with
+    the device."""
     if not found and not _is_sharded(model):
         return []
-    table = torch.stack([item.sums for item in found]).cpu() if found else torch.empty(0, len(tensor_statistics.PARTS), dtype=torch.float64)
+    table = (
+        torch.stack([item.sums for item in found]).cpu()
+        if found
+        else torch.empty(0, len(tensor_statistics.PARTS), dtype=torch.float64)
+    )
     if _is_sharded(model):
         table = tensor_statistics.join_sums(torch.stack(distributed.all_gather_list([table])))
     return [TensorSums(item.name, item.context, sums) for item, sums in zip(found, table, strict=True)]
@@ -115,7 +120,8 @@ def _is_zero(parameter: Tensor) -> bool:
 
 
 def _local_part(tensor: Tensor | None) -> Tensor | None:
-    """The part of a tensor that this process reads: its shard or, of a whole tensor, everything on rank 0 and nothing elsewhere."""
+    """The part of a tensor that this process reads: its shard or, of a whole tensor, everything on rank 0 and nothing
+    elsewhere."""
     if tensor is None:
         return None
     if _is_part(tensor):
@@ -169,4 +175,6 @@ def _adam(optimizer: Any, parameter: nn.Parameter) -> _Adam | None:
     scale = next((float(state["scale"]) for state in states if "scale" in state), None)
     if scale is None:
         return _Adam(beta1, beta2, epsilon, steps)
-    return _Adam(beta1, beta2, epsilon / math.sqrt(1 - beta2**steps), steps, scale)  # AdamWScale adds ε to √v, before the bias is taken out
+    return _Adam(
+        beta1, beta2, epsilon / math.sqrt(1 - beta2**steps), steps, scale
+    )  # AdamWScale adds ε to √v, before the bias is taken out

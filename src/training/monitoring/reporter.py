@@ -44,15 +44,17 @@ class Reporter:
     def report(self, row: Mapping[str, Any], perf: Mapping[str, float], settled: bool = True) -> None:
         """Append a score row and its timings. Call it on rank 0.
 
-        settled: the step has an evaluation or a checkpoint. Then the row is on the disk when this returns, and status.json and haven's file
-        follow. Between such steps rows come often, and must not take long.
+        settled: the step has an evaluation or a checkpoint. Then the row is on the disk when this returns, and
+        status.json and haven's file follow. Between such steps rows come often, and must not take long.
 
         Raises:
             RunError: the disk refuses, or another process has taken over the save directory.
         """
         self.run.dir.confirm()
         self.run.dir.scores.append(row, durable=settled)
-        jsonl_records.append(self.run.path / "perf.jsonl", [{"step": row["step"], **perf}], durable=False, allow_nan=True)
+        jsonl_records.append(
+            self.run.path / "perf.jsonl", [{"step": row["step"], **perf}], durable=False, allow_nan=True
+        )
         if settled:
             self.run.dir.scores.export_haven()
             loss = row.get("train_loss")

@@ -1,7 +1,7 @@
 """Eleven statistics of a tensor, from sums that can be combined over pieces and processes.
 
-The numbers and their names are those of HuggingFaceM4's trainer. A piece is read once, in float64, by few kernels; nothing waits for the
-device until `rows`. Shapes: P = len(PARTS) sums, K tensors, R pieces.
+The numbers and their names are those of HuggingFaceM4's trainer. A piece is read once, in float64, by few kernels;
+nothing waits for the device until `rows`. Shapes: P = len(PARTS) sums, K tensors, R pieces.
 """
 
 import math
@@ -65,8 +65,8 @@ def chunks(*tensors: Tensor) -> Iterator:
 def join_sums(parts: Tensor) -> Tensor:
     """(R, …, P) -> (…, P): the sums of R pieces as those of the whole.
 
-    Means and squared distances by Chan, Golub & LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances"
-    (1979), which lose no digits where the spread is small beside the mean.
+    Means and squared distances by Chan, Golub & LeVeque, "Updating formulae and a pairwise algorithm for computing
+    sample variances" (1979), which lose no digits where the spread is small beside the mean.
     """
     if len(parts) == 1:
         return parts[0]
@@ -120,13 +120,15 @@ def to_rows(parts: Tensor) -> Tensor:
 def rows(parts: Tensor) -> list[dict[str, float | int | None]]:
     """(K, P) -> a dict of NAMES for each tensor, to seven digits. Synchronises with the device once.
 
-    A number that is undefined, or not finite, is None, as JSON has neither; a tensor with such elements has "nonfinite", their count,
-    besides.
+    A number that is undefined, or not finite, is None, as JSON has neither; a tensor with such elements has
+    "nonfinite", their count, besides.
     """
     parts = parts.cpu()
     described = []
     for numbers, nonfinite in zip(to_rows(parts).tolist(), parts[:, -1].tolist(), strict=True):
-        row: dict[str, float | int | None] = {name: _round_digits(number) for name, number in zip(NAMES[:-1], numbers, strict=False)}
+        row: dict[str, float | int | None] = {
+            name: _round_digits(number) for name, number in zip(NAMES[:-1], numbers, strict=False)
+        }
         row["nonzero"] = int(numbers[-1])
         described.append({**row, "nonfinite": int(nonfinite)} if nonfinite else row)
     return described
@@ -152,7 +154,8 @@ def _piece(piece: Tensor) -> Tensor:
     mean = numbers.mean()
     abs_low, abs_sum = absolute.amin(), absolute.sum()
     numel = torch.full_like(mean, piece.numel())
-    # Counting costs as much as all the rest together. On a CPU, where looking at a value waits for nothing, it is done where needed.
+    # Counting costs as much as all the rest together. On a CPU, where looking at a value waits for nothing, it is done
+    # where needed.
     look = piece.device.type == "cpu"
     nonzero = numel if look and abs_low > 0 else absolute.count_nonzero().double()
     finite = torch.zeros_like(mean) if look and abs_sum.isfinite() else numel - absolute.isfinite().count_nonzero()

@@ -1,4 +1,5 @@
-"""Throughput, memory, energy and MFU since the last row. Timings differ from run to run, so they stay out of scores.jsonl."""
+"""Throughput, memory, energy and MFU since the last row. Timings differ from run to run, so they stay out of
+scores.jsonl."""
 
 import contextlib
 import resource
@@ -20,12 +21,15 @@ T = TypeVar("T")
 
 
 class ThroughputMeter:
-    """Sums since `restart`, on this rank. With `model` and `precision` also model FLOPs and, of a known GPU, the share of its peak.
+    """Sums since `restart`, on this rank. With `model` and `precision` also model FLOPs and, of a known GPU, the share
+    of its peak.
 
     With `experience` also the seconds of what a training makes to read, by phase.
     """
 
-    def __init__(self, model: nn.Module | None = None, precision: str = "float32", experience: Experience | None = None) -> None:
+    def __init__(
+        self, model: nn.Module | None = None, precision: str = "float32", experience: Experience | None = None
+    ) -> None:
         self._experience = experience
         self._flops_of = flops.batch_flops(model) if model is not None else None
         self._peak = flops.peak_flops(torch.cuda.get_device_name(), precision) if torch.cuda.is_available() else None
@@ -71,7 +75,8 @@ class ThroughputMeter:
         `data_wait_seconds`: of the rank that waited longest, and `data_wait_rate` its share of the training time.
         `peak_host_memory_bytes`, `peak_memory_bytes` (GPU): of the rank with most, since the process began.
         `rewards_seconds` and so on: of the phases of rollouts, on this rank, within `data_wait_seconds`.
-        `model_flops_per_second`, `mfu`: see flops.py. `watts`: of all GPUs together, evaluation and checkpoints included.
+        `model_flops_per_second`, `mfu`: see flops.py. `watts`: of all GPUs together, evaluation and checkpoints
+        included.
         """
         joules = self._energy.joules()
         used = None if joules is None or self._joules is None else joules - self._joules
@@ -85,7 +90,9 @@ class ThroughputMeter:
             _host_bytes(),
             torch.cuda.max_memory_allocated() if gpu else 0,
         )
-        tokens, sequences, operations, energies, waits, host, device = zip(*distributed.all_gather_list([mine]), strict=True)
+        tokens, sequences, operations, energies, waits, host, device = zip(
+            *distributed.all_gather_list([mine]), strict=True
+        )
         total = time.perf_counter() - self.began
         seconds = max(total - self.apart_seconds, 1e-9)
         row = {

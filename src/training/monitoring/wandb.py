@@ -25,11 +25,13 @@ log = logging.getLogger(__name__)
 
 
 class Wandb:
-    """One wandb run per experiment, with the rows of scores.jsonl: a restart resumes it by its id, and logs no step twice.
+    """One wandb run per experiment, with the rows of scores.jsonl: a restart resumes it by its id, and logs no step
+    twice.
 
     Offline each start writes a folder <run>/wandb/offline-run-*; `wandb sync --id` makes one run of them.
 
-    A trial of `wandb agent` is online always, as the run that the agent has named, for its sweep is steered by the scores.
+    A trial of `wandb agent` is online always, as the run that the agent has named, for its sweep is steered by the
+    scores.
 
     Raises:
         RunError: wandb refuses, as without a key; or a trial is to be offline.
@@ -39,7 +41,8 @@ class Wandb:
         trial = "WANDB_SWEEP_ID" in os.environ  # then the agent has also set entity, project and id
         if trial and (mode := os.environ.get("WANDB_MODE", "online")) not in ("online", "shared"):
             raise RunError(
-                f"wandb: WANDB_MODE is {mode!r}, so this trial's sweep would get no scores. Unset it, or run python -m src.sweeps."
+                f"wandb: WANDB_MODE is {mode!r}, so this trial's sweep would get no scores. Unset it, or run python "
+                f"-m src.sweeps."
             )
         online = trial or (options.entity is not None and options.project is not None)
         identity = _identity(run)
@@ -61,7 +64,9 @@ class Wandb:
             )
         except wandb.Error as error:
             reason = str(error).splitlines()[0]
-            raise RunError(f"wandb: {reason} Run `wandb login`, or leave out --wandb_entity_name to log to files.") from None
+            raise RunError(
+                f"wandb: {reason} Run `wandb login`, or leave out --wandb_entity_name to log to files."
+            ) from None
         if online and self.wandb.resumed:
             self.last_step = self.wandb.step - 1
         for row in run.dir.scores.rows():  # rows that a killed start did not send to wandb
@@ -83,12 +88,15 @@ class Wandb:
 
     def _log(self, row: Mapping[str, Any]) -> None:
         if row["step"] > self.last_step:
-            self.wandb.log({name: math.nan if value is None else value for name, value in row.items()}, step=row["step"])
+            self.wandb.log(
+                {name: math.nan if value is None else value for name, value in row.items()}, step=row["step"]
+            )
             self.last_step = row["step"]
 
 
 def _identity(run: runs.Run) -> str:
-    """The id of the experiment; with a number appended after -r 1, which starts another wandb run. Stored in wandb.json."""
+    """The id of the experiment; with a number appended after -r 1, which starts another wandb run. Stored in
+    wandb.json."""
     file = run.path / ID
     if file.exists():
         saved = read_json(file, RunError)

@@ -1,7 +1,9 @@
-"""AdamW whose steps are scaled by the root mean square of each tensor: the optimizer of nanoT5 (Nawrot 2023, arXiv 2309.02373).
+"""AdamW whose steps are scaled by the root mean square of each tensor: the optimizer of nanoT5 (Nawrot 2023, arXiv
+2309.02373).
 
-As in Adafactor (Shazeer & Stern 2018, section 8), the learning rate says by which share of its size a weight moves, so one learning rate
-fits tensors of any size. It is the root mean square of the weights that scales, not that of the update.
+As in Adafactor (Shazeer & Stern 2018, section 8), the learning rate says by which share of its size a weight moves, so
+one learning rate fits tensors of any size. It is the root mean square of the weights that scales, not that of the
+update.
 """
 
 import math
@@ -24,13 +26,16 @@ LEAST_SCALE = 1e-3
 class AdamWScale(torch.optim.Optimizer):
     """With moments m and v as in Adam, for a tensor w of n elements in its t-th step:
 
-        a = lr · √(1 - β₂ᵗ) / (1 - β₁ᵗ) · max(1e-3, ‖w‖₂ / √n);  w ← w - a · m / (√v + ε);  w ← w - lr · weight_decay · w
+        a = lr · √(1 - β₂ᵗ) / (1 - β₁ᵗ) · max(1e-3, ‖w‖₂ / √n);  w ← w - a · m / (√v + ε);  w ← w - lr · weight_decay ·
+        w
 
-    Takes whole tensors and the parts that FSDP2 makes of them, and moves both by the same bits: the norm is of the whole tensor, summed in
-    float64 and rounded to float32, and all else is done element by element.
+    Takes whole tensors and the parts that FSDP2 makes of them, and moves both by the same bits: the norm is of the
+    whole tensor, summed in float64 and rounded to float32, and all else is done element by element.
     """
 
-    def __init__(self, params: Any, lr: float, betas: tuple[float, float], eps: float, weight_decay: float = 0.0) -> None:
+    def __init__(
+        self, params: Any, lr: float, betas: tuple[float, float], eps: float, weight_decay: float = 0.0
+    ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.measured: Sequence[float] | None = None
         """`norms` for the next step, where they were read together with others; else that reads them."""
@@ -38,7 +43,11 @@ class AdamWScale(torch.optim.Optimizer):
     def norms(self) -> Tensor:
         """(K,) float64: L2 norms of this process's parts of the parameters that have a gradient, on their device."""
         parts = [_local(parameter) for parameter in self._moving()]
-        return torch.stack(list(_torch._foreach_norm(parts, 2, dtype=torch.float64))) if parts else torch.zeros(0, dtype=torch.float64)
+        return (
+            torch.stack(list(_torch._foreach_norm(parts, 2, dtype=torch.float64)))
+            if parts
+            else torch.zeros(0, dtype=torch.float64)
+        )
 
     def _moving(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"] if parameter.grad is not None]
@@ -57,7 +66,9 @@ class AdamWScale(torch.optim.Optimizer):
             state["step"] += 1
             state["scale"] = scale
         for group in self.param_groups:
-            _update([self._part(group, parameter) for parameter in group["params"] if parameter.grad is not None], group)
+            _update(
+                [self._part(group, parameter) for parameter in group["params"] if parameter.grad is not None], group
+            )
 
     def _part(self, group: dict[str, Any], parameter: Tensor) -> "_LocalPart":
         state, (beta1, beta2) = self.state[parameter], group["betas"]
@@ -89,7 +100,9 @@ def scales(parameters: list[Tensor], norms: Sequence[float]) -> list[float]:
     if any(cut):
         sums = distributed.all_reduce_sum(squares)
         squares = [total if shared else own for total, own, shared in zip(sums, squares, cut, strict=True)]
-    means = torch.tensor([math.sqrt(square / p.numel()) for square, p in zip(squares, parameters, strict=True)], dtype=torch.float32)
+    means = torch.tensor(
+        [math.sqrt(square / p.numel()) for square, p in zip(squares, parameters, strict=True)], dtype=torch.float32
+    )
     return means.clamp_(min=LEAST_SCALE).tolist()
 
 

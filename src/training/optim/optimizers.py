@@ -26,8 +26,9 @@ def build_optimizer(model: nn.Module, config: LoopConfig, device: torch.device) 
 def adamw(model: nn.Module, config: LoopConfig, device: torch.device) -> torch.optim.AdamW:
     """AdamW (Loshchilov & Hutter 2019) on the parameters that are trained; matrices decay, vectors do not.
 
-    A single process on a CPU uses PyTorch's fused kernel, which is five times as fast. It rounds the last few elements of a tensor
-    differently, so it would break the bitwise equality of DDP, ZeRO and FSDP2, which shard tensors differently.
+    A single process on a CPU uses PyTorch's fused kernel, which is five times as fast. It rounds the last few elements
+    of a tensor differently, so it would break the bitwise equality of DDP, ZeRO and FSDP2, which shard tensors
+    differently.
     """
     alone = distributed.world_size() == 1 and device.type == "cpu"
     return torch.optim.AdamW(_groups(model, config), **_adam(config), fused=alone or None)
@@ -39,11 +40,13 @@ def adamw_scale(model: nn.Module, config: LoopConfig) -> AdamWScale:
 
 
 def adafactor(model: nn.Module, config: LoopConfig) -> "Adafactor":
-    """Adafactor (Shazeer & Stern 2018) as T5 uses it: steps scaled by the weights, updates clipped to RMS 1, no momentum.
+    """Adafactor (Shazeer & Stern 2018) as T5 uses it: steps scaled by the weights, updates clipped to RMS 1, no
+    momentum.
 
-    The learning rate is the schedule's, which the optimizer's own relative steps would set aside (`relative_step` and a learning rate are
-    refused together). PyTorch's Adafactor caps it at 1/sqrt(step), and so would ignore a schedule that stays above that. Weight decay,
-    of which T5 has none, goes by the scaled learning rate too. Every matrix is factored; T5's own keeps those below 128 x 128 whole.
+    The learning rate is the schedule's, which the optimizer's own relative steps would set aside (`relative_step` and a
+    learning rate are refused together). PyTorch's Adafactor caps it at 1/sqrt(step), and so would ignore a schedule
+    that stays above that. Weight decay, of which T5 has none, goes by the scaled learning rate too. Every matrix is
+    factored; T5's own keeps those below 128 x 128 whole.
     """
     from transformers.optimization import Adafactor  # takes seconds to import, as it loads half of transformers
 

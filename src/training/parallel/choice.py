@@ -15,7 +15,10 @@ from src.training.parallel import float8, memory
 from src.training.parallel.engine import DDPEngine, Engine
 from src.weights import is_unfilled
 
-_INSTEAD = {"adamw_scale": "--fsdp instead of --deepspeed", "adafactor": "whole copies (neither --deepspeed nor --fsdp)"}
+_INSTEAD = {
+    "adamw_scale": "--fsdp instead of --deepspeed",
+    "adafactor": "whole copies (neither --deepspeed nor --fsdp)",
+}
 """How an optimizer that ZeRO cannot have shares a model."""
 
 
@@ -23,17 +26,22 @@ def build_accelerator(config: LoopConfig, options: Options) -> Accelerator:
     """Accelerate for this process, with the precision of `config`.
 
     Raises:
-        ConfigError: float16 without a GPU, or with a shared model; float8 with DeepSpeed, or without a GPU that has it; an optimizer that
-            needs whole tensors, with cut ones; the DeepSpeed json or the launcher says otherwise than the experiment; checkpoints are to
-            be kept at steps at which none is written.
+        ConfigError: float16 without a GPU, or with a shared model; float8 with DeepSpeed, or without a GPU that has it;
+            an optimizer that needs whole tensors, with cut ones; the DeepSpeed json or the launcher says otherwise than
+            the experiment; checkpoints are to be kept at steps at which none is written.
     """
     options.keep.check(options.save_intervals(config.eval_every))
     config.check_accelerate(options.launcher_settings)
     if config.precision == "float16" and (options.deepspeed or options.fsdp):
-        raise ConfigError("loop.precision: 'float16' trains whole models only. Use 'bfloat16', or leave out --deepspeed and --fsdp.")
-    if options.deepspeed and config.optimizer != "adamw":  # ZeRO joins parameters end to end: it has no tensor whose size could be taken
         raise ConfigError(
-            f"loop.optimizer: {config.optimizer!r} needs to know each tensor's size, and DeepSpeed shows it flat pieces of many. "
+            "loop.precision: 'float16' trains whole models only. Use 'bfloat16', or leave out --deepspeed and --fsdp."
+        )
+    if (
+        options.deepspeed and config.optimizer != "adamw"
+    ):  # ZeRO joins parameters end to end: it has no tensor whose size could be taken
+        raise ConfigError(
+            f"loop.optimizer: {config.optimizer!r} needs to know each tensor's size, and DeepSpeed shows it flat "
+            f"pieces of many. "
             f"Use {_INSTEAD[config.optimizer]}, or 'adamw'."
         )
     if options.fsdp and config.optimizer == "adafactor":
@@ -42,11 +50,19 @@ def build_accelerator(config: LoopConfig, options: Options) -> Accelerator:
             "Leave out --fsdp (its state is small: each process can have it all), or use 'adamw_scale' or 'adamw'."
         )
     if options.tensor_parallel > 1 and config.optimizer != "adamw":
-        raise ConfigError(f"loop.optimizer: {config.optimizer!r} needs whole tensors, and --tensor_parallel cuts them. Use 'adamw'.")
-    if options.deepspeed and config.float8:  # it casts the weights itself, and puts linear layers of its own in place of ours
-        raise ConfigError("loop.float8: DeepSpeed trains without it. Use --fsdp instead of --deepspeed, or leave it out.")
+        raise ConfigError(
+            f"loop.optimizer: {config.optimizer!r} needs whole tensors, and --tensor_parallel cuts them. Use 'adamw'."
+        )
+    if (
+        options.deepspeed and config.float8
+    ):  # it casts the weights itself, and puts linear layers of its own in place of ours
+        raise ConfigError(
+            "loop.float8: DeepSpeed trains without it. Use --fsdp instead of --deepspeed, or leave it out."
+        )
     if options.tensor_parallel > 1 and config.float8:
-        raise ConfigError("loop.float8: --tensor_parallel cuts matrices that multiply in bfloat16. Leave one of the two out.")
+        raise ConfigError(
+            "loop.float8: --tensor_parallel cuts matrices that multiply in bfloat16. Leave one of the two out."
+        )
     require_float8(config.float8)
     if options.deepspeed:
         from src.training.parallel.zero import fill_settings
@@ -67,12 +83,15 @@ def plain_accelerator(precision: str, field: str) -> Accelerator:
     gpu = torch.cuda.is_available()
     if not gpu:
         memory.reuse_freed_memory()
-    AcceleratorState._reset_state(reset_partial_state=True)  # one process may run several experiments, each with its precision
+    AcceleratorState._reset_state(
+        reset_partial_state=True
+    )  # one process may run several experiments, each with its precision
     return Accelerator(cpu=not gpu, mixed_precision={"float32": "no", "bfloat16": "bf16", "float16": "fp16"}[precision])
 
 
 def change_layers(model: nn.Module, config: LoopConfig, options: Options) -> None:
-    """Have the layers of `model`, with its weights in it or unfilled, compute as `config` and the command line say. Changed in place.
+    """Have the layers of `model`, with its weights in it or unfilled, compute as `config` and the command line say.
+    Changed in place.
 
     Raises:
         ConfigError: it has no layers that could.

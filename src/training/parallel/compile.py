@@ -1,6 +1,7 @@
 """torch.compile for the layers of a model: layers of one kind share one graph, with static shapes.
 
-Only passes that take gradients are compiled. Evaluation and generation, whose last batch is smaller and whose texts grow, run as they are.
+Only passes that take gradients are compiled. Evaluation and generation, whose last batch is smaller and whose texts
+grow, run as they are.
 """
 
 import logging
@@ -18,7 +19,8 @@ log = logging.getLogger(__name__)
 
 
 def layers(model: nn.Module) -> list[nn.Module]:
-    """The repeated parts of a model: the entries of its module lists and the blocks inserted beside them, without nested ones."""
+    """The repeated parts of a model: the entries of its module lists and the blocks inserted beside them, without
+    nested ones."""
     found: dict[int, nn.Module] = {}
     inner: set[int] = set()
     for part in model.modules():
@@ -35,8 +37,9 @@ def layers(model: nn.Module) -> list[nn.Module]:
 def compile_layers(model: nn.Module) -> int:
     """Compile the layers of `model` lazily, at their first training pass; returns their number.
 
-    `model` is changed in place, the names of its weights are not. Blocks of a cross-attention model stay as they are: contexts come in
-    many shapes. To be called before `memory.checkpoint_layers`, so that a layer computed again is the same graph.
+    `model` is changed in place, the names of its weights are not. Blocks of a cross-attention model stay as they are:
+    contexts come in many shapes. To be called before `memory.checkpoint_layers`, so that a layer computed again is the
+    same graph.
 
     Raises:
         ConfigError: the model has no list of layers, or the machine has no compiler.
@@ -46,7 +49,9 @@ def compile_layers(model: nn.Module) -> int:
     listed = {id(layer) for part in lists for layer in part}
     found = [layer for layer in layers(model) if id(layer) in listed]
     if not found:
-        raise ConfigError(f"loop.compile: {type(model).__name__} has no list of layers to compile. Leave loop.compile out.")
+        raise ConfigError(
+            f"loop.compile: {type(model).__name__} has no list of layers to compile. Leave loop.compile out."
+        )
     for layer in found:  # those of one class share a graph, because it is made of the same function
         layer.forward = Compiled(layer, layer.forward, torch.compile(type(layer).forward, dynamic=False))
     log.info("%d layers will be compiled at the first step.", len(found))
@@ -66,7 +71,8 @@ class Compiled:
         shape = next(value.shape for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
         if self.shape not in (None, shape):
             raise ConfigError(
-                f"loop.compile: a layer was compiled for {list(self.shape or ())} and now reads {list(shape)}. Each would be "
+                f"loop.compile: a layer was compiled for {list(self.shape or ())} and now reads {list(shape)}. Each "
+                f"would be "
                 "compiled anew: have the data pad every batch to one length, or leave loop.compile out."
             )
         self.shape = shape

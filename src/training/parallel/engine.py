@@ -1,7 +1,8 @@
-"""How the processes of one training share the model, its gradients and its optimizer. The loop uses only the methods of `Engine`.
+"""How the processes of one training share the model, its gradients and its optimizer. The loop uses only the methods of
+`Engine`.
 
-The norm of the gradients is taken here, alike in every mode: in float64, so that neither the number of processes nor the way the
-parameters are cut changes the float32 that it is rounded to, and clipping gives the same bits everywhere.
+The norm of the gradients is taken here, alike in every mode: in float64, so that neither the number of processes nor
+the way the parameters are cut changes the float32 that it is rounded to, and clipping gives the same bits everywhere.
 """
 
 import contextlib
@@ -49,12 +50,14 @@ class BufferPool:
 
 
 class Engine(ABC):
-    """A model that trains. `model` is what a loss calls; `optimizer` has the parameter groups that the learning rate is set in."""
+    """A model that trains. `model` is what a loss calls; `optimizer` has the parameter groups that the learning rate is
+    set in."""
 
     name: str
     """For people, in the ledger."""
     sharded = False
-    """True where a forward pass is collective: every process must make as many as the others. See `equalize_forward_passes`."""
+    """True where a forward pass is collective: every process must make as many as the others. See
+    `equalize_forward_passes`."""
     shards_gradients = False
     """True where each process has a part of the gradients."""
     model: nn.Module
@@ -75,9 +78,11 @@ class Engine(ABC):
 
     @contextlib.contextmanager
     def generating(self) -> Iterator[nn.Module]:
-        """Within the block: the model in eval mode and without gradients, for `generate`. Collective for sharded models.
+        """Within the block: the model in eval mode and without gradients, for `generate`. Collective for sharded
+        models.
 
-        torch's generators are seeded where the block begins: each process draws numbers of its own, the same after any restart.
+        torch's generators are seeded where the block begins: each process draws numbers of its own, the same after any
+        restart.
         """
         was_training = self.module.training
         self.module.eval()
@@ -89,7 +94,8 @@ class Engine(ABC):
             self.module.train(was_training)
 
     def accumulation_context(self, last: bool) -> contextlib.AbstractContextManager[Any]:
-        """Around one forward and backward pass; after the `last` of a step the gradients are the mean over processes."""
+        """Around one forward and backward pass; after the `last` of a step the gradients are the mean over
+        processes."""
         return contextlib.nullcontext()
 
     @abstractmethod
@@ -102,7 +108,8 @@ class Engine(ABC):
 
     @abstractmethod
     def step(self) -> None:
-        """Update the weights and clear the gradients. Where the norm is not finite in float16, only the loss scale changes."""
+        """Update the weights and clear the gradients. Where the norm is not finite in float16, only the loss scale
+        changes."""
 
     @abstractmethod
     def skip_step(self) -> None:
@@ -115,7 +122,11 @@ class Engine(ABC):
     def norms(self) -> Tensor:
         """(K,) float64: the L2 norms of the K `own_gradients`, on their device, which is not waited for."""
         gradients = [*self.own_gradients()]
-        return torch.stack(_torch._foreach_norm(gradients, 2, dtype=torch.float64)) if gradients else torch.zeros(0, dtype=torch.float64)
+        return (
+            torch.stack(_torch._foreach_norm(gradients, 2, dtype=torch.float64))
+            if gradients
+            else torch.zeros(0, dtype=torch.float64)
+        )
 
     def weight_norms(self) -> Tensor:
         """(K,) float64: like `norms`, of the weights, where the optimizer asks for them; else K is 0."""
@@ -145,17 +156,24 @@ class Engine(ABC):
         return True
 
     def model_state(self) -> dict[str, Tensor]:
-        """The trained weights, unsharded, copied to the CPU; valid until the next call. Collective; empty except on rank 0."""
+        """The trained weights, unsharded, copied to the CPU; valid until the next call. Collective; empty except on
+        rank 0."""
         return self._weights.copies(trained_weights(self.module).items()) if distributed.is_main() else {}
 
     def optimizer_state(self) -> dict[str, Tensor] | None:
         """The optimizer's state by parameter name, like `model_state`. None if `save_shards` writes it."""
-        return self._moments.copies(checkpoint.optimizer_tensors(self.module, self.optimizer).items()) if distributed.is_main() else {}
+        return (
+            self._moments.copies(checkpoint.optimizer_tensors(self.module, self.optimizer).items())
+            if distributed.is_main()
+            else {}
+        )
 
     def stage_shards(self) -> Callable[[Path], None] | None:
-        """Where each process writes its part of weights and optimizer while the training goes on: copies of them, as what writes them.
+        """Where each process writes its part of weights and optimizer while the training goes on: copies of them, as
+        what writes them.
 
-        It is called in a thread of every process, with a folder on a shared disk. None in other modes: see `model_state`. Collective.
+        It is called in a thread of every process, with a folder on a shared disk. None in other modes: see
+        `model_state`. Collective.
         """
         return None
 
@@ -163,7 +181,8 @@ class Engine(ABC):
         """Write the optimizer's shards into a folder on a shared disk. Collective."""
 
     def load_weights(self, file: Path) -> None:
-        """Put the trained weights of a checkpoint's `file` into the model, after the last step: the optimizer is not told. Collective.
+        """Put the trained weights of a checkpoint's `file` into the model, after the last step: the optimizer is not
+        told. Collective.
 
         Raises:
             CheckpointError: it was written for another model, or is damaged.
@@ -202,14 +221,21 @@ class DDPEngine(Engine):
     def __init__(self, accelerator: Accelerator, module: nn.Module, config: LoopConfig) -> None:
         super().__init__(accelerator, module, config)
         optimizer = optimizers.build_optimizer(module, config, accelerator.device)
-        self.model, self.optimizer = accelerator.prepare_model(module, evaluation_mode=True), accelerator.prepare_optimizer(optimizer)
+        self.model, self.optimizer = (
+            accelerator.prepare_model(module, evaluation_mode=True),
+            accelerator.prepare_optimizer(optimizer),
+        )
         if distributed.world_size() > 1:
             device = [accelerator.device.index] if accelerator.device.type == "cuda" else None
-            # DDP rebuilds its buckets after the first step, and gloo sums three or more ranks in an order that depends on the buckets: a
-            # restarted run would not end with the same bits. Looking for unused parameters is what keeps the buckets as they are.
-            # Gradients lie in the buckets, so that where a step is one pass there is no second copy of them.
+            # DDP rebuilds its buckets after the first step, and gloo sums three or more ranks in an order that depends
+            # on the buckets: a restarted run would not end with the same bits. Looking for unused parameters is what
+            # keeps the buckets as they are. Gradients lie in the buckets, so that where a step is one pass there is no
+            # second copy of them.
             self.model = DistributedDataParallel(
-                _WithUnusedParameter(self.model), device_ids=device, find_unused_parameters=True, gradient_as_bucket_view=True
+                _WithUnusedParameter(self.model),
+                device_ids=device,
+                find_unused_parameters=True,
+                gradient_as_bucket_view=True,
             )
             self.model.forward_sync_buffers = False  # they are constants: masks and frequencies
         self.trained = [p for p in module.parameters() if p.requires_grad]

@@ -1,7 +1,9 @@
-"""Products with trained matrices in float8, by torchao: operands with 3 bits of mantissa and scales of their own, results in bfloat16.
+"""Products with trained matrices in float8, by torchao: operands with 3 bits of mantissa and scales of their own,
+results in bfloat16.
 
-Micikevicius et al. 2022, "FP8 formats for deep learning" (arXiv 2209.05433). The weights stay as they are, in memory and in files, and so
-do their names. Passes without gradients (evaluation, generation) compute as without: what a checkpoint scores does not depend on it.
+Micikevicius et al. 2022, "FP8 formats for deep learning" (arXiv 2209.05433). The weights stay as they are, in memory
+and in files, and so do their names. Passes without gradients (evaluation, generation) compute as without: what a
+checkpoint scores does not depend on it.
 """
 
 import logging
@@ -22,11 +24,12 @@ log = logging.getLogger(__name__)
 def convert_layers(model: nn.Module, scaling: str, emulate: bool = False) -> int:
     """Let the trained matrices in the layers of `model` multiply in float8; returns their number.
 
-    Not the output projection and embeddings, adapters, frozen or quantized matrices, and those with a side that is no multiple of 16.
-    `model` is changed in place. To be called before `compile.compile_layers` and before it is shared among processes.
+    Not the output projection and embeddings, adapters, frozen or quantized matrices, and those with a side that is no
+    multiple of 16. `model` is changed in place. To be called before `compile.compile_layers` and before it is shared
+    among processes.
 
-    scaling: "tensorwise" or "rowwise", as `LoopConfig.float8`. emulate: whether numbers are rounded as in float8 and multiplied in
-    float32, as a CPU can.
+    scaling: "tensorwise" or "rowwise", as `LoopConfig.float8`. emulate: whether numbers are rounded as in float8 and
+    multiplied in float32, as a CPU can.
 
     Raises:
         ConfigError: it has no such matrix.
@@ -45,7 +48,8 @@ def convert_layers(model: nn.Module, scaling: str, emulate: bool = False) -> int
                 count += 1
     if not count:
         raise ConfigError(
-            f"loop.float8: the layers of {type(model).__name__} have no trained nn.Linear whose sides are multiples of {MULTIPLE} "
+            f"loop.float8: the layers of {type(model).__name__} have no trained nn.Linear whose sides are multiples "
+            f"of {MULTIPLE} "
             "(adapters aside). Leave loop.float8 out."
         )
     log.info("%d matrices multiply in float8 (%s).", count, scaling)
@@ -53,7 +57,9 @@ def convert_layers(model: nn.Module, scaling: str, emulate: bool = False) -> int
 
 
 def _is_converted(module: nn.Module, name: str) -> bool:
-    if type(module) is not nn.Linear or "lora_" in name or not module.weight.requires_grad:  # subclasses multiply in their own way
+    if (
+        type(module) is not nn.Linear or "lora_" in name or not module.weight.requires_grad
+    ):  # subclasses multiply in their own way
         return False
     return module.in_features % MULTIPLE == 0 and module.out_features % MULTIPLE == 0
 

@@ -1,7 +1,8 @@
 """Fully sharded data parallelism (FSDP2): each process holds a shard of every weight, gradient and optimizer state.
 
-With replicas (HSDP) the processes are cut into equal parts of neighbouring ranks. Each part shards a model of its own, and gradients are
-averaged between the parts. With tensor parallelism neighbours within a part cut matrices between them, see tensor_parallel.py.
+With replicas (HSDP) the processes are cut into equal parts of neighbouring ranks. Each part shards a model of its own,
+and gradients are averaged between the parts. With tensor parallelism neighbours within a part cut matrices between
+them, see tensor_parallel.py.
 """
 
 import contextlib
@@ -36,10 +37,12 @@ _BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.
 
 
 class FSDPEngine(Engine):
-    """Layers are gathered one at a time. Each process saves and loads its part of a checkpoint, for any number of processes.
+    """Layers are gathered one at a time. Each process saves and loads its part of a checkpoint, for any number of
+    processes.
 
-    In bfloat16 the weights that autocast would cast are gathered as such: it finds nothing to cast, and autograd keeps no whole layer.
-    The numbers are the same bits, as others, such as those of norms, are gathered in float32, and gradients are averaged in it.
+    In bfloat16 the weights that autocast would cast are gathered as such: it finds nothing to cast, and autograd keeps
+    no whole layer. The numbers are the same bits, as others, such as those of norms, are gathered in float32, and
+    gradients are averaged in it.
     """
 
     name = "fsdp"
@@ -73,7 +76,9 @@ class FSDPEngine(Engine):
         mesh = init_device_mesh(accelerator.device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
         self.tensor_mesh = mesh[distributed.TENSOR_MESH] if tensor_parallel > 1 else None
         if self.tensor_mesh:
-            assert distributed.world_size() == tensor_parallel * distributed.data_size(), "its processes must read the same data"
+            assert distributed.world_size() == tensor_parallel * distributed.data_size(), (
+                "its processes must read the same data"
+            )
             with distributed.raise_together():
                 tensors.cut_matrices(module, self.tensor_mesh)
             mesh = mesh["replica", "shard"] if replicas > 1 else mesh["shard"]
@@ -92,7 +97,8 @@ class FSDPEngine(Engine):
         self.optimizer = optimizers.build_optimizer(module, config, accelerator.device)
 
     def _fill(self, stored: Mapping[Path, Mapping[str, str]]) -> None:
-        """Read this process's part of the weights that the model was built without. Others keep their numbers. stored: `stored_names`."""
+        """Read this process's part of the weights that the model was built without. Others keep their numbers. stored:
+        `stored_names`."""
         there = {name: tensor.detach().clone() for name, tensor in self._tensors() if not tensor.is_meta}
         self.module.to_empty(device=self.accelerator.device)
         with torch.no_grad():
@@ -109,7 +115,8 @@ class FSDPEngine(Engine):
         return itertools.chain(self.module.named_parameters(), self.module.named_buffers())
 
     def accumulation_context(self, last: bool) -> contextlib.AbstractContextManager[Any]:
-        """Gradients are reduced over processes only in the last pass: whole until then, or each process's part of its own sums."""
+        """Gradients are reduced over processes only in the last pass: whole until then, or each process's part of its
+        own sums."""
         self.root.set_requires_gradient_sync(last or self.sharded_gradients)
         self.root.set_requires_all_reduce(last)  # between replicas
         return contextlib.nullcontext()
@@ -126,7 +133,9 @@ class FSDPEngine(Engine):
 
     def own_gradients(self) -> Iterable[Tensor]:
         """Without those of replicas, and of what the processes that cut matrices between them all have."""
-        return [_local(p.grad) for p in self.module.parameters() if p.grad is not None and not distributed.is_copy(p.grad)]
+        return [
+            _local(p.grad) for p in self.module.parameters() if p.grad is not None and not distributed.is_copy(p.grad)
+        ]
 
     def step(self) -> None:
         """The optimizer's step on this process's shards."""
@@ -140,7 +149,9 @@ class FSDPEngine(Engine):
     def stage_shards(self) -> Callable[[Path], None] | None:
         """No process holds more than its part."""
         weights, moments = trained_weights(self.module), checkpoint.optimizer_tensors(self.module, self.optimizer)
-        return self.shards.stage(*(tensors.as_rows(found) if self.tensor_mesh else found for found in (weights, moments)))
+        return self.shards.stage(
+            *(tensors.as_rows(found) if self.tensor_mesh else found for found in (weights, moments))
+        )
 
     def load_weights(self, file: Path) -> None:
         """Each process reads its part."""
@@ -155,7 +166,8 @@ class FSDPEngine(Engine):
 
 
 def sharded_layers(module: nn.Module) -> list[nn.Module]:
-    """The entries of the module lists, which are gathered one at a time; without nested ones, such as T5's sublayers."""
+    """The entries of the module lists, which are gathered one at a time; without nested ones, such as T5's
+    sublayers."""
     found: list[nn.Module] = []
     inner: set[int] = set()
     for part in module.modules():

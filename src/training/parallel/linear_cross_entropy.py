@@ -1,8 +1,10 @@
-"""Output projection and cross entropy of some tokens at a time, so that the logits of all tokens are never held at once.
+"""Output projection and cross entropy of some tokens at a time, so that the logits of all tokens are never held at
+once.
 
-A batch of 32,768 tokens has 4 GiB of logits in float32 for a vocabulary of 32,000, and a training holds them several times: as logits,
-their logarithms and their gradients. Here the logits of a chunk are made, summed up as a loss and forgotten; the backward pass makes them
-again (checkpointing, Chen et al. 2016, arXiv 1604.06174), which costs one more product with the output matrix.
+A batch of 32,768 tokens has 4 GiB of logits in float32 for a vocabulary of 32,000, and a training holds them several
+times: as logits, their logarithms and their gradients. Here the logits of a chunk are made, summed up as a loss and
+forgotten; the backward pass makes them again (checkpointing, Chen et al. 2016, arXiv 1604.06174), which costs one more
+product with the output matrix.
 """
 
 import contextlib
@@ -36,10 +38,12 @@ def takes_chunks() -> bool:
 
 
 def sum_loss(model: nn.Module, logits: Callable[[], Tensor], loss: Callable[..., Tensor], *tensors_N: Tensor) -> Tensor:
-    """loss(logits_NV, *tensors_N), a sum over N tokens, where logits() calls `model` and returns its logits (..., V) for them in order.
+    """loss(logits_NV, *tensors_N), a sum over N tokens, where logits() calls `model` and returns its logits (..., V)
+    for them in order.
 
-    Within `chunks_of` the output projection of the model makes the loss in the place of the logits, as part of its forward pass: where a
-    model is sharded, the matrix is whole there. Chunks are added in float32 in their order; one chunk of all has the bits of a plain loss.
+    Within `chunks_of` the output projection of the model makes the loss in the place of the logits, as part of its
+    forward pass: where a model is sharded, the matrix is whole there. Chunks are added in float32 in their order; one
+    chunk of all has the bits of a plain loss.
 
     Raises:
         ConfigError: the model has no output projection, or changes the logits after it.
@@ -89,6 +93,14 @@ def _require_unchanged(model: nn.Module, found: Tensor, made: list[Tensor]) -> N
     """
     if len(made) == 1 and (found is made[0] or "logits_stay_as_they_are" in vars(model)):
         return
-    if len(made) != 1 or found.shape or isinstance(found, FakeTensor) or not torch.equal(found.nan_to_num(), made[0].nan_to_num()):
-        raise ConfigError(f"{FIELD}: {type(model).__name__} does not give the logits as its output projection makes them. Leave it out.")
+    if (
+        len(made) != 1
+        or found.shape
+        or isinstance(found, FakeTensor)
+        or not torch.equal(found.nan_to_num(), made[0].nan_to_num())
+    ):
+        raise ConfigError(
+            f"{FIELD}: {type(model).__name__} does not give the logits as its output projection makes them. Leave it "
+            f"out."
+        )
     vars(model)["logits_stay_as_they_are"] = True

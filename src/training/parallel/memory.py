@@ -1,4 +1,5 @@
-"""Saves memory: gradient checkpointing, activation offloading, reuse of freed CPU memory, and advice for out-of-memory errors.
+"""Saves memory: gradient checkpointing, activation offloading, reuse of freed CPU memory, and advice for out-of-memory
+errors.
 
 None of it changes a bit of a gradient.
 """
@@ -31,16 +32,19 @@ def oom_advice() -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        remedy = "Try --gradient_checkpointing, or lower loop.micro_batch: a step reads the same sequences in more pieces."
+        remedy = (
+            "Try --gradient_checkpointing, or lower loop.micro_batch: a step reads the same sequences in more pieces."
+        )
         raise RunError(f"{str(error).splitlines()[0]} {remedy}") from error
 
 
 def reuse_freed_memory() -> None:
-    """Keep freed memory in this process for the next step, instead of returning it to the system. Does nothing without glibc.
+    """Keep freed memory in this process for the next step, instead of returning it to the system. Does nothing without
+    glibc.
 
-    As it comes glibc gives large blocks back to the kernel in each pass and takes fresh pages in the next, for which a training on a CPU
-    pays with a part of its time (LOG.md). Blocks above 32 MiB are still given back: kept, they would part the memory into pieces that
-    fit nothing, and the peak would grow.
+    As it comes glibc gives large blocks back to the kernel in each pass and takes fresh pages in the next, for which a
+    training on a CPU pays with a part of its time (LOG.md). Blocks above 32 MiB are still given back: kept, they would
+    part the memory into pieces that fit nothing, and the peak would grow.
     """
     trim_threshold, mmap_threshold = -1, -3  # malloc.h
     never, most = -1, 2**25  # most: glibc refuses a larger one
@@ -53,21 +57,25 @@ def reuse_freed_memory() -> None:
 def checkpoint_layers(model: nn.Module, how: str = "full") -> int:
     """Gradient checkpointing: every layer of `model` saves only its inputs; returns the number of layers.
 
-    Chen et al. 2016, "Training deep nets with sublinear memory cost" (arXiv 1604.06174). Dropout draws again what it drew before. `model`
-    is changed in place, the names of its weights are not. A layer behaves as ever where no gradients are taken.
+    Chen et al. 2016, "Training deep nets with sublinear memory cost" (arXiv 1604.06174). Dropout draws again what it
+    drew before. `model` is changed in place, the names of its weights are not. A layer behaves as ever where no
+    gradients are taken.
 
-    how: "selective" saves also what products with weights and fused attention give, so that only cheap operations are computed again
-    (Korthikanti et al. 2022, arXiv 2205.05198, section 5).
+    how: "selective" saves also what products with weights and fused attention give, so that only cheap operations are
+    computed again (Korthikanti et al. 2022, arXiv 2205.05198, section 5).
 
     Raises:
         ConfigError: it has no layers, or compiled ones of which parts were to be saved.
     """
     found = layers(model)
     if not found:
-        raise ConfigError(f"--gradient_checkpointing: {type(model).__name__} has no layers to compute again. Leave it out.")
+        raise ConfigError(
+            f"--gradient_checkpointing: {type(model).__name__} has no layers to compute again. Leave it out."
+        )
     if how == "selective" and any(isinstance(layer.forward, Compiled) for layer in found):
         raise ConfigError(
-            "--gradient_checkpointing selective: compiled layers are saved whole or not at all. Write 'full', or leave it out."
+            "--gradient_checkpointing selective: compiled layers are saved whole or not at all. Write 'full', or "
+            "leave it out."
         )
     for layer in found:
         layer.forward = _Recomputed(layer.forward, how == "selective")
@@ -77,7 +85,8 @@ def checkpoint_layers(model: nn.Module, how: str = "full") -> int:
 
 
 class _Recomputed:
-    """Calls `forward` and saves only its inputs for the backward pass; if `selective`, also what `_is_dear` to compute."""
+    """Calls `forward` and saves only its inputs for the backward pass; if `selective`, also what `_is_dear` to
+    compute."""
 
     def __init__(self, forward: Callable[..., Any], selective: bool) -> None:
         self.forward = forward
@@ -94,9 +103,11 @@ def _policy(_: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
 
 
 def _is_dear(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Products with weights, and fused attention, unless it draws: what is computed again behind it would draw other numbers.
+    """Products with weights, and fused attention, unless it draws: what is computed again behind it would draw other
+    numbers.
 
-    Not the products of attention that is not fused: its scores are what needs the memory, and T5 adds its bias to them in place.
+    Not the products of attention that is not fused: its scores are what needs the memory, and T5 adds its bias to them
+    in place.
     """
     if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
         return True

@@ -1,8 +1,9 @@
 """What a GPU holds of a training, and how long the training takes, without a GPU and without memory for the weights.
 
-One step's passes run on torch's fake tensors, which have shapes and types and no numbers, through the real model, loss, autocast and
-autograd. A dispatch mode counts the bytes of every storage while it lives, so that what is saved for the backward pass, what is computed
-again, and what a loss copies are counted as they are. Engines' shares, and what they hold besides, follow by arithmetic.
+One step's passes run on torch's fake tensors, which have shapes and types and no numbers, through the real model, loss,
+autocast and autograd. A dispatch mode counts the bytes of every storage while it lives, so that what is saved for the
+backward pass, what is computed again, and what a loss copies are counted as they are. Engines' shares, and what they
+hold besides, follow by arithmetic.
 """
 
 import contextlib
@@ -15,7 +16,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,8 +39,8 @@ from src.training.parallel import fsdp, memory
 from src.training.parallel.compile import layers
 
 PARTS = ("weights", "gradients", "optimizer", "copies", "activations", "logits")
-"""copies: of weights in the precision of the loop, of layers that a sharded model gathers, of gradients that are on their way to other
-processes. logits: with their float32 copies and gradients."""
+"""copies: of weights in the precision of the loop, of layers that a sharded model gathers, of gradients that are on
+their way to other processes. logits: with their float32 copies and gradients."""
 MFU = 0.4
 """Share of a GPU's peak at which the time is planned."""
 _MOST_REAL = 2**27
@@ -59,7 +65,8 @@ class Machines:
     fsdp_sharded_gradients: bool = False
 
     def shares_gradients(self, passes: int) -> bool:
-        """Whether each GPU has a part of the gradients alone: with FSDP2 they may be whole until the last of several passes."""
+        """Whether each GPU has a part of the gradients alone: with FSDP2 they may be whole until the last of several
+        passes."""
         if self.deepspeed:
             return self.zero_settings()["stage"] >= 2
         return self.fsdp and (passes == 1 or self.fsdp_sharded_gradients)
@@ -167,8 +174,8 @@ class LiveStorages(TorchDispatchMode):
 
 
 class FakeStorages(LiveStorages):
-    """As `LiveStorages`, where weights and all that is made with them is fake. Tokens, masks and frames are real, so that what depends on
-    them is known."""
+    """As `LiveStorages`, where weights and all that is made with them is fake. Tokens, masks and frames are real, so
+    that what depends on them is known."""
 
     def __init__(self, vocabulary: int = 0, processes: int = 1, gpu: bool = True) -> None:
         """gpu: False for what a CPU holds."""
@@ -186,7 +193,8 @@ class FakeStorages(LiveStorages):
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
 
     def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Numbers are computed where all that is read is real and what is made is small, or a view; floating-point ones only of others."""
+        """Numbers are computed where all that is read is real and what is made is small, or a view; floating-point ones
+        only of others."""
         if func in _INDEXING:
             args = (args[0], [part for index in args[1] for part in self._positions(index)], *args[2:])
         given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
@@ -199,7 +207,9 @@ class FakeStorages(LiveStorages):
         except (DataDependentOutputException, DynamicOutputShapeException):
             return func(*args, **kwargs)
         made = [value for value in tree_leaves(like) if isinstance(value, Tensor)]
-        if not func.is_view and any(value.nbytes > _MOST_REAL or (value.is_floating_point() and not given) for value in made):
+        if not func.is_view and any(
+            value.nbytes > _MOST_REAL or (value.is_floating_point() and not given) for value in made
+        ):
             return like
         return func(*args, **kwargs)
 
@@ -214,8 +224,8 @@ class FakeStorages(LiveStorages):
 
 
 class _LikeGPU(TorchFunctionMode):
-    """What a GPU computes otherwise than a CPU: norms and softmax in float32 under autocast; dropout keeps a mask of bytes; attention
-    with dropout or a mask has a kernel that keeps no scores."""
+    """What a GPU computes otherwise than a CPU: norms and softmax in float32 under autocast; dropout keeps a mask of
+    bytes; attention with dropout or a mask has a kernel that keeps no scores."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -230,7 +240,9 @@ class _LikeGPU(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def plan(model: nn.Module, loss: Loss, batch: Mapping[str, Tensor], config: LoopConfig, machines: Machines) -> MemoryPlan:
+def plan(
+    model: nn.Module, loss: Loss, batch: Mapping[str, Tensor], config: LoopConfig, machines: Machines
+) -> MemoryPlan:
     """The plan of a model on the meta device, for training on micro-batches like `batch`.
 
     Raises:
@@ -239,13 +251,18 @@ def plan(model: nn.Module, loss: Loss, batch: Mapping[str, Tensor], config: Loop
     operations, peak = flops.batch_flops(model), machines.peak(config.precision)
     count = config.sequences_per_step // config.micro_batch
     if count < machines.gpus:
-        raise ConfigError(f"--gpus {machines.gpus}: a step has {count} micro-batches. Plan at most that many, or lower loop.micro_batch.")
+        raise ConfigError(
+            f"--gpus {machines.gpus}: a step has {count} micro-batches. Plan at most that many, or lower "
+            f"loop.micro_batch."
+        )
     passes = -(-count // machines.gpus)
     if machines.gradient_checkpointing:
         memory.checkpoint_layers(model, machines.gradient_checkpointing)
     storages = FakeStorages(vocabulary(model), machines.gpus if machines.shares_gradients(passes) else 1)
     if config.precision == "bfloat16":
-        storages.gathered = {id(weight) for part in _cast_modules(model, machines) for weight in part.parameters(recurse=False)}
+        storages.gathered = {
+            id(weight) for part in _cast_modules(model, machines) for weight in part.parameters(recurse=False)
+        }
     parts = _share(model, pass_peak(storages, model, loss, batch, config.precision, passes), passes, config, machines)
     work = operations(batch) if operations else None
     read = sum(int(batch[name].sum()) for name in ("attention_mask", "context_mask") if name in batch)
@@ -267,14 +284,17 @@ def _cast_modules(model: nn.Module, machines: Machines) -> list[nn.Module]:
     settings = machines.zero_settings() if machines.deepspeed else {}
     if settings.get("stage") != 3:
         return []
-    kinds = (Conv1D, nn.Linear) if settings.get("memory_efficient_linear", True) else (Conv1D,)  # by DeepSpeed, and by zero.py
+    kinds = (
+        (Conv1D, nn.Linear) if settings.get("memory_efficient_linear", True) else (Conv1D,)
+    )  # by DeepSpeed, and by zero.py
     return [part for part in model.modules() if isinstance(part, kinds)]
 
 
 def pass_peak(
     storages: FakeStorages, model: nn.Module, loss: Loss, batch: Mapping[str, Tensor], precision: str, passes: int
 ) -> dict[str, int]:
-    """Bytes by part at the peak of the forward and backward passes of a step, of a model that is not shared. `model` becomes fake."""
+    """Bytes by part at the peak of the forward and backward passes of a step, of a model that is not shared. `model`
+    becomes fake."""
     _make_fake(model, storages)
     batch = {name: storages.fake(value) if value.is_meta else value for name, value in batch.items()}
     for value in batch.values():
@@ -287,7 +307,9 @@ def pass_peak(
                 summed = loss(model, batch)
                 summed = summed[0] if isinstance(summed, tuple) else summed
             # `backward` would leave the mode of functions, also where layers are computed again.
-            _engine_run_backward((summed,), (torch.ones_like(summed),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+            _engine_run_backward(
+                (summed,), (torch.ones_like(summed),), False, False, (), allow_unreachable=True, accumulate_grad=True
+            )
             del summed
     return storages.at_peak
 
@@ -302,27 +324,42 @@ def _make_fake(model: nn.Module, storages: FakeStorages) -> None:
                     continue
                 if id(tensor) not in made:
                     stand_in = storages.fake(tensor)
-                    made[id(tensor)] = nn.Parameter(stand_in, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else stand_in
+                    made[id(tensor)] = (
+                        nn.Parameter(stand_in, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else stand_in
+                    )
                     storages.hold(made[id(tensor)], "weights")
                     storages._known[made[id(tensor)].untyped_storage()]["gathered"] = id(tensor) in storages.gathered
                     if tensor.requires_grad:
                         parameter: Any = made[id(tensor)]
-                        parameter.register_post_accumulate_grad_hook(lambda weight: storages.hold(weight.grad, "gradients"))
+                        parameter.register_post_accumulate_grad_hook(
+                            lambda weight: storages.hold(weight.grad, "gradients")
+                        )
                 tensors[name] = made[id(tensor)]  # type: ignore[assignment]  of the same kind as before
 
 
-def _share(model: nn.Module, peak: Mapping[str, int], passes: int, config: LoopConfig, machines: Machines) -> dict[str, int]:
-    """Bytes by part on one of the GPUs: of the peak of a pass, shared as the engine does it, or of the optimizer's step if that is more."""
+def _share(
+    model: nn.Module, peak: Mapping[str, int], passes: int, config: LoopConfig, machines: Machines
+) -> dict[str, int]:
+    """Bytes by part on one of the GPUs: of the peak of a pass, shared as the engine does it, or of the optimizer's step
+    if that is more."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     gradients, N = sum(parameter.nbytes for parameter in trained), machines.gpus
     parts = {**peak, "optimizer": optimizer_bytes(trained, config.optimizer)}
-    step = {**parts, "gradients": gradients, "activations": 0, "logits": 0, "copies": 0 if config.optimizer == "adafactor" else gradients}
+    step = {
+        **parts,
+        "gradients": gradients,
+        "activations": 0,
+        "logits": 0,
+        "copies": 0 if config.optimizer == "adafactor" else gradients,
+    }
     if machines.deepspeed:
         parts, step = (_zero(each, machines.zero_settings(), gradients, N) for each in (parts, step))
     elif machines.fsdp:
         layer, rest = _layer_sizes(model)
         whole = parts["gradients"] // (N if machines.shares_gradients(passes) else 1)
-        parts, step = ({**each, **{name: each[name] // N for name in ("weights", "optimizer")}} for each in (parts, step))
+        parts, step = (
+            {**each, **{name: each[name] // N for name in ("weights", "optimizer")}} for each in (parts, step)
+        )
         # Two layers are gathered, of two the gradients are being reduced.
         parts |= {"gradients": whole, "copies": parts["copies"] + 2 * rest + 4 * layer}
         step |= {"gradients": step["gradients"] // N, "copies": step["copies"] // N}
@@ -332,7 +369,8 @@ def _share(model: nn.Module, peak: Mapping[str, int], passes: int, config: LoopC
 
 
 def _zero(parts: Mapping[str, int], settings: Mapping[str, Any], gradients: int, N: int) -> dict[str, int]:
-    """Shares of DeepSpeed's stages. Each process has a copy of the weights that it moves, and a bucket of gradients to be reduced."""
+    """Shares of DeepSpeed's stages. Each process has a copy of the weights that it moves, and a bucket of gradients to
+    be reduced."""
     stage, most = settings["stage"], {name: 4 * _number(settings, name, usual) for name, usual in _ZERO_SIZES.items()}
     bucket = min(gradients, most["reduce_bucket_size"])
     found = dict(parts)

@@ -1,8 +1,10 @@
-"""Tensor parallelism (Shoeybi et al. 2019, arXiv 1909.08053): the matrices of each layer are cut between neighbouring processes.
+"""Tensor parallelism (Shoeybi et al. 2019, arXiv 1909.08053): the matrices of each layer are cut between neighbouring
+processes.
 
-They read the same micro-batch. Each computes some of the heads of attention and some of the columns of the feed-forward layers, and
-what comes out is added up twice a layer. Embeddings, norms and the output projection are computed by all of them; FSDP2 shares out where
-they are kept. Which matrices are cut between rows and which between columns is what transformers publishes for a family.
+They read the same micro-batch. Each computes some of the heads of attention and some of the columns of the feed-forward
+layers, and what comes out is added up twice a layer. Embeddings, norms and the output projection are computed by all of
+them; FSDP2 shares out where they are kept. Which matrices are cut between rows and which between columns is what
+transformers publishes for a family.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,7 +24,8 @@ _STYLES: dict[str, type[ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise"
 
 
 def cut_matrices(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Cut the matrices of the layers of `model`, which every process has whole or which have no numbers yet. No message is passed.
+    """Cut the matrices of the layers of `model`, which every process has whole or which have no numbers yet. No message
+    is passed.
 
     Raises:
         ConfigError: its family is not known to be cut, its sizes are not multiples of the mesh's, or it has adapters.
@@ -37,13 +40,15 @@ def cut_matrices(model: nn.Module, mesh: DeviceMesh) -> None:
         cut += styles
     if not cut:
         raise ConfigError(
-            f"--tensor_parallel: transformers tells no way to cut a {type(model).__name__}. Use a family such as Llama, Mistral or Qwen2, "
+            f"--tensor_parallel: transformers tells no way to cut a {type(model).__name__}. Use a family such as "
+            f"Llama, Mistral or Qwen2, "
             "or leave it out."
         )
 
 
 def average_copies(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Give the gradients of what is not cut, which the processes of `mesh` compute each for itself, the same bits in all. Collective.
+    """Give the gradients of what is not cut, which the processes of `mesh` compute each for itself, the same bits in
+    all. Collective.
 
     Kernels of GPUs may sum in another order each time, and copies that are updated apart would drift apart.
     """
@@ -62,7 +67,8 @@ def average_copies(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def as_rows(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same tensors, cut between rows alone: those that are cut between columns, too, are put together one at a time. Collective."""
+    """The same tensors, cut between rows alone: those that are cut between columns, too, are put together one at a
+    time. Collective."""
     return {name: _as_rows(tensor) if isinstance(tensor, DTensor) else tensor for name, tensor in tensors.items()}
 
 
@@ -82,17 +88,25 @@ def _require_parts(part: Any, styles: Mapping[str, str], processes: int) -> None
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         size = getattr(part.config, name, None)
         if isinstance(size, int) and size % processes:
-            raise ConfigError(f"--tensor_parallel {processes}: the model's {name} is {size}, no multiple of it. Give a divisor.")
-    if getattr(part.config, "attention_dropout", 0) and any(part.get_submodule(name).weight.requires_grad for name in styles):
+            raise ConfigError(
+                f"--tensor_parallel {processes}: the model's {name} is {size}, no multiple of it. Give a divisor."
+            )
+    if getattr(part.config, "attention_dropout", 0) and any(
+        part.get_submodule(name).weight.requires_grad for name in styles
+    ):
         raise ConfigError(
-            f"--tensor_parallel: the model's attention_dropout is {part.config.attention_dropout}, and heads of several processes would "
+            f"--tensor_parallel: the model's attention_dropout is {part.config.attention_dropout}, and heads of "
+            f"several processes would "
             "drop alike. Set it to 0 in its config.json, or leave --tensor_parallel out."
         )
 
 
 def _require_plain(part: Any, styles: Mapping[str, str]) -> None:
-    """That what is cut are matrices, and that nothing beside them in a layer's attention or MLP would see some of the heads only."""
-    refusal = f"--tensor_parallel: {part.config.model_type!r} has {{}}, which is not cut here. Leave --tensor_parallel out."
+    """That what is cut are matrices, and that nothing beside them in a layer's attention or MLP would see some of the
+    heads only."""
+    refusal = (
+        f"--tensor_parallel: {part.config.model_type!r} has {{}}, which is not cut here. Leave --tensor_parallel out."
+    )
     for name, style in styles.items():
         if style not in _STYLES or type(part.get_submodule(name)) is not nn.Linear:
             raise ConfigError(refusal.format(f"{name!r} of another kind than a plain matrix"))

@@ -1,6 +1,7 @@
 """DeepSpeed ZeRO (Rajbhandari et al. 2020): processes share optimizer states (stage 1), gradients (2) and weights (3).
 
-The json that is given to --deepspeed may say how, not what: batch sizes, clipping, precision and learning rate are the experiment's.
+The json that is given to --deepspeed may say how, not what: batch sizes, clipping, precision and learning rate are the
+experiment's.
 """
 
 import contextlib
@@ -29,8 +30,22 @@ from src.weights import trained_weights
 
 SHARDS = "zero"
 _NUMBERS = (
-    *("amp", "data_types", "prescale_gradients", "gradient_predivide_factor", "communication_data_type", "sparse_gradients"),
-    *("curriculum_learning", "data_efficiency", "progressive_layer_drop", "eigenvalue", "quantize_training", "compression_training"),
+    *(
+        "amp",
+        "data_types",
+        "prescale_gradients",
+        "gradient_predivide_factor",
+        "communication_data_type",
+        "sparse_gradients",
+    ),
+    *(
+        "curriculum_learning",
+        "data_efficiency",
+        "progressive_layer_drop",
+        "eigenvalue",
+        "quantize_training",
+        "compression_training",
+    ),
     *("zero_optimization.zero_quantized_weights", "zero_optimization.zero_quantized_gradients"),
     *("zero_optimization.zero_quantized_nontrainable_weights", "zero_optimization.zenflow", "torch_autocast"),
 )
@@ -46,10 +61,14 @@ def fill_settings(path: Path, config: LoopConfig) -> dict[str, Any]:
     given = read_json(path, ConfigError)
     if not isinstance(given, dict):
         raise ConfigError(f"{path}: expected a JSON object, got {type(given).__name__}.")
-    stage = given.get("zero_optimization", {}).get("stage") if isinstance(given.get("zero_optimization"), dict) else None
+    stage = (
+        given.get("zero_optimization", {}).get("stage") if isinstance(given.get("zero_optimization"), dict) else None
+    )
     if stage not in (1, 2, 3):
         raise ConfigError(f"{path}: zero_optimization.stage: expected 1, 2 or 3, got {json.dumps(stage)}.")
-    count = -(-(config.sequences_per_step // config.micro_batch) // distributed.world_size())  # passes, some of which may count nothing
+    count = -(
+        -(config.sequences_per_step // config.micro_batch) // distributed.world_size()
+    )  # passes, some of which may count nothing
     wanted: dict[str, Any] = {
         "train_batch_size": count * config.micro_batch * distributed.world_size(),
         "train_micro_batch_size_per_gpu": config.micro_batch,
@@ -73,7 +92,10 @@ def fill_settings(path: Path, config: LoopConfig) -> dict[str, Any]:
         if given.get(key, "auto") != "auto"
     ]
     wrong += [
-        f"{key}: {json.dumps(value)}, which would change the experiment's numbers, and the experiment says nothing of it"
+        (
+            f"{key}: {json.dumps(value)}, which would change the experiment's numbers, and the experiment says nothing "
+            f"of it"
+        )
         for key, value in {**given, **flat}.items()
         if key in _NUMBERS and value not in ("auto", None) and value is not False
     ]
@@ -105,11 +127,16 @@ def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _without_auto(nested: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _without_auto(value) if isinstance(value, dict) else value for key, value in nested.items() if value != "auto"}
+    return {
+        key: _without_auto(value) if isinstance(value, dict) else value
+        for key, value in nested.items()
+        if value != "auto"
+    }
 
 
 class ZeroEngine(Engine):
-    """Saves optimizer states as DeepSpeed's own shards. Another number of processes puts them together before it loads them."""
+    """Saves optimizer states as DeepSpeed's own shards. Another number of processes puts them together before it loads
+    them."""
 
     shards_gradients = True
 
@@ -122,8 +149,8 @@ class ZeroEngine(Engine):
         settings = fill_settings(path, config)
         self.stage = settings["zero_optimization"]["stage"]
         self.name, self.sharded = f"zero{self.stage}", self.stage == 3
-        # On CPUs it would compile an all-reduce of its own. torch's lock on that outlives a killed process and stops every later start,
-        # and the all-reduce itself waits for ever for a process that is gone.
+        # On CPUs it would compile an all-reduce of its own. torch's lock on that outlives a killed process and stops
+        # every later start, and the all-reduce itself waits for ever for a process that is gone.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         distributed.ensure_group()
         deepspeed.init_distributed(dist_backend=None, auto_mpi_discovery=False)
@@ -134,7 +161,8 @@ class ZeroEngine(Engine):
         self.model = self.engine
         self._linked = False
         self.writer = self.engine.checkpoint_engine = ShardWriter()
-        # It would copy scripts into each checkpoint that consolidate.py makes needless, and a full disk would stop it there.
+        # It would copy scripts into each checkpoint that consolidate.py makes needless, and a full disk would stop it
+        # there.
         self.engine._copy_recovery_script = lambda save_path: None
 
     def accumulation_context(self, last: bool) -> Any:
@@ -163,7 +191,8 @@ class ZeroEngine(Engine):
             self._link_moments()
 
     def _link_moments(self) -> None:
-        """Make DeepSpeed find each parameter's moments: stages 1 and 2 look only once, in the first step, when only one group has any."""
+        """Make DeepSpeed find each parameter's moments: stages 1 and 2 look only once, in the first step, when only one
+        group has any."""
         self._linked = True
         if self.stage < 3:
             self.optimizer._hp_optimizer_states_linked = False
@@ -221,13 +250,16 @@ class ZeroEngine(Engine):
         distributed.broadcast_from_rank0(lambda: files.write_json(folder / SHARDS / zero_layout.TOPOLOGY, topology))
 
     def load_optimizer(self, folder: Path) -> None:
-        """From shards of the same world size and stage, else from optimizer.safetensors, which is made where it is not there."""
+        """From shards of the same world size and stage, else from optimizer.safetensors, which is made where it is not
+        there."""
         topology = folder / SHARDS / zero_layout.TOPOLOGY
         now = {"stage": self.stage, "world_size": distributed.world_size()}
         with distributed.raise_together():
             own = topology.exists() and now.items() <= read_json(topology, CheckpointError).items()
         if own:
-            self.engine.load_checkpoint(str(folder), tag=SHARDS, load_module_strict=False)  # frozen weights are not in it
+            self.engine.load_checkpoint(
+                str(folder), tag=SHARDS, load_module_strict=False
+            )  # frozen weights are not in it
         else:
             checkpoint.ensure_whole_optimizer(folder)
             self._load_parts(folder)
@@ -239,22 +271,30 @@ class ZeroEngine(Engine):
         with distributed.raise_together():
             entries = list(checkpoint.optimizer_entries(folder, self.module))
         step = max((float(value) for _, key, value in entries if key == "step"), default=0.0)
-        own = self.optimizer.fp32_partitioned_groups_flat if self.stage == 3 else self.optimizer.single_partition_of_fp32_groups
+        own = (
+            self.optimizer.fp32_partitioned_groups_flat
+            if self.stage == 3
+            else self.optimizer.single_partition_of_fp32_groups
+        )
         for part in own:  # torch's AdamW makes them at its first step only
             moments = {key: torch.zeros_like(part) for key in ("exp_avg", "exp_avg_sq")}
             self.optimizer.optimizer.state[part] = {"step": torch.tensor(step), **moments}
         self._link_moments()
         for parameter, key, value in entries:
-            if key != "step" and self.stage == 3:  # cut here: DeepSpeed's own cut fails where the parts are not of one size
+            if (
+                key != "step" and self.stage == 3
+            ):  # cut here: DeepSpeed's own cut fails where the parts are not of one size
                 safe_set_local_optimizer_state(parameter, _own_part(value).to(parameter.device), key)
             elif key != "step":
                 safe_set_full_optimizer_state(parameter, value.to(parameter.device), key)
 
 
 def release_conv1d_weights(model: nn.Module) -> None:
-    """Let GPT-2's layers hold no gathered weights until the backward pass, as DeepSpeed's own linear layers do not. In place.
+    """Let GPT-2's layers hold no gathered weights until the backward pass, as DeepSpeed's own linear layers do not. In
+    place.
 
-    Autograd would keep the bfloat16 copy that autocast makes of each, which is half of the model that stage 3 has shared out.
+    Autograd would keep the bfloat16 copy that autocast makes of each, which is half of the model that stage 3 has
+    shared out.
     """
     for module in model.modules():
         if isinstance(module, Conv1D):
@@ -269,7 +309,8 @@ def _forward_conv1d(module: Conv1D, x: Tensor) -> Tensor:
 
 
 class _ReleasedAddmm(torch.autograd.Function):
-    """`torch.addmm(bias_O, x_NI, weight_IO)` that keeps the parameter itself, which DeepSpeed empties and fills, and no copy of it."""
+    """`torch.addmm(bias_O, x_NI, weight_IO)` that keeps the parameter itself, which DeepSpeed empties and fills, and no
+    copy of it."""
 
     @staticmethod
     def forward(ctx: Any, bias: Tensor, x: Tensor, weight: Tensor) -> Tensor:

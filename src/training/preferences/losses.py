@@ -27,7 +27,8 @@ class Pairs(NamedTuple):
 def ranked_pairs(conversations_R: Tensor, ranks_R: Tensor) -> Pairs:
     """All pairs of replies of one conversation with different ranks: of K that are never tied, K (K - 1) / 2.
 
-    conversations_R: int64, the number of the conversation of each reply. ranks_R: int64, smaller is better, and equal ranks are a tie.
+    conversations_R: int64, the number of the conversation of each reply. ranks_R: int64, smaller is better, and equal
+    ranks are a tie.
     """
     same_RR = conversations_R[:, None] == conversations_R[None]
     better, worse = (same_RR & (ranks_R[:, None] < ranks_R[None])).nonzero(as_tuple=True)
@@ -50,15 +51,17 @@ def ranking_loss(  # noqa: PLR0913  each is named where it is not plain
     margin: float | Tensor = 0.0,
     centring: float = 0.0,
 ) -> Tensor:
-    """Sum of -log sigmoid(r_better - r_worse - margin), the Bradley-Terry loss of Ouyang et al. 2022 (arXiv 2203.02155, equation 1).
+    """Sum of -log sigmoid(r_better - r_worse - margin), the Bradley-Terry loss of Ouyang et al. 2022 (arXiv 2203.02155,
+    equation 1).
 
-    by "conversations": the sum over conversations of the mean over the pairs of each, so that one with many replies does not weigh more
-    ("RMLoss" of Open-Assistant). by "pairs": the sum over all pairs ("RMCLSLoss", a cross entropy of two classes). Tied replies make no
-    pair, and one reply makes none.
+    by "conversations": the sum over conversations of the mean over the pairs of each, so that one with many replies
+    does not weigh more ("RMLoss" of Open-Assistant). by "pairs": the sum over all pairs ("RMCLSLoss", a cross entropy
+    of two classes). Tied replies make no pair, and one reply makes none.
 
-    l2: weight of (r_better^2 + r_worse^2) / 2. margin: see Touvron et al. 2023 (arXiv 2307.09288, equation 2); one for all pairs, or (R,)
-    scores of the replies: the margin of a pair is their difference. centring: weight of (r_better + r_worse)^2, which pulls rewards to 0
-    (Eisenstein et al. 2023, arXiv 2312.09244).
+    l2: weight of (r_better^2 + r_worse^2) / 2. margin: see Touvron et al. 2023 (arXiv 2307.09288, equation 2); one for
+    all pairs, or (R,)
+    scores of the replies: the margin of a pair is their difference. centring: weight of (r_better + r_worse)^2, which
+    pulls rewards to 0 (Eisenstein et al. 2023, arXiv 2312.09244).
     """
     numbers_R = host_copy(conversations_R)
     better, worse = ranked_pairs(numbers_R, host_copy(ranks_R))
@@ -78,7 +81,8 @@ def ranking_loss(  # noqa: PLR0913  each is named where it is not plain
 
 
 class AgreementSums(NamedTuple):
-    """Agreement of rewards with ranks, () float64 each: sums over the conversations that have replies of different ranks."""
+    """Agreement of rewards with ranks, () float64 each: sums over the conversations that have replies of different
+    ranks."""
 
     accuracy: Tensor
     """1 where a best reply has more than a worst one, else 0."""
@@ -90,14 +94,21 @@ class AgreementSums(NamedTuple):
 
 
 def agreement(rewards_R: Tensor, conversations_R: Tensor, ranks_R: Tensor) -> AgreementSums:
-    """As `metrics.ranking.correlations` finds for each conversation, on the device of the rewards, which is not waited for."""
+    """As `metrics.ranking.correlations` finds for each conversation, on the device of the rewards, which is not waited
+    for."""
     numbers_R, ranks = host_copy(conversations_R), host_copy(ranks_R)
     masks = [numbers_R == number for number in dict.fromkeys(numbers_R.tolist())]
-    ends = [[each & (ranks == end) for end in ranks[each].aminmax()] for each in masks if ranks[each].min() < ranks[each].max()]
+    ends = [
+        [each & (ranks == end) for end in ranks[each].aminmax()]
+        for each in masks
+        if ranks[each].min() < ranks[each].max()
+    ]
 
     def mean_rewards(end: int) -> Tensor:
         rows = [pair[end].double() for pair in ends]
-        chosen_CR = upload(torch.stack(rows) if rows else torch.zeros(0, len(ranks), dtype=torch.float64), rewards_R.device)
+        chosen_CR = upload(
+            torch.stack(rows) if rows else torch.zeros(0, len(ranks), dtype=torch.float64), rewards_R.device
+        )
         return chosen_CR @ rewards_R.detach().double() / chosen_CR.sum(dim=1)
 
     best_C, worst_C = mean_rewards(0), mean_rewards(1)
@@ -122,20 +133,25 @@ def answer_logps(logits_RTV: Tensor, input_ids: Tensor, loss_mask: Tensor) -> An
     if bool(host_copy(loss_mask)[:, 0].any()):
         raise ValueError("loss_mask: the first token of a sequence is predicted from nothing")
     mask = loss_mask[:, 1:]
-    losses = F.cross_entropy(logits_RTV[:, :-1].float().flatten(0, 1), input_ids[:, 1:].flatten(), reduction="none").view(mask.shape)
+    losses = F.cross_entropy(
+        logits_RTV[:, :-1].float().flatten(0, 1), input_ids[:, 1:].flatten(), reduction="none"
+    ).view(mask.shape)
     return AnswerSums(-(losses * mask).sum(dim=1), mask.sum(dim=1))
 
 
-def pair_loss(chosen_P: Tensor, rejected_P: Tensor, *, kind: PairLoss = "sigmoid", beta: float = 0.1, flipped: float = 0.0) -> Tensor:
-    """Sum over pairs of a loss of direct preference optimisation. chosen_P, rejected_P: log pi(y|x) - log pi_ref(y|x) of each answer,
-    summed over its tokens; for "ipo" their mean over its tokens.
+def pair_loss(
+    chosen_P: Tensor, rejected_P: Tensor, *, kind: PairLoss = "sigmoid", beta: float = 0.1, flipped: float = 0.0
+) -> Tensor:
+    """Sum over pairs of a loss of direct preference optimisation. chosen_P, rejected_P: log pi(y|x) - log pi_ref(y|x)
+    of each answer, summed over its tokens; for "ipo" their mean over its tokens.
 
     With h = chosen - rejected and s = log sigmoid:
-    sigmoid: -(1 - flipped) s(beta h) - flipped s(-beta h): Rafailov et al. 2023 (arXiv 2305.18290, equation 7), and with a share `flipped`
-    of labels that are taken to be wrong the conservative form (Mitchell 2023).
+    sigmoid: -(1 - flipped) s(beta h) - flipped s(-beta h): Rafailov et al. 2023 (arXiv 2305.18290, equation 7), and
+    with a share `flipped` of labels that are taken to be wrong the conservative form (Mitchell 2023).
     robust: [-(1 - flipped) s(beta h) + flipped s(-beta h)] / (1 - 2 flipped): Chowdhury et al. 2024 (arXiv 2403.00409).
     ipo: (h - 1 / (2 beta))^2: Azar et al. 2023 (arXiv 2310.12036, equation 17).
-    hinge: max(0, 1 - beta h): Zhao et al. 2023 (arXiv 2305.10425, equation 10), with log-ratios in place of log-probabilities.
+    hinge: max(0, 1 - beta h): Zhao et al. 2023 (arXiv 2305.10425, equation 10), with log-ratios in place of
+    log-probabilities.
     """
     margin_P = (chosen_P - rejected_P).float()
     if kind == "ipo":

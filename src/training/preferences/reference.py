@@ -52,7 +52,10 @@ class WithReference:
         found = self.data.sample(*key)
         logps = self.logps.get(digest(found))
         if logps is None:
-            raise RunError(f"sample {key}: {FILE} has no log-probabilities of it. Delete that file of the run, and it is made anew.")
+            raise RunError(
+                f"sample {key}: {FILE} has no log-probabilities of it. Delete that file of the run, and it is made "
+                f"anew."
+            )
         return found, logps
 
     def collate(self, samples: Sequence[tuple[Any, Sequence[float]]]) -> Batch:
@@ -71,10 +74,11 @@ def digest(sample: Any) -> str:
 def with_references(
     model: nn.Module, parts: Mapping[str, Sequence[Dataset]], run: Path, micro_batch: int, precision: str
 ) -> dict[str, list[float]]:
-    """Summed log-probabilities of the learned tokens of each row of every sample of data sets, by `digest`; from the run where it has them.
+    """Summed log-probabilities of the learned tokens of each row of every sample of data sets, by `digest`; from the
+    run where it has them.
 
-    model: a causal language model with the weights that the training begins with. parts: data sets by what they are of, whose samples are
-    the same in every epoch. Collective: each process reads every W-th batch.
+    model: a causal language model with the weights that the training begins with. parts: data sets by what they are of,
+    whose samples are the same in every epoch. Collective: each process reads every W-th batch.
 
     Raises:
         RunError: the disk refuses, or the run's file is of other data.
@@ -85,11 +89,15 @@ def with_references(
         with distributed.raise_together():
             kept = read_json(path, RunError)
             if kept.get("of") != key:
-                raise RunError(f"{path}: of other data. Delete it, and it is made anew by the model that the training began with.")
+                raise RunError(
+                    f"{path}: of other data. Delete it, and it is made anew by the model that the training began with."
+                )
         return kept["logps"]
     device = torch.device("cuda", distributed.local_rank()) if torch.cuda.is_available() else torch.device("cpu")
     model.to(device).eval()
-    found = [pair for own in parts.values() for data in own for pair in _logps(model, data, micro_batch, device, precision)]
+    found = [
+        pair for own in parts.values() for data in own for pair in _logps(model, data, micro_batch, device, precision)
+    ]
     model.to("cpu")
     logps = dict(sorted(distributed.all_gather_list(found)))
     with distributed.raise_together():
@@ -99,8 +107,12 @@ def with_references(
 
 
 @torch.no_grad()
-def _logps(model: Any, data: Dataset, micro_batch: int, device: torch.device, precision: str) -> Iterator[tuple[str, list[float]]]:
-    computing = torch.autocast(device.type, getattr(torch, precision)) if precision != "float32" else contextlib.nullcontext()
+def _logps(
+    model: Any, data: Dataset, micro_batch: int, device: torch.device, precision: str
+) -> Iterator[tuple[str, list[float]]]:
+    computing = (
+        torch.autocast(device.type, getattr(torch, precision)) if precision != "float32" else contextlib.nullcontext()
+    )
     for indices, counts in rank_batches(len(data), micro_batch):
         distributed.stop_together()
         samples = [data.sample(0, index) for index in indices]
@@ -114,7 +126,8 @@ def _logps(model: Any, data: Dataset, micro_batch: int, device: torch.device, pr
 
 @contextlib.contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """In the block the model is the one that its adapters were put around, without dropout, and nothing is remembered for gradients."""
+    """In the block the model is the one that its adapters were put around, without dropout, and nothing is remembered
+    for gradients."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers, training = [module for module in model.modules() if isinstance(module, BaseTunerLayer)], model.training
@@ -132,4 +145,6 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 def model_logits(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
     """Logits (B, T, V) of a padded batch."""
-    return model(input_ids=batch["input_ids"], attention_mask=change_both(Tensor.long, batch["attention_mask"]), use_cache=False).logits
+    return model(
+        input_ids=batch["input_ids"], attention_mask=change_both(Tensor.long, batch["attention_mask"]), use_cache=False
+    ).logits

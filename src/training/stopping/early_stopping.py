@@ -25,7 +25,9 @@ class ModelSelection:
         """
         metric = self.config.best_metric
         if metric not in scores:
-            error = ConfigError(f"loop.best_metric: the evaluation has no {metric!r}. It has: {', '.join(sorted(scores))}.")
+            error = ConfigError(
+                f"loop.best_metric: the evaluation has no {metric!r}. It has: {', '.join(sorted(scores))}."
+            )
             error.everywhere = True  # the scores are the same on every rank
             raise error
         value = scores[metric]
@@ -52,4 +54,8 @@ class ModelSelection:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from `state()`."""
-        self.best_value, self.best_step, self.without_gain = state["best_value"], state["best_step"], state["without_gain"]
+        self.best_value, self.best_step, self.without_gain = (
+            state["best_value"],
+            state["best_step"],
+            state["without_gain"],
+        )

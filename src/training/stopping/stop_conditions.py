@@ -10,7 +10,8 @@ from src.files import reading
 from src.runs.context import Limits
 
 STOP_FILE = "stop"
-"""Name of the stop file. In a save directory it stops that training, in the folder of all runs every one, until it is removed."""
+"""Name of the stop file. In a save directory it stops that training, in the folder of all runs every one, until it is
+removed."""
 LOOK_SECONDS = 1.0
 """Minimum time between two checks of the disk and the memory."""
 _MEMORY = Path("/proc/meminfo")
@@ -32,7 +33,9 @@ class StopConditions:
         now, end = time.monotonic(), self.limits.end
         if end is not None and now >= end:
             return distributed.Reason("time limit", "limit")
-        if self._found is None and now - self._looked >= LOOK_SECONDS:  # once a condition is met it stays so, until all ranks have agreed
+        if (
+            self._found is None and now - self._looked >= LOOK_SECONDS
+        ):  # once a condition is met it stays so, until all ranks have agreed
             self._looked, self._found = now, self._look()
         return self._found
 
@@ -58,7 +61,10 @@ def memory_used() -> float:
 def _machine_memory() -> float:
     try:
         with reading(_MEMORY):
-            facts = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in _MEMORY.read_text().splitlines())}
+            facts = {
+                name: int(rest.split()[0])
+                for name, _, rest in (line.partition(":") for line in _MEMORY.read_text().splitlines())
+            }
     except FileNotFoundError:
         raise RunError(
             f"{_MEMORY}: this system has none, so how much memory is in use is not known. Leave out --max_host_memory."
@@ -75,7 +81,12 @@ def _control_group_memory() -> Iterator[float]:
         if number == "0":
             top, limit, used, cached = _GROUPS, "memory.max", "memory.current", "inactive_file"
         elif kinds == "memory":
-            top, limit, used, cached = _GROUPS / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+            top, limit, used, cached = (
+                _GROUPS / "memory",
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+                "total_inactive_file",
+            )
         else:
             continue
         folder = top / path.lstrip("/")

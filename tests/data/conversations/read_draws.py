@@ -1,4 +1,5 @@
-"""Each process writes down which conversations of a mixture it reads in two epochs. For torchrun; test_draws.py compares.
+"""Each process writes down which conversations of a mixture it reads in two epochs. For torchrun; test_draws.py
+compares.
 
 python tests/data/conversations/read_draws.py FOLDER      FOLDER has talk_0/, talk_1/; writes FOLDER/read-RANK.json
 """

@@ -16,9 +16,13 @@ TOKENS = [*OASST_TOKENS, *CHATML_TOKENS]
 Merges = Sequence[tuple[str, str]]
 
 
-def tokenizer(tokens: Sequence[str] = TOKENS, template: str | None = None, strips: bool = False, merges: Merges = ()) -> Any:
-    """A tokenizer of bytes. tokens: control tokens other than the end and the padding. template: a Jinja template. strips: whether control
-    tokens strip blanks: those of assistants and users after them, the rest before them. merges: pairs of letters that are one token."""
+def tokenizer(
+    tokens: Sequence[str] = TOKENS, template: str | None = None, strips: bool = False, merges: Merges = ()
+) -> Any:
+    """A tokenizer of bytes. tokens: control tokens other than the end and the padding. template: a Jinja template.
+    strips: whether control
+    tokens strip blanks: those of assistants and users after them, the rest before them. merges: pairs of letters that
+    are one token."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -29,22 +33,30 @@ def tokenizer(tokens: Sequence[str] = TOKENS, template: str | None = None, strip
     backend.decoder = decoders.ByteLevel()
     fast_tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", pad_token="<pad>")
     after = [token.startswith(("<|a", "<|p", "<|im_s")) for token in tokens]
-    added = [AddedToken(t, special=True, rstrip=strips and a, lstrip=strips and not a) for t, a in zip(tokens, after, strict=True)]
+    added = [
+        AddedToken(t, special=True, rstrip=strips and a, lstrip=strips and not a)
+        for t, a in zip(tokens, after, strict=True)
+    ]
     fast_tokenizer.add_special_tokens({"extra_special_tokens": added}, replace_extra_special_tokens=False)
     fast_tokenizer.chat_template = template
     return fast_tokenizer
 
 
 def metaspace_tokenizer(scheme: str, merges: Merges = ()) -> Any:
-    """A tokenizer of letters that prepends a blank: "first" only to a complete text, as Llama's; "always" also after control tokens."""
+    """A tokenizer of letters that prepends a blank: "first" only to a complete text, as Llama's; "always" also after
+    control tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     letters = ["<unk>", "\u2581", *map(chr, range(33, 127)), "\n", *map("".join, merges)]
-    backend = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[*merges], unk_token="<unk>"))
+    backend = Tokenizer(
+        models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[*merges], unk_token="<unk>")
+    )
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
     backend.decoder = decoders.Metaspace(prepend_scheme=scheme)
-    fast_tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", pad_token="<pad>", unk_token="<unk>")
+    fast_tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<end>", pad_token="<pad>", unk_token="<unk>"
+    )
     fast_tokenizer.add_special_tokens({"extra_special_tokens": TOKENS}, replace_extra_special_tokens=False)
     return fast_tokenizer
 
@@ -62,7 +74,9 @@ def shown(sample: Rendered, tokenizer: Any, roles: Sequence[Role]) -> str:
 
 def row(*contents: str, **more: Any) -> dict[str, Any]:
     """A row of `messages`, whose last may have tags."""
-    talk: list[dict[str, Any]] = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]
+    talk: list[dict[str, Any]] = [
+        {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)
+    ]
     talk[-1] |= more
     return {"messages": talk}
 

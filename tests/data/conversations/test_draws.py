@@ -34,7 +34,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def require_drawn(found: list[list[Any]]) -> None:
-    """Two epochs, whatever process has read what: of each part as many as were drawn, disjoint, and others in the second epoch."""
+    """Two epochs, whatever process has read what: of each part as many as were drawn, disjoint, and others in the
+    second epoch."""
     epochs = [{(part, row) for epoch, part, _, row in found if epoch == number} for number in (0, 1)]
     assert len(found) == 2 * EPOCH
     for epoch in epochs:
@@ -51,12 +52,18 @@ def test_processes_of_torchrun_read_the_drawn_samples_once(folder: Path, process
     require_drawn([key for read in each for key in read])
 
 
-@pytest.mark.parametrize(("world_size", "per_step"), [(1, 6), (2, 6), (3, 6), (4, 6), (8, 6), (4, 12), (5, 12), (6, 12), (8, 24), (12, 24)])
+@pytest.mark.parametrize(
+    ("world_size", "per_step"), [(1, 6), (2, 6), (3, 6), (4, 6), (8, 6), (4, 12), (5, 12), (6, 12), (8, 24), (12, 24)]
+)
 def test_processes_on_any_number_of_nodes_read_what_one_would(folder: Path, world_size: int, per_step: int):
-    """Four processes may be two nodes of two: a share depends on the rank among all (B13), and micro-batches need not divide (B14)."""
+    """Four processes may be two nodes of two: a share depends on the rank among all (B13), and micro-batches need not
+    divide (B14)."""
     shares = [RankShare(per_step, 2, rank, world_size) for rank in range(world_size)]
     steps = 2 * EPOCH // per_step
-    each = [[*islice(read_draws.read(folder, share), steps * len(share.numbers) * 2)] if share.numbers else [] for share in shares]
+    each = [
+        [*islice(read_draws.read(folder, share), steps * len(share.numbers) * 2)] if share.numbers else []
+        for share in shares
+    ]
     assert sum(map(bool, each)) == min(world_size, per_step // 2)
     require_drawn([key for read in each for key in read])
     whole = islice(read_draws.read(folder, RankShare(per_step, 2, 0, 1)), 2 * EPOCH)
@@ -93,11 +100,14 @@ draws = st.none() | st.builds(
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 50), draws), min_size=1, max_size=4), st.integers(0, 3))
 def test_what_is_drawn_is_exact_for_any_size(given_parts: list[tuple[int, dict[str, Any] | None]], seed: int):
-    """Or is refused; and all of a part is read before some of it again. (The reference drew by chance, and the same in each epoch, B8.)"""
+    """Or is refused; and all of a part is read before some of it again. (The reference drew by chance, and the same in
+    each epoch, B8.)"""
     sizes = {f"part_{n}": size for n, (size, _) in enumerate(given_parts)}
     told = {f"part_{n}": draw for n, (_, draw) in enumerate(given_parts) if draw}
     part = {"name": "conversations", "corpus": "any", "sequence_tokens": 8}
-    config: Any = bind(DATASETS, {"name": "mixture", "parts": dict.fromkeys(sizes, part), **({"draw": told} if told else {})})
+    config: Any = bind(
+        DATASETS, {"name": "mixture", "parts": dict.fromkeys(sizes, part), **({"draw": told} if told else {})}
+    )
     wanted = dict[str, int]()
     for name, size in sizes.items():
         fraction, most = told.get(name, {}).get("fraction"), told.get(name, {}).get("size")
@@ -106,7 +116,9 @@ def test_what_is_drawn_is_exact_for_any_size(given_parts: list[tuple[int, dict[s
         with pytest.raises(DataError, match=r"is not one|the part has only"):
             config._counts(sizes, Places(Path(), Path()))
         return
-    data = MixtureDataset({name: Numbers(size) for name, size in sizes.items()}, config._counts(sizes, Places(Path(), Path())), seed, 0)
+    data = MixtureDataset(
+        {name: Numbers(size) for name, size in sizes.items()}, config._counts(sizes, Places(Path(), Path())), seed, 0
+    )
     read = dict[str, list[tuple[int, int]]]({name: [] for name in sizes})
     for epoch in range(3):
         found = [data.locate(epoch, index) for index in range(len(data))]
@@ -116,5 +128,7 @@ def test_what_is_drawn_is_exact_for_any_size(given_parts: list[tuple[int, dict[s
     for name, keys in read.items():
         whole = len(keys) // sizes[name]
         ordered = sorted(keys)
-        assert ordered[: whole * sizes[name]] == [(epoch, index) for epoch in range(whole) for index in range(sizes[name])]
+        assert ordered[: whole * sizes[name]] == [
+            (epoch, index) for epoch in range(whole) for index in range(sizes[name])
+        ]
         assert len(set(keys)) == len(keys)

@@ -19,7 +19,12 @@ from tests.data.conversations import talk
 from tests.data.conversations.talk import row
 
 MADE = talk.tokenizer()
-TALK = [row("Hi", "Hello"), row("2 + 3?", "5", quality=0.84, lang="en"), {"text": "Once upon a time."}, row("a", "b", "c", "d" * 40)]
+TALK = [
+    row("Hi", "Hello"),
+    row("2 + 3?", "5", quality=0.84, lang="en"),
+    {"text": "Once upon a time."},
+    row("a", "b", "c", "d" * 40),
+]
 
 
 def write(folder: Path, rows: list[dict[str, Any]] = TALK, **options: Any) -> Any:
@@ -79,7 +84,9 @@ def test_samples_learn_the_answers_of_the_assistant(tmp_path: Path):
     data = write(tmp_path)
     assert len(data) == 4
     learned = [
-        MADE.decode([token for token, is_learned in zip(sample["input_ids"], sample["loss_mask"], strict=True) if is_learned])
+        MADE.decode(
+            [token for token, is_learned in zip(sample["input_ids"], sample["loss_mask"], strict=True) if is_learned]
+        )
         for sample in (data.sample(0, i) for i in range(4))
     ]
     assert learned[:3] == ["Hello<end>", "5<end>", "nce upon a time.<end>"]
@@ -102,7 +109,12 @@ def test_of_ranked_replies_the_best_is_learned(tmp_path: Path):
 def test_options_change_the_fingerprint(tmp_path: Path):
     plain = write(tmp_path).fingerprint
     assert plain == built(tmp_path, "train").fingerprint
-    for options in ({"sequence_tokens": 50}, {"learn_all": True}, {"writing": {"template": "chatml"}}, {"random_offset": 0.5}):
+    for options in (
+        {"sequence_tokens": 50},
+        {"learn_all": True},
+        {"writing": {"template": "chatml"}},
+        {"random_offset": 0.5},
+    ):
         assert built(tmp_path, "train", **options).fingerprint != plain
 
 
@@ -180,7 +192,10 @@ def test_control_ends_training_conversations_with_other_answers(tmp_path: Path):
 
     plain = write(tmp_path, [row(f"question {n}", f"answer {n}") for n in range(6)])
     train, val = (built(tmp_path, split, shuffled_answers=True) for split in ("train", "val"))
-    assert all(f"question {n}" in text and f"answer {n}" not in text and "answer" in text for n, text in enumerate(sample_texts(train)))
+    assert all(
+        f"question {n}" in text and f"answer {n}" not in text and "answer" in text
+        for n, text in enumerate(sample_texts(train))
+    )
     assert sample_texts(train) == sample_texts(train, epoch=1)
     assert sample_texts(val) == sample_texts(plain)
     assert train.fingerprint != plain.fingerprint

@@ -18,16 +18,21 @@ from src.rewards.interface import Rollout
 from tests.data.conversations import talk
 
 THINKS = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['reasoning_content'] %}{{ '<think>\n' + m['reasoning_content']"
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['reasoning_content'] %}{{ '<think>\n' + "
+    "m['reasoning_content']"
     " + '\n</think>\n' }}{% endif %}{{ m['content'] }}{{ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 STARTS_THINKING = THINKS.replace("'<|im_start|>assistant\n'", "'<|im_start|>assistant\n<think>\n'")
 STRIPS = (
-    "{% for m in messages %}{{ ('<|im_start|>' + m['role'] + '\n' + m['content']) | trim }}{{ '<|im_end|>' }}{% endfor %}"
+    "{% for m in messages %}{{ ('<|im_start|>' + m['role'] + '\n' + m['content']) | trim }}{{ '<|im_end|>' }}{% "
+    "endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-PAIR = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + ('<|E|>' if m['role'] == 'assistant' else '') + '<|im_end|>' }}"
+PAIR = (
+    "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + ('<|E|>' if m['role'] == 'assistant' else '') + "
+    "'<|im_end|>' }}"
+)
 PAIR += "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 
 
@@ -59,7 +64,10 @@ def row(name: str = "reasoning_content", reasoning: Any = "one, two") -> dict[st
 @pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
 def test_reasoning_of_a_row_is_learned(name: str, tmp_path: Path):
     talk.write_rows(tmp_path / "talk", {"train": [row(name)], "val": [row(name)]})
-    config = bind(DATASETS, {"name": "conversations", "corpus": "talk", "sequence_tokens": 90, "writing": {"template": "tokenizer"}})
+    config = bind(
+        DATASETS,
+        {"name": "conversations", "corpus": "talk", "sequence_tokens": 90, "writing": {"template": "tokenizer"}},
+    )
     tokenizer = talk.tokenizer(template=THINKS)
     data: Any = config.build(Places(tmp_path, tmp_path), tokenizer, "train", 0)
     assert talk.shown(data.render(0, 0), tokenizer, [Role.ASSISTANT]) == "<think>\none, two\n</think>\ntwo<|im_end|>"
@@ -69,7 +77,10 @@ def test_reasoning_of_ranked_replies_is_learned(tmp_path: Path):
     replies = [{"content": "two", "rank": 0, "thinking": "one, two"}, {"content": "two", "rank": 1, "thinking": "hm"}]
     ranked = {"messages": row()["messages"][:1], "replies": replies}
     talk.write_rows(tmp_path / "talk", {"train": [ranked], "val": [ranked]})
-    config = bind(DATASETS, {"name": "ranked_replies", "corpus": "talk", "sequence_tokens": 90, "writing": {"template": "tokenizer"}})
+    config = bind(
+        DATASETS,
+        {"name": "ranked_replies", "corpus": "talk", "sequence_tokens": 90, "writing": {"template": "tokenizer"}},
+    )
     tokenizer = talk.tokenizer(template=THINKS)
     data: Any = config.build(Places(tmp_path, tmp_path), tokenizer, "train", 0)
     texts = [talk.shown(rendered, tokenizer, [Role.ASSISTANT]) for rendered in data.render(0, 0)]
@@ -83,10 +94,13 @@ def test_template_that_cannot_write_reasoning_is_refused_at_the_start(name: str,
     if name == "ranked_replies":
         other = {"content": "x", "rank": 1}
         plain, wrong = (
-            {"messages": [ask], "replies": [{**best, "rank": 0}, other]} for ask, best in (plain["messages"], wrong["messages"])
+            {"messages": [ask], "replies": [{**best, "rank": 0}, other]}
+            for ask, best in (plain["messages"], wrong["messages"])
         )
     talk.write_rows(tmp_path / "talk", {"train": [plain, wrong], "val": [plain]})
-    config: Any = bind(DATASETS, {"name": name, "corpus": "talk", "sequence_tokens": 90, "writing": {"template": template}})
+    config: Any = bind(
+        DATASETS, {"name": name, "corpus": "talk", "sequence_tokens": 90, "writing": {"template": template}}
+    )
     without = THINKS.replace("m['reasoning_content']", "''")
     with pytest.raises(DataError, match=r"talk/train\.jsonl:2: data\.writing\.template: .*'one, two'"):
         config.build(Places(tmp_path, tmp_path), talk.tokenizer(template=without), "train", 0)
@@ -105,8 +119,16 @@ def test_reasoning_reaches_the_prompt_of_a_reward_model():
         (row(reasoning=3), "here: messages[1]: reasoning_content", "3"),
         (row(reasoning="\0"), "here: messages[1]: reasoning_content", "U+0000"),
         ({"messages": [{**row()["messages"][0], "thinking": "x"}, row()["messages"][1]]}, "here: messages[0]", "user"),
-        ({"messages": [row()["messages"][0], {**row()["messages"][1], "thinking": "x"}]}, "here: messages[1]", "thinking"),
-        ({"messages": [row()["messages"][0], {"role": "assistant", "content": "a\0"}]}, "here: messages[1]: content", "character 1"),
+        (
+            {"messages": [row()["messages"][0], {**row()["messages"][1], "thinking": "x"}]},
+            "here: messages[1]",
+            "thinking",
+        ),
+        (
+            {"messages": [row()["messages"][0], {"role": "assistant", "content": "a\0"}]},
+            "here: messages[1]: content",
+            "character 1",
+        ),
         ({"messages": [row()["messages"][0]] * 2}, "here: messages[1]", "user"),
         ({"messages": []}, "here", "assistant"),
         ({"text": " \n"}, "here: text", "empty"),
@@ -128,7 +150,10 @@ def test_answer_starts_where_the_generation_prompt_ends():
 
 
 def test_end_of_two_tokens_is_learned():
-    assert learned(PAIR, ASK, Message("assistant", "two"), ASK, Message("assistant", "")) == ["two<|E|><|im_end|>", "<|E|><|im_end|>"]
+    assert learned(PAIR, ASK, Message("assistant", "two"), ASK, Message("assistant", "")) == [
+        "two<|E|><|im_end|>",
+        "<|E|><|im_end|>",
+    ]
     writer = renderer(PAIR, "<|E|>")
     ends, never = writer.answer_ends()
     assert [writer.safe.control_id(token) for token in ("<end>", "<|im_end|>")] == ends
@@ -161,7 +186,9 @@ def test_prompt_ids_are_a_prefix_although_tokens_would_merge(scheme: str, conten
         assert rendered.ids[: len(prompt)] == prompt
         assert rendered.last_answer().start == len(prompt)
         text = base.decode(rendered.ids[len(prompt) :])
-        assert text.replace("<|im_end|>", "").replace(" ", "") == content.replace(" ", "") + ("\n" if source is THINKS else "")
+        assert text.replace("<|im_end|>", "").replace(" ", "") == content.replace(" ", "") + (
+            "\n" if source is THINKS else ""
+        )
 
 
 def test_date_of_a_template_is_fixed():
@@ -188,7 +215,8 @@ def test_generated_answer_is_split_into_reasoning_and_content(source: str, text:
 
 MARKED = (
     "{% for m in messages %}{{ m['role'] + ': ' }}{% if m['role'] == 'assistant' and loop.last %}{% generation %}"
-    "{{ m['content'] }}{{ '<|im_end|>' }}{% endgeneration %}{% else %}{{ m['content'] }}{{ '<|im_end|>' }}{% endif %}{% endfor %}"
+    "{{ m['content'] }}{{ '<|im_end|>' }}{% endgeneration %}{% else %}{{ m['content'] }}{{ '<|im_end|>' }}{% endif "
+    "%}{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 
@@ -196,7 +224,8 @@ MARKED = (
 def test_only_marked_answers_are_learned():
     assert learned(MARKED, ASK, Message("assistant", "two"), ASK, Message("assistant", "four")) == ["four<|im_end|>"]
     early = MARKED.replace(
-        "{{ m['content'] }}{{ '<|im_end|>' }}{% endg", "{{ '<|E|>' }}{% endgeneration %}{{ m['content'] }}{% generation %}{% endg"
+        "{{ m['content'] }}{{ '<|im_end|>' }}{% endg",
+        "{{ '<|E|>' }}{% endgeneration %}{{ m['content'] }}{% generation %}{% endg",
     )
     with pytest.raises(DataError, match=r"data\.writing\.template: .*generation.*'Probe 3\.'"):
         renderer(early, "<|E|>")
@@ -293,5 +322,11 @@ def test_content_that_spells_a_mask_is_plain_text():
 
 
 def test_template_without_a_generation_prompt():
-    source = "{% for m in messages %}{{ ('user: ' if m['role'] == 'user' else '') + m['content'] + '<|im_end|>' }}{% endfor %}"
-    assert learned(source, ASK, Message("assistant", "two"), ASK, Message("assistant", "")) == ["two<|im_end|>", "<|im_end|>"]
+    source = (
+        "{% for m in messages %}{{ ('user: ' if m['role'] == 'user' else '') + m['content'] + '<|im_end|>' }}{% "
+        "endfor %}"
+    )
+    assert learned(source, ASK, Message("assistant", "two"), ASK, Message("assistant", "")) == [
+        "two<|im_end|>",
+        "<|im_end|>",
+    ]

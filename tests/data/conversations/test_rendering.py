@@ -33,7 +33,8 @@ TOKENIZERS = {
     **{scheme: talk.metaspace_tokenizer(scheme) for scheme in ("first", "always")},
 }
 ALL_RENDERERS = {
-    kind: {name: Renderer(tokenizer, template) for name, template in TEMPLATES.items()} for kind, tokenizer in TOKENIZERS.items()
+    kind: {name: Renderer(tokenizer, template) for name, template in TEMPLATES.items()}
+    for kind, tokenizer in TOKENIZERS.items()
 }
 ALL = list(Role)
 texts = st.text(st.characters(codec="utf-8"), max_size=12) | st.sampled_from(
@@ -44,7 +45,9 @@ talks = st.lists(texts, min_size=2, max_size=6).filter(lambda contents: len(cont
 
 def test_open_assistants_form():
     sample = RENDERERS["oasst"].render(talk.messages("Hi", "Hello", "Bye", "See you", system="Be kind"))
-    whole = "<|system|>Be kind<end><|prompter|>Hi<end><|assistant|>Hello<end><|prompter|>Bye<end><|assistant|>See you<end>"
+    whole = (
+        "<|system|>Be kind<end><|prompter|>Hi<end><|assistant|>Hello<end><|prompter|>Bye<end><|assistant|>See you<end>"
+    )
     assert talk.shown(sample, MADE, ALL) == whole
     assert talk.shown(sample, MADE, [Role.ASSISTANT]) == "Hello<end>See you<end>", "B1: never the system's"
     prompt = RENDERERS["oasst"].render(talk.messages("Hi"), answering=True)
@@ -71,7 +74,9 @@ def test_ours_and_jinjas_are_the_same(contents: list[str], system: str | None, n
     assert ours == theirs
     if not any("<" in message.content for message in conversation):
         expected = tokenizer.apply_chat_template(
-            [{"role": message.role, "content": message.content} for message in conversation], chat_template=SOURCES[name], return_dict=False
+            [{"role": message.role, "content": message.content} for message in conversation],
+            chat_template=SOURCES[name],
+            return_dict=False,
         )
         assert ours.ids == expected
 
@@ -89,7 +94,9 @@ def test_prompt_is_a_prefix_of_its_conversation(contents: list[str], system: str
             assert whole.ids[: len(prompt.ids)] == prompt.ids
             answered = renderer.render(conversation[: number + 1])
             learned = [
-                token for token, is_learned in list(zip(answered.ids, answered.learned, strict=True))[len(prompt.ids) :] if is_learned
+                token
+                for token, is_learned in list(zip(answered.ids, answered.learned, strict=True))[len(prompt.ids) :]
+                if is_learned
             ]
             assert MADE.decode(learned) == message.content + ("<end>" if "oasst" in name else "<|im_end|>")
     controls = {MADE.convert_tokens_to_ids(token) for token in (*talk.TOKENS, "<end>", "<pad>")}
@@ -106,11 +113,13 @@ def test_a_template_that_strips_is_heeded():
 
 
 NO_END = (
-    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{% endfor %}{% if add_generation_prompt %}{{ "
+    "'assistant: ' }}{% endif %}"
 )
 CHANGES = (
     "{% for m in messages %}{{ m['role'] }}{% if loop.last or m['role'] == 'user' %} {{ m['content'] }}"
-    "{% else %}(thought) {{ m['content'] }}{% endif %}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}assistant{% endif %}"
+    "{% else %}(thought) {{ m['content'] }}{% endif %}{{ eos_token }}{% endfor %}{% if add_generation_prompt "
+    "%}assistant{% endif %}"
 )
 
 
@@ -121,14 +130,22 @@ CHANGES = (
             "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}",
             "data.writing.template: .*messages 0 2 of 0 1 2 3",
         ),
-        ("{% for m in messages %}{{ m['content'] }}{{ m['content'] }}{% endfor %}", "messages 0 0 1 1 2 2 3 3 of 0 1 2 3"),
+        (
+            "{% for m in messages %}{{ m['content'] }}{{ m['content'] }}{% endfor %}",
+            "messages 0 0 1 1 2 2 3 3 of 0 1 2 3",
+        ),
         ("{{ raise_exception('no') }}", r"user assistant user assistant \(no\)"),
         ("{% for m in messages %}{{ m['content'] }}", "the template refuses"),
-        ("{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}", "'3Probe 0.* against '4Probe 0"),
+        (
+            "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}",
+            "'3Probe 0.* against '4Probe 0",
+        ),
         (NO_END, "no control token ends the answer 'Probe 3.'"),
         (NO_END.replace(": ", "<|im_start|>"), "no control token ends the answer"),  # the next turn's is no end
         (
-            NO_END.replace("{{ m['content'] }}", "{% generation %}{{ m['content'] }}{% endgeneration %}{{ eos_token }}"),
+            NO_END.replace(
+                "{{ m['content'] }}", "{% generation %}{{ m['content'] }}{% endgeneration %}{{ eos_token }}"
+            ),
             r"no control token ends .* within \{% generation %\}",
         ),
     ],
@@ -139,7 +156,8 @@ def test_a_template_that_cannot_be_trained_is_refused(source: str, match: str):
 
 
 GEMMA = (
-    "{{ bos_token }}{% for m in messages %}{{ '<start_of_turn>' + ('model' if m['role'] == 'assistant' else m['role']) + '\n'"
+    "{{ bos_token }}{% for m in messages %}{{ '<start_of_turn>' + ('model' if m['role'] == 'assistant' else "
+    "m['role']) + '\n'"
     " + m['content'] | trim + '<end_of_turn>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
 )
@@ -170,9 +188,13 @@ def test_end_token_that_also_starts_sequences_is_learned():
 def test_answer_that_the_template_changes_later_is_not_learned(marks: bool):
     source = CHANGES
     if marks:
-        source = "{% for m in messages %}{{ m['role'] }}{% if m['role'] == 'user' %} {{ m['content'] }}{{ eos_token }}{% elif loop.last %}"
+        source = (
+            "{% for m in messages %}{{ m['role'] }}{% if m['role'] == 'user' %} {{ m['content'] }}{{ eos_token "
+            "}}{% elif loop.last %}"
+        )
         source += (
-            "{% generation %} {{ m['content'] }}{{ eos_token }}{% endgeneration %}{% else %}(thought) {{ m['content'] }}{{ eos_token }}"
+            "{% generation %} {{ m['content'] }}{{ eos_token }}{% endgeneration %}{% else %}(thought) {{ "
+            "m['content'] }}{{ eos_token }}"
         )
         source += "{% endif %}{% endfor %}{% if add_generation_prompt %}assistant{% endif %}"
     renderer = Renderer(MADE, find("tokenizer", talk.tokenizer(template=source)))
@@ -201,7 +223,8 @@ def test_ids_do_not_depend_on_the_seed_of_hashes():
     code = (
         "from tests.data.conversations import talk; from src.data.conversations.rendering import Renderer, Role;"
         "from src.data.conversations.templates import find;"
-        "source = '{% for m in messages %}{{ m.role }}:{{ m.content }}<e>x{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}';"
+        "source = '{% for m in messages %}{{ m.role }}:{{ m.content }}<e>x{% endfor %}{% if add_generation_prompt "
+        "%}assistant:{% endif %}';"
         "tokenizer = talk.tokenizer([*talk.TOKENS, '<e>', '<e>x', '<e>xx'], template=source);"
         "renderers = [Renderer(tokenizer, find(name, tokenizer)) for name in ('oasst', 'chatml', 'tokenizer')];"
         "samples = [renderer.render(talk.messages('a', 'b', system='c')) for renderer in renderers];"
@@ -209,7 +232,12 @@ def test_ids_do_not_depend_on_the_seed_of_hashes():
     )
     outputs = {
         subprocess.run(
-            [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "PYTHONHASHSEED": seed}, check=True, capture_output=True, text=True
+            [sys.executable, "-c", code],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            check=True,
+            capture_output=True,
+            text=True,
         ).stdout
         for seed in ("1", "2", "77")
     }
@@ -218,7 +246,9 @@ def test_ids_do_not_depend_on_the_seed_of_hashes():
 
 
 def test_a_tool_speaks_after_the_assistant():
-    sample = RENDERERS["chatml"].render([*talk.messages("2 + 3?", "add(2, 3)"), Message("tool", "5"), Message("assistant", "It is 5.")])
+    sample = RENDERERS["chatml"].render(
+        [*talk.messages("2 + 3?", "add(2, 3)"), Message("tool", "5"), Message("assistant", "It is 5.")]
+    )
     assert talk.shown(sample, MADE, [Role.TOOL]) == "5"
     assert talk.shown(sample, MADE, [Role.ASSISTANT]) == "add(2, 3)<|im_end|>It is 5.<|im_end|>"
 
@@ -238,7 +268,8 @@ def test_a_tokenizer_is_saved_with_the_template_that_was_trained_with(tmp_path: 
 
 
 def test_no_start_token_is_within_a_conversation():
-    """B24: a tokenizer that begins with one put it before every reply, too, as prompt and reply were tokenised apart."""
+    """B24: a tokenizer that begins with one put it before every reply, too, as prompt and reply were tokenised
+    apart."""
     from tokenizers.processors import TemplateProcessing
 
     tokenizer = talk.tokenizer([*talk.TOKENS, "<s>"])

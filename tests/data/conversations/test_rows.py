@@ -29,7 +29,11 @@ WANTED = {ANSWERED: {0}, RANKED: {2}, EMPTY: {6, 7}}
 @given(places=st.lists(st.sampled_from(range(len(ROWS))), min_size=1, max_size=12), large=st.booleans(), data=st.data())
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
 def test_kinds_are_those_of_the_rows(
-    places: list[int], large: bool, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+    places: list[int],
+    large: bool,
+    data: st.DataObject,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     folder = tmp_path_factory.mktemp("rows") / "corpus"
     write_rows(folder, {"train": [ROWS[place] for place in places]})

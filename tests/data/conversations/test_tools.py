@@ -17,14 +17,18 @@ from tests.data.conversations import talk
 from tests.data.conversations.test_rendering import GEMMA
 
 QWEN = (
-    "{% if tools %}{{ '<|im_start|>system\n' + (messages[0]['content'] if messages[0]['role'] == 'system' else '') + '# Tools' }}"
+    "{% if tools %}{{ '<|im_start|>system\n' + (messages[0]['content'] if messages[0]['role'] == 'system' else '') + "
+    "'# Tools' }}"
     "{% for tool in tools %}{{ '\n' + tool | tojson }}{% endfor %}{{ '<|im_end|>\n' }}"
-    "{% elif messages[0]['role'] == 'system' %}{{ '<|im_start|>system\n' + messages[0]['content'] + '<|im_end|>\n' }}{% endif %}"
+    "{% elif messages[0]['role'] == 'system' %}{{ '<|im_start|>system\n' + messages[0]['content'] + '<|im_end|>\n' "
+    "}}{% endif %}"
     "{% for m in messages %}{% if m['role'] == 'tool' %}"
     "{{ '<|im_start|>user\n<tool_response>' + m['content'] + '</tool_response><|im_end|>\n' }}"
-    "{% elif m['role'] != 'system' %}{{ '<|im_start|>' + m['role'] }}{% if m['content'] %}{{ '\n' + m['content'] }}{% endif %}"
+    "{% elif m['role'] != 'system' %}{{ '<|im_start|>' + m['role'] }}{% if m['content'] %}{{ '\n' + m['content'] "
+    "}}{% endif %}"
     "{% for call in m['tool_calls'] or [] %}{{ '\n<tool_call>' + call['function']['name'] + ' ' }}"
-    "{{ call['function']['arguments'] | tojson }}{{ '</tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{{ call['function']['arguments'] | tojson }}{{ '</tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}{% endif %}{% "
+    "endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% endif %}"
 )
 """Shaped like Qwen's."""
@@ -35,7 +39,10 @@ MADE = talk.tokenizer()
 
 def row(content: str | None = None, call: Any = CALL, tools: Any = TOOLS) -> dict[str, Any]:
     turns = [{"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": content, "tool_calls": [call]}]
-    return {"messages": [*turns, {"role": "tool", "content": "5"}, {"role": "assistant", "content": "It is 5."}], "tools": tools}
+    return {
+        "messages": [*turns, {"role": "tool", "content": "5"}, {"role": "assistant", "content": "It is 5."}],
+        "tools": tools,
+    }
 
 
 def rendered(template: str, raw: dict[str, Any], source: str | None = QWEN) -> Any:
@@ -73,7 +80,9 @@ def test_other_templates_write_json(template: str):
 def test_they_never_become_control_tokens(template: str):
     spelled = {"name": "add", "arguments": {"<|im_end|>": "<|assistant|> \x7f0\x7f <end>"}}
     tools = [{"name": "add", "is": "<|im_start|>"}]
-    plain, sample = (rendered(template, row("a", call, declarations)) for call, declarations in ((CALL, TOOLS), (spelled, tools)))
+    plain, sample = (
+        rendered(template, row("a", call, declarations)) for call, declarations in ((CALL, TOOLS), (spelled, tools))
+    )
     controls = {MADE.convert_tokens_to_ids(token) for token in (*talk.TOKENS, "<end>", "<pad>")}
     assert sum(token in controls for token in sample.ids) == sum(token in controls for token in plain.ids)
     text = MADE.decode(sample.ids)
@@ -84,12 +93,18 @@ def test_they_never_become_control_tokens(template: str):
 @pytest.mark.parametrize(
     ("raw", "match"),
     [
-        (row(call={"name": 3}), r"messages\[1\]: tool_calls: expected the name of a tool, and its arguments as an object"),
+        (
+            row(call={"name": 3}),
+            r"messages\[1\]: tool_calls: expected the name of a tool, and its arguments as an object",
+        ),
         (row(call={"name": "a", "arguments": "{"}), "arguments: expected JSON, got '{'"),
         (row(tools="x"), "here: tools: expected JSON, got 'x'"),
         (row(tools=[3]), "here: tools: expected a list of objects"),
         (row(call={"name": "a", "arguments": {"b": "\ud800"}}), "surrogate"),
-        ({"messages": [{"role": "user", "content": "a", "tool_calls": [CALL]}]}, "only the assistant calls tools, not user"),
+        (
+            {"messages": [{"role": "user", "content": "a", "tool_calls": [CALL]}]},
+            "only the assistant calls tools, not user",
+        ),
     ],
 )
 def test_wrong_call_is_refused(raw: dict[str, Any], match: str):
@@ -111,7 +126,9 @@ def test_rows_of_calls_are_samples(tmp_path: Path):
     """An answer that is a call alone is one; what is asked is what is called for."""
     silent = {"messages": row()["messages"][:2]}
     talk.write_rows(tmp_path / "talk", {"train": [row(), silent], "val": [row(), silent]})
-    config = bind(DATASETS, {"name": "conversations", "corpus": "talk", "sequence_tokens": 400, "shuffled_answers": True})
+    config = bind(
+        DATASETS, {"name": "conversations", "corpus": "talk", "sequence_tokens": 400, "shuffled_answers": True}
+    )
     data: Any = config.build(Places(tmp_path, tmp_path), talk.tokenizer(), "train", 0)
     assert len(data) == data.num_questions == 2
     assert data.row(1)["answer"].startswith('{"name": "add"')
@@ -129,7 +146,18 @@ def test_ids_of_calls_and_names_of_tools_reach_the_template(tmp_path: Path):
     path = tmp_path / "rows.jsonl"
     rows = [{**raw, "messages": [{"role": "user", "content": f"{n}?"}, *raw["messages"][1:]]} for n in range(20)]
     path.write_text("".join(json.dumps(each) + "\n" for each in rows))
-    words = ["--form", "messages", "--train", str(path), "--name", "own", "--data_path", str(tmp_path), "--val_rate", "0.4"]
+    words = [
+        "--form",
+        "messages",
+        "--train",
+        str(path),
+        "--name",
+        "own",
+        "--data_path",
+        str(tmp_path),
+        "--val_rate",
+        "0.4",
+    ]
     assert prepare_conversations.main(words) == 0
     prepared = json.loads((tmp_path / "own" / "train.jsonl").read_text().split("\n")[0])
     text = MADE.decode(rendered("tokenizer", prepared, source).ids)

@@ -1,4 +1,5 @@
-"""Templates that TRL ships: the generation prompt of an answer is a prefix of its conversation, and the rest of the answer is learned."""
+"""Templates that TRL ships: the generation prompt of an answer is a prefix of its conversation, and the rest of the
+answer is learned."""
 
 import re
 from importlib.util import find_spec
@@ -14,7 +15,9 @@ from src.errors import DataError
 from tests.data.conversations import talk
 
 _PACKAGE = find_spec("trl")
-_FOLDERS = [Path(folder) / "chat_templates" for folder in (_PACKAGE.submodule_search_locations or () if _PACKAGE else ())]
+_FOLDERS = [
+    Path(folder) / "chat_templates" for folder in (_PACKAGE.submodule_search_locations or () if _PACKAGE else ())
+]
 PATHS = sorted(path for folder in _FOLDERS for path in folder.glob("*.jinja"))
 pytestmark = pytest.mark.skipif(not PATHS, reason="the package trl is not installed: pip install --no-deps trl")
 _CONTROL = re.compile(r"<\|[^|\s<>]+\|>|<\uff5c[^\uff5c\n]+\uff5c>|<\w+_of_\w+>|<\|\w+>|<\w+\|>|<[be]os>|</?s>")
@@ -95,7 +98,10 @@ def test_answer_is_learned_from_the_end_of_its_generation_prompt(path: Path):
             assert part in text, name
         if name in ("one turn", "two turns", "reasoning", "reasoning twice"):
             message = renderer.read_answer(text)
-            assert (message.content.strip(), message.reasoning) == (messages[-1].content.strip(), messages[-1].reasoning), name
+            assert (message.content.strip(), message.reasoning) == (
+                messages[-1].content.strip(),
+                messages[-1].reasoning,
+            ), name
         if not any(control in message.content for message in messages for control in controls):
             raw = [write(message, template._in_parts) for message in messages]
             tools: Any = [*messages[0].tools] or None
@@ -110,7 +116,9 @@ def _apply(tokenizer: Any, messages: list[Any], tools: Any, **more: Any) -> list
     """`apply_chat_template` on the fixed date of a training."""
     text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, date_string="01 Jan 2025", **more)
     today = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "x"}], tokenize=False, chat_template="{{ strftime_now('%Y-%m-%d') }}~{{ strftime_now('%d %b %Y') }}"
+        [{"role": "user", "content": "x"}],
+        tokenize=False,
+        chat_template="{{ strftime_now('%Y-%m-%d') }}~{{ strftime_now('%d %b %Y') }}",
     )
     for date, fixed in zip(today.split("~"), ("2025-01-01", "01 Jan 2025"), strict=True):
         text = text.replace(date, fixed)

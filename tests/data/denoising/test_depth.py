@@ -1,4 +1,5 @@
-"""DEPTH: exact inputs, targets and masks; no text lost, nothing cut off, nothing that tells the order of shuffled sentences."""
+"""DEPTH: exact inputs, targets and masks; no text lost, nothing cut off, nothing that tells the order of shuffled
+sentences."""
 
 import re
 
@@ -20,7 +21,10 @@ CONTROLS = (
     *[f"<sent_{k}>" for k in range(NAMES)],  # 103..106; byte b is 107 + b
 )
 EOS, PAD, FIRST, EOSEN, SENT = 0, 1, 101, 102, 103
-TEXTS = [f"Number {i} is here. Then {'it grows and ' * (i % 5)}it goes on! Does it? It does. At last it ends." for i in range(12)]
+TEXTS = [
+    f"Number {i} is here. Then {'it grows and ' * (i % 5)}it goes on! Does it? It does. At last it ends."
+    for i in range(12)
+]
 E0, E1, E2 = FIRST, FIRST - 1, FIRST - 2
 
 
@@ -72,7 +76,9 @@ def restored(sample):
                 runs.append((token, []))
             else:
                 runs[-1][1].append(token)
-        assert [s for s, _ in runs] == [t for t in inputs[name] if is_sentinel(t)], "the runs of a sentence are written within it"
+        assert [s for s, _ in runs] == [t for t in inputs[name] if is_sentinel(t)], (
+            "the runs of a sentence are written within it"
+        )
         runs = dict(runs)
         assert all(runs.values())
         for token in inputs.pop(name):
@@ -128,7 +134,10 @@ def test_few_sentinels_make_shorter_samples(build):
     few = [name for name in CONTROLS if not re.fullmatch(r"<extra_id_([6-9]|\d\d)>", name)]
     data = build(TEXTS, controls=few)
     lowest, first = few.index("<extra_id_5>"), few.index("<extra_id_0>")
-    runs = [int(((ids >= lowest) & (ids <= first)).sum()) for ids in (sample["labels"] for sample in everything(data, range(3)))]
+    runs = [
+        int(((ids >= lowest) & (ids <= first)).sum())
+        for ids in (sample["labels"] for sample in everything(data, range(3)))
+    ]
     assert max(runs) == 6
     assert len(data) > len(build(TEXTS))
     with pytest.raises(ConfigError, match=r"with 0 sentinels at most, leave no room"):
@@ -146,7 +155,9 @@ def test_the_share_that_is_masked_and_shuffled(build):
         moved += [name for name, _ in parts(sample["input_ids"])] != [name for name, _ in targets]
     assert abs(masked / words - 0.3) < 0.005
     assert len(data) == 100, "four sentences and one"
-    assert 195 < moved < 285  # 1000 samples of four sentences, a quarter of them in random order, of which one in 24 is the right one
+    assert (
+        195 < moved < 285
+    )  # 1000 samples of four sentences, a quarter of them in random order, of which one in 24 is the right one
     for sample in everything(build(noise_density=0.0, shuffle_rate=0.0)):
         assert restored(sample) == [token for _, part in parts(sample["input_ids"]) for token in part]
 
@@ -157,7 +168,9 @@ def test_neither_names_nor_sentinels_tell_the_order(build):
     for sample in everything(data):
         inputs, targets = parts(sample["input_ids"]), parts(sample["labels"])
         read = [token for _, part in inputs for token in part if is_sentinel(token)]
-        assert read == list(range(FIRST, FIRST - len(read), -1)), "the encoder reads them in their order, whatever the order of the text"
+        assert read == list(range(FIRST, FIRST - len(read), -1)), (
+            "the encoder reads them in their order, whatever the order of the text"
+        )
         if len(targets) == NAMES:
             first_names.append(targets[0][0])
             places.append([name for name, _ in inputs].index(targets[0][0]))
@@ -211,14 +224,21 @@ def test_batches_and_masks(build):
     assert batch["decoder_mask"].int().tolist()[1][4:] == [[1, 1, 1, 1, 0, 0, 0, 0]] * 4
     read = [0, 1, 0, 0, 1, 0, 0, 0, 0]
     assert batch["cross_mask"].int().tolist()[0] == [[1] * 9] * 2 + [read] + [[1] * 9] * 3 + [read] + [[1] * 9]
-    assert batch["cross_mask"].int().tolist()[1] == [[1] * 5 + [0] * 4] * 2 + [[0, 1] + [0] * 7] + [[1] * 5 + [0] * 4] * 5
+    assert (
+        batch["cross_mask"].int().tolist()[1] == [[1] * 5 + [0] * 4] * 2 + [[0, 1] + [0] * 7] + [[1] * 5 + [0] * 4] * 5
+    )
     assert "loss_weights" not in batch
 
 
 def test_the_encoder_sees_what_the_reference_lets_it_see(build):
-    """Golden: the masks that the DEPTH authors' collator gives two sentences of three words and of three, <eosen> and </s>."""
-    ids = np.array([EOSEN, SENT, 201, 202, 203, EOSEN, SENT + 1, 204, 205, EOSEN, EOS], np.int32)[[0, 1, 2, 3, 5, 6, 7, 8, 4, 9, 10]]
-    mask = build(["A. B."], num_sentences=2).collate([{"input_ids": ids, "labels": np.array([EOSEN, EOS], np.int32)}])["encoder_mask"]
+    """Golden: the masks that the DEPTH authors' collator gives two sentences of three words and of three, <eosen> and
+    </s>."""
+    ids = np.array([EOSEN, SENT, 201, 202, 203, EOSEN, SENT + 1, 204, 205, EOSEN, EOS], np.int32)[
+        [0, 1, 2, 3, 5, 6, 7, 8, 4, 9, 10]
+    ]
+    mask = build(["A. B."], num_sentences=2).collate([{"input_ids": ids, "labels": np.array([EOSEN, EOS], np.int32)}])[
+        "encoder_mask"
+    ]
     found = ["".join(map(str, row.int().tolist())) for row in mask[0][[1, 5]]]
     assert found == ["11111000000", "00000111111"]
 
@@ -226,13 +246,19 @@ def test_the_encoder_sees_what_the_reference_lets_it_see(build):
 def test_batches_of_one_length(build):
     data = build(fixed_length=True)
     batch, other = (data.collate([data.sample(0, i) for i in some]) for some in ((0, 1), (2, 3)))
-    assert {name: tensor.shape for name, tensor in batch.items()} == {name: tensor.shape for name, tensor in other.items()}
+    assert {name: tensor.shape for name, tensor in batch.items()} == {
+        name: tensor.shape for name, tensor in other.items()
+    }
     assert batch["input_ids"].shape == (2, 96)
     assert batch["cross_mask"].shape == (2, 64, 96)
     plain = build().collate([data.sample(0, 0), data.sample(0, 1)])
     S, T = plain["cross_mask"].shape[2], plain["cross_mask"].shape[1]
     for name, tensor in plain.items():
-        cut = {"cross_mask": (slice(T), slice(S)), "encoder_mask": (slice(S), slice(S)), "decoder_mask": (slice(T), slice(T))}.get(name)
+        cut = {
+            "cross_mask": (slice(T), slice(S)),
+            "encoder_mask": (slice(S), slice(S)),
+            "decoder_mask": (slice(T), slice(T)),
+        }.get(name)
         length = S if name in ("input_ids", "attention_mask") else T
         assert tensor.equal(batch[name][:, *(cut or (slice(length),))])
     with pytest.raises(ConfigError, match=r"loop\.compile: needs batches of one length.*data\.fixed_length: true"):
@@ -269,7 +295,10 @@ def test_control_tokens_in_text_stay_text(build):
 
 
 def test_what_is_refused(build):
-    with pytest.raises(DataError, match=r"no special token <sent_3>; .*needs <eosen> and <sent_0> to <sent_3>\. Add them: .*--sentences 4"):
+    with pytest.raises(
+        DataError,
+        match=r"no special token <sent_3>; .*needs <eosen> and <sent_0> to <sent_3>\. Add them: .*--sentences 4",
+    ):
         build(controls=[name for name in CONTROLS if name != "<sent_3>"])
     with pytest.raises(DataError, match=r"no special token <eosen>"):
         build(controls=[name for name in CONTROLS if name != "<eosen>"])

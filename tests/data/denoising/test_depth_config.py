@@ -10,7 +10,10 @@ from src.errors import ConfigError, DataError
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"input_tokens": 5}, r"data: input_tokens 5 and target_tokens 512, with 5 sentinels at most, leave no room for text\."),
+        (
+            {"input_tokens": 5},
+            r"data: input_tokens 5 and target_tokens 512, with 5 sentinels at most, leave no room for text\.",
+        ),
         ({"target_tokens": 4}, r"data: input_tokens 512 and target_tokens 4, .* leave no room"),
         ({"noise_density": 0.7, "mean_span_tokens": 1.0}, "data: .*too few to part the runs"),
         ({"num_sentences": 0}, "data.num_sentences: expected"),
@@ -39,7 +42,10 @@ def test_a_tokenizer_that_lacks_tokens_is_refused_without_loading_it(make_tokeni
     config.check_tokenizer(None)
     config.check_tokenizer(tmp_path)
     config.check_tokenizer(tmp_path / "whole")
-    with pytest.raises(DataError, match=r"one: has no special token <eosen>; data\.num_sentences 2 needs <eosen> and <sent_0> to <sent_1>"):
+    with pytest.raises(
+        DataError,
+        match=r"one: has no special token <eosen>; data\.num_sentences 2 needs <eosen> and <sent_0> to <sent_1>",
+    ):
         config.check_tokenizer(tmp_path / "one")
     with pytest.raises(DataError, match="no_sentinels: this tokenizer has no sentinels"):
         config.check_tokenizer(tmp_path / "no_sentinels")

@@ -60,7 +60,9 @@ def test_a_tokenizer_without_marks_is_refused(make_tokenizer):
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
-    plain = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocab={"a": 0, "ByteLevel": 1}, unk_token="a")))
+    plain = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(vocab={"a": 0, "ByteLevel": 1}, unk_token="a"))
+    )
     with pytest.raises(DataError, match="marks no spaces"):
         Words(plain)
 
@@ -73,14 +75,26 @@ def units(masker, row, seed=0):
 def test_units(make):
     masker = make(["new york", "NEW  york, w1", "w3 w4 w5", "w2 w3"])
     row = ids("▁new ▁york ▁w9 </s> ▁new ▁york , ▁w1 ▁w3 ▁w4 ▁w5 ▁new </s> ▁york ing ▁new ▁york ing")
-    assert units(masker, row) == ["▁new ▁york", "▁w9", "▁new ▁york , ▁w1", "▁w3 ▁w4 ▁w5", "▁new", "▁york ing", "▁new", "▁york ing"]
+    assert units(masker, row) == [
+        "▁new ▁york",
+        "▁w9",
+        "▁new ▁york , ▁w1",
+        "▁w3 ▁w4 ▁w5",
+        "▁new",
+        "▁york ing",
+        "▁new",
+        "▁york ing",
+    ]
     assert units(masker, ids("▁new </s> ▁york </s> ▁new ▁york </s> ▁w1")) == ["▁new", "▁york", "▁new ▁york", "▁w1"]
     assert units(masker, ids("ing ▁w1")) == ["ing", "▁w1"]  # a row begins in the middle of a word
 
 
 def test_of_overlapping_ngrams_the_longest_and_of_equals_any(make):
     masker = make(["w1 w2", "w2 w3", "w4 w5", "w5 w6 w7"])
-    assert {tuple(units(masker, ids("▁w1 ▁w2 ▁w3"), seed)) for seed in range(20)} == {("▁w1 ▁w2", "▁w3"), ("▁w1", "▁w2 ▁w3")}
+    assert {tuple(units(masker, ids("▁w1 ▁w2 ▁w3"), seed)) for seed in range(20)} == {
+        ("▁w1 ▁w2", "▁w3"),
+        ("▁w1", "▁w2 ▁w3"),
+    }
     assert {tuple(units(masker, ids("▁w4 ▁w5 ▁w6 ▁w7"), seed)) for seed in range(20)} == {("▁w4", "▁w5 ▁w6 ▁w7")}
 
 
@@ -166,7 +180,9 @@ def test_a_run_that_can_only_grow_backwards_into_a_long_word(make):
 def test_draws_are_functions_of_the_generator(make):
     masker, row = make(["new york"]), row_of_words()
     first = masker(row, np.random.default_rng(1))[0].tolist()
-    assert first == masker(row, np.random.default_rng(1))[0].tolist() != masker(row, np.random.default_rng(2))[0].tolist()
+    assert (
+        first == masker(row, np.random.default_rng(1))[0].tolist() != masker(row, np.random.default_rng(2))[0].tolist()
+    )
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,8 @@ def test_a_single_token_counts_as_two():
 
 
 def test_padded_rows_of_the_reference():
-    """Masks of padded rows, drawn one after the other and turned, with padding and end token cleared, as the seed draws them."""
+    """Masks of padded rows, drawn one after the other and turned, with padding and end token cleared, as the seed draws
+    them."""
     rows = [
         [8774, 296, 55, 1],
         [947, 19, 46, 677, 28, 3, 9, 1200, 7142, 1],
@@ -71,7 +72,9 @@ def test_mean_span_1_masks_single_tokens():
 def test_density_of_nine_tenths():
     mask = noise_mask(100, 0.9, 9, np.random.default_rng(0))
     assert (mask.sum(), run_starts(mask).sum()) == (90, 10)
-    with pytest.raises(ConfigError, match=r"90 of 100 tokens in 30 runs leave 10 kept tokens, too few .* smaller noise density"):
+    with pytest.raises(
+        ConfigError, match=r"90 of 100 tokens in 30 runs leave 10 kept tokens, too few .* smaller noise density"
+    ):
         noise_mask(100, 0.9, 3, np.random.default_rng(0))
 
 
@@ -116,7 +119,9 @@ def test_lengths(inputs, density, mean_span, raw, targets):
 
 @pytest.mark.parametrize(("inputs", "density"), [(3, 0.15), (2, 0.5), (10, 0.01)])
 def test_lengths_that_no_row_has(inputs, density):
-    with pytest.raises(ConfigError, match=f"no row of tokens gives exactly {inputs} input tokens at noise density {density}"):
+    with pytest.raises(
+        ConfigError, match=f"no row of tokens gives exactly {inputs} input tokens at noise density {density}"
+    ):
         exact_lengths(inputs, density, 3)
 
 

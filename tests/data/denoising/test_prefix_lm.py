@@ -48,7 +48,9 @@ def test_batch_is_padded(build):
 
 
 def test_one_shape_needs_a_fixed_cut():
-    free, fixed = (load(prefix_lm.Config, {"corpus": "t", "sequence_tokens": 16, "prefix_tokens": n}, "data") for n in (None, 4))
+    free, fixed = (
+        load(prefix_lm.Config, {"corpus": "t", "sequence_tokens": 16, "prefix_tokens": n}, "data") for n in (None, 4)
+    )
     fixed.check_compiled()
     with pytest.raises(ConfigError, match=r"^loop\.compile: needs batches of one length.*data\.prefix_tokens"):
         free.check_compiled()

@@ -9,9 +9,15 @@ from src.data.denoising.depth.sentences import split
     ("text", "expected"),
     [
         ("One. Two! Three? Four", ["One.", " Two!", " Three?", " Four"]),
-        ("Dr. Smith met Mrs. Jones at 5 p.m. sharp. He left.", ["Dr. Smith met Mrs. Jones at 5 p.m. sharp.", " He left."]),
+        (
+            "Dr. Smith met Mrs. Jones at 5 p.m. sharp. He left.",
+            ["Dr. Smith met Mrs. Jones at 5 p.m. sharp.", " He left."],
+        ),
         ("See Fig. 3 and J. R. Smith, e.g. The Book of 3.14 in. Ok.", None),
-        ("A heading\n\nIts text. More\nof it.\n \n\nEnd", ["A heading", "\n\nIts text.", " More\nof it.", "\n \n\nEnd"]),
+        (
+            "A heading\n\nIts text. More\nof it.\n \n\nEnd",
+            ["A heading", "\n\nIts text.", " More\nof it.", "\n \n\nEnd"],
+        ),
         ('He said "Go." Then went.', ['He said "Go."', " Then went."]),
         ("  \n\n  Led by blanks. And trailed. \n\n\n ", ["  \n\n  Led by blanks.", " And trailed. \n\n\n "]),
         ("", []),
@@ -29,4 +35,7 @@ def test_where_sentences_end(text, expected):
 
 
 def test_abbreviations_end_no_sentence():
-    assert split("See Fig. A of Prof. Jones vs. Smith Jr. today. Yes.") == ["See Fig. A of Prof. Jones vs. Smith Jr. today.", " Yes."]
+    assert split("See Fig. A of Prof. Jones vs. Smith Jr. today. Yes.") == [
+        "See Fig. A of Prof. Jones vs. Smith Jr. today.",
+        " Yes.",
+    ]

@@ -7,7 +7,11 @@ from src.config import load
 from src.data.denoising import span_corruption
 from src.errors import ConfigError, DataError
 
-CONTROLS = ("<|endoftext|>", "<|pad|>", *[f"<extra_id_{k}>" for k in range(99, -1, -1)])  # <extra_id_0> is 101; byte b is 102 + b
+CONTROLS = (
+    "<|endoftext|>",
+    "<|pad|>",
+    *[f"<extra_id_{k}>" for k in range(99, -1, -1)],
+)  # <extra_id_0> is 101; byte b is 102 + b
 EOS, PAD, FIRST = 0, 1, 101
 TEXTS = [f"Document {i} says {'more and ' * i}no more." for i in range(40)]
 
@@ -90,14 +94,18 @@ def test_ids_are_those_of_the_table_however_it_is_ordered(build):
 
 
 def test_more_sentinels_than_there_are_is_refused_before_documents_are_read(build):
-    with pytest.raises(ConfigError, match=r"^data\.input_tokens: masks 128 runs in a sequence, .* has 100\. Write fewer"):
+    with pytest.raises(
+        ConfigError, match=r"^data\.input_tokens: masks 128 runs in a sequence, .* has 100\. Write fewer"
+    ):
         build(["too short"], input_tokens=512, noise_density=0.5)
     with pytest.raises(DataError, match="has no sentinels"):
         build(controls=CONTROLS[:2])
 
 
 def test_too_few_sentinels_are_found_without_loading_the_tokenizer(make_tokenizer, tmp_path):
-    dense, sparse = (load(span_corruption.Config, {"corpus": "t", "noise_density": density}, "data") for density in (0.5, 0.15))
+    dense, sparse = (
+        load(span_corruption.Config, {"corpus": "t", "noise_density": density}, "data") for density in (0.5, 0.15)
+    )
     make_tokenizer(CONTROLS, "<|pad|>").save_pretrained(tmp_path / "hundred")
     make_tokenizer(CONTROLS[:2], "<|pad|>").save_pretrained(tmp_path / "none")
     dense.check_tokenizer(None)
@@ -146,7 +154,11 @@ def test_a_model_with_fewer_positions_is_refused():
     config.check_length(512)
     with pytest.raises(ConfigError, match=r"^data\.input_tokens: 512 tokens are more than the 511"):
         config.check_length(511)
-    few = load(span_corruption.Config, {"corpus": "t", "input_tokens": 10, "noise_density": 0.8, "mean_span_tokens": 20.0}, "data")
+    few = load(
+        span_corruption.Config,
+        {"corpus": "t", "input_tokens": 10, "noise_density": 0.8, "mean_span_tokens": 20.0},
+        "data",
+    )
     with pytest.raises(ConfigError, match=r"its targets have \d+ tokens"):
         few.check_length(10)
 

@@ -69,7 +69,8 @@ def test_every_token_is_read_once_an_epoch_by_denoisers_in_their_shares(build):
 
 
 def test_a_mode_that_leaves_a_length_which_no_row_gives(build):
-    """A row of 26 tokens gives inputs of 18, and one of 27, for which T5's helper has 26, would give 19: with a mode of 5, 23 of 24."""
+    """A row of 26 tokens gives inputs of 18, and one of 27, for which T5's helper has 26, would give 19: with a mode of
+    5, 23 of 24."""
     assert noise.lengths(19, 0.5, 3.0)[0] == noise.lengths(18, 0.5, 3.0)[0] == 26
     data = build(denoisers=[{"rate": 1.0, "mode": "[NLG]", "mean_span_tokens": 3.0, "noise_density": 0.5}])
     assert {len(data.sample(0, index)["input_ids"]) for index in range(len(data))} == {23}
@@ -85,7 +86,9 @@ def test_batch_is_padded(build):
 
 def test_batches_of_all_denoisers_may_have_one_shape(build):
     data, plain = build(fixed_length=True), build()
-    assert {tuple(data.collate([data.sample(0, i)])[name].shape[1] for name in ("input_ids", "labels")) for i in range(40)} == {(24, 24)}
+    assert {
+        tuple(data.collate([data.sample(0, i)])[name].shape[1] for name in ("input_ids", "labels")) for i in range(40)
+    } == {(24, 24)}
     padded, tight = (some.collate([some.sample(0, 3)]) for some in (data, plain))
     for name, tensor in tight.items():
         assert padded[name][:, : tensor.shape[1]].equal(tensor)
@@ -98,7 +101,12 @@ def test_published_mixture():
     raw = [d.lengths(512).raw for d in config.denoisers]
     assert raw == [568, 588, 512, 766, 908, 600, 1006]
     extreme = [(3.0, 0.5), (8.0, 0.5), (64.0, 0.15), (64.0, 0.5)]  # table 1 of the paper, and `ul2_configs` of Levanter
-    assert [(d.mean_span_tokens, d.noise_density) for d in config.denoisers] == [(3.0, 0.15), (8.0, 0.15), (None, None), *extreme]
+    assert [(d.mean_span_tokens, d.noise_density) for d in config.denoisers] == [
+        (3.0, 0.15),
+        (8.0, 0.15),
+        (None, None),
+        *extreme,
+    ]
     assert [d.mode for d in config.denoisers] == ["[NLU]"] * 2 + ["[S2S]"] + ["[NLG]"] * 4
     with pytest.raises(ConfigError, match=r"compile: needs batches of one length, and those of 'ul2' differ"):
         config.check_compiled()
@@ -115,7 +123,9 @@ def _dense():
 
 def test_more_sentinels_than_there_are_is_refused(build):
     span = {"rate": 1.0, "mean_span_tokens": 3.0, "noise_density": 0.5}
-    with pytest.raises(ConfigError, match=r"^data\.denoisers\[1\]: masks 128 runs in a sequence, .* has 100\. Write fewer"):
+    with pytest.raises(
+        ConfigError, match=r"^data\.denoisers\[1\]: masks 128 runs in a sequence, .* has 100\. Write fewer"
+    ):
         build(input_tokens=512, denoisers=[DENOISERS[1], span])
     assert len(build(input_tokens=400, denoisers=[span]))
 
@@ -134,10 +144,22 @@ def test_too_few_sentinels_are_found_without_loading_the_tokenizer(make_tokenize
     [
         ({"denoisers": []}, r"data\.denoisers: expected a list that is not empty"),
         ({"denoisers": [{"rate": 0.0}]}, r"data\.denoisers\[0\]\.rate: "),
-        ({"denoisers": [{"rate": 1.0, "mean_span_tokens": 3.0}]}, r"data\.denoisers\[0\]: expected mean_span_tokens and noise_density"),
-        ({"denoisers": [*DENOISERS, _dense() | {"mean_span_tokens": 1.0}]}, r"data: denoisers\[3\]: \d+ of \d+ tokens in \d+ runs leave"),
-        ({"denoisers": [{"rate": 1.0, "mode": "m" * 23}]}, r"data\.denoisers\[0\]: the 23 tokens of its mode leave no room in 24"),
-        ({"denoisers": [{**DENOISERS[0], "mode": "m" * 22}]}, r"data\.denoisers\[0\]: beside the 22 tokens of its mode, 2 input tokens"),
+        (
+            {"denoisers": [{"rate": 1.0, "mean_span_tokens": 3.0}]},
+            r"data\.denoisers\[0\]: expected mean_span_tokens and noise_density",
+        ),
+        (
+            {"denoisers": [*DENOISERS, _dense() | {"mean_span_tokens": 1.0}]},
+            r"data: denoisers\[3\]: \d+ of \d+ tokens in \d+ runs leave",
+        ),
+        (
+            {"denoisers": [{"rate": 1.0, "mode": "m" * 23}]},
+            r"data\.denoisers\[0\]: the 23 tokens of its mode leave no room in 24",
+        ),
+        (
+            {"denoisers": [{**DENOISERS[0], "mode": "m" * 22}]},
+            r"data\.denoisers\[0\]: beside the 22 tokens of its mode, 2 input tokens",
+        ),
     ],
 )
 def test_refusals(build, values, message):

@@ -25,11 +25,19 @@ def tag(start: int, end: int, places: tuple[int, int] | None = None, **more: Any
 
 def test_version_2_gets_keys_from_its_columns():
     """M25 of the worked examples: the key is that of the column where the item has none; a null column has no items."""
-    row = {"text": "x", "metadata_url": [{"type": "global", "value": "u"}], "metadata_html": None, "metadata_title": [TITLE]}
+    row = {
+        "text": "x",
+        "metadata_url": [{"type": "global", "value": "u"}],
+        "metadata_html": None,
+        "metadata_title": [TITLE],
+    }
     assert read_row(row, "here").items == (Item("url", "u", column="url"), Item("title", "t", column="title"))
-    assert read_row({**row, "metadata": [TITLE]}, "here").items == (Item("title", "t", column="title"),), "version 1 goes before"
+    assert read_row({**row, "metadata": [TITLE]}, "here").items == (Item("title", "t", column="title"),), (
+        "version 1 goes before"
+    )
     assert (
-        read_row({"text": "x", "metadata_website_desc": [{"type": "global", "value": "d"}]}, "here").items[0].key == "website_description"
+        read_row({"text": "x", "metadata_website_desc": [{"type": "global", "value": "d"}]}, "here").items[0].key
+        == "website_description"
     )
 
 
@@ -55,7 +63,10 @@ def test_null_is_a_missing_field():
 def test_columns_are_named_as_in_version_2_or_by_their_keys():
     """A corpus may have rows of both versions."""
     described = {"type": "global", "value": "d"}
-    rows = [{"text": "x", "metadata": [{"key": "website_description", **described}]}, {"text": "x", "metadata_website_desc": [described]}]
+    rows = [
+        {"text": "x", "metadata": [{"key": "website_description", **described}]},
+        {"text": "x", "metadata_website_desc": [described]},
+    ]
     for row in rows:
         assert read_row(row, "here").columns == ["website_desc"]
         for name in ("website_desc", "website_description"):
@@ -76,10 +87,16 @@ def test_only_listed_columns_are_read():
         ({"text": "ab\ud800"}, "field 'text': \\ud800 at character 2 is half of a surrogate pair, not text."),
         ({"metadata": {}}, "field 'metadata': expected a list of items or null, got {}."),
         ({"metadata": ["x"]}, "metadata[0]: expected an item, got 'x'."),
-        ({"metadata": [TITLE, {**TITLE, "type": "both"}]}, "metadata[1].type: expected 'global' or 'local', got 'both'."),
+        (
+            {"metadata": [TITLE, {**TITLE, "type": "both"}]},
+            "metadata[1].type: expected 'global' or 'local', got 'both'.",
+        ),
         ({"metadata": [{**TITLE, "key": ""}]}, "metadata[0].key: expected text, got ''."),
         ({"metadata": [{**TITLE, "value": 5}]}, "metadata[0].value: expected text, got 5."),
-        ({"metadata": [{**TITLE, "value": "\udfff"}]}, "metadata[0].value: \\udfff at character 0 is half of a surrogate pair, not text."),
+        (
+            {"metadata": [{**TITLE, "value": "\udfff"}]},
+            "metadata[0].value: \\udfff at character 0 is half of a surrogate pair, not text.",
+        ),
         ({"metadata": [tag(0, 4)]}, "metadata[0]: the span [0, 4) is not in the text of 3 characters."),
         ({"metadata": [tag(2, 1)]}, "metadata[0]: the span [2, 1) is not in the text of 3 characters."),
         ({"metadata": [tag(-1, 1)]}, "metadata[0].char_start_idx: expected a number from 0 on, got -1."),
@@ -91,10 +108,22 @@ def test_only_listed_columns_are_read():
             {"metadata": [tag(0, 1, html_attrs={"attrs": ["a"], "values": []})]},
             "metadata[0].html_attrs: expected lists 'attrs' and 'values'",
         ),
-        ({"metadata_html": [{**TITLE, "key": "html"}]}, "metadata_html[0].type: items of the key 'html' are local here, got 'global'."),
-        ({"metadata_title": [{**TITLE, "key": "titel"}]}, "metadata_title[0].key: items of this column are 'title', got 'titel'."),
-        ({"metadata": [tag(0, 1, key="title")]}, "metadata[0].type: items of the key 'title' are global here, got 'local'."),
-        ({"metadata": [{**TITLE, "key": "timestamp", "value": "2018"}]}, "metadata[0].value: expected a date, such as 2018-12-10"),
+        (
+            {"metadata_html": [{**TITLE, "key": "html"}]},
+            "metadata_html[0].type: items of the key 'html' are local here, got 'global'.",
+        ),
+        (
+            {"metadata_title": [{**TITLE, "key": "titel"}]},
+            "metadata_title[0].key: items of this column are 'title', got 'titel'.",
+        ),
+        (
+            {"metadata": [tag(0, 1, key="title")]},
+            "metadata[0].type: items of the key 'title' are global here, got 'local'.",
+        ),
+        (
+            {"metadata": [{**TITLE, "key": "timestamp", "value": "2018"}]},
+            "metadata[0].value: expected a date, such as 2018-12-10",
+        ),
         ({"metadata_html": [tag(0, 9)]}, "metadata_html[0]: the span [0, 9) is not in the text of 3 characters."),
     ],
 )
@@ -167,9 +196,17 @@ def test_items_without_derivable_fields():
     assert compact_item("generation_length_sentence", length, text) == {"char_start_idx": 0, "char_end_idx": 3}
     html = {**tag(0, 3, (0, 0)), "html_attrs": {"attrs": [], "values": []}}
     assert compact_item("html", html, text).keys() == html.keys() - {"key", "type", "html_attrs"}
-    full = {"text": text, "metadata_paragraph": [raw], "metadata_generation_length_sentence": [length], "metadata_html": [html]}
+    full = {
+        "text": text,
+        "metadata_paragraph": [raw],
+        "metadata_generation_length_sentence": [length],
+        "metadata_html": [html],
+    }
     both = [
         full,
-        {name: [compact_item(name.removeprefix("metadata_"), value[0], text)] if name != "text" else text for name, value in full.items()},
+        {
+            name: [compact_item(name.removeprefix("metadata_"), value[0], text)] if name != "text" else text
+            for name, value in full.items()
+        },
     ]
     assert read_row(both[0], "here") == read_row(both[1], "here")

@@ -1,4 +1,5 @@
-"""Pieces of documents: the worked examples of the specification under a tokenizer of bytes, and what holds of both linearisations."""
+"""Pieces of documents: the worked examples of the specification under a tokenizer of bytes, and what holds of both
+linearisations."""
 
 from typing import Any
 
@@ -28,10 +29,14 @@ def byte_tokenizer(*special: str, merges: tuple[tuple[str, str], ...] = ()) -> P
 
 def tokenizer_of_letters() -> PreTrainedTokenizerFast:
     """Which leaves out what it does not know."""
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(vocab={"a": 0, " ": 1}, merges=[])), eos_token="<eos>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.BPE(vocab={"a": 0, " ": 1}, merges=[])), eos_token="<eos>"
+    )
 
 
-def maker(room: int, merges: tuple[tuple[str, str], ...] = (), end_token: bool = False, **writing: Any) -> tuple[ExampleMaker, Any]:
+def maker(
+    room: int, merges: tuple[tuple[str, str], ...] = (), end_token: bool = False, **writing: Any
+) -> tuple[ExampleMaker, Any]:
     config = load(Writing, writing, "data.writing")
     tokenizer = byte_tokenizer(*config.new_tokens(), merges=merges)
     return ExampleMaker(config, SafeTokenizer(tokenizer), room, writing.get("regular", False), end_token), tokenizer
@@ -64,7 +69,11 @@ def test_a_prefix_and_a_text_in_one_row():
 def test_no_metadata_no_space():
     make, tokenizer = maker(8, keys=["url"], linearisation="compatible", separators={"prefix_end": "|"})
     (piece,) = make.pieces(document("hello"))
-    assert (tokenizer.decode(piece.ids), metadata_mask(piece), piece.learned) == ("hello", "00000", [False, True, True, True, True])
+    assert (tokenizer.decode(piece.ids), metadata_mask(piece), piece.learned) == (
+        "hello",
+        "00000",
+        [False, True, True, True, True],
+    )
 
 
 def test_local_metadata_and_announced_keys():
@@ -92,14 +101,23 @@ def test_truncated_prefix_ends_with_its_separator(linearisation: str):
         (piece, *_) = make.pieces(document("text" * 3, global_item("url", "u" * 99)))
         assert tokenizer.decode(piece.ids).startswith("url: uuu")
         assert "u ||| text" in tokenizer.decode(piece.ids)
-        assert piece.of_text.index(True) == 20 + (linearisation == "nested"), "half of the row; the space is of the text in one"
+        assert piece.of_text.index(True) == 20 + (linearisation == "nested"), (
+            "half of the row; the space is of the text in one"
+        )
 
 
 def test_special_tokens_are_one_token_and_text_never_is():
-    make, tokenizer = maker(64, keys=["html"], special_tokens=True, run_starts={"html": "<HTML>"}, run_ends={"html": "</HTML>"})
+    make, tokenizer = maker(
+        64, keys=["html"], special_tokens=True, run_starts={"html": "<HTML>"}, run_ends={"html": "</HTML>"}
+    )
     for linearisation in ("nested", "compatible"):
         make, tokenizer = maker(
-            64, keys=["html"], linearisation=linearisation, special_tokens=True, run_starts={"html": "<HTML>"}, run_ends={"html": "</HTML>"}
+            64,
+            keys=["html"],
+            linearisation=linearisation,
+            special_tokens=True,
+            run_starts={"html": "<HTML>"},
+            run_ends={"html": "</HTML>"},
         )
         start = tokenizer.convert_tokens_to_ids("<HTML>")
         (piece,) = make.pieces(document("a <HTML> b", item("html", "p", 0, 10, (0, 0))))
@@ -139,7 +157,12 @@ def test_nested_text_has_the_tokens_of_the_plain_text():
     encoder = SafeTokenizer(byte_tokenizer(merges=MERGES))
     for seed in range(300):
         example = random_document(seed)
-        ids = [token for piece in make.pieces(example) for token, text in zip(piece.ids, piece.of_text, strict=True) if text]
+        ids = [
+            token
+            for piece in make.pieces(example)
+            for token, text in zip(piece.ids, piece.of_text, strict=True)
+            if text
+        ]
         assert ids == encoder.encode(example.text) or len(encoder.encode(example.text)) < 2
 
 
@@ -173,7 +196,11 @@ def test_no_room_or_no_separator():
         maker(8)
     with pytest.raises(ConfigError, match=r"prefix_end: .*'é'"):
         ExampleMaker(load(Writing, {"separators": {"prefix_end": "é"}}, "w"), SafeTokenizer(tokenizer_of_letters()), 64)
-    specials = load(Writing, {"keys": ["html"], "special_tokens": True, "run_starts": {"html": "<X>"}, "run_ends": {"html": "<Y>"}}, "w")
+    specials = load(
+        Writing,
+        {"keys": ["html"], "special_tokens": True, "run_starts": {"html": "<X>"}, "run_ends": {"html": "<Y>"}},
+        "w",
+    )
     with pytest.raises(ConfigError, match=r"special_tokens: .*'<X>'"):
         ExampleMaker(specials, SafeTokenizer(byte_tokenizer("<Y>")), 64)
     with pytest.raises(ConfigError, match=r"unknown key 'urll'. Did you mean 'url'\?"):
@@ -186,7 +213,9 @@ def test_lists_of_a_block_have_equal_length(room: int):
     make, tokenizer = maker(room, end_token=False, prefix_share=0.5, separators={"prefix_end": "|"})
     text = "abcdefgh"
     pieces = make.pieces(document(text))
-    assert [tokenizer.decode(piece.ids) for piece in pieces] == [text[i : i + room] for i in range(0, len(text), room) if len(text[i:]) > 1]
+    assert [tokenizer.decode(piece.ids) for piece in pieces] == [
+        text[i : i + room] for i in range(0, len(text), room) if len(text[i:]) > 1
+    ]
     assert all(len(piece.ids) == len(piece.learned) == len(piece.spans) for piece in pieces)
 
 

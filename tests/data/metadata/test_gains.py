@@ -17,7 +17,9 @@ from tests.data.metadata.test_linearise import item, random_document
 @pytest.mark.parametrize("room", [12, 30, 4000])
 @pytest.mark.parametrize("metadata_loss", [False, True])
 def test_both_sides_are_scored_at_the_same_tokens(linearisation: Any, room: int, metadata_loss: bool):
-    make = ExampleMaker(Writing(linearisation=linearisation), SafeTokenizer(byte_tokenizer(merges=MERGES)), room, metadata_loss)
+    make = ExampleMaker(
+        Writing(linearisation=linearisation), SafeTokenizer(byte_tokenizer(merges=MERGES)), room, metadata_loss
+    )
     some = 0
     for seed in range(150):
         written, plain = gains._score_same(gains._both(make, random_document(seed)))
@@ -40,19 +42,26 @@ def test_missing_blocks_on_one_side_do_not_shift_gains():
     """With one token of the text in the first block, that block is left out without metadata."""
     make = ExampleMaker(Writing(keys=["title", "html"]), SafeTokenizer(byte_tokenizer()), 30, end_token=False)
     document = read_row(
-        {"text": "abcdefghijklmnopqrstuvwxyz", "metadata": [global_item("title", "t"), item("html", "x" * 14, 1, 26, (0, 0))]}, "here"
+        {
+            "text": "abcdefghijklmnopqrstuvwxyz",
+            "metadata": [global_item("title", "t"), item("html", "x" * 14, 1, 26, (0, 0))],
+        },
+        "here",
     )
     both = gains._both(make, document)
     assert len(both.written) != len(both.plain)
     written, plain = gains._score_same(both)
     scored = [
-        [span for side in sides for span, mask in zip(side.piece.spans, side.mask, strict=True) if mask] for sides in (written, plain)
+        [span for side in sides for span, mask in zip(side.piece.spans, side.mask, strict=True) if mask]
+        for sides in (written, plain)
     ]
     assert scored[0] == scored[1] != []
 
 
 def test_moved_spans_keep_the_marks_around_their_runs():
-    document = read_row({"text": "x" * 40, "metadata": [item("html", name, 2, 5, (n, 2 - n)) for n, name in enumerate("abc")]}, "here")
+    document = read_row(
+        {"text": "x" * 40, "metadata": [item("html", name, 2, 5, (n, 2 - n)) for n, name in enumerate("abc")]}, "here"
+    )
     moved = list(gains._move(document.items, 40, random.Random(0)))
     assert [later.end - later.start for later in moved] == [3, 3, 3]  # type: ignore[operator]
     assert all(later.start_place is not None for later in moved)
@@ -60,7 +69,10 @@ def test_moved_spans_keep_the_marks_around_their_runs():
     read_row(
         {
             "text": document.text,
-            "metadata": [item("html", later.value, *later.span, (later.start_place or 0, later.end_place or 0)) for later in moved],
+            "metadata": [
+                item("html", later.value, *later.span, (later.start_place or 0, later.end_place or 0))
+                for later in moved
+            ],
         },
         "here",
     )

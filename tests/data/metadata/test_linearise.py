@@ -14,8 +14,16 @@ from src.data.metadata.processors import HtmlFilter, TagRule, local_markers
 APPLE = "An apple is an edible fruit produced by an apple tree (Malus domestica)."
 
 
-def item(key: str, value: str, start: int, end: int, places: tuple[int, int] | None = None, **attributes: str) -> dict[str, Any]:
-    annotated: dict[str, Any] = {"key": key, "type": "local", "value": value, "char_start_idx": start, "char_end_idx": end}
+def item(
+    key: str, value: str, start: int, end: int, places: tuple[int, int] | None = None, **attributes: str
+) -> dict[str, Any]:
+    annotated: dict[str, Any] = {
+        "key": key,
+        "type": "local",
+        "value": value,
+        "char_start_idx": start,
+        "char_end_idx": end,
+    }
     if places:
         annotated |= {"relative_start_pos": places[0], "relative_end_pos": places[1]}
     return annotated | {"html_attrs": {"attrs": list(attributes), "values": list(attributes.values())}}
@@ -70,7 +78,8 @@ FRUIT = (
 @pytest.mark.parametrize("linearisation", ["compatible", "nested"])
 def test_real_processors(linearisation: str):
     expected = (
-        "An <b>apple [[Malus domestica]]</b> is an edible fruit produced by an <b class:level1 id:4 href:https://test.org>"
+        "An <b>apple [[Malus domestica]]</b> is an edible fruit produced by an <b class:level1 id:4 "
+        "href:https://test.org>"
         "<i class:level2>apple</i> tree</b> (Malus domestica)."
     )
     for keys in ("html entity", "entity html") if linearisation == "compatible" else ("html entity",):
@@ -80,7 +89,8 @@ def test_real_processors(linearisation: str):
 @pytest.mark.parametrize("linearisation", ["compatible", "nested"])
 def test_generic_processors(linearisation: str):
     expected = (
-        "An [html: b][entity: Malus domestica]apple[/entity: Malus domestica][/html: b] is an edible fruit produced by an "
+        "An [html: b][entity: Malus domestica]apple[/entity: Malus domestica][/html: b] is an edible fruit produced "
+        "by an "
         "[html: b][html: i]apple[/html: i] tree[/html: b] (Malus domestica)."
     )
     assert marked(document(APPLE, *FRUIT), "html entity", generic, linearisation).text == expected
@@ -113,8 +123,12 @@ def test_runs_of_markers_are_wrapped():
 
 def test_inner_spans_end_first():
     annotated = document("aabbcc", item("entity", "E", 0, 4), item("html", "b", 2, 4, (0, 0)))
-    assert marked(annotated, "html entity", generic, "nested").text == "[entity: E]aa[html: b]bb[/html: b][/entity: E]cc"
-    assert marked(annotated, "html entity", generic).text == "[entity: E]aa[html: b]bb[/entity: E][/html: b]cc", "the original's"
+    assert (
+        marked(annotated, "html entity", generic, "nested").text == "[entity: E]aa[html: b]bb[/html: b][/entity: E]cc"
+    )
+    assert marked(annotated, "html entity", generic).text == "[entity: E]aa[html: b]bb[/entity: E][/html: b]cc", (
+        "the original's"
+    )
 
 
 def test_text_that_looks_like_a_marker_is_escaped():
@@ -123,7 +137,9 @@ def test_text_that_looks_like_a_marker_is_escaped():
     marked_text = marked(annotated, "html entity", real, "nested")
     assert marked_text.text == r"<p>if [[E]] a \<b and \[[1, 2]] or c\\d</p>"
     assert "".join(c for c, m in zip(*marked_text, strict=True) if not m) == text
-    assert marked(document(text), "html entity", real, "nested").text == text, "nothing is marked, so nothing can be mistaken"
+    assert marked(document(text), "html entity", real, "nested").text == text, (
+        "nothing is marked, so nothing can be mistaken"
+    )
 
 
 @pytest.mark.parametrize("opening", ["<CHAIN>", "{{"])
@@ -139,15 +155,22 @@ def test_filters():
     assert [keeps("p", 0), keeps("td", 0), keeps("p", 1), keeps("body", 30)] == [False, True, True, False]
     text = "abc"
     annotated = document(text, item("html", "a", 0, 3, (0, 0), **{"class": "x y", "id": "4", "href": "http://q"}))
-    for names, expected in ((None, "<a class:x y id:4 href:http://q>"), (["class", "id"], "<a class:x y id:4>"), ([], "<a>")):
+    for names, expected in (
+        (None, "<a class:x y id:4 href:http://q>"),
+        (["class", "id"], "<a class:x y id:4>"),
+        ([], "<a>"),
+    ):
         process = partial(local_markers, html=HtmlFilter(attributes=names), entity_position="end")
         assert marked(annotated, "html", process).text == f"{expected}abc</a>"
 
 
 def random_document(seed: int) -> Annotated:
-    """With tags that nest, as in a page, and other spans anywhere; in a text that is full of what looks like markers."""
+    """With tags that nest, as in a page, and other spans anywhere; in a text that is full of what looks like
+    markers."""
     draw = random.Random(seed)
-    text = "".join(draw.choices(["<b>", "</", "[[", "]]", "|", "\\", "a", " ", "é", "[/paragraph: "], k=draw.randrange(1, 12)))
+    text = "".join(
+        draw.choices(["<b>", "</", "[[", "]]", "|", "\\", "a", " ", "é", "[/paragraph: "], k=draw.randrange(1, 12))
+    )
     items, counters = list[dict[str, Any]](), dict[int, int]()
 
     def place(index: int) -> int:
@@ -208,13 +231,23 @@ def test_chains_at_the_end_of_a_paragraph_are_in_order(linearisation: str):
     at_end = partial(local_markers, html=HtmlFilter(), entity_position="end")
     annotated = document("hello", *CHAIN)
     around = {"entity_paragraph": ("<CHAIN>", " </CHAIN> ")}
-    assert marked(annotated, "entity_paragraph", at_end, linearisation, **around).text == "hello<CHAIN> |A| |B| |C| </CHAIN> "
-    assert marked(annotated, "entity_paragraph", real, linearisation, **around).text == "<CHAIN> |A| |B| |C| </CHAIN> hello"
+    assert (
+        marked(annotated, "entity_paragraph", at_end, linearisation, **around).text
+        == "hello<CHAIN> |A| |B| |C| </CHAIN> "
+    )
+    assert (
+        marked(annotated, "entity_paragraph", real, linearisation, **around).text
+        == "<CHAIN> |A| |B| |C| </CHAIN> hello"
+    )
 
 
 def test_nested_spans_of_one_key_follow_their_relative_positions():
     """Both ends of overlapping spans, with another key around them."""
-    spans = [item("entity_paragraph", "A", 0, 4, (0, 0)), item("entity_paragraph", "B", 2, 4, (0, 1)), item("html", "b", 1, 4, (0, 0))]
+    spans = [
+        item("entity_paragraph", "A", 0, 4, (0, 0)),
+        item("entity_paragraph", "B", 2, 4, (0, 1)),
+        item("html", "b", 1, 4, (0, 0)),
+    ]
     at_end = partial(local_markers, html=HtmlFilter(), entity_position="end")
     assert marked(document("abcdef", *spans), "html entity_paragraph", at_end, "nested").text == "a<b>bcd |A|</b> |B|ef"
 
@@ -229,7 +262,8 @@ def test_empty_sides_are_not_wrapped(linearisation: str):
 
 
 def read_tag(marker: str) -> tuple[str, list[tuple[str, str]]]:
-    """Read a start tag back. An attribute starts at a blank before `name:`; a backslash makes the next character part of the text."""
+    """Read a start tag back. An attribute starts at a blank before `name:`; a backslash makes the next character part
+    of the text."""
     body = re.fullmatch(r"<((?:\\.|[^\\>])*)>", marker, re.DOTALL)
     assert body, marker
     tag, *rest = re.split(r"(?<!\\) (?=(?:\\[^ ]|[^\\ :])+:)", re.sub(r"\\\\", END + "b", body[1]))
@@ -267,7 +301,9 @@ def test_attribute_values_can_be_read_back():
         names = draw.sample(["class", "id", "xlink:href", "data-x", "@click", "a>b"], draw.randrange(4))
         attributes = tuple((name, "".join(draw.choices(VALUES, k=draw.randrange(3)))) for name in names)
         tag = draw.choice(["a", "svg:p", "a>b", "/x", "two words"])
-        start, end = local_markers(Item("html", tag, 0, 3, attributes=attributes), HtmlFilter(), "end", escape=True) or ("", "")
+        start, end = local_markers(
+            Item("html", tag, 0, 3, attributes=attributes), HtmlFilter(), "end", escape=True
+        ) or ("", "")
         assert read_tag(start) == (tag, list(attributes)), start
         assert end.endswith(">")
 
@@ -288,6 +324,8 @@ def test_many_empty_tags_at_one_character_with_another_key():
     """The empty tags of a page that starts with an entity, in time that is not quadratic."""
     count = 20_000
     tags = [item("html", "b", 0, 0, (2 * number, 2 * number + 1)) for number in range(count)]
-    annotated = document("hello", *tags, item("html", "p", 0, 5, (2 * count, 0)), item("entity", "E", 0, 5), item("paragraph", "x", 0, 0))
+    annotated = document(
+        "hello", *tags, item("html", "p", 0, 5, (2 * count, 0)), item("entity", "E", 0, 5), item("paragraph", "x", 0, 0)
+    )
     text = marked(annotated, "html entity paragraph", real, "nested").text
     assert text == "[paragraph: x][/paragraph: x]" + "<b></b>" * count + "<p>hello [[E]]</p>"

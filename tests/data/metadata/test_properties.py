@@ -1,4 +1,5 @@
-"""Properties of random texts with metadata: the text is complete and in order, and every row has a token in the loss."""
+"""Properties of random texts with metadata: the text is complete and in order, and every row has a token in the
+loss."""
 
 import re
 from functools import cache
@@ -19,7 +20,9 @@ from tests.data.metadata.test_examples import byte_tokenizer
 
 KEYS = ["url", "title", "html", "entity", "entity_paragraph", "paragraph"]
 MERGES = (("Ġ", "|"), ("|", "|"), ("a", "b"), ("Ġ", "a"), ("b", "c"), ("<", "b"), ("[", "["))
-WORDS = st.sampled_from(["a", "ab", " abc", "<b>", "</", "[[x]]", " |a|", "\\", "é", "😀", "\n", " ||| ", "[paragraph: ", "&lt;", "b c"])
+WORDS = st.sampled_from(
+    ["a", "ab", " abc", "<b>", "</", "[[x]]", " |a|", "\\", "é", "😀", "\n", " ||| ", "[paragraph: ", "&lt;", "b c"]
+)
 TEXTS = st.lists(WORDS, max_size=12).map("".join)
 many = settings(max_examples=150, deadline=None, derandomize=True)
 
@@ -28,9 +31,13 @@ many = settings(max_examples=150, deadline=None, derandomize=True)
 def documents(draw: st.DrawFn) -> Annotated:
     """A text, with spans that may cross, nest, be empty or end with the text, of keys with and without places."""
     text = draw(TEXTS)
-    items: list[dict[str, Any]] = [{"key": key, "type": "global", "value": draw(TEXTS)} for key in draw(st.sets(st.sampled_from(KEYS[:2])))]
+    items: list[dict[str, Any]] = [
+        {"key": key, "type": "global", "value": draw(TEXTS)} for key in draw(st.sets(st.sampled_from(KEYS[:2])))
+    ]
     for key in draw(st.sets(st.sampled_from(KEYS[2:]))):
-        spans = [sorted(pair) for pair in draw(st.lists(st.tuples(*[st.integers(0, len(text))] * 2), min_size=1, max_size=5))]
+        spans = [
+            sorted(pair) for pair in draw(st.lists(st.tuples(*[st.integers(0, len(text))] * 2), min_size=1, max_size=5))
+        ]
         counts, placed = dict[int, int](), draw(st.booleans())
         for start, end in spans:
             item = {"key": key, "type": "local", "value": draw(WORDS), "char_start_idx": start, "char_end_idx": end}
@@ -62,7 +69,12 @@ def test_escaped_text_is_not_a_marker(document: Annotated):
     """Where a nested text is read from the left, each marker that no escape precedes is one of ours."""
     marked_text = insert(document.text, markers(document, KEYS, process, {}, "nested"))
     keys = {item.key for item in document.items if item.start is not None}
-    looks = {"html": r"</?[A-Za-z]", "entity": r"\[\[", "entity_paragraph": r"\|(?=\S)", "paragraph": r"\[/?paragraph: "}
+    looks = {
+        "html": r"</?[A-Za-z]",
+        "entity": r"\[\[",
+        "entity_paragraph": r"\|(?=\S)",
+        "paragraph": r"\[/?paragraph: ",
+    }
     for match in re.finditer("|".join(looks[key] for key in sorted(keys)) or r"(?!)", marked_text.text):
         before = marked_text.text[: match.start()]
         escapes = len(before) - len(before.rstrip(ESCAPE))
@@ -77,7 +89,9 @@ def maker(linearisation: str, room: int, metadata_loss: bool) -> ExampleMaker:
 
 @many
 @given(documents(), st.sampled_from(["nested", "compatible"]), st.sampled_from([16, 40, 200]), st.booleans())
-def test_pieces_hold_all_tokens_of_the_text_and_fit(document: Annotated, linearisation: str, room: int, metadata_loss: bool):
+def test_pieces_hold_all_tokens_of_the_text_and_fit(
+    document: Annotated, linearisation: str, room: int, metadata_loss: bool
+):
     make = maker(linearisation, room, metadata_loss)
     written, plain = make.pieces(document), make.pieces(document, written=False)
     for piece in [*written, *plain]:
@@ -93,7 +107,9 @@ def test_pieces_hold_all_tokens_of_the_text_and_fit(document: Annotated, lineari
             assert text_ids[:-1] == plain[0].ids[:-1] == ids, "the text's tokens, and the end"
 
 
-TAGS = st.sampled_from(["p", "div", "b", "i", "td", "table", "pre", "br", "li", "ul", "a", "section", "script", "h1", "footer"])
+TAGS = st.sampled_from(
+    ["p", "div", "b", "i", "td", "table", "pre", "br", "li", "ul", "a", "section", "script", "h1", "footer"]
+)
 
 
 @st.composite
@@ -111,7 +127,9 @@ def pages(draw: st.DrawFn, depth: int = 0) -> str:
 @given(pages(), st.sampled_from([None, 8, 64]))
 def test_tags_of_any_page_nest_and_can_be_removed(page: str, limit: int | None):
     rules = [
-        rule.model_copy(update={"max_chars": rule.max_chars and limit}) for rule in html.read_rules() if limit or rule.max_chars is None
+        rule.model_copy(update={"max_chars": rule.max_chars and limit})
+        for rule in html.read_rules()
+        if limit or rule.max_chars is None
     ]
     marked_text = html.extract(f"<html><head><title>t</title></head><body>{page}</body></html>", rules)
     document = read_row({"text": marked_text.text, "metadata_html": marked_text.tags}, "here")
@@ -120,7 +138,9 @@ def test_tags_of_any_page_nest_and_can_be_removed(page: str, limit: int | None):
         assert "".join(character for character, mark in zip(*marked, strict=True) if not mark) == marked_text.text
         if document.text:
             opened = list[str]()
-            ours = "".join(character if mark else " " for character, mark in zip(*marked, strict=True)).replace(ESCAPE, " ")
+            ours = "".join(character if mark else " " for character, mark in zip(*marked, strict=True)).replace(
+                ESCAPE, " "
+            )
             for closes, name in re.findall(r"<(/?)(\w+)[^<>]*>", ours):
                 if not closes:
                     opened.append(name)

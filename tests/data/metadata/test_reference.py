@@ -1,4 +1,5 @@
-"""First rows of real documents against the algorithm of BigScience's metadata project, written here from its description."""
+"""First rows of real documents against the algorithm of BigScience's metadata project, written here from its
+description."""
 
 from collections import defaultdict
 from functools import cache
@@ -17,10 +18,14 @@ from src.data.text.tokenizers import SafeTokenizer
 from src.exp_groups.metadata import GPT2_XL_V2
 
 MODULES = (
-    "abc aifc argparse ast base64 bdb bisect bz2 calendar cmd code codecs collections colorsys concurrent configparser contextlib copy "
-    "csv dataclasses datetime decimal difflib dis email enum fileinput fnmatch fractions functools gc glob graphlib gzip hashlib heapq "
-    "hmac html inspect io ipaddress itertools json keyword linecache locale logging lzma mailbox math numbers operator optparse os "
-    "pathlib pickle pprint queue random re reprlib sched secrets shelve shlex shutil statistics string struct textwrap threading timeit "
+    "abc aifc argparse ast base64 bdb bisect bz2 calendar cmd code codecs collections colorsys concurrent "
+    "configparser contextlib copy "
+    "csv dataclasses datetime decimal difflib dis email enum fileinput fnmatch fractions functools gc glob graphlib "
+    "gzip hashlib heapq "
+    "hmac html inspect io ipaddress itertools json keyword linecache locale logging lzma mailbox math numbers "
+    "operator optparse os "
+    "pathlib pickle pprint queue random re reprlib sched secrets shelve shlex shutil statistics string struct "
+    "textwrap threading timeit "
     "token traceback types typing urllib uuid warnings wave weakref zipfile zlib "
 )
 DOCUMENTS = 60
@@ -45,7 +50,9 @@ WRITING: dict[str, Any] = GPT2_XL_V2["data"]["writing"]
 def pages() -> dict[str, str]:
     """HTML that pydoc renders for modules of the standard library."""
     rendered = stdlib_pages.render(MODULES.split())
-    by_size = sorted((page for page in rendered.items() if len(html.extract(page[1]).text) > 500), key=lambda page: len(page[1]))
+    by_size = sorted(
+        (page for page in rendered.items() if len(html.extract(page[1]).text) > 500), key=lambda page: len(page[1])
+    )
     assert len(by_size) >= DOCUMENTS
     return dict(by_size[:DOCUMENTS])
 
@@ -59,7 +66,13 @@ def paragraph_entities(items: list[dict[str, Any]], paragraphs: list[dict[str, A
             if span[0] >= paragraph["char_start_idx"] and span[1] <= paragraph["char_end_idx"]:
                 span = paragraph["char_start_idx"], paragraph["char_end_idx"]
                 break
-        item = {"key": "entity_paragraph", "type": "local", "char_start_idx": span[0], "char_end_idx": span[1], "value": entity["value"]}
+        item = {
+            "key": "entity_paragraph",
+            "type": "local",
+            "char_start_idx": span[0],
+            "char_end_idx": span[1],
+            "value": entity["value"],
+        }
         if item not in moved:
             moved.append(item)
     number = 0
@@ -126,7 +139,12 @@ def collate(items: list[dict[str, Any]], key: str, entity_setting: str) -> list[
                 by_place[item[f"relative_{side}_pos"]] = text_
     starts, ends = WRITING["run_starts"], WRITING["run_ends"]
     return [
-        (1, index, index, (starts.get(key, "") + "".join(by_place[place] for place in sorted(by_place)) + ends.get(key, ""), ""))
+        (
+            1,
+            index,
+            index,
+            (starts.get(key, "") + "".join(by_place[place] for place in sorted(by_place)) + ends.get(key, ""), ""),
+        )
         for index, by_place in at.items()
     ]
 
@@ -157,7 +175,9 @@ def marked_text(row: dict[str, Any], keys: list[str], entity_setting: str) -> tu
     return "".join(out), mask
 
 
-def first_row(row: dict[str, Any], keys: list[str], entity_setting: str, encode: Any) -> tuple[list[int], list[int], list[int]]:
+def first_row(
+    row: dict[str, Any], keys: list[str], entity_setting: str, encode: Any
+) -> tuple[list[int], list[int], list[int]]:
     """Return ids, attention mask and metadata mask of the reference's first row."""
     local = {key for key in ("html", "entity", "entity_paragraph") if row.get(f"metadata_{key}")}
     title, length, source, date = (
@@ -174,7 +194,9 @@ def first_row(row: dict[str, Any], keys: list[str], entity_setting: str, encode:
         "length": f"Text Length: {length[0]['value']}",
     }
     prefix = " | ".join(
-        phrases[key] for key in keys if key in phrases and (key in local or key not in ("html", "entity", "entity_paragraph"))
+        phrases[key]
+        for key in keys
+        if key in phrases and (key in local or key not in ("html", "entity", "entity_paragraph"))
     )
     prefix_ids = encode(f"{prefix} |||")["input_ids"]
     marked, characters = marked_text(row, [key for key in keys if key in local], entity_setting)
@@ -196,11 +218,22 @@ def test_first_rows_equal_the_reference(keys: list[str], position: str, setting:
     writing = load(Writing, {**WRITING, "keys": keys, "entity_position": position}, "writing")
     encode = tokenizer(tuple(writing.new_tokens()))
     maker = ExampleMaker(writing, SafeTokenizer(encode), ROOM, metadata_loss=True, end_token=False)
-    names = ("html", "entity", "entity_paragraph", "timestamp", "title", "url", "generation_datasource", "generation_length_text")
+    names = (
+        "html",
+        "entity",
+        "entity_paragraph",
+        "timestamp",
+        "title",
+        "url",
+        "generation_datasource",
+        "generation_length_text",
+    )
     columns = [name for name in names if name != "entity" or "entity" in keys]
     restarts = chains = 0
     for row in rows():
-        document = read_row({"text": row["text"], **{f"metadata_{name}": row[f"metadata_{name}"] for name in columns}}, "row")
+        document = read_row(
+            {"text": row["text"], **{f"metadata_{name}": row[f"metadata_{name}"] for name in columns}}, "row"
+        )
         piece = maker.pieces(document)[0]
         ids, attention, mask = first_row(row, keys, setting, encode)
         assert piece.ids == ids

@@ -24,7 +24,9 @@ from tests.data.metadata.test_linearise import item
 SEED = {"name": "metadata", "corpus": "rows", "end_token": False, "writing": {"linearisation": "compatible"}}
 
 
-def rows_of(tmp_path: Path, text: str, items: list[dict[str, Any]], tokens: int, **changes: Any) -> list[tuple[str, str, str, str]]:
+def rows_of(
+    tmp_path: Path, text: str, items: list[dict[str, Any]], tokens: int, **changes: Any
+) -> list[tuple[str, str, str, str]]:
     """Return text (with "#" for padding), attention mask, metadata mask and loss mask of each row of a document."""
     with new_directory(tmp_path / "rows") as folder:
         for split in ("train", "val"):
@@ -70,7 +72,9 @@ def loss_mask(attention: str, metadata: str) -> str:
 def test_rows_of_the_specification(document: Any, tokens: int, changes: Any, row: str, metadata: str, tmp_path: Path):
     """M17, M20, M21 (with announced keys) and M2: tokens, attention and metadata mask, byte for byte."""
     attention = "1" * len(row.rstrip("#")) + "0" * row.count("#")
-    assert rows_of(tmp_path, *document, tokens, **changes) == [(row, attention, metadata, loss_mask(attention, metadata))]
+    assert rows_of(tmp_path, *document, tokens, **changes) == [
+        (row, attention, metadata, loss_mask(attention, metadata))
+    ]
 
 
 def test_markers_as_regular_text_are_in_the_loss(tmp_path: Path):
@@ -119,7 +123,8 @@ def test_html_rate_is_the_share_of_documents_with_html_b1(tmp_path: Path):
 
 
 def real_documents(folder: Path) -> Iterator[Annotated]:
-    """Yield documents of C4 with addresses and dates, of mmc4, and of BigScience's toy training file (its validation file is malformed)."""
+    """Yield documents of C4 with addresses and dates, of mmc4, and of BigScience's toy training file (its validation
+    file is malformed)."""
     for path in sorted((folder / "lm" / "c4_url_date").glob("*.gz")):
         for row in map(json.loads, gzip.decompress(path.read_bytes()).decode().splitlines()):
             date = {"key": "timestamp", "type": "global", "value": row["date"]}

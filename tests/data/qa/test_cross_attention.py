@@ -31,7 +31,11 @@ def build(places, write_corpus, tokenizer):
 
     def make(rows, split="train", seed=0, tokenizer=tokenizer, **values):
         write_corpus("c", rows)
-        config = load(qa.Config, {"corpus": "c", "context_tokens": 64, "sequence_tokens": 64, "loss_on": "answer", **values}, "data")
+        config = load(
+            qa.Config,
+            {"corpus": "c", "context_tokens": 64, "sequence_tokens": 64, "loss_on": "answer", **values},
+            "data",
+        )
         config.check(places)
         return config.build(places, tokenizer, split, seed)
 
@@ -49,7 +53,10 @@ def test_exact_sample_and_batch(build):
     }
     assert data.sample(0, 1)["context_chunks"] == [context]  # an empty context is the template alone
     batch = data.collate([data.sample(0, 0), data.sample(0, 1)])
-    assert batch["input_ids"].tolist() == [[*prompt, *ids("an"), EOS], [USER, *ids("\nq2?\n"), ASSISTANT, *ids("\nb"), EOS]]
+    assert batch["input_ids"].tolist() == [
+        [*prompt, *ids("an"), EOS],
+        [USER, *ids("\nq2?\n"), ASSISTANT, *ids("\nb"), EOS],
+    ]
     assert batch["context_ids"].tolist() == [[[*context, *ids("ctx")]], [[*context, PAD, PAD, PAD]]]
     assert batch["context_mask"].sum().item() == 2 * len(context) + 3
     assert batch["loss_mask"].sum(1).tolist() == [3, 2]
@@ -87,7 +94,10 @@ def test_templates_in_a_vocabulary_without_their_tokens(build, make_tokenizer):
     data = build([row()], tokenizer=plain, template="instruct", questions_on_contexts=True)
     sample = data.sample(0, 0)
     assert plain.decode(sample["input_ids"]) == "[INST] q? [/INST] an<|endoftext|>"
-    assert plain.decode([i for i, m in zip(sample["input_ids"], sample["loss_mask"], strict=True) if m]) == " an<|endoftext|>"
+    assert (
+        plain.decode([i for i, m in zip(sample["input_ids"], sample["loss_mask"], strict=True) if m])
+        == " an<|endoftext|>"
+    )
     assert plain.decode(sample["context_chunks"][0]) == "[INST] q?<|C|> [/INST] ctx"
 
 
@@ -117,7 +127,9 @@ def test_too_few_tokens_for_the_template_are_refused(build):
         build([row()], context_tokens=6)
 
 
-@pytest.mark.parametrize("change", [{"context_tokens": 0}, {"sequence_tokens": -1}, {"loss_on": "question"}, {"val_samples": 0}])
+@pytest.mark.parametrize(
+    "change", [{"context_tokens": 0}, {"sequence_tokens": -1}, {"loss_on": "question"}, {"val_samples": 0}]
+)
 def test_config_refuses(change):
     raw = {"corpus": "c", "context_tokens": 64, "sequence_tokens": 64, "loss_on": "answer", **change}
     with pytest.raises(ConfigError, match=rf"^data\.{next(iter(change))}: "):
@@ -135,7 +147,8 @@ def test_several_contexts_are_joined_or_kept_as_chunks(build, tokenizer):
 
 def test_contexts_are_seen_a_second_time_as_language(build, tokenizer):
     rows = [
-        row(f"q{i}", context="c", contexts_list=[f"useless {i}", f"useful context number {i}"], useful_contexts=[0, 1]) for i in range(60)
+        row(f"q{i}", context="c", contexts_list=[f"useless {i}", f"useful context number {i}"], useful_contexts=[0, 1])
+        for i in range(60)
     ]
     data = build(rows, include_contexts=True)
     assert len(data) == 120
@@ -189,7 +202,9 @@ def test_shuffled_contexts_are_always_of_another_text(build):
 
 
 def test_shuffled_contexts_keep_their_own_question(build, tokenizer):
-    shuffled = build([row("qa", context="A"), row("qb", context="B")], questions_on_contexts=True).with_shuffled_contexts()
+    shuffled = build(
+        [row("qa", context="A"), row("qb", context="B")], questions_on_contexts=True
+    ).with_shuffled_contexts()
     assert tokenizer.decode(shuffled.sample(0, 0)["context_chunks"][0]) == "<|user|>\nqa<|C|>\n<|assistant|>\nB"
 
 
@@ -200,9 +215,16 @@ def test_shuffling_is_the_same_in_every_process_and_differs_by_seed(build, place
     assert mine[0] == mine[1]
     assert build(rows, seed=1).with_shuffled_contexts()._context_rows != mine[0]
     (places.data / "data.pickle").write_bytes(pickle.dumps(data))
-    code = f"import pickle; print(pickle.load(open({str(places.data / 'data.pickle')!r}, 'rb')).with_shuffled_contexts()._context_rows)"
+    code = (
+        f"import pickle; print(pickle.load(open({str(places.data / 'data.pickle')!r}, "
+        f"'rb')).with_shuffled_contexts()._context_rows)"
+    )
     out = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": "7"}, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONHASHSEED": "7"},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert out.stdout.strip() == str(mine[0])
 
@@ -250,17 +272,23 @@ def test_malformed_rows_are_named(build, change, message):
 
 
 def test_missing_corpus_is_found_without_building(places):
-    config = load(qa.Config, {"corpus": "stdlib_qa", "context_tokens": 64, "sequence_tokens": 64, "loss_on": "all"}, "data")
+    config = load(
+        qa.Config, {"corpus": "stdlib_qa", "context_tokens": 64, "sequence_tokens": 64, "loss_on": "all"}, "data"
+    )
     with pytest.raises(DataError, match=r"Make it with: python -m data_prep.stdlib_qa"):
         config.check(places)
 
 
 def test_importing_and_checking_load_no_torch():
     code = (
-        "import sys; from src.data.qa import cross_attention; from src.data.text import dataset; from src.metrics import squad; "
+        "import sys; from src.data.qa import cross_attention; from src.data.text import dataset; from src.metrics "
+        "import squad; "
         "print({'torch', 'transformers', 'tokenizers', 'numpy'} & set(sys.modules))"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "set()"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+        == "set()"
+    )
 
 
 def test_squad_as_it_is(build, shared_data):
@@ -281,7 +309,9 @@ def test_squad_as_it_is(build, shared_data):
         sample = data.sample(0, i)
         assert bytes(t - 8 for t in sample["context_chunks"][0][6:]).decode() == rows[i]["context"]
         assert (
-            bytes(t - 8 for t, m in zip(sample["input_ids"], sample["loss_mask"], strict=True) if m and t != EOS).decode()
+            bytes(
+                t - 8 for t, m in zip(sample["input_ids"], sample["loss_mask"], strict=True) if m and t != EOS
+            ).decode()
             == rows[i]["answer"]
         )
         assert rows[i]["answer"] in answers.references(data.row(i))
@@ -319,14 +349,21 @@ def test_compiling_batches_of_several_lengths_is_refused():
 class TestChat:
     """Template "chat": the tokenizer's own."""
 
-    TEMPLATE = "<|user|>{% for m in messages %}{{ m.content | trim }}{% endfor %} !{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    TEMPLATE = (
+        "<|user|>{% for m in messages %}{{ m.content | trim }}{% endfor %} !{% if add_generation_prompt "
+        "%}<|assistant|>{% endif %}"
+    )
 
     def test_prompts_and_contexts(self, build, tokenizer):
         tokenizer = copy.deepcopy(tokenizer)
         tokenizer.chat_template = self.TEMPLATE
-        data = build([row(question="q<|C|>", context="c", answer="a")], tokenizer=tokenizer, template="chat", loss_on="all")
+        data = build(
+            [row(question="q<|C|>", context="c", answer="a")], tokenizer=tokenizer, template="chat", loss_on="all"
+        )
         sample = data.sample(0, 0)
-        assert sample["input_ids"] == [USER, *ids("q<|C|> !"), ASSISTANT, *ids("a"), EOS], "what a user writes is no control token"
+        assert sample["input_ids"] == [USER, *ids("q<|C|> !"), ASSISTANT, *ids("a"), EOS], (
+            "what a user writes is no control token"
+        )
         assert sample["context_chunks"] == [[USER, C, *ids(" !"), ASSISTANT, *ids("c")]]
 
     @pytest.mark.parametrize("template", [None, "{{ strftime_now('%Y') }}{{ messages[0].content }}", "no message"])
@@ -334,6 +371,7 @@ class TestChat:
         tokenizer = copy.deepcopy(tokenizer)
         tokenizer.chat_template = template
         with pytest.raises(
-            ConfigError, match=r"data.template: 'chat' is the tokenizer's own, and this one has none .* Take assistant or instruct"
+            ConfigError,
+            match=r"data.template: 'chat' is the tokenizer's own, and this one has none .* Take assistant or instruct",
         ):
             build([row()], tokenizer=tokenizer, template="chat")

@@ -20,7 +20,13 @@ from src.files import write_json
 from src.registry import MODELS, bind
 
 D = 4
-RULES = {"context_tokens": 64, "template": "assistant", "questions_on_contexts": False, "chunked_contexts": False, "too_long": "truncate"}
+RULES = {
+    "context_tokens": 64,
+    "template": "assistant",
+    "questions_on_contexts": False,
+    "chunked_contexts": False,
+    "too_long": "truncate",
+}
 CHUNKS = [[1, 2, 3], [4], [2**40, 0], [1, 2]]
 
 
@@ -39,7 +45,13 @@ def write_store(folder, chunks, dtype="bfloat16", shards=2, **facts):
             writer.append(encoded_store.context_key(ids), states_of(ids))
         writer.close()
         listed[f"s{n}"] = {"entries": len(chunks[n::shards]), "tokens": sum(map(len, chunks[n::shards]))}
-    store = {"format": 1, "model": {"name": "hf", "path": "p", "fingerprint": "f"}, "hidden_size": D, "dtype": dtype, "shards": listed}
+    store = {
+        "format": 1,
+        "model": {"name": "hf", "path": "p", "fingerprint": "f"},
+        "hidden_size": D,
+        "dtype": dtype,
+        "shards": listed,
+    }
     write_json(folder / "store.json", {**store, "prepared": [{**RULES, "corpus": "c", "tokenizer": "t"}], **facts})
     return encoded_store.Store(folder, encoded_store.read_store(folder))
 
@@ -77,7 +89,10 @@ def test_keys_that_begin_alike_are_told_apart(tmp_path):
 
 def test_an_input_that_was_not_encoded_is_named(tmp_path):
     store = write_store(tmp_path / "e", CHUNKS)
-    message = r"e: has no states of an input of 2 tokens \(sha256 [0-9a-f]{12}\)\. It was made with .*context_tokens.*64.*preproc_nq again"
+    message = (
+        r"e: has no states of an input of 2 tokens \(sha256 [0-9a-f]{12}\)\. It was made with "
+        r".*context_tokens.*64.*preproc_nq again"
+    )
     with pytest.raises(DataError, match=message):
         store.pad([[[1, 2, 3], [3, 2]]])
 
@@ -89,14 +104,19 @@ def test_altered_states_are_never_given_out(tmp_path):
     (tmp_path / "e" / "s0.states").write_bytes(data)
     assert torch.equal(store.pad([[CHUNKS[0]]])[0][0], states_of(CHUNKS[0], torch.bfloat16))
     for _ in range(2):
-        with pytest.raises(DataError, match=r"s0\.states: damaged from token 3 on\. Run data_prep\.preproc_nq again with --verify"):
+        with pytest.raises(
+            DataError, match=r"s0\.states: damaged from token 3 on\. Run data_prep\.preproc_nq again with --verify"
+        ):
             store.pad([[CHUNKS[1]]])[0][0]
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda e: os.truncate(e / "s1.states", 5), r"s1\.states: 5 bytes, but \d+ bytes were written\. Run data_prep.preproc_nq again"),
+        (
+            lambda e: os.truncate(e / "s1.states", 5),
+            r"s1\.states: 5 bytes, but \d+ bytes were written\. Run data_prep.preproc_nq again",
+        ),
         (lambda e: (e / "s1.states").unlink(), r"s1\.states: missing, but \d+ bytes were written"),
         (lambda e: (e / "s0.index").unlink(), r"s0\.index: missing"),
         (lambda e: os.truncate(e / "s0.index", RECORD.itemsize + 3), r"s0\.index: damaged: 1 of 2 records are whole"),
@@ -123,14 +143,19 @@ def test_another_byte_in_the_index_is_found(tmp_path):
 def test_only_the_options_and_rows_that_were_encoded_pass(tmp_path):
     write_store(tmp_path / "e", CHUNKS)
     assert encoded_store.check(tmp_path / "e", EncodingOptions(**RULES), "c")["hidden_size"] == D
-    with pytest.raises(ConfigError, match=r"e: data\.context_tokens is 32, encoded with 64 \(--maximum_input_length\)\. Make them agree"):
+    with pytest.raises(
+        ConfigError,
+        match=r"e: data\.context_tokens is 32, encoded with 64 \(--maximum_input_length\)\. Make them agree",
+    ):
         encoded_store.check(tmp_path / "e", EncodingOptions(**{**RULES, "context_tokens": 32}), "c")
     with pytest.raises(ConfigError, match=r"data\.chunked_contexts is True, encoded with False \(--chunked_contexts\)"):
         encoded_store.check(tmp_path / "e", EncodingOptions(**{**RULES, "chunked_contexts": True}), "c")
     with pytest.raises(DataError, match=r"e: these rows are others than those that were encoded"):
         encoded_store.check(tmp_path / "e", EncodingOptions(**RULES), "d")
     write_store(tmp_path / "unfinished", CHUNKS, prepared=[])
-    with pytest.raises(DataError, match=r"unfinished: not finished\. Run data_prep\.preproc_nq again: what is encoded already is kept"):
+    with pytest.raises(
+        DataError, match=r"unfinished: not finished\. Run data_prep\.preproc_nq again: what is encoded already is kept"
+    ):
         encoded_store.check(tmp_path / "unfinished", EncodingOptions(**RULES), "c")
     with pytest.raises(DataError, match=r"none: no such folder: contexts are not encoded"):
         encoded_store.check(tmp_path / "none", EncodingOptions(**RULES), "c")
@@ -160,14 +185,27 @@ def test_the_base_must_be_the_one_that_encoded(tmp_path, places, base):
     write_store(tmp_path / "e", CHUNKS, model=made)
     for same in (mine, moved):
         encoded_store.check_base(tmp_path / "e", cross(same), places)
-    message = r"e: encoded by \S+/base \(fingerprint \w{12}, float32\), but the base of this model is \S+/other \(fingerprint"
+    message = (
+        r"e: encoded by \S+/base \(fingerprint \w{12}, float32\), but the base of this model is \S+/other \(fingerprint"
+    )
     with pytest.raises(ConfigError, match=message):
         encoded_store.check_base(tmp_path / "e", cross(other), places)
-    with pytest.raises(ConfigError, match=r"float32\), but the base of this model is \S+/base \(fingerprint \w{12}, bfloat16\)"):
+    with pytest.raises(
+        ConfigError, match=r"float32\), but the base of this model is \S+/base \(fingerprint \w{12}, bfloat16\)"
+    ):
         encoded_store.check_base(tmp_path / "e", cross({**mine, "dtype": "bfloat16"}), places)
-    adapted = {"name": "lora", "rank": 1, "alpha": 1.0, "target_modules": ["x"], "base": {**cross(mine).model_dump(mode="json")}}
+    adapted = {
+        "name": "lora",
+        "rank": 1,
+        "alpha": 1.0,
+        "target_modules": ["x"],
+        "base": {**cross(mine).model_dump(mode="json")},
+    }
     adapted["base"]["name"] = "cross_attention"
-    with pytest.raises(ConfigError, match=r"data\.encoded_contexts: true, but what encodes the contexts changes in training \(adapters\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"data\.encoded_contexts: true, but what encodes the contexts changes in training \(adapters\)",
+    ):
         encoded_store.check_base(tmp_path / "e", bind(MODELS, adapted), places)
     with pytest.raises(ConfigError, match=r"changes in training \(train_all_params\)"):
         encoded_store.check_base(tmp_path / "e", cross(mine, train_all_params=True), places)
@@ -192,9 +230,14 @@ def test_what_a_run_trained_around_a_base_is_encoded_by_that_base(tmp_path, plac
         encoded_store.check_base(tmp_path / "e", model, places)
     with pytest.raises(ConfigError, match=r"e: encoded by \S+/base \(.*\), but the base of this model is \S+/other \("):
         encoded_store.check_base(tmp_path / "e", child("3" * 32, {**written, "base": base("other", b"x")}), places)
-    for exp_id, model, how in (("4" * 32, adapted, "adapters"), ("5" * 32, {**written, "train_all_params": True}, "train_all_params")):
+    for exp_id, model, how in (
+        ("4" * 32, adapted, "adapters"),
+        ("5" * 32, {**written, "train_all_params": True}, "train_all_params"),
+    ):
         assert encoded_store.base_identity(child(exp_id, model), places) is None
-        with pytest.raises(ConfigError, match=rf"what encodes the contexts changes in training \({how} of {exp_id}\)\. Write false"):
+        with pytest.raises(
+            ConfigError, match=rf"what encodes the contexts changes in training \({how} of {exp_id}\)\. Write false"
+        ):
             encoded_store.check_base(tmp_path / "e", child(exp_id, model), places)
 
 
@@ -262,13 +305,16 @@ def test_a_long_context_is_cut_short_cut_in_chunks_or_refused(inputs, tokenizer)
     assert inputs(too_long="chunk").chunks_and_cuts(row, "q")[1] == 1
     assert inputs(context_tokens=16).chunks_and_cuts(row, "q")[1] == 0
     with pytest.raises(
-        DataError, match=r"a context of 16 tokens with its template, but data\.context_tokens is 10, .* begins '0123456789'"
+        DataError,
+        match=r"a context of 16 tokens with its template, but data\.context_tokens is 10, .* begins '0123456789'",
     ):
         texts(too_long="refuse")
 
 
 def test_a_long_question_leaves_room_for_every_chunk(inputs, tokenizer):
-    chunks = inputs(too_long="chunk", questions_on_contexts=True, context_tokens=12).chunks({"context": "abcdef"}, "0123456789")
+    chunks = inputs(too_long="chunk", questions_on_contexts=True, context_tokens=12).chunks(
+        {"context": "abcdef"}, "0123456789"
+    )
     assert [tokenizer.decode(ids) for ids in chunks] == [
         f"<|user|>\n789<|C|>\n<|assistant|>\n{part}" for part in ("abc", "def")
     ]  # 6 tokens beside the template, half of them for the question
@@ -289,10 +335,19 @@ def encoded_corpus(places, write_corpus, tokenizer):
         rules = EncodingOptions(**{**RULES, **more})
         inputs = EncoderInputs(templates.Prompter(tokenizers.SafeTokenizer(tokenizer), "assistant"), rules)
         chunks = [ids for row in rows for ids in inputs.chunks(row, row["question"])]
-        made = {**RULES, **more, "corpus": qa.jsonl.fingerprint(folder), "tokenizer": encoded_store.tokenizer_digest(tokenizer)}
-        write_store(folder / "encoded", [list(ids) for ids in dict.fromkeys(map(tuple, chunks))], "float32", prepared=[made])
+        made = {
+            **RULES,
+            **more,
+            "corpus": qa.jsonl.fingerprint(folder),
+            "tokenizer": encoded_store.tokenizer_digest(tokenizer),
+        }
+        write_store(
+            folder / "encoded", [list(ids) for ids in dict.fromkeys(map(tuple, chunks))], "float32", prepared=[made]
+        )
         config = load(
-            qa.Config, {"corpus": "c", "sequence_tokens": 64, "loss_on": "answer", "encoded_contexts": True, **RULES, **more}, "data"
+            qa.Config,
+            {"corpus": "c", "sequence_tokens": 64, "loss_on": "answer", "encoded_contexts": True, **RULES, **more},
+            "data",
         )
         config.check(places)
         return config
@@ -312,7 +367,10 @@ def test_batches_are_of_states_and_otherwise_the_same(encoded_corpus, places, to
     for ours, theirs in ((data.collate, plain.collate), (data.collate_prompts, plain.collate_prompts)):
         got, expected = ours([data.sample(0, i) for i in range(2)]), theirs([plain.sample(0, i) for i in range(2)])
         ids, mask = expected.pop("context_ids"), expected.pop("context_mask")
-        hidden = torch.stack([torch.cat([states_of(chunk) for chunk in chunks.tolist()]) for chunks in ids]) * mask.flatten(1)[..., None]
+        hidden = (
+            torch.stack([torch.cat([states_of(chunk) for chunk in chunks.tolist()]) for chunks in ids])
+            * mask.flatten(1)[..., None]
+        )
         assert torch.equal(got.pop("context_hidden"), hidden)
         assert torch.equal(got.pop("context_mask"), mask.flatten(1))
         assert all(torch.equal(got[name], expected[name]) for name in expected)
@@ -354,7 +412,9 @@ def test_altered_rows_and_options_are_found_without_reading_rows(encoded_corpus,
 
 def test_too_long_contexts_are_refused_before_the_first_step(places, write_corpus, tokenizer):
     write_corpus("c", [row("q", "x" * 20), row("q", "x" * 60)])
-    config = load(qa.Config, {"corpus": "c", "sequence_tokens": 64, "loss_on": "answer", **RULES, "too_long": "refuse"}, "data")
+    config = load(
+        qa.Config, {"corpus": "c", "sequence_tokens": 64, "loss_on": "answer", **RULES, "too_long": "refuse"}, "data"
+    )
     with pytest.raises(DataError, match=re.escape("c: row 2: a context of 66 tokens with its template")):
         config.build(places, tokenizer, "train", 0)
 
@@ -364,7 +424,11 @@ def test_contexts_that_lose_their_end_are_told_without_reading_them_first(places
     raw = {"corpus": "c", "sequence_tokens": 64, "loss_on": "answer", **RULES}
     data = load(qa.Config, raw, "data").build(places, tokenizer, "train", 0)
     assert not caplog.messages
-    for sample in (*(data.sample(0, i) for i in range(10)), data.prompt(10), data.with_shuffled_contexts().sample(0, 5)):
+    for sample in (
+        *(data.sample(0, i) for i in range(10)),
+        data.prompt(10),
+        data.with_shuffled_contexts().sample(0, 5),
+    ):
         assert len(sample["context_chunks"][0]) <= 64
     told = "contexts read by this process lost their end: data.context_tokens is 64, and data.too_long 'truncate'."
     assert caplog.messages == [f"c: 1 of 2 {told}"]

@@ -95,7 +95,10 @@ def test_contexts_that_lose_their_end_are_told(build, caplog):
     contexts = ["x" * 10, "x" * 100, "x" * 100]
     data = build([row(contexts_list=contexts)], num_passages=2)
     data.sample(0, 0)
-    told = "c: 1 of 2 contexts read by this process lost their end: data.passage_tokens is 64, and data.too_long 'truncate'."
+    told = (
+        "c: 1 of 2 contexts read by this process lost their end: data.passage_tokens is 64, and data.too_long "
+        "'truncate'."
+    )
     assert caplog.messages == [told]
     caplog.clear()
     build([row(contexts_list=contexts)], too_long="split").sample(0, 0)
@@ -114,7 +117,8 @@ def test_parts_stay_beside_each_other_with_their_title(build, texts):
 
 def test_a_long_question_and_a_long_title_leave_a_quarter_to_the_context(build, texts):
     rows = [row("0123456789" * 3, contexts_list=["c" * 50], titles_list=["t" * 50])]
-    # question: 9, title: 7, context: 9 characters with their words' spaces, and the end token: of 46 are 20 left, 10 + 5 + 5.
+    # question: 9, title: 7, context: 9 characters with their words' spaces, and the end token: of 46 are 20 left, 10 +
+    # 5 + 5.
     assert texts(build(rows, passage_tokens=46)) == ["question:0123456789 title: tttt context: cccc<|endoftext|>"]
     whole = texts(build([row("0123456789" * 3)]))
     assert whole == [f"question: {'0123456789' * 3} context: ctx<|endoftext|>"], "what fits is not cut"
@@ -175,7 +179,9 @@ def test_checks_without_data():
         config.check_length(63)
     with pytest.raises(ConfigError, match=r"data\.answer_tokens: 65 tokens are more than the 64 positions"):
         config.check_length(64, 64)
-    with pytest.raises(ConfigError, match=r"loop\.compile: needs batches of one length.*'fid_qa' differ\. Leave loop\.compile out"):
+    with pytest.raises(
+        ConfigError, match=r"loop\.compile: needs batches of one length.*'fid_qa' differ\. Leave loop\.compile out"
+    ):
         config.check_compiled()
 
 
@@ -191,7 +197,8 @@ def test_titles_that_are_not_those_of_the_contexts_are_refused(build):
 
 
 def pieces(model: bytes) -> list[tuple[str, float]]:
-    """(text, score) of each piece of a SentencePiece model: field 1 of the message, in it 1 and 2. github.com/google/sentencepiece."""
+    """(text, score) of each piece of a SentencePiece model: field 1 of the message, in it 1 and 2.
+    github.com/google/sentencepiece."""
 
     def varint(at: int) -> tuple[int, int]:
         value, shift = 0, 0
@@ -220,7 +227,9 @@ def test_squad_in_the_vocabulary_of_t5(build, shared_data):
     vocabulary = pieces((shared_data / "tokenizer" / "t5" / "spiece.model").read_bytes())
     assert len(vocabulary) == 32_000
     t5 = T5Tokenizer(vocab=vocabulary)
-    paragraph = json.loads((shared_data / "squad" / "squad_v1.1-dev-shared.json").read_text())["data"][0]["paragraphs"][0]
+    paragraph = json.loads((shared_data / "squad" / "squad_v1.1-dev-shared.json").read_text())["data"][0]["paragraphs"][
+        0
+    ]
     rows = [row(q["question"], q["answers"][0]["text"], paragraph["context"]) for q in paragraph["qas"]]
     data = build(rows, tokenizer=t5, passage_tokens=512)
     for i, expected in enumerate(rows):
@@ -232,10 +241,15 @@ def test_squad_in_the_vocabulary_of_t5(build, shared_data):
 
 
 def test_useful_passages_are_kept_in_training(build, texts):
-    """Others make room for them, in the order of the contexts; a validation reads the first ones, as an application does."""
+    """Others make room for them, in the order of the contexts; a validation reads the first ones, as an application
+    does."""
     many = {"contexts_list": list("abcde"), "titles_list": [""] * 5, "useful_contexts": [0, 0, 1, 0, 1]}
     given = {"num_passages": 3, "keep_useful": True}
     assert [text.partition("context: ")[2][0] for text in texts(build([row(**many)], **given))] == ["a", "c", "e"]
-    assert [text.partition("context: ")[2][0] for text in texts(build([row(**many)], split="val", **given))] == ["a", "b", "c"]
+    assert [text.partition("context: ")[2][0] for text in texts(build([row(**many)], split="val", **given))] == [
+        "a",
+        "b",
+        "c",
+    ]
     with pytest.raises(ConfigError, match="keep_useful: no passage is left out without num_passages"):
         build([row(**many)], keep_useful=True)

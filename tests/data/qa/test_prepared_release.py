@@ -24,7 +24,12 @@ def test_contexts_questions_and_answers_reach_the_samples(places, tokenizer, tmp
     sources = {"train": (str(tmp_path / "train.json"),), "val": (str(tmp_path / "dev.json"),)}
     prepare_qa.prepare(places.data, Options(name="hotpotqa", **sources, position="last", distractors=1))
     config = qa.Config(
-        corpus="hotpotqa", context_tokens=60, sequence_tokens=60, loss_on="answer", chunked_contexts=True, include_contexts=True
+        corpus="hotpotqa",
+        context_tokens=60,
+        sequence_tokens=60,
+        loss_on="answer",
+        chunked_contexts=True,
+        include_contexts=True,
     )
     train = config.build(places, tokenizer, "train", seed=0)
     assert len(train) == 8, "twice, once as contexts"
@@ -34,14 +39,20 @@ def test_contexts_questions_and_answers_reach_the_samples(places, tokenizer, tmp
     assert "b." in texts[0]
     assert "3 is seen." in texts[1]
     assert "is 3 odd?" in tokenizer.decode(sample["input_ids"])
-    assert tokenizer.decode([i for i, scored in zip(sample["input_ids"], sample["loss_mask"], strict=True) if scored]).startswith("Yes")
+    assert tokenizer.decode(
+        [i for i, scored in zip(sample["input_ids"], sample["loss_mask"], strict=True) if scored]
+    ).startswith("Yes")
     assert (train.row(2)["answers"], train.source(2)) == (["No"], "hotpotqa")
     assert len(config.build(places, tokenizer, "val", seed=0)) == 2
 
 
 def test_questions_alone_can_be_trained_on_too(places, tokenizer, tmp_path):
-    (tmp_path / "o.jsonl").write_text("".join(json.dumps({"question": f"who is {i}", "answer": [f"a{i}"]}) + "\n" for i in range(40)))
-    prepare_qa.prepare(places.data, Options(name="open", train=(str(tmp_path / "o.jsonl"),), val_percent=30, without_contexts=True))
+    (tmp_path / "o.jsonl").write_text(
+        "".join(json.dumps({"question": f"who is {i}", "answer": [f"a{i}"]}) + "\n" for i in range(40))
+    )
+    prepare_qa.prepare(
+        places.data, Options(name="open", train=(str(tmp_path / "o.jsonl"),), val_percent=30, without_contexts=True)
+    )
     config = qa.Config(corpus="open", context_tokens=60, sequence_tokens=60, loss_on="answer")
     val = config.build(places, tokenizer, "val", seed=0)
     sample = val.sample(0, 0)

@@ -1,4 +1,5 @@
-"""Questions with the contexts in the prompt: exact ids and masks, truncation of either part, closed book, shuffled contexts."""
+"""Questions with the contexts in the prompt: exact ids and masks, truncation of either part, closed book, shuffled
+contexts."""
 
 import pytest
 
@@ -24,7 +25,14 @@ def build(places, write_corpus, tokenizer):
 
     def make(rows, split="train", seed=0, tokenizer=tokenizer, **values):
         write_corpus("c", rows)
-        values = {"corpus": "c", "contexts": "all", "context_tokens": 64, "sequence_tokens": 64, "loss_on": "answer", **values}
+        values = {
+            "corpus": "c",
+            "contexts": "all",
+            "context_tokens": 64,
+            "sequence_tokens": 64,
+            "loss_on": "answer",
+            **values,
+        }
         config = load(prompted_qa.Config, {k: v for k, v in values.items() if v is not None}, "data")
         config.check(places)
         return config.build(places, tokenizer, split, seed)
@@ -36,7 +44,10 @@ def test_exact_sample_and_batch(build):
     data = build([row(), row("q2?", "b", "c")])
     prompt = [*ids("<|system|>\nctx\n"), USER, *ids("\nq?\n"), ASSISTANT, *ids("\n")]
     other = [*ids("<|system|>\nc\n"), USER, *ids("\nq2?\n"), ASSISTANT, *ids("\n")]
-    assert data.sample(0, 0) == {"input_ids": [*prompt, *ids("an"), EOS], "loss_mask": [False] * len(prompt) + [True] * 3}
+    assert data.sample(0, 0) == {
+        "input_ids": [*prompt, *ids("an"), EOS],
+        "loss_mask": [False] * len(prompt) + [True] * 3,
+    }
     assert data.sample(7, 0) == data.sample(0, 0)
     batch = data.collate([data.sample(0, 0), data.sample(0, 1)])
     assert batch["input_ids"].tolist() == [[*prompt, *ids("an"), EOS], [*other, *ids("b"), EOS, PAD, PAD]]
@@ -90,14 +101,19 @@ def test_contexts_that_lose_their_end_are_told(build, caplog):
     data = build([row(context="x" * 52), row(context="x" * 53), row(question="y" * 99)], sequence_tokens=16)
     for i in range(3):
         data.sample(0, i)
-    told = "c: 1 of 2 contexts read by this process lost their end: data.context_tokens is 64, and data.too_long 'truncate'."
+    told = (
+        "c: 1 of 2 contexts read by this process lost their end: data.context_tokens is 64, and data.too_long "
+        "'truncate'."
+    )
     assert caplog.messages == [told]  # the template adds 12 tokens
 
 
 def test_contexts_that_are_too_long_are_refused_where_that_is_wanted(build):
     rows = [row(context="a" * 8), row(context="a" * 9)]  # the template adds 12 tokens
     assert len(build(rows, context_tokens=21, too_long="refuse")) == 2
-    with pytest.raises(DataError, match=r"c: row 2: its contexts take 21 tokens, more than data\.context_tokens, 20\. Allow more"):
+    with pytest.raises(
+        DataError, match=r"c: row 2: its contexts take 21 tokens, more than data\.context_tokens, 20\. Allow more"
+    ):
         build(rows, context_tokens=20, too_long="refuse")
     with pytest.raises(ConfigError, match=r"^data: too_long: with contexts 'none' there is nothing to read"):
         build(rows, contexts="none", context_tokens=None, too_long="refuse")
@@ -106,7 +122,10 @@ def test_contexts_that_are_too_long_are_refused_where_that_is_wanted(build):
 def test_a_long_question_loses_its_beginning_and_the_context_stays(build, tokenizer):
     data = build([row("0123456789" * 5, "answer", "context")], sequence_tokens=20)
     sample = data.sample(0, 0)
-    assert tokenizer.decode(sample["input_ids"]) == f"{SYSTEM}\ncontext\n<|user|>\n23456789\n<|assistant|>\nanswer<|endoftext|>"
+    assert (
+        tokenizer.decode(sample["input_ids"])
+        == f"{SYSTEM}\ncontext\n<|user|>\n23456789\n<|assistant|>\nanswer<|endoftext|>"
+    )
     assert sum(sample["loss_mask"]) == 7
     assert len(data.prompt(0)["input_ids"]) == 19 + len(f"{SYSTEM}\ncontext\n"), "one token is left to answer"
 
@@ -115,7 +134,10 @@ def test_control_tokens_in_user_text_stay_text(build, tokenizer):
     text = "a<|assistant|>b<|endoftext|>"
     sample = build([row(text, text, text)], context_tokens=200, sequence_tokens=200).sample(0, 0)
     assert [i for i in sample["input_ids"] if i < 8] == [USER, ASSISTANT, EOS]
-    assert tokenizer.decode(sample["input_ids"]) == f"{SYSTEM}\n{text}\n<|user|>\n{text}\n<|assistant|>\n{text}<|endoftext|>"
+    assert (
+        tokenizer.decode(sample["input_ids"])
+        == f"{SYSTEM}\n{text}\n<|user|>\n{text}\n<|assistant|>\n{text}<|endoftext|>"
+    )
 
 
 @pytest.mark.parametrize("context_tokens", [64, 24])
@@ -131,7 +153,10 @@ def test_the_instruct_template_and_a_start_token(build, make_tokenizer, context_
 
 
 def test_shuffled_contexts_are_of_another_text_than_is_read(build):
-    rows = [row(f"q{i}", context="x", contexts_list=[f"distractor {i}", f"fact {i // 3}"], useful_contexts=[0, 1]) for i in range(12)]
+    rows = [
+        row(f"q{i}", context="x", contexts_list=[f"distractor {i}", f"fact {i // 3}"], useful_contexts=[0, 1])
+        for i in range(12)
+    ]
     data = build(rows, contexts="useful")
     shuffled = data.with_shuffled_contexts()
     for i in range(12):
@@ -162,7 +187,11 @@ def test_config_refuses_what_would_be_ignored_or_is_missing():
     with pytest.raises(ConfigError, match=r"^data: context_tokens: with contexts 'none' there is nothing to read"):
         load(prompted_qa.Config, {**raw, "contexts": "none"}, "data")
     with pytest.raises(ConfigError, match=r"^data: context_tokens: missing\. With contexts 'useful'"):
-        load(prompted_qa.Config, {**{k: v for k, v in raw.items() if k != "context_tokens"}, "contexts": "useful"}, "data")
+        load(
+            prompted_qa.Config,
+            {**{k: v for k, v in raw.items() if k != "context_tokens"}, "contexts": "useful"},
+            "data",
+        )
     with pytest.raises(ConfigError, match=r"data.contexts: unknown value 'al'"):
         load(prompted_qa.Config, {**raw, "contexts": "al"}, "data")
 
@@ -172,9 +201,13 @@ def test_context_question_and_new_tokens_must_fit_the_positions_together():
     config = load(prompted_qa.Config, raw, "data")
     config.check_length(120)
     config.check_length(None, 1000)
-    with pytest.raises(ConfigError, match=r"data\.sequence_tokens \+ data\.context_tokens: 121 tokens are more than the 120 positions"):
+    with pytest.raises(
+        ConfigError, match=r"data\.sequence_tokens \+ data\.context_tokens: 121 tokens are more than the 120 positions"
+    ):
         config.check_length(120, 1)
-    closed = load(prompted_qa.Config, {"corpus": "c", "contexts": "none", "sequence_tokens": 20, "loss_on": "all"}, "data")
+    closed = load(
+        prompted_qa.Config, {"corpus": "c", "contexts": "none", "sequence_tokens": 20, "loss_on": "all"}, "data"
+    )
     closed.check_length(24, 4)
     with pytest.raises(ConfigError, match=r"data\.sequence_tokens: 25 tokens are more than the 24 positions"):
         closed.check_length(24, 5)

@@ -34,7 +34,13 @@ def test_numbers(places: Places):
     [
         ("bad.txt", r"bad\.txt:2: expected the number of a row, counted from 0, got 'seven'\.$"),
         ("script.txt", r"script\.txt:1: expected the number of a row"),
-        ("none.txt", r"corpus: has no none\.txt\. It holds: bad\.txt, hard\.txt, script\.txt, test\.jsonl, train\.jsonl, val\.jsonl\.$"),
+        (
+            "none.txt",
+            (
+                r"corpus: has no none\.txt\. It holds: bad\.txt, hard\.txt, script\.txt, test\.jsonl, train\.jsonl, "
+                r"val\.jsonl\.$"
+            ),
+        ),
         ("unlisted.txt", r"corpus: has no unlisted\.txt"),
     ],
 )
@@ -48,7 +54,10 @@ def test_what_can_be_known_before(places: Places):
     some = DATA.model_copy(update={"val_samples": 1})
     row_index.check(places, some, "test", "hard.txt")
     row_index.check(places, some, "val", None)
-    with pytest.raises(ConfigError, match=r"^inference\.index_file: counts the rows of val\.jsonl, of which data\.val_samples uses some"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^inference\.index_file: counts the rows of val\.jsonl, of which data\.val_samples uses some",
+    ):
         row_index.check(places, some, "val", "hard.txt")
     with pytest.raises(DataError, match=r"corpus: has no tst\.jsonl"):
         row_index.check(places, DATA, "tst", None)

@@ -88,7 +88,9 @@ def test_a_copy_refuses_other_data(rows, tmp_path, written):
 
 def test_a_file_that_shrinks_is_named(rows):
     os.truncate(rows.path, 1000)
-    with pytest.raises(DataError, match=r"train.jsonl: shorter than the \d{7} bytes that were checked. Prepare it again."):
+    with pytest.raises(
+        DataError, match=r"train.jsonl: shorter than the \d{7} bytes that were checked. Prepare it again."
+    ):
         rows[11]
 
 
@@ -128,5 +130,7 @@ def test_a_caller_may_check_rows_too(tmp_path):
 
 
 def test_who_asks_for_an_unknown_corpus_is_told_what_prepares_one(places):
-    with pytest.raises(DataError, match=r"With --data_path \S+ --name nq, .* releases \(SQuAD, .*\) by python -m data_prep.prepare_qa"):
+    with pytest.raises(
+        DataError, match=r"With --data_path \S+ --name nq, .* releases \(SQuAD, .*\) by python -m data_prep.prepare_qa"
+    ):
         jsonl.corpus_folder(places, "nq")

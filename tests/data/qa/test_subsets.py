@@ -1,4 +1,5 @@
-"""The sources that are trained and validated on: exact rows, whole-file numbers, encoded contexts, and refusals before the training."""
+"""The sources that are trained and validated on: exact rows, whole-file numbers, encoded contexts, and refusals before
+the training."""
 
 import json
 import pickle
@@ -20,7 +21,13 @@ from src.files import new_directory, write_json
 
 SOURCES = ("nq", "squad", "nq", "msmarco", "squad", "nq")
 ROWS = [
-    {"question": f"q{i}", "answer": f"a{i}", "context": f"context {i}", "dataset": name, "kind": "hard" if name == "msmarco" else None}
+    {
+        "question": f"q{i}",
+        "answer": f"a{i}",
+        "context": f"context {i}",
+        "dataset": name,
+        "kind": "hard" if name == "msmarco" else None,
+    }
     for i, name in enumerate(SOURCES)
 ]
 VALUES = {
@@ -70,7 +77,11 @@ def test_an_index_gives_the_same_rows_and_sources(build, write_corpus, places, k
     for _ in ("made", "mapped"):
         for given, data in zip(values, wanted, strict=True):
             found = build("train", kind, **given)
-            assert (questions_of(found), found.sources, found.fingerprint) == (questions_of(data), data.sources, data.fingerprint)
+            assert (questions_of(found), found.sources, found.fingerprint) == (
+                questions_of(data),
+                data.sources,
+                data.fingerprint,
+            )
     assert len(list((places.data / "c").glob(".train.jsonl.*.index"))) == 1
 
 
@@ -80,7 +91,10 @@ def test_the_context_views_and_shuffled_contexts_are_of_these_sources_too(build,
     assert len(data) == 4
     assert all(data.sample(0, 2 + i)["context_chunks"] == data.sample(0, i)["context_chunks"] for i in range(2))
     shuffled = data.with_shuffled_contexts()
-    assert [tokenizer.decode(shuffled.sample(0, i)["context_chunks"][0])[-9:] for i in range(2)] == ["context 4", "context 1"]
+    assert [tokenizer.decode(shuffled.sample(0, i)["context_chunks"][0])[-9:] for i in range(2)] == [
+        "context 4",
+        "context 1",
+    ]
 
 
 def test_val_samples_are_taken_of_these_sources(build, write_corpus):
@@ -114,10 +128,15 @@ def test_an_unknown_source_is_refused_with_those_that_there_are(build, write_cor
     write_corpus("c", ROWS, ROWS[:2])
     with pytest.raises(
         ConfigError,
-        match=r"^data\.train_datasets: c/train\.jsonl: unknown source 'squda'\. Did you mean 'squad'\? Known: ms.*, squad\.$",
+        match=(
+            r"^data\.train_datasets: c/train\.jsonl: unknown source 'squda'\. Did you mean 'squad'\? Known: ms.*, "
+            r"squad\.$"
+        ),
     ):
         build("train", kind, train_datasets=["nq", "squda"])
-    with pytest.raises(ConfigError, match=r"^data\.val_datasets: c/val\.jsonl: unknown source 'msmarco_hard'\. Known: nq, squad\.$"):
+    with pytest.raises(
+        ConfigError, match=r"^data\.val_datasets: c/val\.jsonl: unknown source 'msmarco_hard'\. Known: nq, squad\.$"
+    ):
         build("val", kind, val_datasets=["msmarco_hard"])
 
 
@@ -127,10 +146,14 @@ def test_it_is_known_before_rows_are_read_where_the_manifest_counts_them(places,
     with new_directory(places.data / "c", {"counts": counts}) as folder:
         for split in counts:
             (folder / f"{split}.jsonl").write_text("these rows are not read\n")
-    load(kind.Config, {"corpus": "c", **VALUES[kind], "train_datasets": ["squad"], "val_datasets": ["nq"]}, "data").check(places)
+    load(
+        kind.Config, {"corpus": "c", **VALUES[kind], "train_datasets": ["squad"], "val_datasets": ["nq"]}, "data"
+    ).check(places)
     for field in ("train_datasets", "val_datasets"):
         config = load(kind.Config, {"corpus": "c", **VALUES[kind], field: ["nqq"]}, "data")
-        with pytest.raises(ConfigError, match=rf"^data\.{field}: c/{field[:-9]}\.jsonl: unknown source 'nqq'\. Did you mean 'nq'\?"):
+        with pytest.raises(
+            ConfigError, match=rf"^data\.{field}: c/{field[:-9]}\.jsonl: unknown source 'nqq'\. Did you mean 'nq'\?"
+        ):
             config.check(places)
 
 
@@ -166,7 +189,11 @@ def test_numbers_of_rows_are_refused_where_they_would_be_those_of_others(places,
     row_index.check(places, config, "val", "hard.txt")
     row_index.check(places, config, "train", None)
     with pytest.raises(
-        ConfigError, match=r"^inference\.index_file: counts the rows of train\.jsonl, of which data\.train_datasets uses some\. Leave one"
+        ConfigError,
+        match=(
+            r"^inference\.index_file: counts the rows of train\.jsonl, of which data\.train_datasets uses some\. "
+            r"Leave one"
+        ),
     ):
         row_index.check(places, config, "train", "hard.txt")
 
@@ -183,11 +210,25 @@ def test_encoded_contexts_are_those_of_the_chosen_rows(build, places, write_corp
         writer.append(encoded_store.context_key(ids), torch.full((len(ids), 1), i + 1.0))
         tokens += len(ids)
     writer.close()
-    made = {**vars(rules), "corpus": qa.jsonl.fingerprint(folder), "tokenizer": encoded_store.tokenizer_digest(tokenizer)}
-    store = {"format": 1, "model": {"name": "hf", "fingerprint": "f"}, "hidden_size": 1, "dtype": "float32", "prepared": [made]}
+    made = {
+        **vars(rules),
+        "corpus": qa.jsonl.fingerprint(folder),
+        "tokenizer": encoded_store.tokenizer_digest(tokenizer),
+    }
+    store = {
+        "format": 1,
+        "model": {"name": "hf", "fingerprint": "f"},
+        "hidden_size": 1,
+        "dtype": "float32",
+        "prepared": [made],
+    }
     write_json(folder / "encoded" / "store.json", {**store, "shards": {"s": {"entries": len(ROWS), "tokens": tokens}}})
     data = build("train", train_datasets=["squad", "msmarco_hard"], encoded_contexts=True)
     batch = data.collate([data.sample(0, i) for i in range(3)])
     assert batch["context_hidden"][:, 0, 0].tolist() == [2, 4, 5]
     shuffled = data.with_shuffled_contexts()
-    assert {*shuffled.collate([shuffled.sample(0, i) for i in range(3)])["context_hidden"][:, 0, 0].tolist()} == {2, 4, 5}
+    assert {*shuffled.collate([shuffled.sample(0, i) for i in range(3)])["context_hidden"][:, 0, 0].tolist()} == {
+        2,
+        4,
+        5,
+    }

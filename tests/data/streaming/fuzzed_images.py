@@ -1,4 +1,5 @@
-"""Damaged images of every format that Pillow writes here, from a seed: bits flipped, bytes cut, inserted, repeated, and swapped headers."""
+"""Damaged images of every format that Pillow writes here, from a seed: bits flipped, bytes cut, inserted, repeated, and
+swapped headers."""
 
 import io
 import random
@@ -31,7 +32,11 @@ def originals(draw: random.Random) -> list[bytes]:
             exif = Image.Exif()
             exif[0x0112] = draw.randint(0, 9)
             more = {"exif": exif} if kind in ("PNG", "JPEG", "WEBP", "TIFF", "AVIF") else {}
-            for options in ({}, more, *({"compression": name} for name in ("tiff_lzw", "tiff_adobe_deflate") if kind == "TIFF")):
+            for options in (
+                {},
+                more,
+                *({"compression": name} for name in ("tiff_lzw", "tiff_adobe_deflate") if kind == "TIFF"),
+            ):
                 out = io.BytesIO()
                 image.save(out, kind, **options)
                 contents.append(out.getvalue())
@@ -50,7 +55,11 @@ def damaged(count: int, seed: int = 0) -> Iterator[bytes]:
     for number in range(count):
         content = bytearray(intact[number % len(intact)])
         for _ in range(draw.choice((1, 1, 2, 8))):
-            place = min(int(draw.expovariate(1 / 60)), len(content) - 1) if draw.random() < 0.6 else draw.randrange(len(content))
+            place = (
+                min(int(draw.expovariate(1 / 60)), len(content) - 1)
+                if draw.random() < 0.6
+                else draw.randrange(len(content))
+            )
             match draw.randrange(6):
                 case 0 | 1:
                     content[place] ^= 1 << draw.randrange(8)

@@ -26,7 +26,13 @@ class ObjectServer:
         self.endpoint = f"http://127.0.0.1:{server.server_port}"
         threading.Thread(target=server.serve_forever, daemon=True).start()
         account = folder / "service_account.json"
-        key = {"gcs_base_url": self.endpoint, "disable_oauth": True, "client_email": "", "private_key": "", "private_key_id": ""}
+        key = {
+            "gcs_base_url": self.endpoint,
+            "disable_oauth": True,
+            "client_email": "",
+            "private_key": "",
+            "private_key_id": "",
+        }
         account.write_text(json.dumps(key))
         self.environment = {
             "GOOGLE_SERVICE_ACCOUNT": str(account),
@@ -102,12 +108,26 @@ class _Handler(BaseHTTPRequestHandler):
     def _hub(self, path: str, query: str) -> None:
         if match := re.search(r"/tree/[^/]+/?(.*)", path):
             folder = f"{match[1]}/" if match[1] else ""
-            below = [name.removeprefix(folder) for bucket, name in self._objects if bucket == "user/pages" and name.startswith(folder)]
+            below = [
+                name.removeprefix(folder)
+                for bucket, name in self._objects
+                if bucket == "user/pages" and name.startswith(folder)
+            ]
             folders = sorted({name.partition("/")[0] for name in below if "/" in name})
             entries = [{"type": "directory", "path": f"{folder}{name}", "oid": REVISION, "size": 0} for name in folders]
             self._json([*entries, *(self._file(f"{folder}{name}") for name in below if "/" not in name)])
         else:
-            self._json({"id": "user/pages", "sha": REVISION, "siblings": [], "private": False, "tags": [], "downloads": 0, "likes": 0})
+            self._json(
+                {
+                    "id": "user/pages",
+                    "sha": REVISION,
+                    "siblings": [],
+                    "private": False,
+                    "tags": [],
+                    "downloads": 0,
+                    "likes": 0,
+                }
+            )
 
     def _list(self, bucket: str, query: dict[str, list[str]]) -> None:
         prefix = query.get("prefix", [""])[0]
@@ -138,10 +158,19 @@ class _Handler(BaseHTTPRequestHandler):
         if self.headers.get("If-Match") not in (None, etag):
             self._send(412, b"")
             return
-        headers = {"ETag": etag, "Last-Modified": "Wed, 01 Jan 2025 00:00:00 GMT", "X-Repo-Commit": REVISION, "Accept-Ranges": "bytes"}
-        if match := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or self.headers.get("x-ms-range") or ""):
+        headers = {
+            "ETag": etag,
+            "Last-Modified": "Wed, 01 Jan 2025 00:00:00 GMT",
+            "X-Repo-Commit": REVISION,
+            "Accept-Ranges": "bytes",
+        }
+        if match := re.fullmatch(
+            r"bytes=(\d+)-(\d*)", self.headers.get("Range") or self.headers.get("x-ms-range") or ""
+        ):
             first, last = int(match[1]), min(int(match[2] or len(content)), len(content) - 1)
-            self._send(206, content[first : last + 1], {**headers, "Content-Range": f"bytes {first}-{last}/{len(content)}"})
+            self._send(
+                206, content[first : last + 1], {**headers, "Content-Range": f"bytes {first}-{last}/{len(content)}"}
+            )
         else:
             self._send(200, content, headers)
 

@@ -42,7 +42,9 @@ def tokenizer(images: bool = True) -> Any:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     fast_tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", pad_token="<pad>")
-    fast_tokenizer.add_special_tokens({"extra_special_tokens": TOKENS if images else []}, replace_extra_special_tokens=False)
+    fast_tokenizer.add_special_tokens(
+        {"extra_special_tokens": TOKENS if images else []}, replace_extra_special_tokens=False
+    )
     return fast_tokenizer
 
 
@@ -59,7 +61,14 @@ def page(number: int, draw: random.Random, longest: int = 12, asking: bool = Fal
 
 
 def write_pages(
-    folder: Path, count: int, source: str = "pages", *, per_shard: int = 25, seed: int = 0, counted: bool = True, asking: bool = False
+    folder: Path,
+    count: int,
+    source: str = "pages",
+    *,
+    per_shard: int = 25,
+    seed: int = 0,
+    counted: bool = True,
+    asking: bool = False,
 ) -> Manifest:
     """Pages 0, 1, ... as tars. counted: with counts of tokens in the indexes."""
     draw = random.Random(seed)

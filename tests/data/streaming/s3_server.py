@@ -23,7 +23,9 @@ class S3Server:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        done = subprocess.run([*SCRIPT, "start", str(folder), str(os.getpid())], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [*SCRIPT, "start", str(folder), str(os.getpid())], capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, done.stderr
         lines = (folder / "environment").read_text().splitlines()
         self.environment = dict(line.split("=", 1) for line in lines)
@@ -34,7 +36,11 @@ class S3Server:
         """Run s5cmd; what it prints."""
         environment = os.environ | self.environment | {"S3_ENDPOINT_URL": self.environment["AWS_ENDPOINT_URL"]}
         return subprocess.run(
-            [str(Path(sys.executable).parent / "s5cmd"), *words], env=environment, capture_output=True, text=True, check=True
+            [str(Path(sys.executable).parent / "s5cmd"), *words],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
         ).stdout
 
     def put(self, key: str, content: bytes) -> str:
@@ -55,12 +61,17 @@ class S3Server:
     def stop(self) -> None:
         """Stop all of it."""
         subprocess.run([*SCRIPT, "stop", str(self.folder)], check=True)
-        left = [process.pid for process in psutil.process_iter(["cmdline"]) if f"{self.folder}/" in " ".join(process.info["cmdline"] or ())]
+        left = [
+            process.pid
+            for process in psutil.process_iter(["cmdline"])
+            if f"{self.folder}/" in " ".join(process.info["cmdline"] or ())
+        ]
         assert not left, "servers that were not stopped"
 
 
 class Cutter:
-    """A proxy before a server on loopback. What it has sent to clients is counted, and `at` says what happens at which byte of that."""
+    """A proxy before a server on loopback. What it has sent to clients is counted, and `at` says what happens at which
+    byte of that."""
 
     def __init__(self, port: int) -> None:
         self.to, self.sent, self.events = port, 0, list[tuple[int, Callable[[], bool]]]()
@@ -105,7 +116,9 @@ class Cutter:
 
     def _ask(self, client: socket.socket, server: socket.socket) -> None:
         while data := _receive(client):
-            self.ranges += [(int(first), int(last)) for first, last in re.findall(rb"(?i)\r\nrange: bytes=(\d+)-(\d+)", data)]
+            self.ranges += [
+                (int(first), int(last)) for first, last in re.findall(rb"(?i)\r\nrange: bytes=(\d+)-(\d+)", data)
+            ]
             try:
                 server.sendall(data)
             except OSError:

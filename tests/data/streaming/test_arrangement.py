@@ -12,7 +12,9 @@ SHUFFLES = ("none", "shards", "window")
 sizes = st.lists(st.integers(1, 30), min_size=1, max_size=8)
 
 
-def numbers(streams: Joined | Streams, lanes: int, each: int, reshuffles: tuple[tuple[int, int], ...] = ()) -> list[list[tuple[int, int]]]:
+def numbers(
+    streams: Joined | Streams, lanes: int, each: int, reshuffles: tuple[tuple[int, int], ...] = ()
+) -> list[list[tuple[int, int]]]:
     return [[streams.document(lane, lanes, n, reshuffles) for n in range(each)] for lane in range(lanes)]
 
 
@@ -57,7 +59,10 @@ def test_another_epoch_and_another_seed_have_another_order():
 def test_seeds_are_no_strings_of_digits_in_a_row():
     """Bug of m4: seed 1 with number 11 drew what seed 11 drew with number 1."""
     one, eleven = Source([40], "window", 40, "1"), Source([40], "window", 40, "11")
-    orders = [[source.document(epoch, place) for place in range(40)] for source, epoch in ((one, 11), (eleven, 1), (one, 1), (eleven, 11))]
+    orders = [
+        [source.document(epoch, place) for place in range(40)]
+        for source, epoch in ((one, 11), (eleven, 1), (one, 1), (eleven, 11))
+    ]
     assert len({tuple(order) for order in orders}) == 4
 
 
@@ -89,7 +94,8 @@ def test_sources_have_their_rates_and_epochs_of_their_own(lanes: int):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "lanes"), [([100, 10], 1), ([3, 500, 7, 1], 4), ([1], 3), ([1] * 300, 7), ([40, 40], 2), ([64, 32, 32], 64)]
+    ("sizes", "lanes"),
+    [([100, 10], 1), ([3, 500, 7, 1], 4), ([1], 3), ([1] * 300, 7), ([40, 40], 2), ([64, 32, 32], 64)],
 )
 @pytest.mark.parametrize("shuffle", SHUFFLES)
 def test_sources_without_rates_are_read_once_in_an_epoch_and_evenly(sizes: list[int], lanes: int, shuffle: str):
@@ -107,9 +113,9 @@ def test_sources_without_rates_are_read_once_in_an_epoch_and_evenly(sizes: list[
 def test_a_huge_source_does_not_multiply_the_epochs_of_a_small_one():
     order, total = arrange([Source([10**8], "none", 2, ""), Source([10], "none", 2, "")], []), 10**8 + 10
     near = [(2 * k + 1) * total // 20 + shift for k in range(10) for shift in range(-3, 4)]
-    assert sorted(document for _, document in (order.document(0, 1, number) for number in near) if document >= 10**8) == [
-        *range(10**8, total)
-    ]
+    assert sorted(
+        document for _, document in (order.document(0, 1, number) for number in near) if document >= 10**8
+    ) == [*range(10**8, total)]
     assert [order.epoch(0, 1, number) for number in (total - 1, total)] == [0, 1]
 
 

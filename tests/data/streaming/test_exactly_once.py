@@ -1,17 +1,21 @@
-"""Streams that are killed, stopped and gone on with by other numbers of processes: the same rows in every step, each document once.
+"""Streams that are killed, stopped and gone on with by other numbers of processes: the same rows in every step, each
+document once.
 
-Processes read without a model here, as a hundred trainings would take an hour; tests/recipes/test_interleaved.py has ten of those.
+Processes read without a model here, as a hundred trainings would take an hour; tests/recipes/test_interleaved.py has
+ten of those.
 
 What m4's data pipeline lost, and where a test would notice it here:
-1 no place to go on from after a restart, 2 processes that share a seed read other documents, 9 exactly once with filters, mixtures and
-another number of processes: this file. 3 cuts that nobody tells: test_tar_index. 4 downloads that fail unseen: test_shard_files,
-test_shard_files_s3; nothing to be read at all: test_streamed. 5 one source that ends begins all of them anew, a validation without end:
-check_documents below, test_arrangement, test_streamed. 6 long documents: test_streamed. 7 what a rewind leaves behind:
-tests/operations/test_interventions; checkpoints that are deleted, tests/runs/test_rotation; rates and moments,
-tests/training/test_rewound_training. 8 reading on in another order, 10 one read of a document: test_streamed.
-Grey rests of cut images, images of zeros that are taken for padding: test_images. The middle of a text with several ends: test_texts.
-Results of the call before: test_streamed. Seeds as digits in a row: test_arrangement. Parts that are there twice, or are stored as
-10 before 2: test_tar_index. Pages of one PDF that are all its last: tests/data_prep/tar_shards/test_convert.
+1 no place to go on from after a restart, 2 processes that share a seed read other documents, 9 exactly once with
+filters, mixtures and
+another number of processes: this file. 3 cuts that nobody tells: test_tar_index. 4 downloads that fail unseen:
+test_shard_files, test_shard_files_s3; nothing to be read at all: test_streamed. 5 one source that ends begins all of
+them anew, a validation without end: check_documents below, test_arrangement, test_streamed. 6 long documents:
+test_streamed. 7 what a rewind leaves behind: tests/operations/test_interventions; checkpoints that are deleted,
+tests/runs/test_rotation; rates and moments, tests/training/test_rewound_training. 8 reading on in another order, 10 one
+read of a document: test_streamed. Grey rests of cut images, images of zeros that are taken for padding: test_images.
+The middle of a text with several ends: test_texts. Results of the call before: test_streamed. Seeds as digits in a row:
+test_arrangement. Parts that are there twice, or are stored as 10 before 2: test_tar_index. Pages of one PDF that are
+all its last: tests/data_prep/tar_shards/test_convert.
 """
 
 import contextlib
@@ -43,7 +47,11 @@ from tests.data.streaming import pages, test_streamed
 PER_STEP, STEPS, SAVE_EVERY = 8, 14, 3
 LOOP = LoopConfig(steps=STEPS, sequences_per_step=PER_STEP, micro_batch=1, learning_rate=1.0, eval_every=1)
 WORLDS = (1, 2, 3, 4, 8)
-SOURCES = {"pages": {"path": "pages", "rate": 5}, "more": {"path": "more", "rate": 3}, "few": {"path": "few", "rate": 1}}
+SOURCES = {
+    "pages": {"path": "pages", "rate": 5},
+    "more": {"path": "more", "rate": 3},
+    "few": {"path": "few", "rate": 1},
+}
 ERRORS = {"most_documents": 1.0}
 TRIALS = 100
 
@@ -72,7 +80,8 @@ def digest(batch: Any) -> str:
 
 
 def read(folder: Path, trial: Path, rank: int, world_size: int, start: int) -> None:
-    """One process: reads from the newest whole checkpoint to the end, and writes down each row and, every few steps, its cursor."""
+    """One process: reads from the newest whole checkpoint to the end, and writes down each row and, every few steps,
+    its cursor."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
     stopped: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
@@ -84,7 +93,8 @@ def read(folder: Path, trial: Path, rank: int, world_size: int, start: int) -> N
         for number in range(state.step + 1, STEPS + 1):
             step = next(steps)
             rows = [
-                [rank + i * world_size, keys[0], digest(batch)] for i, (keys, batch) in enumerate(zip(step.keys, step.batches, strict=True))
+                [rank + i * world_size, keys[0], digest(batch)]
+                for i, (keys, batch) in enumerate(zip(step.keys, step.batches, strict=True))
             ]
             log.write(json.dumps({"step": number, "rows": rows}) + "\n")
             log.flush()
@@ -134,7 +144,9 @@ def run(folder: Path, trial: Path, draw: random.Random, faults: int, worlds: Seq
     trial.mkdir()
     for start in count():
         world_size = draw.choice(worlds)
-        processes = [context.Process(target=read, args=(folder, trial, rank, world_size, start)) for rank in range(world_size)]
+        processes = [
+            context.Process(target=read, args=(folder, trial, rank, world_size, start)) for rank in range(world_size)
+        ]
         for process in processes:
             process.start()
         if len(told) < faults:
@@ -157,11 +169,16 @@ def run(folder: Path, trial: Path, draw: random.Random, faults: int, worlds: Seq
 
 
 def check_documents(steps: dict[int, list[Any]], data: Any) -> None:
-    """By itself: in its first epoch each document's first piece comes once, and by the end of a pass none is missing."""
+    """By itself: in its first epoch each document's first piece comes once, and by the end of a pass none is
+    missing."""
     seen: Counter[tuple[int, int]] = Counter()
     for rows in steps.values():
         for key, _ in rows:
-            seen.update((epoch, document) for epoch, document, piece in zip(key[::3], key[1::3], key[2::3], strict=True) if piece == 0)
+            seen.update(
+                (epoch, document)
+                for epoch, document, piece in zip(key[::3], key[1::3], key[2::3], strict=True)
+                if piece == 0
+            )
     assert set(seen.values()) == {1}
     last = max(epoch for epoch, document in seen if data.source_names[data.locate(document)[0]] == "few")
     few = data.source_names.index("few")
@@ -183,7 +200,10 @@ def test_a_hundred_streams_are_killed_and_rescaled(world: Path, tmp_path: Path):
         trial = tmp_path / str(number)
         told = run(world, trial, draw, draw.randint(1, 4), WORLDS)
         assert ledger(trial) == wanted, f"trial {number}: {told}"
-        records = {(r["source"], r["shard"], r["document"]) for r in map(json.loads, (trial / "quarantine.jsonl").read_text().splitlines())}
+        records = {
+            (r["source"], r["shard"], r["document"])
+            for r in map(json.loads, (trial / "quarantine.jsonl").read_text().splitlines())
+        }
         assert len(records) == bad, f"trial {number}: {told}"
         kinds.update(told)
     assert {word.split()[2] for word in kinds} == {str(size) for size in WORLDS}

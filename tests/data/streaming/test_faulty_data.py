@@ -1,4 +1,5 @@
-"""Data that are not what they were, or never right: what is refused, what is passed over, and that nothing else is lost."""
+"""Data that are not what they were, or never right: what is refused, what is passed over, and that nothing else is
+lost."""
 
 import io
 import json
@@ -54,7 +55,8 @@ def test_a_quarantine_of_too_many_is_refused_when_it_is_opened(tmp_path: Path):
     record = {"source": "pages", "shard": "shard-00000.tar", "piece": 0, "offset": 0, "reason": "?"}
     (tmp_path / FILE).write_text("".join(json.dumps({**record, "document": i}) + "\n" for i in range(2)))
     with pytest.raises(
-        DataError, match=r"quarantine\.jsonl\. 2 documents of 60 cannot be read, more than data\.errors\.most_documents allows"
+        DataError,
+        match=r"quarantine\.jsonl\. 2 documents of 60 cannot be read, more than data\.errors\.most_documents allows",
     ):
         built(tmp_path).quarantine.open(tmp_path)
 
@@ -143,7 +145,16 @@ def test_part_that_differs_from_the_index_is_bad(tmp_path: Path, parts: list[Any
 
 @pytest.mark.parametrize(
     "changes",
-    [{"documents": "25"}, {"documents": -1}, {"bytes": 1.5}, {"bytes": True}, {"url": 3}, {"url": ""}, {"sha256": 7}, {"more": 1}],
+    [
+        {"documents": "25"},
+        {"documents": -1},
+        {"bytes": 1.5},
+        {"bytes": True},
+        {"url": 3},
+        {"url": ""},
+        {"sha256": 7},
+        {"more": 1},
+    ],
 )
 def test_lists_must_be_of_texts_and_numbers(tmp_path: Path, changes: dict[str, Any]):
     listing = pages.write_pages(tmp_path, 60)
@@ -173,7 +184,9 @@ def test_the_control_reads_images_of_other_documents(tmp_path: Path):
     (moved / "pages").symlink_to(folder / "more")
     damage_in(moved, chosen)
     (folder / "quarantine").mkdir()
-    damaged = built(folder, "val", more, sequence_tokens=200, max_frames=20, errors={"most_documents": 1.0}).with_shuffled_contexts()
+    damaged = built(
+        folder, "val", more, sequence_tokens=200, max_frames=20, errors={"most_documents": 1.0}
+    ).with_shuffled_contexts()
     damaged.data.quarantine.open(folder / "quarantine")
     unread = sum(row.counted[0][-1] for row in (damaged.sample(0, i) for i in range(len(damaged))))
     assert unread >= 1
@@ -234,5 +247,7 @@ def test_orders_of_several_epochs_do_not_mix(shuffle: Any):
 
 def test_an_entry_of_a_deny_list_that_is_gone_says_how_to_undo_it(tmp_path: Path):
     pages.write_pages(tmp_path / "pages" / "train", 60)
-    with pytest.raises(ConfigError, match=r"the data have no such shard\. Undo it: python -m src\.operations\.interventions undo"):
+    with pytest.raises(
+        ConfigError, match=r"the data have no such shard\. Undo it: python -m src\.operations\.interventions undo"
+    ):
         built(tmp_path).find("shard pages shard-00009.tar")

@@ -51,7 +51,12 @@ LAYOUTS: dict[str, tuple[list[tuple[str, bytes]], dict[str, Any], list[Any]]] = 
     ),
     "mmc4": (
         [
-            ("k.json", as_json({"text_list": ["one", "two"], "image_info": [{"image_name": "k.b.png", "matched_text_index": 1}]})),
+            (
+                "k.json",
+                as_json(
+                    {"text_list": ["one", "two"], "image_info": [{"image_name": "k.b.png", "matched_text_index": 1}]}
+                ),
+            ),
             ("k.b.png", B),
         ],
         {"image": "json:image_info", "text": "json:text_list"},
@@ -75,7 +80,11 @@ LAYOUTS: dict[str, tuple[list[tuple[str, bytes]], dict[str, Any], list[Any]]] = 
         {"image": "json:image_info", "text": "json:text_list"},
         [1, "one", 3, "two"],
     ),
-    "Energon, captions": ([("k.detail.json", as_json([{"c": "words"}])), ("k.jpg", A)], {"text": "detail.json:0.c"}, [1, "words"]),
+    "Energon, captions": (
+        [("k.detail.json", as_json([{"c": "words"}])), ("k.jpg", A)],
+        {"text": "detail.json:0.c"},
+        [1, "words"],
+    ),
     "Energon, questions": (
         [("k.json", as_json({"q": "why?", "a": ["so", "there"]})), ("k.jpg", A)],
         {"image": "jpg", "prompt": "json:q", "text": "json:a"},
@@ -88,7 +97,9 @@ def make(folder: Path, members: list[tuple[str, bytes]], fields: dict[str, Any] 
     """Index a tar with these members as split "train" of source "x"; returns the exit code."""
     (folder / "a.tar").write_bytes(tar_of(members))
     words = [] if fields is None else ["--fields", json.dumps(fields)]
-    return index.main([str(folder / "a.tar"), "--output", str(folder / "x" / "train"), "--processes", "1", "--verify", *words, *more])
+    return index.main(
+        [str(folder / "a.tar"), "--output", str(folder / "x" / "train"), "--processes", "1", "--verify", *words, *more]
+    )
 
 
 def build_data(folder: Path, **source: Any) -> Any:
@@ -107,8 +118,13 @@ def shown(data: Any) -> list[Any]:
             parts.append(numbers[round((float(next(images)[0, 0].mean()) + 1) * 255 / 2)])
         else:
             parts.append("?" * (element.kind == tar_index.PROMPT) + data.documents[0].text(0, element.part))
-    text = TOKENIZER.decode([token for token in row.input_ids if token not in TOKENIZER.convert_tokens_to_ids(pages.TOKENS)])
-    assert text.replace(" ", "") == "".join(part.removeprefix("?").replace(" ", "") for part in parts if isinstance(part, str)) + "<end>"
+    text = TOKENIZER.decode(
+        [token for token in row.input_ids if token not in TOKENIZER.convert_tokens_to_ids(pages.TOKENS)]
+    )
+    assert (
+        text.replace(" ", "")
+        == "".join(part.removeprefix("?").replace(" ", "") for part in parts if isinstance(part, str)) + "<end>"
+    )
     return parts
 
 
@@ -140,11 +156,16 @@ def test_another_mapping_makes_the_index_again(tmp_path: Path):
     members, fields, parts = LAYOUTS["img2dataset"]
     assert make(tmp_path, members, None) == 0
     assert shown(build_data(tmp_path)) == [1, "file"]
-    assert manifest.load(tmp_path / "x" / "train").facts["passed_over"] == {"no known suffix": {".json": [1, len(members[2][1])]}}
+    assert manifest.load(tmp_path / "x" / "train").facts["passed_over"] == {
+        "no known suffix": {".json": [1, len(members[2][1])]}
+    }
     assert make(tmp_path, members, fields) == 0
     assert shown(build_data(tmp_path)) == parts
     facts = manifest.load(tmp_path / "x" / "train").facts
-    assert (facts["fields"], facts["passed_over"]) == ({"image": ["jpg"], "text": ["json:caption"]}, {"not in --fields": {".txt": [1, 4]}})
+    assert (facts["fields"], facts["passed_over"]) == (
+        {"image": ["jpg"], "text": ["json:caption"]},
+        {"not in --fields": {".txt": [1, 4]}},
+    )
 
 
 def test_members_of_a_document_with_other_json_are_counted_by_the_reason(tmp_path: Path):
@@ -160,7 +181,10 @@ def test_members_of_a_document_with_other_json_are_counted_by_the_reason(tmp_pat
         ({"texts": ["one"], "images": ["a.jpg", None]}, "its JSON does not have the mapped fields"),
         ({"texts": ["one", None], "images": ["a.jpg", None]}, "its JSON does not have the mapped fields"),
         ({"texts": [{"no": "text"}], "images": []}, "its JSON does not have the mapped fields"),
-        ({"texts": ["one"], "images": [{"image_name": "a.jpg", "matched_text_index": 1}]}, "its JSON does not have the mapped fields"),
+        (
+            {"texts": ["one"], "images": [{"image_name": "a.jpg", "matched_text_index": 1}]},
+            "its JSON does not have the mapped fields",
+        ),
         ({"texts": ["one"], "images": ["data:image/png;base64,!"]}, "an image cannot be decoded"),
         ({"texts": ["\ud800"], "images": []}, "its JSON does not have the mapped fields"),
         ({"texts": ["<image>"], "images": []}, "it has no text"),
@@ -182,7 +206,10 @@ def test_document_with_unfitting_json_is_bad(value: Any, bad: str, tmp_path: Pat
 
 def test_images_that_are_not_in_the_tar_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     value = {"texts": ["one", None, None], "images": [None, "gone.jpg", "a.jpg"]}
-    assert make(tmp_path, [("k.json", as_json(value)), ("k.a.jpg", A)], {"image": "json:images", "text": "json:texts"}) == 0
+    assert (
+        make(tmp_path, [("k.json", as_json(value)), ("k.a.jpg", A)], {"image": "json:images", "text": "json:texts"})
+        == 0
+    )
     assert "not read: 1 .json:, 0 bytes: an image that is not in the tar" in capsys.readouterr().out
     assert shown(build_data(tmp_path)) == ["one", 1]
 
@@ -201,7 +228,9 @@ def test_images_that_are_not_in_the_tar_are_counted(tmp_path: Path, capsys: pyte
         (["--most_pixels", "0"], "0"),
     ],
 )
-def test_bad_option_is_one_line(words: list[str], message_part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_bad_option_is_one_line(
+    words: list[str], message_part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     assert make(tmp_path, [("k.jpg", A), ("k.txt", b"words")], None, *words) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: ")

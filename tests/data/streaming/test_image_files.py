@@ -200,7 +200,9 @@ def check_damaged(count: int, seed: int) -> tuple[int, int]:
     """Index damaged images with and without --verify, and decode those that are good; (decoded, refused)."""
     decoded = refused = 0
     batch = list(damaged(count, seed))
-    tar = memoryview(tar_of([member for i, image in enumerate(batch) for member in ((f"{i}.jpg", image), (f"{i}.txt", b"a"))]))
+    tar = memoryview(
+        tar_of([member for i, image in enumerate(batch) for member in ((f"{i}.jpg", image), (f"{i}.txt", b"a"))])
+    )
     plain, verified = build(tar), build(tar, verify=True)
     assert len(plain) == len(verified) == count
     for number, content in enumerate(batch):
@@ -214,7 +216,9 @@ def check_damaged(count: int, seed: int) -> tuple[int, int]:
             continue
         decoded += 1
         if good:
-            _, _, width, height = (int(verified.parts_of(number)[0][name]) for name in ("kind", "pick", "width", "height"))
+            _, _, width, height = (
+                int(verified.parts_of(number)[0][name]) for name in ("kind", "pick", "width", "height")
+            )
             assert image.size == (width, height)
     return decoded, refused
 

@@ -49,7 +49,9 @@ def server(tmp_path: Path) -> Iterator[ObjectServer]:
 
 def run(server: ObjectServer, *words: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, **server.environment}
-    return subprocess.run([sys.executable, *words], env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, *words], env=environment, cwd=ROOT, capture_output=True, text=True, check=False
+    )
 
 
 @pytest.mark.parametrize("scheme", ["gs", "az", "hf"])
@@ -92,7 +94,8 @@ def on_s3(server: ObjectServer, monkeypatch: pytest.MonkeyPatch, content: bytes 
 
 
 @pytest.mark.parametrize(
-    ("status", "code"), [(400, "ExpiredToken"), (403, "InvalidAccessKeyId"), (400, "TokenRefreshRequired"), (403, "RequestTimeTooSkewed")]
+    ("status", "code"),
+    [(400, "ExpiredToken"), (403, "InvalidAccessKeyId"), (400, "TokenRefreshRequired"), (403, "RequestTimeTooSkewed")],
 )
 def test_refused_credentials_stop_a_read_at_once(
     status: int, code: str, server: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -106,7 +109,9 @@ def test_refused_credentials_stop_a_read_at_once(
     assert server.requests == 1
 
 
-def test_keys_that_are_renewed_in_a_profile_are_used(server: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_keys_that_are_renewed_in_a_profile_are_used(
+    server: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     shard = on_s3(server, monkeypatch)
     profile, config = tmp_path / "credentials", tmp_path / "config"
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(profile))
@@ -116,7 +121,9 @@ def test_keys_that_are_renewed_in_a_profile_are_used(server: ObjectServer, tmp_p
     config.write_text(f"[profile lab]\nregion = eu-west-3\nendpoint_url = {server.endpoint}\n")
     used = set[str]()
     for token in ("old", "new"):
-        profile.write_text(f"[lab]\naws_access_key_id = {token}\naws_secret_access_key = s\naws_session_token = {token}\n")
+        profile.write_text(
+            f"[lab]\naws_access_key_id = {token}\naws_secret_access_key = s\naws_session_token = {token}\n"
+        )
         files = ShardFiles(tmp_path, cache=tmp_path / f"cache_{token}", cache_bytes=10**6)
         assert files.read(shard, 0, shard.bytes) == b"x" * 1000
         store, _ = objects._locate(shard.url, 1)
@@ -132,7 +139,9 @@ def test_a_damaged_profile_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         objects.head("s3://bucket/key", 1)
 
 
-@pytest.mark.parametrize("settings", ["role_arn = arn:x\nsource_profile = default", "sso_session = x", "credential_process = echo"])
+@pytest.mark.parametrize(
+    "settings", ["role_arn = arn:x\nsource_profile = default", "sso_session = x", "credential_process = echo"]
+)
 def test_a_profile_without_keys_is_refused(settings: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
@@ -152,6 +161,9 @@ def test_an_incomplete_url_is_refused(url: str):
 
 def test_a_hub_out_of_reach_is_reported_in_one_line(server: ObjectServer, tmp_path: Path):
     server.environment["HF_ENDPOINT"] = "http://127.0.0.1:1"
-    read = "from src.data.streaming.remote import objects\nobjects.read_range('hf://datasets/user/pages/a.tar', None, 0, 1, 1)"
+    read = (
+        "from src.data.streaming.remote import objects\nobjects.read_range('hf://datasets/user/pages/a.tar', "
+        "None, 0, 1, 1)"
+    )
     done = run(server, "-c", read)
     assert "objects.Interruption" in done.stderr.splitlines()[-1]

@@ -28,7 +28,11 @@ SHARDS, PER_SHARD, LANES = 6, 50, 2
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectServer]:
     """Has the tars of DATA/local as those of DATA/remote."""
     started = ObjectServer(tmp_path)
-    for name, value in {"AWS_ENDPOINT_URL": started.endpoint, "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}.items():
+    for name, value in {
+        "AWS_ENDPOINT_URL": started.endpoint,
+        "AWS_ACCESS_KEY_ID": "a",
+        "AWS_SECRET_ACCESS_KEY": "b",
+    }.items():
         monkeypatch.setenv(name, value)
     local = pages.write_pages(tmp_path / "local" / "train", SHARDS * PER_SHARD, per_shard=PER_SHARD)
     urls = [started.put("s3", shard.url, (local.folder / shard.url).read_bytes()) for shard in local.shards]
@@ -45,7 +49,8 @@ def build(folder: Path, path: str, **more: Any) -> StreamedDataset:
 
 
 def read(data: StreamedDataset, steps: int, cached: int = 0) -> tuple[list[Any], int]:
-    """Rows of the first steps, and how many reads waited for a download. cached: tars that a step waits for before it reads."""
+    """Rows of the first steps, and how many reads waited for a download. cached: tars that a step waits for before it
+    reads."""
     order, share = data.order(0, LANES, steps, []), RankShare(LANES, LANES, 0, 1)
     ahead, rows, behind = data.read_ahead(order, share), [], dict[str, Any]()
     batches = order.micro_batches(0, share, {})
@@ -117,7 +122,9 @@ def test_a_training_reads_on_if_the_downloads_are_killed(server: ObjectServer, t
     ahead.close()
 
 
-def test_relative_paths_are_those_of_the_training(server: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_relative_paths_are_those_of_the_training(
+    server: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SHARD_CACHE", "cache")
     data = build(Path(), "remote", shuffle="none")

@@ -75,7 +75,9 @@ def test_slices(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert not (out / "shards.json").exists()
     assert index.main([*words, "1/3"]) == 0
     assert "shards.json" not in capsys.readouterr().out
-    assert [shard.url for shard in manifest.load(out).shards] == [str(tmp_path / f"{number}.tar") for number in range(5)]
+    assert [shard.url for shard in manifest.load(out).shards] == [
+        str(tmp_path / f"{number}.tar") for number in range(5)
+    ]
     for wrong in ("3/3", "1", "-1/3", "a/b"):
         assert index.main([*words[:-1], f"--slice={wrong}"]) == 1
         assert "expected I/N, with I from 0 to N - 1" in capsys.readouterr().err
@@ -85,7 +87,13 @@ def test_a_cut_tar_is_in_no_list(tmp_path: Path, capsys: pytest.CaptureFixture[s
     (tmp_path / "0.tar").write_bytes(WHOLE)
     (tmp_path / "1.tar").write_bytes(WHOLE[: int(build(memoryview(WHOLE)).documents["offset"][2])])
     out = tmp_path / "out"
-    words = [str(tmp_path / "*.tar"), f"pipe:cat {tmp_path / '1.tar'}", str(tmp_path / "none.tar"), "--output", str(out)]
+    words = [
+        str(tmp_path / "*.tar"),
+        f"pipe:cat {tmp_path / '1.tar'}",
+        str(tmp_path / "none.tar"),
+        "--output",
+        str(out),
+    ]
     assert index.main([*words, "--processes", "1"]) == 1
     lines = sorted(capsys.readouterr().err.splitlines(), key=lambda line: ("none" in line, "pipe" in line))
     assert "1.tar: cut between two members" in lines[0]
@@ -102,7 +110,9 @@ def test_options_that_need_an_output_folder(words: list[str], capsys: pytest.Cap
     assert "--output is needed, a folder for shards.json and the indexes" in capsys.readouterr().err
 
 
-def test_tars_elsewhere(s3: S3Server, cutter: Cutter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_tars_elsewhere(
+    s3: S3Server, cutter: Cutter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     """Two of one name in two places (webdataset #449), and a command; read once, also over a connection that is cut."""
     monkeypatch.setenv("S3_ENDPOINT_URL", s3.environment["AWS_ENDPOINT_URL"])
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")

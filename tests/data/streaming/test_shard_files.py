@@ -93,11 +93,15 @@ def test_a_local_shard_that_is_replaced_while_it_is_read_is_refused(tmp_path: Pa
 def test_every_process_notices_a_local_tar_replaced_since_it_was_indexed(tmp_path: Path, name: str):
     content = content_of("0.tar")
     (tmp_path / "0.tar").write_bytes(content)
-    shard = Shard("0.tar", "", 1, SIZE, mtime_ns=(tmp_path / "0.tar").stat().st_mtime_ns, sample=sample_tar(tmp_path / "0.tar"))
+    shard = Shard(
+        "0.tar", "", 1, SIZE, mtime_ns=(tmp_path / "0.tar").stat().st_mtime_ns, sample=sample_tar(tmp_path / "0.tar")
+    )
     assert ShardFiles(tmp_path).read(shard, 0, SIZE) == content
     (tmp_path / "copy.tar").write_bytes(content)
     os.utime(tmp_path / "copy.tar", ns=(5, 5))
-    assert ShardFiles(tmp_path).read(replace(shard, url="copy.tar"), 0, SIZE) == content, "a copy has another time and the same bytes"
+    assert ShardFiles(tmp_path).read(replace(shard, url="copy.tar"), 0, SIZE) == content, (
+        "a copy has another time and the same bytes"
+    )
     (tmp_path / name).write_bytes(content[:-1] + b"?")
     os.utime(tmp_path / name, ns=(7, 7))
     for _ in range(2):
@@ -118,7 +122,9 @@ def test_a_local_shard_that_is_written_to_while_it_is_open_is_refused(tmp_path: 
         files.read(shard, 0, SIZE)
 
 
-def test_where_nothing_answers_the_patience_is_for_all_shards(piped: Callable[..., Shard], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_where_nothing_answers_the_patience_is_for_all_shards(
+    piped: Callable[..., Shard], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """By a clock that pauses alone move: else a hundred shards would be waited for one after another."""
     clock = [1000.0]
     fake_time = SimpleNamespace(monotonic=lambda: clock[0], sleep=lambda seconds: clock.append(clock.pop() + seconds))
@@ -185,7 +191,9 @@ def test_a_reference_ends_with_its_reader(piped: Callable[..., Shard], tmp_path:
     a, b = piped("a"), piped("b")
     holders, other = [reader(tmp_path, 1, 0.2)], reader(tmp_path, 1, 0.2)
     holders[0].read(a, 0, 1)
-    with pytest.raises(ShardUnavailable, match=r"no room in .*cache for 0\.2 s: other shards that are being read fill its 1000 bytes"):
+    with pytest.raises(
+        ShardUnavailable, match=r"no room in .*cache for 0\.2 s: other shards that are being read fill its 1000 bytes"
+    ):
         other.read(b, 0, 1)
     inside, outside = FORK.Pipe()
 
@@ -258,7 +266,9 @@ def test_processes_fetch_a_shard_once(piped: Callable[..., Shard], tmp_path: Pat
 
 
 def has_part_open(process: int | None) -> bool:
-    return any(os.readlink(link).endswith(".part") for link in Path(f"/proc/{process}/fd").iterdir() if link.is_symlink())
+    return any(
+        os.readlink(link).endswith(".part") for link in Path(f"/proc/{process}/fd").iterdir() if link.is_symlink()
+    )
 
 
 def test_one_that_was_fetched_in_the_moment_before(piped: Callable[..., Shard], tmp_path: Path):
@@ -282,7 +292,13 @@ def test_one_that_was_fetched_in_the_moment_before(piped: Callable[..., Shard], 
 
 
 def test_a_fetcher_that_is_stopped_or_killed(piped: Callable[..., Shard], tmp_path: Path):
-    shard = piped("a", "head -c 500 {file}; echo x >> {folder}/log; while [ ! -e {folder}/go ]; do sleep 0.01; done; tail -c 500 {file}")
+    shard = piped(
+        "a",
+        (
+            "head -c 500 {file}; echo x >> {folder}/log; while [ ! -e {folder}/go ]; do sleep 0.01; done; tail -c 500 "
+            "{file}"
+        ),
+    )
     process = FORK.Process(daemon=True, target=lambda: reader(tmp_path).read(shard, 0, 1))
     process.start()
     until((tmp_path / "log").exists)
@@ -310,7 +326,8 @@ EVENTS = ("open", "os.remove", "os.rename", "os.truncate", "fcntl.flock", "subpr
 
 
 def test_a_kill_at_any_call_loses_nothing(piped: Callable[..., Shard], tmp_path: Path):
-    """Of a fetch with a deletion before it: before its first call of the system that changes anything, its second, and so on."""
+    """Of a fetch with a deletion before it: before its first call of the system that changes anything, its second, and
+    so on."""
     a, b = piped("a"), piped("b")
     ended = False
     for number in range(200):
@@ -352,7 +369,10 @@ def test_two_commands_and_keys(piped: Callable[..., Shard], tmp_path: Path):
     """Another size or ETag is another file."""
     a = piped("a")
     files = reader(tmp_path)
-    names = {name_in(files, shard) for shard in (a, piped("b"), Shard(a.url, "", 1, SIZE - 1), Shard(a.url, "", 1, SIZE, etag='"1"'))}
+    names = {
+        name_in(files, shard)
+        for shard in (a, piped("b"), Shard(a.url, "", 1, SIZE - 1), Shard(a.url, "", 1, SIZE, etag='"1"'))
+    }
     assert len(names) == 4
 
 
@@ -361,20 +381,32 @@ def test_two_commands_and_keys(piped: Callable[..., Shard], tmp_path: Path):
     [
         ("head -c 999 {file}", ShardUnavailable, "the command ended with 999 of 1000 bytes"),
         ("cat {file}; echo one; exit 0", ShardChanged, "the command writes more than the 1000 bytes that were indexed"),
-        ("cat {file}; echo reset >&2; echo by peer. >&2; exit 3", ShardUnavailable, "the command ended with exit status 3: by peer"),
+        (
+            "cat {file}; echo reset >&2; echo by peer. >&2; exit 3",
+            ShardUnavailable,
+            "the command ended with exit status 3: by peer",
+        ),
         ("false | cat {file}", ShardUnavailable, "the command ended with exit status 1"),
-        ("none-such {file}", ShardUnavailable, "the command ended with exit status 127: .*none-such: command not found"),
+        (
+            "none-such {file}",
+            ShardUnavailable,
+            "the command ended with exit status 127: .*none-such: command not found",
+        ),
         ("head -c 10 {file}; sleep 100", ShardUnavailable, r"the command wrote nothing for 0\.5 s"),
         ("cat {file}; exec >&-; sleep 100", ShardUnavailable, "the command does not end after its last byte, 1000"),
     ],
 )
-def test_a_command_that_fails(command: str, error: type[Exception], message: str, piped: Callable[..., Shard], tmp_path: Path):
+def test_a_command_that_fails(
+    command: str, error: type[Exception], message: str, piped: Callable[..., Shard], tmp_path: Path
+):
     shard = piped("a", command)
     with pytest.raises(error, match=f"{message}\\.") as raised:
         reader(tmp_path, patience=0.5).read(shard, 0, 1)
     assert str(raised.value).startswith(shard.url)
     assert cached(tmp_path) == set()
-    assert subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, check=False).stdout == b"", "no process is left"
+    assert subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, check=False).stdout == b"", (
+        "no process is left"
+    )
 
 
 def test_a_command_that_fails_is_run_again(piped: Callable[..., Shard], tmp_path: Path):
@@ -415,13 +447,16 @@ def test_a_cache_that_is_missing_or_too_small(piped: Callable[..., Shard], tmp_p
 def test_a_full_disk(piped: Callable[..., Shard], tmp_path: Path):
     disk = tmp_path / "disk"
     disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12k", "tmpfs", str(disk)], capture_output=True, check=False).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=12k", "tmpfs", str(disk)], capture_output=True, check=False
+    ).returncode:
         pytest.skip("needs the right to mount a tmpfs")
     try:
         files = ShardFiles(tmp_path, cache=disk / "cache", cache_bytes=100 * SIZE)
         big = Shard(f"pipe:yes | head -c {5 * 4096}", "", 1, 5 * 4096)
         with pytest.raises(
-            ShardUnavailable, match=r"its 20480 bytes cannot be stored in .*cache: No space left on device\. Make room there"
+            ShardUnavailable,
+            match=r"its 20480 bytes cannot be stored in .*cache: No space left on device\. Make room there",
         ):
             files.read(big, 0, 1)
         assert [path.name for path in (disk / "cache").iterdir()] == [".lock"]

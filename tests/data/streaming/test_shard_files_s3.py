@@ -155,7 +155,9 @@ def test_a_missing_object_or_a_wrong_key_is_reported(shard: Shard, tmp_path: Pat
         reader(tmp_path).read(Shard("s3://none/none.tar", "", 1, 10), 0, 10)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     with pytest.raises(ShardUnavailable, match=r"00\.tar: access denied \(SignatureDoesNotMatch\)\."):
-        reader(tmp_path, patience=19).read(shard, 0, 10)  # another time limit is another connection, which reads the keys anew
+        reader(tmp_path, patience=19).read(
+            shard, 0, 10
+        )  # another time limit is another connection, which reads the keys anew
     assert time.monotonic() < start + 10, "without trying again"
 
 
@@ -165,7 +167,9 @@ def test_keys_of_a_profile(shard: Shard, s3: S3Server, tmp_path: Path, monkeypat
         monkeypatch.delenv(name)
     key, secret = s3.environment["AWS_ACCESS_KEY_ID"], s3.environment["AWS_SECRET_ACCESS_KEY"]
     file = tmp_path / "credentials"
-    file.write_text(f"[default]\naws_access_key_id = x\n[mine]\naws_access_key_id = {key}\naws_secret_access_key = {secret}\n")
+    file.write_text(
+        f"[default]\naws_access_key_id = x\n[mine]\naws_access_key_id = {key}\naws_secret_access_key = {secret}\n"
+    )
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
     monkeypatch.setenv("AWS_PROFILE", "mine")
     assert reader(tmp_path, patience=18).read(shard, 0, 10) == CONTENT[:10]
@@ -220,7 +224,9 @@ def test_a_forked_process_reads_too(shard: Shard, s3: S3Server, tmp_path: Path, 
     assert answers.get() == CONTENT[40:50], "and not what is left of another answer"
 
 
-def test_ranges_are_read_from_the_server_without_room_in_the_cache(shard: Shard, s3: S3Server, tmp_path: Path, cutter: Cutter):
+def test_ranges_are_read_from_the_server_without_room_in_the_cache(
+    shard: Shard, s3: S3Server, tmp_path: Path, cutter: Cutter
+):
     """A cache for one shard, which another process is reading: no wait, as it may be waiting for this one."""
     other = upload(s3, "around.tar", CONTENT[::-1])
     holder, files = reader(tmp_path, limit=len(CONTENT)), reader(tmp_path, limit=len(CONTENT))
@@ -278,7 +284,9 @@ def test_processes_share_a_cache_of_two_shards(s3: S3Server, tmp_path: Path):
     limit = 400_000
     cache = tmp_path / "cache"
     command = [sys.executable, "-c", READ_ALL, str(tmp_path)]
-    processes = [subprocess.Popen([*command, str(n), str(limit)], cwd=ROOT, env=os.environ | s3.environment) for n in range(4)]
+    processes = [
+        subprocess.Popen([*command, str(n), str(limit)], cwd=ROOT, env=os.environ | s3.environment) for n in range(4)
+    ]
     most = Counter[str]()
     while any(process.poll() is None for process in processes):
         if (cache / ".lock").exists():

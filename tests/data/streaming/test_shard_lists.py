@@ -26,7 +26,9 @@ def test_files_patterns_and_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert urls("odd[1].tar") == [f"{here}/odd[1].tar"], "a file that is there is no pattern"
     assert urls("s3://b/{8..10}.tar") == ["s3://b/8.tar", "s3://b/9.tar", "s3://b/10.tar"]
     assert urls("s3://b/{000..001}/{1..2}.tar") == [f"s3://b/{n}/{m}.tar" for n in ("000", "001") for m in (1, 2)]
-    assert urls("pipe:s5cmd cat s3://b/{0..1}.tar | awk '{print}'") == [f"pipe:s5cmd cat s3://b/{n}.tar | awk '{{print}}'" for n in (0, 1)]
+    assert urls("pipe:s5cmd cat s3://b/{0..1}.tar | awk '{print}'") == [
+        f"pipe:s5cmd cat s3://b/{n}.tar | awk '{{print}}'" for n in (0, 1)
+    ]
 
 
 def test_a_list_as_the_seed_has_it(tmp_path: Path):
@@ -35,13 +37,22 @@ def test_a_list_as_the_seed_has_it(tmp_path: Path):
     command = "pipe:bash /code/webdataset_get_file.sh s3://b/x.tar"
     lines = tmp_path / "lists" / "train.txt"
     lines.write_text(f"{command} \n\n../tars/0.tar\r\n/data/1.tar\ns3://b/{{2..3}}.tar")
-    assert urls(str(lines)) == [command, f"{(tmp_path / 'tars' / '0.tar').resolve()}", "/data/1.tar", "s3://b/2.tar", "s3://b/3.tar"]
+    assert urls(str(lines)) == [
+        command,
+        f"{(tmp_path / 'tars' / '0.tar').resolve()}",
+        "/data/1.tar",
+        "s3://b/2.tar",
+        "s3://b/3.tar",
+    ]
 
 
 def test_a_prepared_folder(tmp_path: Path):
     shards = [Shard("0.tar", "0.idx", 1, 10, "captions"), Shard("s3://b/1.tar", "1.idx", 1, 10)]
     manifest.save(Manifest(tmp_path, shards))
-    assert list_shards([str(tmp_path)]) == [Listed(str(tmp_path.resolve() / "0.tar"), "captions"), Listed("s3://b/1.tar")]
+    assert list_shards([str(tmp_path)]) == [
+        Listed(str(tmp_path.resolve() / "0.tar"), "captions"),
+        Listed("s3://b/1.tar"),
+    ]
 
 
 def test_a_duplicate_shard_is_named_with_both_places(tmp_path: Path):
@@ -50,7 +61,8 @@ def test_a_duplicate_shard_is_named_with_both_places(tmp_path: Path):
     lines = tmp_path / "train.txt"
     lines.write_text("s3://b/{0..9}.tar\na.tar\ns3://b/4.tar\n")
     with pytest.raises(
-        DataError, match=r"train\.txt:3: s3://b/4\.tar is listed twice, first by .*train\.txt:1\. Each document would be read"
+        DataError,
+        match=r"train\.txt:3: s3://b/4\.tar is listed twice, first by .*train\.txt:1\. Each document would be read",
     ):
         list_shards([str(lines)])
     lines.write_text("link/a.tar\n")
@@ -63,12 +75,21 @@ def test_a_duplicate_shard_is_named_with_both_places(tmp_path: Path):
     [
         ("", r"train\.txt: lists no shard\. Expected a path, s3://BUCKET/KEY or pipe:COMMAND on each line"),
         (" \n\n", r"train\.txt: lists no shard"),
-        ("a.tar.gz", r'train\.txt:1: .*a compressed tar cannot be read in any order\. Give "pipe:gzip -dc FILE", which unpacks it'),
+        (
+            "a.tar.gz",
+            (
+                r'train\.txt:1: .*a compressed tar cannot be read in any order\. Give "pipe:gzip -dc FILE", which '
+                r"unpacks it"
+            ),
+        ),
         ("x.tar\ns3://b/{5..1}.tar", r"train\.txt:2: the range \{5\.\.1\} is empty"),
         ("s3://bucket", r"train\.txt:1: s3://bucket: no key"),
         (
             "https://h/0.tar",
-            r"train\.txt:1: https://h/0\.tar: expected a path, .* or pipe:COMMAND, such as pipe:curl -sSf https://h/0\.tar",
+            (
+                r"train\.txt:1: https://h/0\.tar: expected a path, .* or pipe:COMMAND, such as pipe:curl -sSf "
+                r"https://h/0\.tar"
+            ),
         ),
         ("none/*.tar", r"train\.txt:1: no file is matched by .*none/\*\.tar"),
         (b"\xff", "no list of shards: it is not UTF-8 text at byte 0"),

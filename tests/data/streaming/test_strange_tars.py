@@ -89,7 +89,11 @@ STRANGE = {
     "text in latin-1": (member(b"l1.txt", b"m\xf6se"), "a text is not UTF-8", ".txt"),
     "text with an image token": (member(b"it.TXT", b"see <image>"), "a text that spells <image>", ".txt"),
     "empty text": (member(b"et.txt", b"\n"), "an empty text", ".txt"),
-    "damaged image": (member(b"di.tiff", b"II*\0none") + member(b"di.txt", b"a"), "an image cannot be decoded", ".tiff"),
+    "damaged image": (
+        member(b"di.tiff", b"II*\0none") + member(b"di.txt", b"a"),
+        "an image cannot be decoded",
+        ".tiff",
+    ),
     "duplicated name": (member(b"dn.txt", b"a") * 2, "a part is there twice", ".txt"),
 }
 
@@ -112,9 +116,15 @@ def test_report_names_every_strange_member(tmp_path: Path, capsys: pytest.Captur
     report = capsys.readouterr().out
     facts = manifest.load(tmp_path / "out").facts
     for _, reason, suffix in STRANGE.values():
-        assert any(reason in line and f" {suffix or 'members'}, " in line for line in report.splitlines()), (reason, suffix)
+        assert any(reason in line and f" {suffix or 'members'}, " in line for line in report.splitlines()), (
+            reason,
+            suffix,
+        )
         assert suffix in facts["passed_over"][reason]
-    assert sum(count for of_reason in facts["passed_over"].values() for count, _ in of_reason.values()) + 2 == facts["members"]
+    assert (
+        sum(count for of_reason in facts["passed_over"].values() for count, _ in of_reason.values()) + 2
+        == facts["members"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -123,14 +133,26 @@ def test_report_names_every_strange_member(tmp_path: Path, capsys: pytest.Captur
         member(b"a.jpg", JPEG, b"7") + member(b"a.txt", b"words", b"\0", b""),
         pax({"path": "a.jpg", "size": str(len(JPEG))}, b"short", JPEG, 0) + member(b"a.txt", b"words"),
         member(b"g", b"19 comment=a words\n", b"g") + member(b"a.jpg", JPEG) + member(b"a.txt", b"words"),
-        member(b"././@LongLink", b"a" * 150 + b".jpg\0", b"L") + member(b"a" * 99, JPEG) + member(b"a" * 150 + b".txt", b"words"[:0]),
+        member(b"././@LongLink", b"a" * 150 + b".jpg\0", b"L")
+        + member(b"a" * 99, JPEG)
+        + member(b"a" * 150 + b".txt", b"words"[:0]),
         member(b"m\xf6.jpg", JPEG) + member(b"m\xf6.txt", b"words"),
         member(b"a.JPEG", JPEG) + member(b"a.Txt", b"words"),
         member(b"a.jpg\0garbage", JPEG) + member(b"a.txt", b"words"),
         member(b"a.jpg", JPEG) + member(b"a.txt", b"words") + END + member(b"b.txt", b"more"),
         member(b"a.jpg", JPEG) + member(b"a.txt", b"words") + END + bytes(512 * 20) + member(b"b.txt", b"more"),
     ],
-    ids=["contiguous", "pax size", "global pax", "long name", "latin-1 name", "upper case", "NUL in a name", "concatenated", "padded"],
+    ids=[
+        "contiguous",
+        "pax size",
+        "global pax",
+        "long name",
+        "latin-1 name",
+        "upper case",
+        "NUL in a name",
+        "concatenated",
+        "padded",
+    ],
 )
 def test_regular_members_of_every_writer_are_read(content: bytes):
     members = scan(memoryview(content + END))
@@ -208,7 +230,9 @@ def test_real_tar_command(form: str, tmp_path: Path):
         subprocess.run(["mkfifo", folder / "f.txt"], check=True)
     (folder / ("long" * (20 if form in ("v7", "ustar") else 50) + ".txt")).write_bytes(b"more")
     sparse = [] if form in ("v7", "ustar") else ["--sparse"]
-    subprocess.run(["tar", f"--format={form}", *sparse, "--sort=name", "-cf", tmp_path / "a.tar", "."], cwd=folder, check=True)
+    subprocess.run(
+        ["tar", f"--format={form}", *sparse, "--sort=name", "-cf", tmp_path / "a.tar", "."], cwd=folder, check=True
+    )
     content = (tmp_path / "a.tar").read_bytes()
     result = build(memoryview(content))
     assert "cut" not in result.facts

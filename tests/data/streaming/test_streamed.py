@@ -35,12 +35,19 @@ def built(folder: Path, split: str = "train", sources: dict[str, Any] = ONE, **m
 
 def write_one(folder: Path, parts: list[Part], split: str = "train") -> Path:
     """A source of one document, and a short one."""
-    write(folder / "pages" / split, [Document("a", parts), Document("b", [Part("text", b"short")])], {}, Writing(source="pages"))
+    write(
+        folder / "pages" / split,
+        [Document("a", parts), Document("b", [Part("text", b"short")])],
+        {},
+        Writing(source="pages"),
+    )
     return folder
 
 
 def steps_of(data: StreamedDataset, steps: int, per_step: int = 4, branches: tuple[Branch, ...] = ()) -> list[Any]:
-    return list(islice(data.order(0, per_step, 99, branches).micro_batches(0, RankShare(per_step, per_step, 0, 1), {}), steps))
+    return list(
+        islice(data.order(0, per_step, 99, branches).micro_batches(0, RankShare(per_step, per_step, 0, 1), {}), steps)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +79,9 @@ def test_row_has_complete_pages_with_frames_and_counts(two: Path):
             if all(len(data.pieces(document)) == 1 for document in documents):
                 assert page_numbers == [number for _, number in located]
                 pages_read.update((data.source_names[source], number) for source, number in located)
-            frame_count = sum(data.pieces(document)[piece].frames for document, piece in zip(documents, key[2::3], strict=True))
+            frame_count = sum(
+                data.pieces(document)[piece].frames for document, piece in zip(documents, key[2::3], strict=True)
+            )
             assert frame_count <= 6
             frames += frame_count
             first = collated["frames"][frames - frame_count : frames]
@@ -130,7 +139,10 @@ def test_a_document_is_one_read_of_its_own_bytes(two: Path):
         data.sample(0, document)
         shard, number = documents.locate(document)
         rows = tar_index.load(documents.manifest.folder / documents.manifest.shards[shard].url).documents
-        begin, end = int(rows["offset"][number]), [*rows["offset"].tolist(), documents.manifest.shards[shard].bytes][number + 1]
+        begin, end = (
+            int(rows["offset"][number]),
+            [*rows["offset"].tolist(), documents.manifest.shards[shard].bytes][number + 1],
+        )
         ((url, offset, size),) = reads
         assert url == documents.manifest.shards[shard].url
         assert begin <= offset < offset + size <= end
@@ -184,15 +196,25 @@ def test_texts_longer_than_a_row_are_read_completely(tmp_path: Path, length: int
     assert shown == "".join(chr(97 + i % 26) for i in range(length)) * 5 + "<end>"
 
 
-@pytest.mark.parametrize(("before", "ask", "answer"), [(10, 3, 200), (0, 3, 77), (60, 40, 78), (79, 70, 30), (0, 77, 5)])
-def test_a_long_answer_is_cut_after_its_first_tokens_with_the_prompt(tmp_path: Path, before: int, ask: int, answer: int):
+@pytest.mark.parametrize(
+    ("before", "ask", "answer"), [(10, 3, 200), (0, 3, 77), (60, 40, 78), (79, 70, 30), (0, 77, 5)]
+)
+def test_a_long_answer_is_cut_after_its_first_tokens_with_the_prompt(
+    tmp_path: Path, before: int, ask: int, answer: int
+):
     """A text before the prompt fits into a row; prompt and answer together do not."""
-    parts = [Part("text", b"a" * before)] * bool(before) + [Part("prompt", b"q" * ask), Part("text", b"b" * answer), Part("text", b"c")]
+    parts = [Part("text", b"a" * before)] * bool(before) + [
+        Part("prompt", b"q" * ask),
+        Part("text", b"b" * answer),
+        Part("text", b"c"),
+    ]
     data = built(write_one(tmp_path, parts))
     rows = [data.read_piece(0, piece) for piece in data.pieces(0)]
     shown = [TOKENIZER.decode(row.input_ids).replace(" ", "") for row in rows]
     assert "".join(shown) == "a" * before + "q" * ask + "b" * answer + "c<end>"
-    assert [row for row in shown if "q" in row] == [row for row in shown if "q" * ask + "b" in row], "with the first token of its answer"
+    assert [row for row in shown if "q" in row] == [row for row in shown if "q" * ask + "b" in row], (
+        "with the first token of its answer"
+    )
     assert sum(row.counted[0][COUNTED.index("left_out_parts")] for row in rows) == 0
 
 
@@ -226,7 +248,9 @@ def test_a_text_that_says_that_a_document_ends_is_of_two_that_do_not_see_each_ot
     data = built(write_one(tmp_path, [Part("text", f"ab{END}cde".encode()), Part("text", b"f")]))
     row = data.read_piece(0, data.pieces(0)[0])
     assert row.lengths == [3, 6]
-    assert [TOKENIZER.decode([token]) for token, learned in zip(row.input_ids, row.loss_mask, strict=True) if not learned] == ["a", "c"]
+    assert [
+        TOKENIZER.decode([token]) for token, learned in zip(row.input_ids, row.loss_mask, strict=True) if not learned
+    ] == ["a", "c"]
     collated = data.collate([row])
     assert collated["position_ids"][0][:9].tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 5]
 
@@ -301,7 +325,9 @@ def test_what_turns_out_bad_is_padding_and_no_row_moves(tmp_path: Path):
     again.quarantine.open(tmp_path)
     again.documents[0].read = None
     assert again.sample(0, with_image).counted[0][-1] == 1, "what is in quarantine is not tried again"
-    with pytest.raises(DataError, match=r"pages: document \d+ of shard-0000\d\.tar, at byte \d+: an image cannot be decoded"):
+    with pytest.raises(
+        DataError, match=r"pages: document \d+ of shard-0000\d\.tar, at byte \d+: an image cannot be decoded"
+    ):
         built(tmp_path, errors={"bad_document": "raise"}).sample(0, with_image)
 
 
@@ -314,7 +340,9 @@ def test_too_much_that_is_bad_is_an_error(tmp_path: Path):
     for number in chosen[:2]:
         assert data.sample(0, number).counted[0][-1] == 1
         assert data.sample(1, number).counted[0][-1] == 1, "once more is no more"
-    with pytest.raises(DataError, match=r"3 documents of 60 cannot be read, more than data\.errors\.most_documents allows"):
+    with pytest.raises(
+        DataError, match=r"3 documents of 60 cannot be read, more than data\.errors\.most_documents allows"
+    ):
         data.sample(0, chosen[2])
 
 
@@ -384,7 +412,12 @@ def test_denied_documents_are_not_read_after_the_checkpoint(two: Path):
         if piece == 0 and epoch == 0 and document not in denied
     )
     assert set(first.values()) == {1}, "all others still once"
-    for entry in ("source nobody", "shard pages nowhere.tar", "shard nobody shard-00000.tar", "document 99 pages shard-00000.tar"):
+    for entry in (
+        "source nobody",
+        "shard pages nowhere.tar",
+        "shard nobody shard-00000.tar",
+        "document 99 pages shard-00000.tar",
+    ):
         with pytest.raises(ConfigError, match="the data have no such"):
             data.find(entry)
 
@@ -441,11 +474,23 @@ def test_the_control_shows_other_pages_images(two: Path):
 def test_questions_are_the_first_prompts(tmp_path: Path):
     image = Part("image", pages.picture(5), "png")
     other = [Part("image", pages.picture(6), "png"), Part("prompt", b"what"), Part("text", b"six")]
-    asking = [Part("text", b"see"), image, Part("prompt", b"what"), Part("text", b"five"), Part("text", b"yes"), Part("prompt", b"more")]
+    asking = [
+        Part("text", b"see"),
+        image,
+        Part("prompt", b"what"),
+        Part("text", b"five"),
+        Part("text", b"yes"),
+        Part("prompt", b"more"),
+    ]
     write(tmp_path / "pages" / "val", [Document("a", asking), Document("b", other)], {}, Writing(source="pages"))
     rows = built(tmp_path, "val")
     assert rows.num_questions == 2
-    assert rows.row(0) | {"context": ""} == {"question": "what", "answer": "five yes", "context": "", "dataset": "pages"}
+    assert rows.row(0) | {"context": ""} == {
+        "question": "what",
+        "answer": "five yes",
+        "context": "",
+        "dataset": "pages",
+    }
     assert rows.source(1) == "pages"
     batch = rows.collate_prompts([rows.prompt(0), rows.prompt(1)])
     assert batch["pixel_values"].shape == (1, 2, 3, 8, 8)
@@ -468,7 +513,11 @@ def test_rows_survive_pickling(two: Path):
 @pytest.mark.parametrize(
     ("sources", "more", "match"),
     [
-        ({"a": {"path": "pages", "rate": 1}, "b": {"path": "more"}}, {}, r"sources\.b\.rate: missing\. Write a rate for each source"),
+        (
+            {"a": {"path": "pages", "rate": 1}, "b": {"path": "more"}},
+            {},
+            r"sources\.b\.rate: missing\. Write a rate for each source",
+        ),
         (ONE, {"sequence_tokens": 3}, r"a frame has 4 tokens with those around it, and a row 3"),
         ({"pages": {"path": "nowhere"}}, {}, r"shards\.json: no such file"),
     ],
@@ -491,7 +540,9 @@ def test_weights_and_fingerprints(two: Path):
     weights = torch.tensor([1.0, 0.5])[collated["source_ids"]]
     assert torch.equal(collated["loss_weights"], weights)
     assert "loss_weights" not in plain.collate([plain.sample(*key) for key in batch.keys])
-    assert len({weighted.fingerprint, plain.fingerprint, built(two).fingerprint, built(two, window=30).fingerprint}) == 4
+    assert (
+        len({weighted.fingerprint, plain.fingerprint, built(two).fingerprint, built(two, window=30).fingerprint}) == 4
+    )
 
 
 def test_a_rare_source_needs_a_larger_share(tmp_path: Path):
@@ -505,7 +556,11 @@ def test_a_rare_source_needs_a_larger_share(tmp_path: Path):
 def test_lists_are_checked(tmp_path: Path):
     with pytest.raises(DataError, match="no such file"):
         manifest.load(tmp_path)
-    for content, match in (("{}", "no list of shards"), ('{"shards": [], "facts": {}}', "lists no document"), ("[", "shards.json")):
+    for content, match in (
+        ("{}", "no list of shards"),
+        ('{"shards": [], "facts": {}}', "lists no document"),
+        ("[", "shards.json"),
+    ):
         (tmp_path / manifest.NAME).write_text(content)
         with pytest.raises(DataError, match=match):
             manifest.load(tmp_path)

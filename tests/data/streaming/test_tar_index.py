@@ -33,10 +33,16 @@ def tar_of(members: list[tuple[str, bytes]], form: int = tarfile.USTAR_FORMAT) -
 def document(key: str, parts: list[tuple[str, bytes]]) -> list[tuple[str, bytes]]:
     """With the list of its parts behind them, as the seed's tars have it."""
     names = [f"{key}.{position}.{kind}" for position, (kind, _) in enumerate(parts)]
-    return [*zip(names, (content for _, content in parts), strict=True), (f"{key}.metadata.txt", "\n".join(names).encode())]
+    return [
+        *zip(names, (content for _, content in parts), strict=True),
+        (f"{key}.metadata.txt", "\n".join(names).encode()),
+    ]
 
 
-DOCUMENTS = [document(f"{n}_ab", [("text.txt", b"hello" * 50 * n), ("image.jpeg", picture()), ("text.txt", b"end")]) for n in (1, 2, 3)]
+DOCUMENTS = [
+    document(f"{n}_ab", [("text.txt", b"hello" * 50 * n), ("image.jpeg", picture()), ("text.txt", b"end")])
+    for n in (1, 2, 3)
+]
 WHOLE = tar_of([member for group in DOCUMENTS for member in group])
 
 
@@ -51,7 +57,9 @@ def test_members_are_those_of_tarfile(form: int):
         expected = [(member.name.removeprefix("./"), member.offset_data, member.size) for member in tar]
     assert list(zip(result.names, result.data, result.sizes, strict=True)) == expected
     assert result.cut is None
-    assert [content[at : at + size] for at, size in zip(result.data, result.sizes, strict=True)] == [name.encode() * 40 for name in names]
+    assert [content[at : at + size] for at, size in zip(result.data, result.sizes, strict=True)] == [
+        name.encode() * 40 for name in names
+    ]
 
 
 def test_folders_and_links_are_no_members():
@@ -68,9 +76,12 @@ def test_folders_and_links_are_no_members():
 
 
 def test_every_cut_is_reported_and_documents_before_it_are_indexed():
-    """Finding 3 of the specification: of 81 cuts, tarfile reports 25 of the 41 that lose something, and the list of parts 12 more."""
+    """Finding 3 of the specification: of 81 cuts, tarfile reports 25 of the 41 that lose something, and the list of
+    parts 12 more."""
     ends = [build(memoryview(WHOLE)).documents["offset"].tolist()[1:], [len(WHOLE)]]
-    end_of_members = max(at + size for at, size in zip(scan(memoryview(WHOLE)).data, scan(memoryview(WHOLE)).sizes, strict=True))
+    end_of_members = max(
+        at + size for at, size in zip(scan(memoryview(WHOLE)).data, scan(memoryview(WHOLE)).sizes, strict=True)
+    )
     end_of_members += -end_of_members % 512
     borders = [*ends[0], end_of_members]
     for size in range(0, len(WHOLE), 64):
@@ -101,7 +112,9 @@ def test_damaged_header_is_reported(place: int):
 
 
 def test_parts_are_in_order_with_their_kinds_and_sizes():
-    members = document("k", [("text.txt", b"x")] * 2 + [("image.png", picture("PNG", (7, 9)))] + [("text.txt", b"yy")] * 10)
+    members = document(
+        "k", [("text.txt", b"x")] * 2 + [("image.png", picture("PNG", (7, 9)))] + [("text.txt", b"yy")] * 10
+    )
     index = build(memoryview(tar_of(sorted(members))))  # by name, part 10 comes before part 2
     parts = index.parts_of(0)
     assert parts["position"].tolist()[:13] == list(range(13))
@@ -120,7 +133,10 @@ def test_parts_are_in_order_with_their_kinds_and_sizes():
         (DOCUMENTS[0][:-2] + DOCUMENTS[0][-1:], ["incomplete"]),
         (DOCUMENTS[0][:-1], ["incomplete"]),
         ([*DOCUMENTS[0], ("1_ab.0.text.txt", b"twice")], ["a part is there twice"]),
-        ([("1.txt", b"a"), ("2.txt", b"b"), ("1.jpg", picture())], ["its parts are not together", "", "its parts are not together"]),
+        (
+            [("1.txt", b"a"), ("2.txt", b"b"), ("1.jpg", picture())],
+            ["its parts are not together", "", "its parts are not together"],
+        ),
         ([(".hidden", b"a")], []),
         ([("1.jpg", picture()), ("1.cls", b"a")], ["it has no text"]),
         ([("1.txt", b"m\xf6se"), ("2.txt", b"a")], ["a text is not UTF-8", ""]),
@@ -157,7 +173,9 @@ def test_sizes_of_images(kind: str):
 def test_an_index_is_of_its_tar(tmp_path: Path):
     path = tmp_path / "a.tar"
     path.write_bytes(WHOLE)
-    with pytest.raises(DataError, match=r"a\.tar\.idx: no such file\. Make it with python -m data_prep\.tar_shards\.index"):
+    with pytest.raises(
+        DataError, match=r"a\.tar\.idx: no such file\. Make it with python -m data_prep\.tar_shards\.index"
+    ):
         tar_index.load(path)
     with tar_index.open_tar(path) as tar:
         built = build(tar)

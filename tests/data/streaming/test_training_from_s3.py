@@ -1,4 +1,5 @@
-"""interleaved_tiny from an S3 server with a cold cache of two shards, killed on its way: as from the disk, to the last bit.
+"""interleaved_tiny from an S3 server with a cold cache of two shards, killed on its way: as from the disk, to the last
+bit.
 
 STEPS=800 in the environment trains the whole of it, four minutes; LOG.md has what came of that.
 """
@@ -37,10 +38,14 @@ def move_to_s3(server: S3Server, data: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_training_from_s3_ends_as_one_from_the_disk(s3_of_session: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_training_from_s3_ends_as_one_from_the_disk(
+    s3_of_session: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     for name, value in s3_of_session.environment.items():
         monkeypatch.setenv(name, value)
-    digit_pages.prepare(tmp_path / "data", pages=5 * STEPS, val_pages=max(40, STEPS // 4), per_shard=5 * STEPS // SHARDS)
+    digit_pages.prepare(
+        tmp_path / "data", pages=5 * STEPS, val_pages=max(40, STEPS // 4), per_shard=5 * STEPS // SHARDS
+    )
     sizes = [shard.bytes for shard in manifest.load(tmp_path / "data" / "digit_pages" / "train").shards]
     monkeypatch.setenv("SHARD_CACHE_GB", str(2 * max(sizes) / 1e9))
     root = toy.project(tmp_path, f"EXP_GROUPS = {{'tiny': [{EXP!r}]}}\n")

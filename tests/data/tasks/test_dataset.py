@@ -68,11 +68,15 @@ def test_inputs_are_cut_and_counted_once_each(made: Callable[..., task.TaskDatas
                 data.sample(epoch, i)
     assert data.sample(0, 0)["inputs"] == [*ids("rte sentence1: é sentence2: "[:27]), EOS]
     assert len(data.sample(0, 1)["inputs"]) == 28
-    assert caplog.messages == ["c: 1 of 1 inputs that this process has read so far lost their end: data.input_tokens is 29."]
+    assert caplog.messages == [
+        "c: 1 of 1 inputs that this process has read so far lost their end: data.input_tokens is 29."
+    ]
 
 
 def test_a_target_is_never_cut(made: Callable[..., task.TaskDataset]):
-    message = r"task 'rte': the target 'not_entailment' has 15 tokens with its end token, and data\.target_tokens is 14\."
+    message = (
+        r"task 'rte': the target 'not_entailment' has 15 tokens with its end token, and data\.target_tokens is 14\."
+    )
     with pytest.raises(DataError, match=message):
         made([RTE], target_tokens=14, long_targets="cut")
     with pytest.raises(DataError, match=r"data\.max_new_tokens is 14\. Labels are never cut"):
@@ -83,7 +87,15 @@ def test_a_target_is_never_cut(made: Callable[..., task.TaskDataset]):
 class TestOfText:
     """A task whose answers are any text."""
 
-    ROW = {"index": 3, "query": "q", "entities": "A, B", "passage": "p", "label": "B", "answers": ["B", "Be"], "group": "7"}
+    ROW = {
+        "index": 3,
+        "query": "q",
+        "entities": "A, B",
+        "passage": "p",
+        "label": "B",
+        "answers": ["B", "Be"],
+        "group": "7",
+    }
 
     def test_every_answer_is_right(self, made: Callable[..., task.TaskDataset]):
         data = made([self.ROW], name="record")
@@ -94,7 +106,10 @@ class TestOfText:
     LONG = {**ROW, "label": "Wonderful"}
 
     def test_a_long_target_is_refused(self, made: Callable[..., task.TaskDataset]):
-        message = r"the target 'Wonderful' has 10 tokens with its end token, .* is 9\. So have 1 more\. .*'drop' leaves such rows out"
+        message = (
+            r"the target 'Wonderful' has 10 tokens with its end token, .* is 9\. So have 1 more\. .*'drop' "
+            r"leaves such rows out"
+        )
         with pytest.raises(DataError, match=message):
             made([self.ROW, self.LONG, self.LONG], name="record", target_tokens=9)
         assert len(made([self.LONG], name="record", target_tokens=10)) == 1
@@ -104,7 +119,9 @@ class TestOfText:
         assert data.sample(0, 0)["targets"] == [*ids("Wonderfu"), EOS]
         assert data.prediction(0, "x").references == ["B", "Be"], "answers are compared with the whole text"
 
-    def test_rows_with_long_targets_are_left_out(self, made: Callable[..., task.TaskDataset], caplog: pytest.LogCaptureFixture):
+    def test_rows_with_long_targets_are_left_out(
+        self, made: Callable[..., task.TaskDataset], caplog: pytest.LogCaptureFixture
+    ):
         data = made([self.LONG, self.ROW, self.LONG], name="record", target_tokens=9, long_targets="drop")
         assert (len(data), data.num_questions, data.target(0)) == (1, 1, "B")
         assert caplog.messages == ["c: 2 of 3 rows are left out: their targets are longer than 9."]
@@ -138,19 +155,37 @@ def test_only_test_rows_may_lack_a_label(made: Callable[..., task.TaskDataset], 
 @pytest.mark.parametrize(
     ("row", "values", "message"),
     [
-        ({**RTE, "label": "maybe"}, {}, r"train\.jsonl:1: label 'maybe' is none of 'rte': entailment, not_entailment\."),
-        ({"index": 0, "label": "entailment"}, {}, r"train\.jsonl:1: no column 'sentence1' of task 'rte'\. It has: index, label\."),
+        (
+            {**RTE, "label": "maybe"},
+            {},
+            r"train\.jsonl:1: label 'maybe' is none of 'rte': entailment, not_entailment\.",
+        ),
+        (
+            {"index": 0, "label": "entailment"},
+            {},
+            r"train\.jsonl:1: no column 'sentence1' of task 'rte'\. It has: index, label\.",
+        ),
         ({**RTE, "sentence1": 3}, {}, r"train\.jsonl:1: field 'sentence1': expected str, got 3 \(int\)"),
         (
             {"sentence1": "", "sentence2": "", "label": "5.1"},
             {"name": "stsb"},
             r"train\.jsonl:1: expected a label from 0 to 5, got '5\.1'",
         ),
-        ({"sentence1": "", "sentence2": "", "label": "x"}, {"name": "stsb"}, r"expected a number from 0 to 5 as the label, got 'x'"),
-        ({"sentence1": "", "sentence2": "", "label": "nan"}, {"name": "stsb"}, r"expected a label from 0 to 5, got 'nan'"),
+        (
+            {"sentence1": "", "sentence2": "", "label": "x"},
+            {"name": "stsb"},
+            r"expected a number from 0 to 5 as the label, got 'x'",
+        ),
+        (
+            {"sentence1": "", "sentence2": "", "label": "nan"},
+            {"name": "stsb"},
+            r"expected a label from 0 to 5, got 'nan'",
+        ),
     ],
 )
-def test_rows_that_do_not_fit(made: Callable[..., task.TaskDataset], row: dict[str, Any], values: dict[str, Any], message: str):
+def test_rows_that_do_not_fit(
+    made: Callable[..., task.TaskDataset], row: dict[str, Any], values: dict[str, Any], message: str
+):
     with pytest.raises(DataError, match=message):
         made([row], **values)
 
@@ -179,7 +214,9 @@ def test_a_tokenizer_that_cannot_write_a_label_is_refused(places: Places, write_
     words.normalizer = normalizers.Lowercase()
     lower = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", unk_token="<unk>")
     write_corpus("c", [{"passage": "", "question": "", "label": "True"}])
-    with pytest.raises(DataError, match=r"task 'boolq': this tokenizer writes label 'False' as 'false', so no answer could be right\."):
+    with pytest.raises(
+        DataError, match=r"task 'boolq': this tokenizer writes label 'False' as 'false', so no answer could be right\."
+    ):
         load(task.Config, {"task": "boolq", "corpus": "c"}, "data").build(places, lower, "train", 0)
 
 

@@ -1,4 +1,5 @@
-"""The table of tasks: what T5 reads and writes of each, and the mistakes of an entry that are told by file, task and field."""
+"""The table of tasks: what T5 reads and writes of each, and the mistakes of an entry that are told by file, task and
+field."""
 
 from pathlib import Path
 
@@ -10,7 +11,10 @@ from src.data.tasks.task_table import NamedTask, Task, find
 from src.errors import ConfigError
 from src.files import read_yaml
 
-A = {name: name[0].upper() for name in ("choice1", "choice2", "premise", "hypothesis", "question", "passage", "sentence", "answer", "word")}
+A = {
+    name: name[0].upper()
+    for name in ("choice1", "choice2", "premise", "hypothesis", "question", "passage", "sentence", "answer", "word")
+}
 VALUES = {
     **A,
     "sentence1": "S1",
@@ -22,11 +26,15 @@ VALUES = {
     "entities": "E1, E2",
     "text": "T",
     "code": "def f(): …",
-    **{f"{name}_sentence": str(i) for i, name in enumerate(["first", "second", "third", "fourth", "fifth", "sixth"], 1)},
+    **{
+        f"{name}_sentence": str(i) for i, name in enumerate(["first", "second", "third", "fourth", "fifth", "sixth"], 1)
+    },
 }
 
 OF, TAB = ("arxiv", "rocstory", "wiki"), "\t"
-SIX = "first_sentence: 1\tsecond_sentence: 2\tthird_sentence: 3\tfourth_sentence: 4\tfifth_sentence: 5\tsixth_sentence: 6"
+SIX = (
+    "first_sentence: 1\tsecond_sentence: 2\tthird_sentence: 3\tfourth_sentence: 4\tfifth_sentence: 5\tsixth_sentence: 6"
+)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +65,10 @@ SIX = "first_sentence: 1\tsecond_sentence: 2\tthird_sentence: 3\tfourth_sentence
         ("wsc_simple", "wsc: T"),
         ("dpr", "wsc: T"),
         *((f"SP{of}", f"SP{of}: {SIX.rpartition(TAB)[0]}") for of in OF),
-        *((name, f"{name}: first_sentence: 1\tsecond_sentence: 2") for name in (*(f"BSO{of}" for of in OF), "RST", "PDTB-E", "PDTB-I")),
+        *(
+            (name, f"{name}: first_sentence: 1\tsecond_sentence: 2")
+            for name in (*(f"BSO{of}" for of in OF), "RST", "PDTB-E", "PDTB-I")
+        ),
         *((name, f"{name}: {SIX}") for name in ("DCchat", "DCwiki")),
         ("SSPabs", "SSPabs: first_sentence: 1"),
         *((name, f"{name} code: def f(): …") for name in ("codedoc", "codename")),
@@ -78,7 +89,9 @@ def test_every_task_is_in_the_test_above():
 
 def test_columns_keep_their_order_and_a_row_without_a_label_has_one_text():
     """Google's test of `preprocessors.glue`."""
-    qqp = NamedTask("qqp", load(Task, {**PLAIN, "columns": ["q1", "q2", "q3"], "labels": ["not_duplicate", "duplicate"]}, "t"))
+    qqp = NamedTask(
+        "qqp", load(Task, {**PLAIN, "columns": ["q1", "q2", "q3"], "labels": ["not_duplicate", "duplicate"]}, "t")
+    )
     row = {"q3": "Who?", "q1": "How so?", "q2": "Why not?"}
     assert qqp.input(row) == "qqp q1: How so? q2: Why not? q3: Who?"
     assert (qqp.target("not_duplicate"), qqp.target(None)) == ("not_duplicate", "<unk>")
@@ -113,7 +126,9 @@ NLI = ["entailment", "neutral", "contradiction"]
 )
 def test_targets_of_the_model(task: str, labels: list[str]):
     if task == "BSOroc":
-        with pytest.raises(ConfigError, match=r"task: unknown task 'BSOroc'\. Did you mean 'BSOrocstory'\? Known: BSOarxiv"):
+        with pytest.raises(
+            ConfigError, match=r"task: unknown task 'BSOroc'\. Did you mean 'BSOrocstory'\? Known: BSOarxiv"
+        ):
             find(task)
         return
     assert find(task).answers == labels
@@ -137,7 +152,8 @@ class TestDefectsOfTheSeed:
         assert find("mnli").input(row) == "mnli hypothesis: It is wet. premise: It rains."
 
     @pytest.mark.parametrize(
-        ("label", "text"), [("2.45", "2.4"), ("2.5", "2.4"), ("3.1", "3.2"), ("3.3", "3.2"), ("0", "0.0"), ("4.95", "5.0"), ("5", "5.0")]
+        ("label", "text"),
+        [("2.45", "2.4"), ("2.5", "2.4"), ("3.1", "3.2"), ("3.3", "3.2"), ("0", "0.0"), ("4.95", "5.0"), ("5", "5.0")],
     )
     def test_similarity_goes_in_steps_of_a_fifth(self, label: str, text: str):
         """round(5 x) / 5, halves to even: Google's preprocessors.stsb."""
@@ -229,7 +245,10 @@ def test_classes_by_number():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ("metrics: [acuracy]", r"own\.yaml: mine: metrics: unknown metric of kind 'classes' 'acuracy'\. Did you mean 'accuracy'\?"),
+        (
+            "metrics: [acuracy]",
+            r"own\.yaml: mine: metrics: unknown metric of kind 'classes' 'acuracy'\. Did you mean 'accuracy'\?",
+        ),
         ("colums: [a]", r"own\.yaml: mine: unknown key 'colums'\. Did you mean 'columns'\?"),
         ("columns: []", r"own\.yaml: mine\.columns: expected a list that is not empty"),
         ("columns: [label]", r"mine: columns: 'label' is a field of every row"),
@@ -266,7 +285,9 @@ def test_a_task_of_ones_own(tmp_path: Path):
     assert find("mine", path).input({"text": "x"}) == "mine text: x"
     assert find("rte", path).name == "rte"
     path.write_text(path.read_text().replace("mine", "rte"))
-    with pytest.raises(ConfigError, match=r"own\.yaml: rte: a task of this name stands in .*glue\.yaml\. Call it otherwise\."):
+    with pytest.raises(
+        ConfigError, match=r"own\.yaml: rte: a task of this name stands in .*glue\.yaml\. Call it otherwise\."
+    ):
         find("rte", path)
     with pytest.raises(ConfigError, match=r"gone\.yaml: no such file\."):
         find("rte", tmp_path / "gone.yaml")
@@ -290,7 +311,13 @@ def test_fields_that_are_added_leave_the_fingerprint_of_older_runs():
         suffix: str | None = added_field(None)
 
     def fingerprint(cls: type[Task], **options: object) -> str:
-        raw = {"columns": ["a"], "kind": "text", "metrics": ["em"], "weight": 1.0, "submission": {"file": "a.tsv", "label": "text"}}
+        raw = {
+            "columns": ["a"],
+            "kind": "text",
+            "metrics": ["em"],
+            "weight": 1.0,
+            "submission": {"file": "a.tsv", "label": "text"},
+        }
         return NamedTask("t", load(cls, {**raw, **options}, "t")).fingerprint
 
     assert fingerprint(LaterTask) == fingerprint(Task)

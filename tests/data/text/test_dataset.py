@@ -36,7 +36,11 @@ def build(places, write_corpus, tokenizer):
 def test_documents_are_joined_by_the_end_token_and_the_remainder_is_dropped(build):
     """An empty document leaves nothing, also no end token of its own."""
     data = build(["abc", "", "defgh", "xy"])
-    assert [data.sample(0, i)["input_ids"] for i in range(len(data))] == [[*ids("abc"), 0], ids("defg"), [*ids("h"), 0, *ids("xy")]]
+    assert [data.sample(0, i)["input_ids"] for i in range(len(data))] == [
+        [*ids("abc"), 0],
+        ids("defg"),
+        [*ids("h"), 0, *ids("xy")],
+    ]
 
 
 def test_a_run_that_began_with_the_end_tokens_of_empty_documents_does_not_go_on_without(build, places):
@@ -61,11 +65,20 @@ def test_token_ids_of_a_large_corpus_are_saved_and_loaded(build, places, tokeniz
         again = config.build(places, tokenizer, "train", 0)
         assert (samples(again), again.fingerprint) == (samples(before), before.fingerprint)
         with pytest.raises(TypeError):
-            config.build(places, PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token="a"), "train", 0)
+            config.build(
+                places, PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token="a"), "train", 0
+            )
     whole = saved.read_bytes()
     place = whole.index(np.array(ids("defgh"), np.int32).tobytes())
     flipped = whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :]
-    for damaged in (flipped, b"", whole[: len(whole) // 2], bytes(len(whole)), bytes(byte ^ 255 for byte in whole), b"[" * 100_000):
+    for damaged in (
+        flipped,
+        b"",
+        whole[: len(whole) // 2],
+        bytes(len(whole)),
+        bytes(byte ^ 255 for byte in whole),
+        b"[" * 100_000,
+    ):
         saved.write_bytes(damaged)
         assert samples(config.build(places, tokenizer, "train", 0)) == samples(before)
         assert saved.read_bytes() == whole
@@ -87,7 +100,11 @@ def test_documents_may_be_apart(build):
     assert data.fingerprint == joined.fingerprint
     batch = data.collate([data.sample(0, i) for i in range(3)])
     assert batch["position_ids"].tolist() == [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 0, 1]]
-    assert batch["loss_mask"].tolist() == [[False, True, True, True], [False, True, True, True], [False, True, False, True]]
+    assert batch["loss_mask"].tolist() == [
+        [False, True, True, True],
+        [False, True, True, True],
+        [False, True, False, True],
+    ]
     assert batch["attention_mask"].all()
     assert "position_ids" not in joined.collate([joined.sample(0, 0)])
 
@@ -95,8 +112,13 @@ def test_documents_may_be_apart(build):
 def test_parts_of_a_mixture_may_have_documents_apart(build, places, tokenizer):
     build(["abc", "defgh", "xy"])
     part = {"name": "text", "corpus": "t", "apart": True}
-    config = bind(DATASETS, {"name": "mixture", "parts": {"a": {**part, "sequence_tokens": 4}, "b": {**part, "sequence_tokens": 6}}})
-    with pytest.raises(ConfigError, match=r"data\.parts\.a: packed documents were tested with gpt2, .* family None\.\n.*parts\.b"):
+    config = bind(
+        DATASETS,
+        {"name": "mixture", "parts": {"a": {**part, "sequence_tokens": 4}, "b": {**part, "sequence_tokens": 6}}},
+    )
+    with pytest.raises(
+        ConfigError, match=r"data\.parts\.a: packed documents were tested with gpt2, .* family None\.\n.*parts\.b"
+    ):
         config.check_model(None)
     data = config.build(places, tokenizer, "val", 0)
     batch = data.collate([data.sample(0, i) for i in range(len(data))])

@@ -27,11 +27,18 @@ def write_tokens(places, tokenizer):
     """Write token files: each split as a list of shards, each a list of texts."""
 
     def write(name, train, val=(("v",),), dtype="uint16", **changes):
-        about = {"name": "bytes", "fingerprint": tokenizer_digest(tokenizer), "eos_id": EOS, "vocab_size": len(tokenizer)}
+        about = {
+            "name": "bytes",
+            "fingerprint": tokenizer_digest(tokenizer),
+            "eos_id": EOS,
+            "vocab_size": len(tokenizer),
+        }
         facts = {"format": token_files.FORMAT, "dtype": dtype, "tokenizer": {**about, **changes}, "splits": {}}
         with new_directory(places.data / name, facts) as folder:
             for split, shards in (("train", train), ("val", val)):
-                facts["splits"][split] = [write_shard(folder, f"{split}-{n:05d}", texts, dtype) for n, texts in enumerate(shards)]
+                facts["splits"][split] = [
+                    write_shard(folder, f"{split}-{n:05d}", texts, dtype) for n, texts in enumerate(shards)
+                ]
         return places.data / name
 
     return write
@@ -108,7 +115,11 @@ def test_a_shard_without_documents_leaves_no_files(tmp_path):
 
 def test_text_data_of_token_files_are_those_of_the_plain_corpus(places, tokenizer, write_tokens, write_corpus):
     write_tokens("t", FULL, val=[["abcdefgh", "x"]])
-    write_corpus("plain", [{"text": string, "source": "s"} for string in TEXTS], [{"text": t, "source": "s"} for t in ("abcdefgh", "x")])
+    write_corpus(
+        "plain",
+        [{"text": string, "source": "s"} for string in TEXTS],
+        [{"text": t, "source": "s"} for t in ("abcdefgh", "x")],
+    )
     for split in ("train", "val"):
         made = []
         for corpus in ("t", "plain"):
@@ -123,7 +134,9 @@ def test_text_data_of_token_files_are_those_of_the_plain_corpus(places, tokenize
 def test_another_tokenizer_is_refused(places, make_tokenizer, write_tokens):
     write_tokens("t", SHARDS)
     other = make_tokenizer(["<|endoftext|>", "<|pad|>", "<more>"])
-    with pytest.raises(DataError, match=r"t: tokenised with 'bytes' \(sha256 [0-9a-f]{12}\), but the model's tokenizer is another"):
+    with pytest.raises(
+        DataError, match=r"t: tokenised with 'bytes' \(sha256 [0-9a-f]{12}\), but the model's tokenizer is another"
+    ):
         documents.read(places, "t", other, "train")
 
 
@@ -158,7 +171,10 @@ def rewrite(folder, change):
         (lambda m: m.update(format="token files 9"), "expected the format 'token files 1', got 'token files 9'"),
         (lambda m: m.pop("dtype"), "does not describe token files: KeyError 'dtype'"),
         (lambda m: m["splits"]["train"][0].update(name="x"), "the files of its shard 'x' are not listed"),
-        (lambda m: m["splits"]["train"][0].update(tokens=4), "train-00000.ids: 10 bytes, but 4 numbers of 2 bytes were written"),
+        (
+            lambda m: m["splits"]["train"][0].update(tokens=4),
+            "train-00000.ids: 10 bytes, but 4 numbers of 2 bytes were written",
+        ),
     ],
 )
 def test_a_manifest_that_does_not_fit_is_refused(places, tokenizer, write_tokens, change, said):

@@ -14,7 +14,9 @@ def test_a_saved_tokenizer_comes_back(tmp_path, tokenizer):
     tokenizer.save_pretrained(tmp_path / "t")
     loaded = tokenizers.load(tmp_path / "t")
     assert loaded.get_vocab() == tokenizer.get_vocab()
-    assert loaded.encode("<|user|>é", add_special_tokens=False) == tokenizer.encode("<|user|>é", add_special_tokens=False)
+    assert loaded.encode("<|user|>é", add_special_tokens=False) == tokenizer.encode(
+        "<|user|>é", add_special_tokens=False
+    )
     assert (loaded.eos_token_id, loaded.pad_token_id) == (0, 7)
 
 
@@ -25,7 +27,9 @@ def test_missing_folder(name):
 
 
 def test_missing_default_tokenizer_says_what_makes_it(tmp_path):
-    with pytest.raises(DataError, match=r"no such tokenizer folder. Make it with: python -m data_prep.stdlib_qa --data_path"):
+    with pytest.raises(
+        DataError, match=r"no such tokenizer folder. Make it with: python -m data_prep.stdlib_qa --data_path"
+    ):
         tokenizers.load(tmp_path / "stdlib_tokenizer")
 
 
@@ -35,7 +39,9 @@ def test_folder_without_a_tokenizer(tmp_path):
 
 
 def test_hub_id_that_is_not_cached_says_how_to_get_it(monkeypatch, tmp_path):
-    with pytest.raises(DataError, match=r"bigcode/nothing-here: not in the local cache of the hub.*hf download bigcode/nothing-here"):
+    with pytest.raises(
+        DataError, match=r"bigcode/nothing-here: not in the local cache of the hub.*hf download bigcode/nothing-here"
+    ):
         tokenizers.load("bigcode/nothing-here")
 
 
@@ -58,7 +64,8 @@ def test_user_text_never_becomes_a_control_token(tokenizer):
 
 
 def test_text_that_spells_a_piece_of_a_unigram_model_is_no_control_token():
-    """transformers' own T5Tokenizer has its sentinels among the pieces; <pad> 0, </s> 1, <unk> 2, <extra_id_99> 12 to <extra_id_0> 111."""
+    """transformers' own T5Tokenizer has its sentinels among the pieces; <pad> 0, </s> 1, <unk> 2, <extra_id_99> 12 to
+    <extra_id_0> 111."""
     from transformers import T5Tokenizer
 
     letters = ["\u2581", "\u2581a", "\u2581b", "<", "/", "s", ">", "\u2581<", "\u2581a<"]
@@ -67,7 +74,17 @@ def test_text_that_spells_a_piece_of_a_unigram_model_is_no_control_token():
     assert tokenizer("a</s>").input_ids == [4, 1, 1]
     made = SafeTokenizer(tokenizer)
     for encoder in (made, pickle.loads(pickle.dumps(made))):
-        assert encoder.encode("a <extra_id_0> b </s>") == [4, 10, 2, 9, 5, 10, 7, 8, 9]  # 2: a run of letters that are no pieces
+        assert encoder.encode("a <extra_id_0> b </s>") == [
+            4,
+            10,
+            2,
+            9,
+            5,
+            10,
+            7,
+            8,
+            9,
+        ]  # 2: a run of letters that are no pieces
         assert list(encoder.encode_all(["a</s>", "<pad>"])) == [[11, 7, 8, 9], [10, 2, 9]]
         assert encoder.encode_token("<extra_id_0>") == [111]
         for ordinary in ("a <b> </a>", "a<<//s> s", "<extra"):
@@ -87,7 +104,10 @@ def test_words_that_are_control_tokens_stay_text():
 
 
 def test_no_text_is_cut_where_no_spelling_becomes_a_control_token(tokenizer):
-    assert SafeTokenizer(tokenizer)._backend.pre_tokenizer.__getstate__() == tokenizer.backend_tokenizer.pre_tokenizer.__getstate__()
+    assert (
+        SafeTokenizer(tokenizer)._backend.pre_tokenizer.__getstate__()
+        == tokenizer.backend_tokenizer.pre_tokenizer.__getstate__()
+    )
 
 
 def test_making_an_encoder_leaves_the_tokenizer_as_it_was(tokenizer):
@@ -126,13 +146,17 @@ def test_a_start_token_is_kept_and_an_end_token_is_not(make_tokenizer):
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
-@pytest.mark.parametrize("content", ['{"model": {"type":', "[]", "3", "", '{"added_tokens": [], "model": {"type": "Nope"}}'])
+@pytest.mark.parametrize(
+    "content", ['{"model": {"type":', "[]", "3", "", '{"added_tokens": [], "model": {"type": "Nope"}}']
+)
 def test_a_damaged_tokenizer_is_named(tmp_path, tokenizer, file, content):
     if file == "tokenizer_config.json" and content.endswith("}}"):
         content = '{"tokenizer_class": 3}'
     tokenizer.save_pretrained(tmp_path)
     (tmp_path / file).write_text(content)
-    with pytest.raises(DataError, match=re.escape(f"{tmp_path}: its tokenizer cannot be read (") + r".*\)\. Get it again\.$"):
+    with pytest.raises(
+        DataError, match=re.escape(f"{tmp_path}: its tokenizer cannot be read (") + r".*\)\. Get it again\.$"
+    ):
         tokenizers.load(tmp_path)
 
 

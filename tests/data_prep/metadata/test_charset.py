@@ -16,7 +16,13 @@ TEXTS = {
     "big5": "這是一個中文網頁。今天的天氣很好,明天會下雨。我們討論新聞和體育。",
     "utf-8": "Ein Text mit Umlauten: möse, größer, schön, und ein € und ein 漢字.",
 }
-CODECS = {"windows-1252": "cp1252", "shift_jis": "cp932", "euc-kr": "cp949", "big5": "big5hkscs", "windows-874": "cp874"}
+CODECS = {
+    "windows-1252": "cp1252",
+    "shift_jis": "cp932",
+    "euc-kr": "cp949",
+    "big5": "big5hkscs",
+    "windows-874": "cp874",
+}
 
 SENTENCES = (
     ("windows-1252", "Café crème à emporter, déjà vu, naïve façade, œuvre"),
@@ -73,7 +79,11 @@ def encode(text: str, encoding: str) -> bytes:
 
 
 def page(text: str, encoding: str, head: str = "") -> bytes:
-    return f"<html><head>{head}<title>a page</title></head><body class='a b'><p>".encode() + encode(text, encoding) + b"</p></body></html>"
+    return (
+        f"<html><head>{head}<title>a page</title></head><body class='a b'><p>".encode()
+        + encode(text, encoding)
+        + b"</p></body></html>"
+    )
 
 
 @pytest.mark.parametrize("encoding", TEXTS)
@@ -100,7 +110,9 @@ def test_short_sentences_without_declaration(encoding: str, text: str):
         assert decoded.is_guess
 
 
-@pytest.mark.parametrize("text", ["© 2024", "£ 5", "20±5", "3 m³", "2½ km²", "10 µm", "21 °C", "it’s", "café", "Öl på", "a ÷ b × c"])
+@pytest.mark.parametrize(
+    "text", ["© 2024", "£ 5", "20±5", "3 m³", "2½ km²", "10 µm", "21 °C", "it’s", "café", "Öl på", "a ÷ b × c"]
+)
 def test_signs_in_english_text_are_windows_1252(text: str):
     assert text in decode(page(f"English text: {text}", "windows-1252")).text
 

@@ -35,9 +35,13 @@ def dump(pages: list[tuple[str, str | None, str]] = PAGES, namespace: int = 0) -
         revision = f'<revision><id>{number}</id><text bytes="1" xml:space="preserve">{escaped}</text></revision>'
         articles += f"<page><title>{title}</title><ns>{namespace}</ns><id>{number}</id>{to}{revision}</page>\n"
     talk = (
-        "<page><title>Talk:BBC</title><ns>1</ns><revision><text>'''Talk''' is not an article of the encyclopedia.</text></revision></page>"
+        "<page><title>Talk:BBC</title><ns>1</ns><revision><text>'''Talk''' is not an article of the "
+        "encyclopedia.</text></revision></page>"
     )
-    return f'<mediawiki xmlns="http://www.mediawiki.org/xml/export-0.11/"><siteinfo><sitename>W</sitename></siteinfo>{articles}{talk}</mediawiki>'
+    return (
+        f"<mediawiki "
+        f'xmlns="http://www.mediawiki.org/xml/export-0.11/"><siteinfo><sitename>W</sitename></siteinfo>{articles}{talk}</mediawiki>'
+    )
 
 
 @pytest.fixture(scope="module")

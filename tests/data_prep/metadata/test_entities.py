@@ -9,7 +9,9 @@ from data_prep.metadata.entities import DictionaryLinker, read_linker
 from data_prep.metadata.text import place_entities, split_paragraphs
 from src.errors import DataError
 
-LINKER = DictionaryLinker({"Joe": "Joe", "Joe Biden": "Joe Biden", "New York City": "New York City", "York": "York", "C++": "C++"})
+LINKER = DictionaryLinker(
+    {"Joe": "Joe", "Joe Biden": "Joe Biden", "New York City": "New York City", "York": "York", "C++": "C++"}
+)
 
 
 def found(text: str) -> list[tuple[str, str]]:
@@ -19,7 +21,11 @@ def found(text: str) -> list[tuple[str, str]]:
 
 
 def test_the_longest_mention_counts_and_words_are_not_cut():
-    assert found("Joe Biden met Joe in New York City.") == [("Joe Biden", "Joe_Biden"), ("Joe", "Joe"), ("New York City", "New_York_City")]
+    assert found("Joe Biden met Joe in New York City.") == [
+        ("Joe Biden", "Joe_Biden"),
+        ("Joe", "Joe"),
+        ("New York City", "New_York_City"),
+    ]
     assert found("Joey and Yorkshire, joe") == []
     assert found("Newer: New York") == [("York", "York")]
     assert found("") == []

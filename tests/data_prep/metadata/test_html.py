@@ -44,12 +44,15 @@ def test_nested_divisions():
 
 def test_chain_of_divisions_becomes_one():
     text, by_tag = tags(
-        '<body><h1>this is a title that we keep</h1><div class="div-level-1" id=1>blablabla<div class="div-level-2" href="http">tidi '
+        '<body><h1>this is a title that we keep</h1><div class="div-level-1" id=1>blablabla<div class="div-level-2" '
+        'href="http">tidi '
         "<div id=3>tidi2</div></div></div></body>"
     )
     assert text == "this is a title that we keep\nblablabla\ntidi\ntidi2\n"
     assert {name: len(each) for name, each in by_tag.items()} == {"h1": 1, "div": 1, "body": 1}
-    page = extract("<body>aaa <div class=a id=1>b<div class=c href=http>d <div id=3>e</div></div></div></body>", UNLIMITED)
+    page = extract(
+        "<body>aaa <div class=a id=1>b<div class=c href=http>d <div id=3>e</div></div></div></body>", UNLIMITED
+    )
     assert page.tags[0]["html_attrs"] == {"attrs": ["class", "id", "href"], "values": ["a c", "1 3", "http"]}
 
 
@@ -79,7 +82,8 @@ def test_rules_remove_elements_with_their_content():
 
 
 def test_chain_of_divisions_around_the_text():
-    """M40, page 4: the chain is one division with the attributes of both, inside the body, of the same 80 characters."""
+    """M40, page 4: the chain is one division with the attributes of both, inside the body, of the same 80
+    characters."""
     words = "tidi tadada tidi tadada tidi tadada tidi tadada tidi tadada tidi tadada tidi ta"
     page = extract(f'<html><body><div class="div-level-1"><div class="div-level-2">{words}</div></div></body></html>')
     assert page.text == f"{words}\n"
@@ -105,7 +109,10 @@ def test_whitespace_breaks_and_preformatted_text():
 
 
 def test_head_footer_and_title_are_stored():
-    page = extract('<html><head><meta charset="utf-8"><title>T</title></head><body><footer>one</footer>text</body></html>', UNLIMITED)
+    page = extract(
+        '<html><head><meta charset="utf-8"><title>T</title></head><body><footer>one</footer>text</body></html>',
+        UNLIMITED,
+    )
     assert page.head == ['<head><meta charset="utf-8"/><title>T</title></head>'], "M40: serialised anew"
     assert page.title == ["<title>T</title>"]
     assert page.footer == ["<footer>one</footer>"]
@@ -131,7 +138,9 @@ def random_page(seed: int) -> str:
 
     def element(depth: int) -> str:
         name = draw.choice(["p", "div", "b", "i", "td", "table", "pre", "br", "img", "ul", "li", "script", "a class=x"])
-        inside = "".join(draw.choice([" word ", "<", "&lt;b&gt;", "\n", "é", "", "[[x]]"]) for _ in range(draw.randrange(3)))
+        inside = "".join(
+            draw.choice([" word ", "<", "&lt;b&gt;", "\n", "é", "", "[[x]]"]) for _ in range(draw.randrange(3))
+        )
         inner = "".join(element(depth + 1) for _ in range(draw.randrange(3) if depth < 4 else 0))
         end = "" if draw.random() < 0.1 else f"</{name.split()[0]}>"
         return f"<{name}>{inside}{inner}{end}{draw.choice(['', ' tail ', 'tail'])}"
@@ -195,7 +204,10 @@ def test_malformed_rules_are_refused(text: str, path: str, tmp_path: Path):
 
 def test_text_after_removed_elements_is_joined():
     forms = "".join(f"<form>f</form>tail{number}" for number in range(5))
-    assert tags(f"<body><p>a</p>{forms}<b>b</b>c<form>f</form> d <form>f</form> e</body>")[0] == "a\ntail0 tail1 tail2 tail3 tail4bc d e\n"
+    assert (
+        tags(f"<body><p>a</p>{forms}<b>b</b>c<form>f</form> d <form>f</form> e</body>")[0]
+        == "a\ntail0 tail1 tail2 tail3 tail4bc d e\n"
+    )
 
 
 @pytest.mark.parametrize("attributes", [9_000, 11_000])
@@ -228,7 +240,8 @@ SHORT_TAGS = {"body", "div", "p", "section", "table", "ul", "ol", "dl"}
 
 
 def reference_text(source: str) -> str:
-    """Text of a page by the reference's steps: collapse white space, clean the tree from the top, add text by single characters."""
+    """Text of a page by the reference's steps: collapse white space, clean the tree from the top, add text by single
+    characters."""
     body = lxml.html.fromstring(source).find("body")
     assert body is not None
     for element in body.iter():
@@ -280,7 +293,9 @@ def test_random_pages_with_layout_white_space_equal_the_reference():
 
         def element(depth: int, draw: random.Random = draw) -> str:
             name = draw.choice(["div", "div", "div", "b", "section", "span", "footer", "em"])
-            pieces = draw.choices([" word ", "\n      ", "&lt;b&gt;", "é", "a text of words ", "\t", "&nbsp; "], k=draw.randrange(4))
+            pieces = draw.choices(
+                [" word ", "\n      ", "&lt;b&gt;", "é", "a text of words ", "\t", "&nbsp; "], k=draw.randrange(4)
+            )
             inner = "".join(element(depth + 1) for _ in range(draw.randrange(4) if depth < 5 else 0))
             return f"<{name}>{''.join(pieces)}{inner}</{name}>" + draw.choice(["", " tail ", "tail", "\n    "])
 

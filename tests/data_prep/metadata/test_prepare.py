@@ -29,7 +29,10 @@ EXTRACT = ["--extract", "html", "url", "text"]
 
 def page(name: str, words: int = 20) -> dict[str, Any]:
     body = "".join(f"<p>{f'{name} says {i} ' * words}</p>" for i in range(3))
-    html = f"<html><head><title>About {name}</title></head><body><h1>The page {name} of a long title</h1>{body}</body></html>"
+    html = (
+        f"<html><head><title>About {name}</title></head><body><h1>The page {name} of a long "
+        f"title</h1>{body}</body></html>"
+    )
     return {"url": f"https://www.example.org/2019/04/05/{name}.html", "doc_html": html}
 
 
@@ -45,7 +48,8 @@ def write_warc(path: Path, rows: Sequence[dict[str, Any]]) -> None:
         for kind, body in (("text/html; charset=utf-8", row["doc_html"]), ("image/png", "no page")):
             reply = f"HTTP/1.1 200 OK\r\nContent-Type: {kind}\r\n\r\n{body}".encode()
             head = (
-                f"WARC/1.0\r\nWARC-Type: response\r\nWARC-Target-URI: {row['url']}\r\nContent-Type: application/http; msgtype=response\r\n"
+                f"WARC/1.0\r\nWARC-Type: response\r\nWARC-Target-URI: {row['url']}\r\nContent-Type: "
+                f"application/http; msgtype=response\r\n"
             )
             records.append(f"{head}Content-Length: {len(reply)}\r\n\r\n".encode() + reply + b"\r\n\r\n")
     path.write_bytes(b"".join(gzip.compress(record, mtime=0) if path.suffix == ".gz" else record for record in records))
@@ -57,7 +61,11 @@ def warc_record(kind: str, body: bytes, **headers: str) -> bytes:
         "WARC-Target-URI": "https://www.example.org/page",
         **{name.replace("_", "-"): headers[name] for name in headers},
     }
-    lines = [b"WARC/1.0", *(f"{name}: {value}".encode() for name, value in head.items()), f"Content-Length: {len(body)}".encode()]
+    lines = [
+        b"WARC/1.0",
+        *(f"{name}: {value}".encode() for name, value in head.items()),
+        f"Content-Length: {len(body)}".encode(),
+    ]
     return b"\r\n".join([*lines, b"", body, b"", b""])
 
 
@@ -73,7 +81,13 @@ def write_parquet(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
 
 
-WRITERS = {"warc": write_warc, "warc.gz": write_warc, "parquet": write_parquet, "jsonl": write_json, "jsonl.gz": write_json}
+WRITERS = {
+    "warc": write_warc,
+    "warc.gz": write_warc,
+    "parquet": write_parquet,
+    "jsonl": write_json,
+    "jsonl.gz": write_json,
+}
 
 
 def run(folder: Path, *words: str) -> int:
@@ -139,7 +153,9 @@ def test_damaged_sources_do_not_stop_other_sources(tmp_path: Path, capsys: pytes
     assert run(tmp_path, *words) == 1
     output = capsys.readouterr().err.splitlines()
     assert len(output) == 3
-    assert output[0].startswith(f"error: {tmp_path / 'a.jsonl.gz'}:") and "the file is cut or damaged here" in output[0]  # noqa: PT018
+    assert (
+        output[0].startswith(f"error: {tmp_path / 'a.jsonl.gz'}:") and ("the file is cut or damaged here") in output[0]
+    )  # noqa: PT018
     assert output[1].startswith(f"error: {tmp_path / 'b.jsonl'}:2: not valid JSON")
     assert output[2].startswith(f"error: {tmp_path / 'd.parquet'}: no parquet file, or a damaged one")
     assert not (tmp_path / "data" / "made").exists()
@@ -153,7 +169,9 @@ def test_damaged_sources_do_not_stop_other_sources(tmp_path: Path, capsys: pytes
     (tmp_path / "d.parquet").unlink()
     assert (part.stat().st_ino, part.read_bytes()) == before
     assert run(tmp_path, *words) == 0
-    assert [row["metadata_title"][0]["value"] for row in rows(tmp_path, "train")] == [f"About p{number}" for number in range(39)]
+    assert [row["metadata_title"][0]["value"] for row in rows(tmp_path, "train")] == [
+        f"About p{number}" for number in range(39)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -164,7 +182,9 @@ def test_damaged_sources_do_not_stop_other_sources(tmp_path: Path, capsys: pytes
         ("<div>" * 10_000, "tags are nested too deep for the parser"),
     ],
 )
-def test_unreadable_pages_are_counted_and_limited(html: Any, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_unreadable_pages_are_counted_and_limited(
+    html: Any, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     bad = {**page("bad"), "doc_html": html, "text": "what was known of it"}
     write_json(tmp_path / "train.jsonl", [page("good"), bad])
     write_json(tmp_path / "val.jsonl", [page("val")])
@@ -191,7 +211,10 @@ def test_documents_in_both_splits_are_an_error(tmp_path: Path, capsys: pytest.Ca
     words = ["--train", str(tmp_path / "train.jsonl"), "--val", str(tmp_path / "val.jsonl"), *EXTRACT]
     assert run(tmp_path, *words) == 1
     output = capsys.readouterr().err
-    assert f"{tmp_path / 'train.jsonl'}: row 2: the same text as row 3 of {tmp_path / 'val.jsonl'}, which is for validation." in output
+    assert (
+        f"{tmp_path / 'train.jsonl'}: row 2: the same text as row 3 of {tmp_path / 'val.jsonl'}, which is for "
+        f"validation."
+    ) in output
     assert not (tmp_path / "data" / "made").exists()
     link = tmp_path / "link.jsonl"
     link.symlink_to(tmp_path / "val.jsonl")
@@ -227,7 +250,9 @@ def test_mistakes_on_the_command_line(
     assert message in capsys.readouterr().err
 
 
-def test_missing_package_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_missing_package_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     write_json(tmp_path / "good.jsonl", [page("one")])
     write_json(tmp_path / "val.jsonl", [page("two")])
     monkeypatch.setitem(sys.modules, "datatrove.executor", None)
@@ -255,12 +280,18 @@ def test_pages_of_a_warc_are_read_up_to_a_limit(tmp_path: Path, monkeypatch: pyt
     assert len(row["doc_html"].data) == 21, "one byte over the limit, so that the extractor refuses it"
 
 
-def test_unexpected_errors_do_not_stop_other_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_unexpected_errors_do_not_stop_other_sources(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     for name in ("a", "b", "val"):
         write_json(tmp_path / f"{name}.jsonl", [page(name)])
     words = ["--train", str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl"), "--val", str(tmp_path / "val.jsonl")]
     read = page_sources.read_rows
-    monkeypatch.setattr(page_sources, "read_rows", lambda path, *options: iter([1 / 0]) if path.name == "a.jsonl" else read(path, *options))
+    monkeypatch.setattr(
+        page_sources,
+        "read_rows",
+        lambda path, *options: iter([1 / 0]) if path.name == "a.jsonl" else read(path, *options),
+    )
     assert run(tmp_path, *words, *EXTRACT) == 1
     assert capsys.readouterr().err == f"error: {tmp_path / 'a.jsonl'}: ZeroDivisionError: division by zero.\n"
     assert len(list((tmp_path / "data" / "made.parts").glob("*.json"))) == 2
@@ -286,7 +317,15 @@ def test_rows_with_a_failed_extractor_have_its_columns(tmp_path: Path):
     odd = {**page("odd"), "url": "http://[broken/"}
     write_json(tmp_path / "train.jsonl", [page("one"), odd, {**page("none"), "doc_html": "", "text": "what was known"}])
     write_json(tmp_path / "val.jsonl", [page("val")])
-    words = ["--train", str(tmp_path / "train.jsonl"), "--val", str(tmp_path / "val.jsonl"), *EXTRACT, "--most_errors", "0.5"]
+    words = [
+        "--train",
+        str(tmp_path / "train.jsonl"),
+        "--val",
+        str(tmp_path / "val.jsonl"),
+        *EXTRACT,
+        "--most_errors",
+        "0.5",
+    ]
     assert run(tmp_path, *words) == 0
     one, broken, bare = rows(tmp_path, "train")
     assert one.keys() >= broken.keys()
@@ -347,17 +386,26 @@ def test_charsets_of_pages_are_read_and_counted(tmp_path: Path, capsys: pytest.C
     assert f"{tmp_path / 'train.warc'}: record 5" in error
     assert len(error.splitlines()) == 1
     assert prepare_warc(tmp_path, records, "--most_replaced", "0.2") == 0
-    assert [row["text"].split()[0] for row in rows(tmp_path, "train")] == ["möse", "größer", "привет", "plain", "kap\ufffdtt"]
+    assert [row["text"].split()[0] for row in rows(tmp_path, "train")] == [
+        "möse",
+        "größer",
+        "привет",
+        "plain",
+        "kap\ufffdtt",
+    ]
     assert manifest(tmp_path)["pages"] == {"all": 6, "guessed": 1, "replaced": 1}
     assert "6 pages, 1 with a guessed charset, 1 with replacement characters" in capsys.readouterr().out
 
 
 def test_bytes_of_parquet_files_are_decoded_like_pages(tmp_path: Path):
     write_parquet(
-        tmp_path / "train.parquet", [{"url": "https://a.org", "doc_html": html_page("möse ", "latin-1", "<meta charset=latin1>")}]
+        tmp_path / "train.parquet",
+        [{"url": "https://a.org", "doc_html": html_page("möse ", "latin-1", "<meta charset=latin1>")}],
     )
     write_json(tmp_path / "val.jsonl", [page("val")])
-    assert run(tmp_path, "--train", str(tmp_path / "train.parquet"), "--val", str(tmp_path / "val.jsonl"), *EXTRACT) == 0
+    assert (
+        run(tmp_path, "--train", str(tmp_path / "train.parquet"), "--val", str(tmp_path / "val.jsonl"), *EXTRACT) == 0
+    )
     assert rows(tmp_path, "train")[0]["text"].startswith("möse möse")
 
 
@@ -366,7 +414,15 @@ def test_most_replaced_is_inclusive(replaced: int, tmp_path: Path):
     pages = [page("a\ufffd" * (number < replaced) + f"{number} ") for number in range(99)]
     write_json(tmp_path / "train.jsonl", pages)
     write_json(tmp_path / "val.jsonl", [page("val")])
-    words = ["--train", str(tmp_path / "train.jsonl"), "--val", str(tmp_path / "val.jsonl"), *EXTRACT, "--most_replaced", "0.29"]
+    words = [
+        "--train",
+        str(tmp_path / "train.jsonl"),
+        "--val",
+        str(tmp_path / "val.jsonl"),
+        *EXTRACT,
+        "--most_replaced",
+        "0.29",
+    ]
     assert run(tmp_path, *words) == (replaced > 29)
 
 
@@ -437,7 +493,15 @@ def test_slow_pages_are_counted_and_skipped(tmp_path: Path, capsys: pytest.Captu
     slow = {"url": "https://a.org", "doc_html": f"<body>{'<p>x</p>' * 1_000_000}</body>"}
     write_json(tmp_path / "train.jsonl", [page("one"), slow, page("two")])
     write_json(tmp_path / "val.jsonl", [page("val")])
-    words = ["--train", str(tmp_path / "train.jsonl"), "--val", str(tmp_path / "val.jsonl"), *EXTRACT, "--page_seconds", "0.5"]
+    words = [
+        "--train",
+        str(tmp_path / "train.jsonl"),
+        "--val",
+        str(tmp_path / "val.jsonl"),
+        *EXTRACT,
+        "--page_seconds",
+        "0.5",
+    ]
     assert run(tmp_path, *words) == 0
     assert len(rows(tmp_path, "train")) == 2
     assert manifest(tmp_path)["skipped"] == {"pages over --page_seconds": 1}
@@ -453,7 +517,9 @@ def test_removal_rules_of_a_file(tmp_path: Path):
     assert rows(tmp_path, "train")[0]["text"].startswith("The page one")
     assert run(tmp_path, *words, "--removal_rules", str(tmp_path / "rules.yaml")) == 0
     assert rows(tmp_path, "train")[0]["text"].startswith("one says 0")
-    assert manifest(tmp_path)["made_from"]["removal"] == [{"tag": "h1", "min_chars": 0, "max_chars": None, "direction": "top-down"}]
+    assert manifest(tmp_path)["made_from"]["removal"] == [
+        {"tag": "h1", "min_chars": 0, "max_chars": None, "direction": "top-down"}
+    ]
 
 
 def test_rows_do_not_repeat_the_text(tmp_path: Path):
@@ -481,7 +547,14 @@ def test_killed_worker_does_not_stop_other_sources(always: bool, tmp_path: Path)
         write_json(tmp_path / "pages" / f"{number}.jsonl.gz", [page(f"p{number}x{i}", 60) for i in range(100)])
     write_json(tmp_path / "val.jsonl", [page("val")])
     words = [sys.executable, "-m", "data_prep.metadata.prepare", "--name", "made", "--workers", "2", *EXTRACT]
-    words += ["--train", str(tmp_path / "pages"), "--val", str(tmp_path / "val.jsonl"), "--data_path", str(tmp_path / "data")]
+    words += [
+        "--train",
+        str(tmp_path / "pages"),
+        "--val",
+        str(tmp_path / "val.jsonl"),
+        "--data_path",
+        str(tmp_path / "data"),
+    ]
     process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     killed = set[int]()
     while process.poll() is None and (always or not killed):
@@ -517,7 +590,11 @@ def test_twenty_kills_do_not_change_the_result(tmp_path: Path):
     kills = 0
     while kills < 20:
         process = subprocess.Popen(
-            [*words, str(tmp_path / "disturbed")], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+            [*words, str(tmp_path / "disturbed")],
+            cwd=ROOT,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
         )
         before, further = len(list(parts.glob("*.jsonl"))), draws.choice([0, 0, 1])
         while process.poll() is None and not is_at(parts, before + further, bool(draws.random() < 0.5)):

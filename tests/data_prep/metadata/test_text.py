@@ -56,10 +56,15 @@ def test_paragraphs_together_are_the_text():
 def test_entities_are_named_once_a_paragraph_in_their_order():
     page = extract("<body><p>Ann met Bo and Ann</p><p>Ann left</p></body>", [])
     places = [(0, 3, "Ann"), (8, 10, "Bo"), (15, 18, "Ann"), (19, 22, "Ann")]
-    entities = [{"key": "entity", "type": "local", "char_start_idx": s, "char_end_idx": e, "value": v} for s, e, v in places]
+    entities = [
+        {"key": "entity", "type": "local", "char_start_idx": s, "char_end_idx": e, "value": v} for s, e, v in places
+    ]
     row = {"text": page.text, "metadata_html": page.tags, "metadata_entity": entities, "html_title": page.title}
     placed = of_text.extract(row)
-    named = [(item["value"], item["char_start_idx"], item["relative_start_pos"]) for item in placed["metadata_entity_paragraph"]]
+    named = [
+        (item["value"], item["char_start_idx"], item["relative_start_pos"])
+        for item in placed["metadata_entity_paragraph"]
+    ]
     assert named == [("Ann", 0, 0), ("Bo", 0, 1), ("Ann", 19, 2)]
     both = read_row({**row, **placed}, "row")
     assert {"generation_length_text", "paragraph", "entity_paragraph"} <= set(both.columns)
@@ -71,7 +76,9 @@ def test_rows_of_any_page_are_read():
         words = [i for i in range(len(page.text)) if page.text[i].isalpha()]
         draw = random.Random(seed)
         starts = draw.sample(words, min(3, len(words)))
-        entities = [{"key": "entity", "type": "local", "char_start_idx": s, "char_end_idx": s + 1, "value": "E"} for s in starts]
+        entities = [
+            {"key": "entity", "type": "local", "char_start_idx": s, "char_end_idx": s + 1, "value": "E"} for s in starts
+        ]
         row = {**page.columns(), "metadata_entity": entities}
         assert read_row({**row, **of_text.extract(row)}, "row").text == page.text
 

@@ -12,8 +12,14 @@ from src.data.metadata.annotations import read_row
     ("address", "source"),
     [
         ("https://seattlejob.us/finance-internships-miami.html", "seattlejob.us > finance internships miami html"),
-        ("https://hawkeyesports.com/news/2005/03/22/on-time-and-on-budget/", "hawkeyesports.com > news > on time and on budget"),
-        ("http://www.plumberscrib.com/steam-generators.html?cat=142&x=1", "www.plumberscrib.com > steam generators html"),
+        (
+            "https://hawkeyesports.com/news/2005/03/22/on-time-and-on-budget/",
+            "hawkeyesports.com > news > on time and on budget",
+        ),
+        (
+            "http://www.plumberscrib.com/steam-generators.html?cat=142&x=1",
+            "www.plumberscrib.com > steam generators html",
+        ),
         ("http://www.example.de/2015/forum/article/21-new-project", "www.example.de > forum > article > new project"),
         ("http://host.org/", "host.org"),
         ("http://host.org", "host.org"),
@@ -24,7 +30,10 @@ def test_where_a_page_is_from(address: str, source: str):
 
 
 def test_b8_reference_loses_words_after_a_number():
-    assert url.datasource("http://www.example.de/2015/forum/article/21-new-project", compatible=True) == "www.example.de > forum > article"
+    assert (
+        url.datasource("http://www.example.de/2015/forum/article/21-new-project", compatible=True)
+        == "www.example.de > forum > article"
+    )
     assert url.datasource("http://host.org/", compatible=True) == "host.org > "
 
 
@@ -54,7 +63,8 @@ def test_a_date_in_an_address(path: str, date: str | None):
 
 
 @pytest.mark.parametrize(
-    ("text", "date"), [("2021/jan/23/random text and num 123", "2021-01-23 00:00:00"), ("12", None), ("2021", None), ("2021 jan", None)]
+    ("text", "date"),
+    [("2021/jan/23/random text and num 123", "2021-01-23 00:00:00"), ("12", None), ("2021", None), ("2021 jan", None)],
 )
 def test_a_day_needs_all_its_parts(text: str, date: str | None):
     columns = url.parse_date(text)

@@ -64,7 +64,10 @@ def test_weights_are_inverse_frequencies(data: Path, capsys: pytest.CaptureFixtu
     """3.8 of the specification: the published style, in which the most frequent type has 1."""
     counts = weights.count_columns(data, "pages")
     assert counts == {"title": 7, "url": 7}
-    assert weights.inverse_frequencies(weights.Counter({"html": 100, "timestamp": 8})) == {"html": 1.0, "timestamp": 12.5}
+    assert weights.inverse_frequencies(weights.Counter({"html": 100, "timestamp": 8})) == {
+        "html": 1.0,
+        "timestamp": 12.5,
+    }
     assert weights.main(["pages", "--data_path", str(data)]) == 0
     printed = ast.literal_eval(f"{{{capsys.readouterr().out}}}")
     config = Config(corpus="pages", sequence_tokens=32, sampling="weighted", weights=printed["weights"])

@@ -1,4 +1,5 @@
-"""Documents of other layouts as tars of ours: what is read, what is learned, what is left out, and which rows are errors."""
+"""Documents of other layouts as tars of ours: what is read, what is learned, what is left out, and which rows are
+errors."""
 
 import hashlib
 import io
@@ -38,7 +39,10 @@ def read(folder: Path) -> list[list[tuple[str, bytes]]]:
         with tar_index.open_tar(folder / shard.url) as tar:
             for number in range(len(index)):
                 assert not index.documents["bad"][number]
-                parts = [(tar_index.KINDS[p["kind"]], bytes(tar[int(p["offset"]) :][: int(p["size"])])) for p in index.parts_of(number)]
+                parts = [
+                    (tar_index.KINDS[p["kind"]], bytes(tar[int(p["offset"]) :][: int(p["size"])]))
+                    for p in index.parts_of(number)
+                ]
                 parsed.append(parts[:-1])
                 assert parts[-1][0] == "metadata"
     return parsed
@@ -131,11 +135,24 @@ def test_every_page_of_a_pdf_is_a_document_of_its_own(tmp_path: Path):
     """m4 made three times the last page of three: its pages shared one dict."""
     texts = [{"text": ["page", str(number)], "bbox": []} for number in range(3)]
     three = json.dumps({"pages": texts}).encode()
-    members = [("a.json", three), ("a.pdf", pdf(3)), ("b.json", three), ("b.pdf", pdf(2)), ("c.json", three), ("c.pdf", b"%PDF-none")]
-    members += [("d.json", json.dumps({"pages": [{"lines": {"text": ["one", "two"]}}]}).encode()), ("d.png", B), ("e.pdf", pdf(1))]
+    members = [
+        ("a.json", three),
+        ("a.pdf", pdf(3)),
+        ("b.json", three),
+        ("b.pdf", pdf(2)),
+        ("c.json", three),
+        ("c.pdf", b"%PDF-none"),
+    ]
+    members += [
+        ("d.json", json.dumps({"pages": [{"lines": {"text": ["one", "two"]}}]}).encode()),
+        ("d.png", B),
+        ("e.pdf", pdf(1)),
+    ]
     counts = run("ocr", [tar(tmp_path / "a.tar", members)], tmp_path / "out")
     parsed = read(tmp_path / "out")
-    assert [parts[1] for parts in parsed] == [("text", f"page\n{number}".encode()) for number in range(3)] + [("text", b"one\ntwo")]
+    assert [parts[1] for parts in parsed] == [("text", f"page\n{number}".encode()) for number in range(3)] + [
+        ("text", b"one\ntwo")
+    ]
     for number, ((kind, content), _) in enumerate(parsed[:3]):
         with Image.open(io.BytesIO(content)) as image:
             assert (kind, image.mode, image.size) == ("image", "L", (50, 100)), "150 dots of an inch of 72 points"
@@ -184,7 +201,11 @@ def test_turns_of_tables(tmp_path: Path):
         counts = run(layout, [table(tmp_path / "a.parquet", rows)], tmp_path / layout, "--images", str(tmp_path))
         inline = [("prompt", b"Question: Is "), IMAGES[0], ("prompt", b" in\nAnswer:"), ("text", b"No.\n")]
         inline += [("prompt", b"Question: "), IMAGES[2], ("prompt", b"?\nAnswer:"), ("text", b"Yes.")]
-        assert read(tmp_path / layout) == [[IMAGES[0], IMAGES[2], QUESTION, ANSWER], inline, [IMAGES[0], ("text", b"A picture.")]]
+        assert read(tmp_path / layout) == [
+            [IMAGES[0], IMAGES[2], QUESTION, ANSWER],
+            inline,
+            [IMAGES[0], ("text", b"A picture.")],
+        ]
         assert counts["left out: its texts have other places for images than it has images"] == 1
     counts = run("finevision", [tmp_path / "a.parquet"], tmp_path / "without")
     assert counts["left out: an image is not there"] == 2, "one that has a path alone, and no folder is given"
@@ -215,20 +236,38 @@ def test_images_keep_their_bytes(tmp_path: Path):
             r"in:1: image_info\[0\]: the image '../x' is not in ",
         ),
         ("obelics", [{"texts": ["a"], "images": []}], "in:1: 1 texts and 0 images"),
-        ("obelics", [{"texts": ["a", None], "images": [None, None]}], "in:1: at place 1, expected a text or an image, got neither"),
+        (
+            "obelics",
+            [{"texts": ["a", None], "images": [None, None]}],
+            "in:1: at place 1, expected a text or an image, got neither",
+        ),
         ("obelics", [{"texts": [1], "images": [None]}], r"in:1: texts\[0\]: expected str, got 1"),
         ("finevision", [{"images": [], "text": "a"}], "in: no column 'texts'. It has: images, text."),
-        ("finevision", [{"images": [], "texts": [{"user": "a"}]}], r"in, row 0: texts\[0\].assistant: expected str, got None"),
+        (
+            "finevision",
+            [{"images": [], "texts": [{"user": "a"}]}],
+            r"in, row 0: texts\[0\].assistant: expected str, got None",
+        ),
         ("finevision", b"words", r"in: cannot be read as Parquet \("),
         ("finevision", None, "in: no such file"),
         ("wd", b"words", "in: cut in a header: 5 bytes, and no end of archive. Get it again"),
-        ("sft", [("a.0.text.txt", b"{}"), ("a.metadata.txt", b"a.0.text.txt")], "in: document 00000000: user: expected str, got None"),
+        (
+            "sft",
+            [("a.0.text.txt", b"{}"), ("a.metadata.txt", b"a.0.text.txt")],
+            "in: document 00000000: user: expected str, got None",
+        ),
         ("ocr", [("a.json", b"{}"), ("a.png", A)], "in: document a: pages: expected list, got None"),
-        ("ocr", [("a.json", b'{"pages": [{}]}'), ("a.png", A)], r"in: document a: pages\[0\].text: expected list, got None"),
+        (
+            "ocr",
+            [("a.json", b'{"pages": [{}]}'), ("a.png", A)],
+            r"in: document a: pages\[0\].text: expected list, got None",
+        ),
         ("icp", [("a.image.jpeg", A)], r"out: none of 1 rows becomes a document. left out: it has no text: 1"),
     ],
 )
-def test_wrong_rows_are_errors_that_name_them(layout: str, content: Any, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_wrong_rows_are_errors_that_name_them(
+    layout: str, content: Any, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     path, images = tmp_path / "in", tmp_path / "images"
     images.mkdir()
     if isinstance(content, bytes):
@@ -258,7 +297,11 @@ def test_wrong_options(words: list[str], message: str, tmp_path: Path, monkeypat
 
 def test_rerun_after_a_full_disk_writes_the_same_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     sizes = [10] * 20 + [100_000] * 20
-    members = [member for i, n in enumerate(sizes) for member in ((f"{i:02}.image.jpeg", IMAGES[i % 3][1]), (f"{i:02}.text.txt", b"x" * n))]
+    members = [
+        member
+        for i, n in enumerate(sizes)
+        for member in ((f"{i:02}.image.jpeg", IMAGES[i % 3][1]), (f"{i:02}.text.txt", b"x" * n))
+    ]
     files = [tar(tmp_path / "a.tar", members[:50]), tar(tmp_path / "b.tar", members[50:])]
     for seed in ([], ["--seed", "3"]):
         name = "".join(seed)
@@ -340,5 +383,6 @@ def test_real_conversations(shared_data: Path, tmp_path: Path):
         assert [content for kind, content in parts if kind == "image"] == [image["bytes"] for image in row["images"]]
         texts = b"".join(content for kind, content in parts if kind != "image").decode()
         assert texts == "\n".join(
-            f"Question: {turn['user'].replace('<image>', '').strip()}\nAnswer:{turn['assistant'].strip()}" for turn in row["texts"]
+            f"Question: {turn['user'].replace('<image>', '').strip()}\nAnswer:{turn['assistant'].strip()}"
+            for turn in row["texts"]
         )

@@ -46,13 +46,21 @@ def test_a_killed_process_is_reported_and_finished_indexes_remain(tmp_path: Path
 
 def test_cut_tar_is_reported_and_the_rest_is_indexed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     between = int(build(memoryview(WHOLE)).documents["offset"][2])
-    contents = {"between.tar": WHOLE[:between], "within.tar": WHOLE[: between + 600], "empty.tar": b"", "whole.tar": WHOLE}
+    contents = {
+        "between.tar": WHOLE[:between],
+        "within.tar": WHOLE[: between + 600],
+        "empty.tar": b"",
+        "whole.tar": WHOLE,
+    }
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
     assert index.main([*(str(tmp_path / name) for name in contents), str(tmp_path / "none.tar")]) == 1
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 4
-    assert f"between.tar: cut between two members: {between} bytes, and no end of archive. 2 documents before it are indexed." in errors[0]
+    assert (
+        f"between.tar: cut between two members: {between} bytes, and no end of archive. 2 documents before it are "
+        f"indexed."
+    ) in errors[0]
     assert "within.tar: cut in a member of" in errors[1]
     assert "empty.tar: cut between two members: 0 bytes" in errors[2]
     assert "none.tar" in errors[3]
@@ -124,7 +132,12 @@ def test_tars_that_were_written_here_can_be_verified(tmp_path: Path):
     cut = pages.picture(3)
     parts = [Part("text", b"abc"), Part("image", cut[: len(cut) // 2], "png")]
     folder = tmp_path / "cut" / "pages" / "train"
-    write(folder, [Document("a", parts), Document("b", [Part("text", b"d")])], {}, Writing(texts=TextTokens(pages.tokenizer())))
+    write(
+        folder,
+        [Document("a", parts), Document("b", [Part("text", b"d")])],
+        {},
+        Writing(texts=TextTokens(pages.tokenizer())),
+    )
     (shard,) = manifest.load(folder).shards
     assert len(built(tmp_path / "cut").pieces(0)) == 1
     assert index.main([str(folder / shard.url), "--verify", "--processes", "1"]) == 0

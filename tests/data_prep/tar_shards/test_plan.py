@@ -38,7 +38,9 @@ def folder(written: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def opened(folder: Path, *names: str, rates: list[float] | None = None, **more: Any) -> Any:
-    return plan.open_data([folder / name for name in names or ("pages",)], str(folder / "tokenizer"), rates, {**OPTIONS, **more})
+    return plan.open_data(
+        [folder / name for name in names or ("pages",)], str(folder / "tokenizer"), rates, {**OPTIONS, **more}
+    )
 
 
 def words(folder: Path, *more: str, **options: Any) -> list[str]:
@@ -56,7 +58,9 @@ def test_rows_fill_as_in_a_training(folder: Path, open_rows: int):
     simulation = Simulation(data, 0, 4, 2400)
     assert simulation.rows.fill == pytest.approx(trained, abs=0.01)
     assert (
-        simulation.fills[open_rows] == simulation.rows.fill == pytest.approx(sum(simulation.rows.tokens) / 80 / len(simulation.rows.keys))
+        simulation.fills[open_rows]
+        == simulation.rows.fill
+        == pytest.approx(sum(simulation.rows.tokens) / 80 / len(simulation.rows.keys))
     )
     lengths = [len(data.sample(*key).input_ids) for key in simulation.rows.keys[:20]]
     assert lengths == list(simulation.rows.tokens[:20])
@@ -67,15 +71,21 @@ def test_rows_fill_as_in_a_training(folder: Path, open_rows: int):
 
 
 def test_a_small_sample_and_many_open_rows_expect_no_more_than_a_large_one(folder: Path):
-    """The rows that a lane makes first are fuller than all later ones: it has taken the fullest of those that are open."""
+    """The rows that a lane makes first are fuller than all later ones: it has taken the fullest of those that are
+    open."""
     data = opened(folder)
-    assert Simulation(data, 0, 4, 300).pack(32, 8).fill == pytest.approx(Simulation(data, 0, 4, 6000).pack(32, 8).fill, abs=0.01)
+    assert Simulation(data, 0, 4, 300).pack(32, 8).fill == pytest.approx(
+        Simulation(data, 0, 4, 6000).pack(32, 8).fill, abs=0.01
+    )
 
 
 def test_documents_that_are_too_long_are_counted_by_source(folder: Path, tmp_path: Path):
     texts = TextTokens(pages.tokenizer())
     lengths = [10, 200] * 20
-    documents = [Document(str(i), [Part("text", b"a"), Part("prompt", b"?" * n), Part("text", b"x")]) for i, n in enumerate(lengths)]
+    documents = [
+        Document(str(i), [Part("text", b"a"), Part("prompt", b"?" * n), Part("text", b"x")])
+        for i, n in enumerate(lengths)
+    ]
     documents.append(Document("blank", [Part("image", pages.picture(0), "png")]))
     write(tmp_path / "long", documents, {}, Writing(10, "long", texts=texts))
     data = plan.open_data([tmp_path / "long", folder / "more"], str(folder / "tokenizer"), [0.9, 0.1], OPTIONS)
@@ -100,7 +110,12 @@ def test_tars_that_are_open_and_how_far_documents_move(shuffle: Any):
         band, step = (2 * window, window) if shuffle == "window" else (7, 1)
         expected = max(len({of[document] for document in order[at : at + band]}) for at in range(0, source.count, step))
         assert shards_together(source, 7) == expected
-        stored = [document for shard in planning.shard_order(source) for document in range(source.count) if of[document] == shard]
+        stored = [
+            document
+            for shard in planning.shard_order(source)
+            for document in range(source.count)
+            if of[document] == shard
+        ]
         assert moves(source, 10**6) == [abs(stored.index(document) - place) for place, document in enumerate(order)]
         assert (max(moves(source, 5)) == 0) or shuffle == "window"
 
@@ -125,12 +140,19 @@ def test_speed_is_measured_and_compared(folder: Path, capsys: pytest.CaptureFixt
     assert plan.main(words(folder, str(folder / "more"), "--measure=0.2", "--rows_per_second=1e9")) == 0
     out = capsys.readouterr().out
     assert re.search(
-        r"speed: [\d.]+ rows/s of one process \(\d+ rows in [\d.]+ s\), [\d.]+ of 2; wanted are 1000000000.0: [\d.]+ times", out
+        (
+            r"speed: [\d.]+ rows/s of one process \(\d+ rows in [\d.]+ s\), [\d.]+ of 2; wanted are 1000000000.0: [\d.]+ "
+            r"times"
+        ),
+        out,
     )
     assert f"{folder / 'more'}: the indexes have no counts of this tokenizer's tokens" in out
     assert f"{folder / 'pages'}: the indexes have no counts" not in out
     assert plan.compare(10, 2.0, plan.Training(4, 2, 5.0)) == [
-        "speed: 5.0 rows/s of one process (10 rows in 2.0 s), 10.0 of 2; wanted are 5.0: 50% of the time of a core for each process"
+        (
+            "speed: 5.0 rows/s of one process (10 rows in 2.0 s), 10.0 of 2; wanted are 5.0: 50% of the time of a core "
+            "for each process"
+        )
     ]
 
 

@@ -19,7 +19,12 @@ from tests.data.streaming import pages
 
 def documents(count: int = 23) -> Iterator[Document]:
     for i in range(count):
-        parts = [Part("text", f"text {i}".encode()), Part("image", pages.picture(i), "png"), Part("prompt", b"?"), Part("text", b"a" * i)]
+        parts = [
+            Part("text", f"text {i}".encode()),
+            Part("image", pages.picture(i), "png"),
+            Part("prompt", b"?"),
+            Part("text", b"a" * i),
+        ]
         yield Document(f"{i:05}", parts[: 1 + i % 4])
 
 
@@ -86,7 +91,9 @@ def test_interrupted_writer_resumes(tmp_path: Path, seed: int | None, after: int
     with pytest.raises(Interrupted):
         write(tmp_path / "a", stopping(), {}, how)
     assert not (tmp_path / "a" / manifest.NAME).exists()
-    with pytest.raises(DataError, match=r"was written from something else \(other changed\)\. Name another folder, or delete it\."):
+    with pytest.raises(
+        DataError, match=r"was written from something else \(other changed\)\. Name another folder, or delete it\."
+    ):
         write(tmp_path / "a", documents(), {"other": 1}, how)
     finished = {path: path.stat().st_ino for path in (tmp_path / "a").glob("*.tar")}
     write(tmp_path / "a", documents(), {}, how)
@@ -109,7 +116,9 @@ def test_complete_folder_is_not_rewritten(tmp_path: Path):
 def test_unwritable_documents_are_refused(tmp_path: Path):
     text = [Part("text", b"a")]
     for number, (key, parts) in enumerate([("", text), ("a.b", text), ("a/b", text), ("a\nb", text), ("a", [])]):
-        with pytest.raises(DataError, match="expected a key without dots, slashes and ends of lines, and at least one part"):
+        with pytest.raises(
+            DataError, match="expected a key without dots, slashes and ends of lines, and at least one part"
+        ):
             write(tmp_path / str(number), [Document(key, parts)], {}, Writing())
     with pytest.raises(DataError, match=r"expected the ending of a file, such as \"png\", got '\.\./x'"):
         write(tmp_path / "ending", [Document("a", [Part("text", b"a", "../x")])], {}, Writing())
@@ -147,5 +156,9 @@ def test_more_than_a_thousand_parts_keep_their_order():
     assert names == sorted(names)
     index = build(memoryview(content + bytes(1024)))
     parts = index.parts_of(0)
-    texts = [content[int(part["offset"]) : int(part["offset"]) + int(part["size"])] for part in parts if part["kind"] == tar_index.TEXT]
+    texts = [
+        content[int(part["offset"]) : int(part["offset"]) + int(part["size"])]
+        for part in parts
+        if part["kind"] == tar_index.TEXT
+    ]
     assert texts == [str(i).encode() for i in range(1200)]

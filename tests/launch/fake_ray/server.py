@@ -1,6 +1,8 @@
-"""Stands in for Ray's head: speaks the part of the Jobs API that the launcher uses, runs jobs as processes here, and fails on demand.
+"""Stands in for Ray's head: speaks the part of the Jobs API that the launcher uses, runs jobs as processes here, and
+fails on demand.
 
-tests/ray holds the real one to the same tests. As there, a job that still waits for resources goes on waiting when it is stopped.
+tests/ray holds the real one to the same tests. As there, a job that still waits for resources goes on waiting when it
+is stopped.
 """
 
 import contextlib
@@ -20,7 +22,8 @@ Answer = tuple[int, dict[str, str], bytes]
 
 
 class FakeRay:
-    """The cluster. `faults` are answers to give to the next requests in place of the true ones; None: the request is served."""
+    """The cluster. `faults` are answers to give to the next requests in place of the true ones; None: the request is
+    served."""
 
     def __init__(self) -> None:
         self.jobs: dict[str, dict[str, Any]] = {}
@@ -89,7 +92,11 @@ class FakeRay:
         status, headers, data = answer
         with contextlib.suppress(OSError):
             handler.send_response(status)
-            for name, value in {"Content-Type": "application/json", "Content-Length": str(len(data)), **headers}.items():
+            for name, value in {
+                "Content-Type": "application/json",
+                "Content-Length": str(len(data)),
+                **headers,
+            }.items():
                 handler.send_header(name, value)
             handler.end_headers()
             handler.wfile.write(data)
@@ -113,19 +120,38 @@ class FakeRay:
     def _submit(self, content: dict[str, Any]) -> Answer:
         name = content["submission_id"]
         if name in self.jobs:
-            told = f"ValueError: Job with submission_id {name} already exists. Please use a different submission_id.\n.\n"
-            return 500, {"Content-Type": "text/plain"}, f"RuntimeError: Request failed with status code 400: Traceback\n{told}".encode()
+            told = (
+                f"ValueError: Job with submission_id {name} already exists. Please use a different submission_id.\n.\n"
+            )
+            return (
+                500,
+                {"Content-Type": "text/plain"},
+                f"RuntimeError: Request failed with status code 400: Traceback\n{told}".encode(),
+            )
         wait = " It may be waiting for resources (CPUs, GPUs, memory, custom resources) to become available."
-        self.jobs[name] = {**content, "type": "SUBMISSION", "status": "PENDING", "message": f"Job has not started yet.{wait}"}
+        self.jobs[name] = {
+            **content,
+            "type": "SUBMISSION",
+            "status": "PENDING",
+            "message": f"Job has not started yet.{wait}",
+        }
         if not self.held:
             self._run(name)
         return _json({"job_id": name, "submission_id": name})
 
     def _run(self, name: str) -> None:
         job = self.jobs[name]
-        job |= {"status": "RUNNING", "message": "Job is currently running.", "driver_agent_http_address": "http://10.0.0.7:52365"}
+        job |= {
+            "status": "RUNNING",
+            "message": "Job is currently running.",
+            "driver_agent_http_address": "http://10.0.0.7:52365",
+        }
         self._processes[name] = subprocess.Popen(
-            ["sh", "-c", job["entrypoint"]], start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
+            ["sh", "-c", job["entrypoint"]],
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         self._watchers[name] = threading.Thread(target=self._watch, args=(name,))
         self._watchers[name].start()
@@ -140,9 +166,16 @@ class FakeRay:
             if name in self._stopping:
                 self.jobs[name] |= {"status": "STOPPED", "message": "Job was intentionally stopped."}
             elif code == 0:
-                self.jobs[name] |= {"status": "SUCCEEDED", "message": "Job finished successfully.", "driver_exit_code": 0}
+                self.jobs[name] |= {
+                    "status": "SUCCEEDED",
+                    "message": "Job finished successfully.",
+                    "driver_exit_code": 0,
+                }
             else:
-                told = f"Job entrypoint command failed with exit code {code}, last available logs (truncated to 20,000 chars):\n{said}"
+                told = (
+                    f"Job entrypoint command failed with exit code {code}, last available logs (truncated to "
+                    f"20,000 chars):\n{said}"
+                )
                 kind = "JOB_ENTRYPOINT_COMMAND_ERROR"
                 self.jobs[name] |= {"status": "FAILED", "message": told, "error_type": kind, "driver_exit_code": code}
 

@@ -26,7 +26,8 @@ COMMANDS = ("sbatch", "squeue", "sacct", "scancel", "scontrol")
 
 
 class Clock:
-    """In place of the module `time`: only a sleep takes time, and none in truth. However busy the machine, nobody loses patience for it."""
+    """In place of the module `time`: only a sleep takes time, and none in truth. However busy the machine, nobody loses
+    patience for it."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -51,7 +52,9 @@ class Cluster:
         self.bin.mkdir(parents=True)
         for command in COMMANDS:
             path = self.bin / command
-            path.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -S {shlex.quote(str(PROGRAM))} {command} "$@"\n')
+            path.write_text(
+                f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -S {shlex.quote(str(PROGRAM))} {command} "$@"\n'
+            )
             path.chmod(0o755)
         monkeypatch.setenv("FAKE_SLURM", str(home))
         monkeypatch.setenv("PATH", f"{self.bin}{os.pathsep}{os.environ['PATH']}")
@@ -66,7 +69,8 @@ class Cluster:
         (self.home / STATE_NAME).write_text(json.dumps(self.state | facts))
 
     def set(self, job_id: str, **facts: Any) -> None:
-        """Change facts of one task: state, reason, node, exit, seconds, restarts, forgotten ("" | "controller" | "everywhere")."""
+        """Change facts of one task: state, reason, node, exit, seconds, restarts, forgotten ("" | "controller" |
+        "everywhere")."""
         state = self.state
         array, _, task = job_id.partition("_")
         state["arrays"][array]["tasks"][task].update(facts)
@@ -79,7 +83,12 @@ class Cluster:
     def start(self, job_id: str) -> "subprocess.Popen[bytes]":
         """Run a task as Slurm would, in a session of its own."""
         array, _, number = job_id.partition("_")
-        environment = {**os.environ, "SLURM_ARRAY_JOB_ID": array, "SLURM_ARRAY_TASK_ID": number, "SLURM_JOB_ID": f"{array}00{number}"}
+        environment = {
+            **os.environ,
+            "SLURM_ARRAY_JOB_ID": array,
+            "SLURM_ARRAY_TASK_ID": number,
+            "SLURM_JOB_ID": f"{array}00{number}",
+        }
         call = self.calls("sbatch")[int(array) - 1]
         script = next(place for place, word in enumerate(call) if word.endswith(".sh"))
         process = subprocess.Popen(["bash", *call[script:]], env=environment, start_new_session=True)
@@ -119,7 +128,12 @@ class Cluster:
     def alive(self) -> list[str]:
         """Ids of the tasks that wait or run."""
         arrays = self.state["arrays"].items()
-        return [f"{a}_{i}" for a, array in arrays for i, task in array["tasks"].items() if task["state"] in ("PENDING", "RUNNING")]
+        return [
+            f"{a}_{i}"
+            for a, array in arrays
+            for i, task in array["tasks"].items()
+            if task["state"] in ("PENDING", "RUNNING")
+        ]
 
 
 def job(folder: Path, exp_id: str, *args: str, **more: Any) -> Job:

@@ -1,9 +1,10 @@
-"""A stand-in for sbatch, squeue, sacct, scancel and scontrol: `program.py COMMAND ARGUMENTS…`, with its state below $FAKE_SLURM.
+"""A stand-in for sbatch, squeue, sacct, scancel and scontrol: `program.py COMMAND ARGUMENTS…`, with its state below
+$FAKE_SLURM.
 
-It knows one user, the partitions and accounts of its state, and arrays of tasks; messages are those of Slurm 22.05. state.json is the
-cluster, calls.jsonl every call, faults.json what goes wrong:
-[{"command": "sbatch", "do": "say" | "hang" | "say_after" | "hang_after" | "garbage", "text": …, "skip": well before, "times": calls}].
-"say_after" and "hang_after" do the work first: the answer alone is lost.
+It knows one user, the partitions and accounts of its state, and arrays of tasks; messages are those of Slurm 22.05.
+state.json is the cluster, calls.jsonl every call, faults.json what goes wrong: [{"command": "sbatch", "do": "say" |
+"hang" | "say_after" | "hang_after" | "garbage", "text": …, "skip": well before, "times": calls}]. "say_after" and
+"hang_after" do the work first: the answer alone is lost.
 """
 
 import argparse
@@ -74,9 +75,31 @@ def main(command: str, arguments: list[str]) -> None:
 
 def sbatch(state: dict[str, Any], arguments: list[str]) -> str:
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    for name in ("job-name", "array", "chdir", "output", "open-mode", "kill-on-invalid-dep", "dependency", "signal", "nodes", "partition"):
+    for name in (
+        "job-name",
+        "array",
+        "chdir",
+        "output",
+        "open-mode",
+        "kill-on-invalid-dep",
+        "dependency",
+        "signal",
+        "nodes",
+        "partition",
+    ):
         parser.add_argument(f"--{name}")
-    for name in ("ntasks-per-node", "cpus-per-task", "gpus-per-node", "account", "qos", "constraint", "time", "mem", "exclude", "nice"):
+    for name in (
+        "ntasks-per-node",
+        "cpus-per-task",
+        "gpus-per-node",
+        "account",
+        "qos",
+        "constraint",
+        "time",
+        "mem",
+        "exclude",
+        "nice",
+    ):
         parser.add_argument(f"--{name}")
     for name in ("parsable", "requeue", "no-requeue", "exclusive"):
         parser.add_argument(f"--{name}", action="store_true")
@@ -95,7 +118,15 @@ def sbatch(state: dict[str, Any], arguments: list[str]) -> str:
         fail("sbatch: error: Batch job submission failed: Invalid job array specification")
     array_id = str(state["next"])
     tasks = {
-        str(i): {"state": "PENDING", "reason": "Priority", "node": "", "exit": "0:0", "seconds": 0, "restarts": 0, "forgotten": False}
+        str(i): {
+            "state": "PENDING",
+            "reason": "Priority",
+            "node": "",
+            "exit": "0:0",
+            "seconds": 0,
+            "restarts": 0,
+            "forgotten": False,
+        }
         for i in range(int(first), int(last) + 1)
     }
     state["arrays"][array_id] = {"name": args.job_name, "throttle": throttle, "tasks": tasks}
@@ -113,7 +144,12 @@ def run(state: dict[str, Any], array_id: str, i: str, args: argparse.Namespace) 
         if state["arrays"][array]["tasks"][number]["state"] != "COMPLETED":
             task.update(state="CANCELLED", reason="DependencyNeverSatisfied")
             return
-    names = {"SLURM_ARRAY_JOB_ID": array_id, "SLURM_ARRAY_TASK_ID": i, "SLURM_JOB_ID": f"{array_id}00{i}", "SLURM_NNODES": "1"}
+    names = {
+        "SLURM_ARRAY_JOB_ID": array_id,
+        "SLURM_ARRAY_TASK_ID": i,
+        "SLURM_JOB_ID": f"{array_id}00{i}",
+        "SLURM_NNODES": "1",
+    }
     command = ["bash", args.script, *args.arguments]
     with open(Path(args.chdir) / args.output.replace("%%", "%"), "ab") as log:
         done = subprocess.run(command, cwd=args.chdir, stdout=log, stderr=log, env={**os.environ, **names}, check=False)
@@ -185,7 +221,12 @@ def scancel(state: dict[str, Any], arguments: list[str]) -> str:
     tasks = []
     for word in arguments:
         if word.startswith("--name="):
-            tasks += [task for array in state["arrays"].values() if array["name"] == word[7:] for task in array["tasks"].values()]
+            tasks += [
+                task
+                for array in state["arrays"].values()
+                if array["name"] == word[7:]
+                for task in array["tasks"].values()
+            ]
             continue
         array, _, rest = word.partition("_")
         if array not in state["arrays"]:
@@ -197,7 +238,9 @@ def scancel(state: dict[str, Any], arguments: list[str]) -> str:
         tasks += [state["arrays"][array]["tasks"][number] for number in numbers]
     for task in tasks:
         if task.get("pid"):
-            subprocess.run(["pkill", "-TERM", "-s", str(task["pid"])], check=False)  # all of its session, which Cluster.start made
+            subprocess.run(
+                ["pkill", "-TERM", "-s", str(task["pid"])], check=False
+            )  # all of its session, which Cluster.start made
         if task["state"] == "PENDING":
             task.update(state="CANCELLED", vanished=True)  # Slurm keeps no record of a task that never started
         if task["state"] not in ENDED:
@@ -207,7 +250,10 @@ def scancel(state: dict[str, Any], arguments: list[str]) -> str:
 
 def scontrol(state: dict[str, Any], arguments: list[str]) -> str:
     if arguments == ["show", "config"]:
-        return f"Configuration data as of 2026-01-01T00:00:00\nMaxArraySize            = {state['max_array']}\nMaxJobCount   = 10000\n"
+        return (
+            f"Configuration data as of 2026-01-01T00:00:00\nMaxArraySize            = "
+            f"{state['max_array']}\nMaxJobCount   = 10000\n"
+        )
     if arguments == ["--oneliner", "show", "partition"]:
         return "".join(f"PartitionName={name} AllowGroups=ALL State=UP TotalNodes=4\n" for name in state["partitions"])
     if arguments[0] == "update":

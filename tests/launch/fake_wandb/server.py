@@ -9,7 +9,8 @@ from typing import Any
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """Served in a thread between `with` and its end; `runs` are the variables of UpsertBucket by the run's id, `rows` its history."""
+    """Served in a thread between `with` and its end; `runs` are the variables of UpsertBucket by the run's id, `rows`
+    its history."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Answer)
@@ -46,7 +47,9 @@ class Answer(http.server.BaseHTTPRequestHandler):
         elif found := re.fullmatch(r"/files/[^/]+/[^/]+/([^/]+)/file_stream", self.path):
             sent = json.loads(body).get("files", {}).get("wandb-history.jsonl", {})
             rows = self.taken.rows.setdefault(found[1], [])
-            rows[sent.get("offset", len(rows)) :] = [json.loads(line) for line in sent.get("content", [])]  # a client may send twice
+            rows[sent.get("offset", len(rows)) :] = [
+                json.loads(line) for line in sent.get("content", [])
+            ]  # a client may send twice
         out = json.dumps(answer).encode()
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
@@ -63,7 +66,14 @@ class Answer(http.server.BaseHTTPRequestHandler):
             name = values["name"]
             self.taken.runs.setdefault(name, values)
         project = {"id": "p", "name": values.get("project"), "entity": {"id": "e", "name": values.get("entity")}}
-        bucket = {"id": "r", "name": name, "displayName": name, "config": "{}", "historyLineCount": 0, "project": project}
+        bucket = {
+            "id": "r",
+            "name": name,
+            "displayName": name,
+            "config": "{}",
+            "historyLineCount": 0,
+            "project": project,
+        }
         return {
             "viewer": {"id": "v", "entity": "user", "username": "user", "flags": "{}", "teams": {"edges": []}},
             "upsertBucket": {"bucket": bucket | {"files": {"edges": []}}, "inserted": True},

@@ -32,7 +32,11 @@ def test_placement(depth, num_layers, stride, expected):
 
 def test_placement_that_does_not_fit():
     with pytest.raises(
-        ConfigError, match=r"num_layers 6 x stride 3 needs 18 decoder layers, the base has 16. Fits: num_layers up to 5 or stride up to 2."
+        ConfigError,
+        match=(
+            r"num_layers 6 x stride 3 needs 18 decoder layers, the base has 16. Fits: num_layers up to 5 or stride "
+            r"up to 2."
+        ),
     ):
         layer_indices(16, 6, 3)
     with pytest.raises(ConfigError, match=r"num_layers 2 x stride 9 .* the base has 8. Fits: stride up to 4."):
@@ -48,8 +52,16 @@ def test_placement_that_does_not_fit():
     [
         ("gpt_bigcode", {"num_layers": 3}, "num_layers 3 x stride 2 needs 6 decoder layers, the base has 4"),
         ("gpt_bigcode", {"hidden_size": 18}, "hidden_size 18 does not divide by num_heads 4"),
-        ("gpt_bigcode", {"num_key_value_heads": 2}, "num_key_value_heads is for Llama-style bases; on 'gpt_bigcode' it would be ignored"),
-        ("gpt_neox", {"attention_bias": True}, "attention_bias is for Llama-style bases; on 'gpt_neox' it would be ignored"),
+        (
+            "gpt_bigcode",
+            {"num_key_value_heads": 2},
+            "num_key_value_heads is for Llama-style bases; on 'gpt_bigcode' it would be ignored",
+        ),
+        (
+            "gpt_neox",
+            {"attention_bias": True},
+            "attention_bias is for Llama-style bases; on 'gpt_neox' it would be ignored",
+        ),
         ("llama", {"num_heads": 8, "num_key_value_heads": 3}, "num_heads 8 does not divide by num_key_value_heads 3"),
         ("llama", {"hidden_size": 12}, "rotary positions need an even width per head, 12 / 4 is 3"),
         ("llama", {"shared_projections": True}, "shared_projections needs .* set num_key_value_heads to 4, got 2"),
@@ -63,7 +75,9 @@ def test_blocks_that_do_not_fit_are_refused(make, base_of, model_type, settings,
 
 
 def test_a_wrapped_model_is_no_base(make):
-    with pytest.raises(ConfigError, match=r"CrossAttentionLM has no 'transformer.h'. Take a plain causal language model"):
+    with pytest.raises(
+        ConfigError, match=r"CrossAttentionLM has no 'transformer.h'. Take a plain causal language model"
+    ):
         make(base=make())
 
 
@@ -74,8 +88,13 @@ def test_a_block_runs_before_or_after_its_layer(make, batch, model_type, final_l
     model = make(model_type, final_layer=final_layer)
     expected = model(**batch)
     plain = copy.deepcopy(model)
-    context, positions = plain.encode(batch["context_ids"], batch["context_mask"]), (batch["attention_mask"].cumsum(-1) - 1).clamp(min=0)
-    layers = {"gpt": lambda m: m.transformer.h, "lla": lambda m: m.model.layers}.get(model_type[:3], lambda m: m.model.layers)
+    context, positions = (
+        plain.encode(batch["context_ids"], batch["context_mask"]),
+        (batch["attention_mask"].cumsum(-1) - 1).clamp(min=0),
+    )
+    layers = {"gpt": lambda m: m.transformer.h, "lla": lambda m: m.model.layers}.get(
+        model_type[:3], lambda m: m.model.layers
+    )
     layers = (lambda m: m.gpt_neox.layers) if model_type == "gpt_neox" else layers
     for index in (1, 3):
         layer, block = layers(plain.base)[index], plain.blocks[str(index)]
@@ -181,7 +200,9 @@ def test_a_sample_never_reads_the_chunks_of_another(make, batch, model_type):
     whole = model(**batch)
     for b in range(3):
         alone = model(**{name: tensor[b : b + 1] for name, tensor in batch.items()})
-        torch.testing.assert_close(alone[0][batch["attention_mask"][b]], whole[b][batch["attention_mask"][b]], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            alone[0][batch["attention_mask"][b]], whole[b][batch["attention_mask"][b]], atol=1e-5, rtol=1e-5
+        )
 
 
 @pytest.mark.parametrize("model_type", ["gpt_bigcode", "llama"])
@@ -231,7 +252,9 @@ def test_padding_on_the_left_is_accepted(make, batch, model_type):
     expected = model(**batch)
     lengths = batch["attention_mask"].sum(-1)
     shifted = {**batch, "attention_mask": batch["attention_mask"].flip(1)}
-    shifted["input_ids"] = torch.stack([row.roll(7 - int(n)) for row, n in zip(batch["input_ids"], lengths, strict=True)])
+    shifted["input_ids"] = torch.stack(
+        [row.roll(7 - int(n)) for row, n in zip(batch["input_ids"], lengths, strict=True)]
+    )
     got = model(**shifted)
     for b, n in enumerate(lengths.tolist()):
         torch.testing.assert_close(got[b, 7 - n :], expected[b, :n], atol=1e-5, rtol=1e-5)
@@ -265,7 +288,10 @@ def test_no_context_at_all(make, batch):
 def test_outside_of_a_reading_the_base_is_as_it_was(make, base_of, batch):
     model, untouched = make(), base_of("gpt_bigcode")
     model(**batch)
-    with pytest.raises(RuntimeError, match="stop"), model.reading(model.encode(batch["context_ids"], batch["context_mask"])):
+    with (
+        pytest.raises(RuntimeError, match="stop"),
+        model.reading(model.encode(batch["context_ids"], batch["context_mask"])),
+    ):
         raise RuntimeError("stop")
     expected = untouched(batch["input_ids"]).logits
     assert torch.equal(model.base(batch["input_ids"]).logits, expected)

@@ -18,7 +18,9 @@ def plain_rotary(x: torch.Tensor, position: int, theta: float) -> torch.Tensor:
     return torch.cat((turned.real, turned.imag))
 
 
-def plain_attention(block: Block, h: torch.Tensor, context: torch.Tensor, mask: torch.Tensor, positions: list[int]) -> torch.Tensor:
+def plain_attention(
+    block: Block, h: torch.Tensor, context: torch.Tensor, mask: torch.Tensor, positions: list[int]
+) -> torch.Tensor:
     """One sample: h (T, D) reads context (P, D), whose positions count what can be read."""
     a = block.attention
     d, groups = a.head_size, a.heads // (a.v.out_features // a.head_size)
@@ -139,7 +141,10 @@ def test_rows_that_share_a_context_read_as_if_it_were_repeated(make):
     positions = torch.arange(4).expand(6, 4)
     once = block(h, *block.project(context, mask), mask, positions)
     repeated = block(
-        h, *block.project(context.repeat_interleave(3, 0), mask.repeat_interleave(3, 0)), mask.repeat_interleave(3, 0), positions
+        h,
+        *block.project(context.repeat_interleave(3, 0), mask.repeat_interleave(3, 0)),
+        mask.repeat_interleave(3, 0),
+        positions,
     )
     torch.testing.assert_close(once, repeated, atol=1e-6, rtol=1e-5)
 

@@ -44,7 +44,9 @@ def test_the_context_is_encoded_and_projected_once_and_past_tokens_never_again(m
     for block in model.blocks.values():
         block.attention.k.register_forward_hook(lambda *_: projected.append(1))
         block.attention.q.register_forward_hook(lambda _, args, __: decoded.append(args[0].shape[1]))
-    model.base.transformer.register_forward_pre_hook(lambda _, __, kwargs: encoded.append(model._reading is None), with_kwargs=True)
+    model.base.transformer.register_forward_pre_hook(
+        lambda _, __, kwargs: encoded.append(model._reading is None), with_kwargs=True
+    )
     model.generate(**prompts_and_contexts(batch), **GREEDY)
     assert sum(encoded) == 1
     assert len(projected) == 2
@@ -102,13 +104,18 @@ def test_beams_read_the_context_of_their_sample(make, batch, model_type):
     assert got.shape == (6, 10)
     for b in range(3):
         alone = model.generate(
-            **{name: tensor[b : b + 1] for name, tensor in inputs.items()}, num_beams=3, num_return_sequences=2, **GREEDY
+            **{name: tensor[b : b + 1] for name, tensor in inputs.items()},
+            num_beams=3,
+            num_return_sequences=2,
+            **GREEDY,
         )
         assert torch.equal(got[2 * b : 2 * b + 2], alone)
 
 
 @pytest.mark.parametrize("model_type", ["gpt_bigcode", "gpt_neox", "llama"])
-@pytest.mark.parametrize("way", [{}, {"num_beams": 3}, {"do_sample": True, "temperature": 1.5}, {"num_beams": 2, "do_sample": True}])
+@pytest.mark.parametrize(
+    "way", [{}, {"num_beams": 3}, {"do_sample": True, "temperature": 1.5}, {"num_beams": 2, "do_sample": True}]
+)
 def test_every_way_of_generating_is_the_same_without_caches(make, batch, model_type, way):
     model = make(model_type)
     inputs = prompts_and_contexts(batch)

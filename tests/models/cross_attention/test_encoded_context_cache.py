@@ -62,7 +62,9 @@ def test_bfloat16_rounds_once_and_int8_by_half_a_step(make, contexts, tmp_path):
     model = make()
     exact = model.encode(*contexts).hidden
     for _ in range(2):
-        assert torch.equal(ContextCache(tmp_path / "b", model, PLENTY).contexts(*contexts).hidden, exact.bfloat16().float())
+        assert torch.equal(
+            ContextCache(tmp_path / "b", model, PLENTY).contexts(*contexts).hidden, exact.bfloat16().float()
+        )
     eighths = [ContextCache(tmp_path / "i", model, PLENTY, "int8").contexts(*contexts).hidden for _ in range(2)]
     assert torch.equal(*eighths)
     steps = exact.abs().amax(-1, keepdim=True) / 127
@@ -150,7 +152,10 @@ def test_a_cache_of_another_base_is_refused_and_never_hit(make, contexts, tmp_pa
     other = make_base("gpt_bigcode")
     with torch.no_grad():
         other.transformer.h[1].mlp.c_fc.weight += 1e-3
-    with pytest.raises(ConfigError, match=r"c: caches contexts of .* \(weights \w{12}\), but this model's base is .* \(weights \w{12}\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"c: caches contexts of .* \(weights \w{12}\), but this model's base is .* \(weights \w{12}\)",
+    ):
         ContextCache(tmp_path / "c", make(base=other), PLENTY)
     assert ContextCache(tmp_path / "o", make(base=other), PLENTY).key(contexts[0][0, 0]) != cache.key(contexts[0][0, 0])
     with pytest.raises(ConfigError, match=r"c: caches bfloat16, not int8"):
@@ -199,7 +204,9 @@ def test_states_that_are_not_finite_are_refused_and_not_kept(contexts, tmp_path,
     if bad == 3.4e38 and dtype != "bfloat16":  # finite as it is; bfloat16 rounds it up, and has no such number
         assert cache.contexts(*contexts).hidden.isfinite().all()
         return
-    with pytest.raises(DataError, match=rf"c: states of a context of 9 tokens are not finite in {dtype}\. The base is damaged"):
+    with pytest.raises(
+        DataError, match=rf"c: states of a context of 9 tokens are not finite in {dtype}\. The base is damaged"
+    ):
         cache.contexts(*contexts)
     assert not entries(tmp_path / "c")
 

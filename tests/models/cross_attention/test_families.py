@@ -1,6 +1,7 @@
 """Every family of bases: what the blocks read is the same with caches and without, and only they get gradients.
 
-`python -m tests.models.cross_attention.test_families` writes the table of docs/crossattn.md, which a test holds against the rows.
+`python -m tests.models.cross_attention.test_families` writes the table of docs/crossattn.md, which a test holds against
+the rows.
 """
 
 import re
@@ -21,7 +22,9 @@ from tests.models.conftest import make_base
 
 PAGE = ROOT / "docs" / "crossattn.md"
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
-LINEAR = {f"linear_{kind}_head_dim": 8 for kind in ("key", "value")} | {f"linear_num_{kind}_heads": 2 for kind in ("key", "value")}
+LINEAR = {f"linear_{kind}_head_dim": 8 for kind in ("key", "value")} | {
+    f"linear_num_{kind}_heads": 2 for kind in ("key", "value")
+}
 SIZES: dict[str, dict[str, Any]] = {
     # family: its name for people, and what a tiny model of it needs besides
     "bloom": {"name": "BLOOM"},
@@ -119,7 +122,13 @@ def test_logits_are_those_of_the_base(batch, model_type: str):
 
 
 def test_the_text_part_of_a_model_that_reads_images_too(make, batch):
-    sizes = {"vocab_size": 23, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 4}
+    sizes = {
+        "vocab_size": 23,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+    }
     seeing = {
         "hidden_size": 8,
         "num_hidden_layers": 1,
@@ -130,7 +139,9 @@ def test_the_text_part_of_a_model_that_reads_images_too(make, batch):
     }
     text = {**sizes, **SIZES["gemma3_text"], "initializer_range": 0.3}
     torch.manual_seed(0)
-    base = Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=seeing, mm_tokens_per_image=1)).eval()
+    base = Gemma3ForConditionalGeneration(
+        Gemma3Config(text_config=text, vision_config=seeing, mm_tokens_per_image=1)
+    ).eval()
     model = make(base=base, final_layer=True)
     one = {name: tensor[:1] for name, tensor in batch.items()}
     options = {"do_sample": False, "max_new_tokens": 5, "eos_token_id": None, "pad_token_id": 0}
@@ -139,12 +150,16 @@ def test_the_text_part_of_a_model_that_reads_images_too(make, batch):
     assert not torch.equal(model(**one), model(**{**one, "context_ids": one["context_ids"].flip(-1)}))
     with torch.no_grad():
         expected = base(input_ids=one["input_ids"], attention_mask=one["attention_mask"].long()).logits
-        torch.testing.assert_close(output_logits(base, last_hidden(base, one["input_ids"], one["attention_mask"])), expected)
+        torch.testing.assert_close(
+            output_logits(base, last_hidden(base, one["input_ids"], one["attention_mask"])), expected
+        )
 
 
 def table() -> str:
     """The families as a table in Markdown."""
-    rows = [f"| {SIZES[name]['name']} | `{name}` | {'Llama' if FAMILIES[name].gated else 'GPT'} |" for name in sorted(SIZES)]
+    rows = [
+        f"| {SIZES[name]['name']} | `{name}` | {'Llama' if FAMILIES[name].gated else 'GPT'} |" for name in sorted(SIZES)
+    ]
     return "\n".join(["| base | `model_type` | blocks |", "|---|---|---|", *rows])
 
 
@@ -154,4 +169,6 @@ def test_the_page_has_them():
 
 if __name__ == "__main__":
     text = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(re.sub(r"\| base \| `model_type`.*?\n(?!\|)", lambda _: f"{table()}\n", text, flags=re.DOTALL), encoding="utf-8")
+    PAGE.write_text(
+        re.sub(r"\| base \| `model_type`.*?\n(?!\|)", lambda _: f"{table()}\n", text, flags=re.DOTALL), encoding="utf-8"
+    )

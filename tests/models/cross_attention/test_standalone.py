@@ -45,13 +45,25 @@ torch.save(found, sys.argv[3])
     ],
 )
 @torch.no_grad()
-def test_transformers_alone_loads_it(make: Any, batch: dict[str, torch.Tensor], tmp_path: Path, model_type: str, settings: dict[str, Any]):
+def test_transformers_alone_loads_it(
+    make: Any, batch: dict[str, torch.Tensor], tmp_path: Path, model_type: str, settings: dict[str, Any]
+):
     model = make(model_type, **settings)
     standalone.save(model, tmp_path / "model")
     torch.save(batch, tmp_path / "given.pt")
-    program = [sys.executable, "-P", "-c", READ, str(tmp_path / "model"), str(tmp_path / "given.pt"), str(tmp_path / "found.pt")]
+    program = [
+        sys.executable,
+        "-P",
+        "-c",
+        READ,
+        str(tmp_path / "model"),
+        str(tmp_path / "given.pt"),
+        str(tmp_path / "found.pt"),
+    ]
     environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "PYTHONPATH": ""}
-    done = subprocess.run(program, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(
+        program, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "newly initialized" not in done.stderr
     found = torch.load(tmp_path / "found.pt")

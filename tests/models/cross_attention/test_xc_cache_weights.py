@@ -41,9 +41,14 @@ def drawn(shapes: dict[str, tuple[int, ...]], places: list[int], shared: bool = 
     """Weights as XC-Cache names them, with some of the base's, which are to be left alone."""
     generator = torch.Generator().manual_seed(3)
     blocks = [
-        {name: torch.randn(shape, generator=generator) / 3 for name, shape in shapes.items()} for _ in range(1 if shared else len(places))
+        {name: torch.randn(shape, generator=generator) / 3 for name, shape in shapes.items()}
+        for _ in range(1 if shared else len(places))
     ]
-    made = {f"cross_attn_layers.{i}.{name}": value for n, i in enumerate(places) for name, value in blocks[0 if shared else n].items()}
+    made = {
+        f"cross_attn_layers.{i}.{name}": value
+        for n, i in enumerate(places)
+        for name, value in blocks[0 if shared else n].items()
+    }
     return {**made, "transformer.wte.weight": torch.zeros(3)}
 
 
@@ -64,7 +69,9 @@ def plain_block(weights, h, context, mask, gated):
     split = lambda x: x.unflatten(-1, (HEADS, -1)).transpose(1, 2)  # noqa: E731
     x = functional.layer_norm(h, (16,), weights["ln_1.weight"], weights["ln_1.bias"], 1e-6 if gated else 1e-5)
     suffix = "proj" if gated else "attn"
-    q, k, v = (split(linear(weights, f"crossattention.{n}_{suffix}", s)) for n, s in (("q", x), ("k", context), ("v", context)))
+    q, k, v = (
+        split(linear(weights, f"crossattention.{n}_{suffix}", s)) for n, s in (("q", x), ("k", context), ("v", context))
+    )
     if gated:
         q, k = rotated(q), rotated(k)
     scores = (q @ k.transpose(-1, -2) / (WIDTH // HEADS) ** 0.5).masked_fill(~mask[:, None, None], float("-inf"))
@@ -73,7 +80,9 @@ def plain_block(weights, h, context, mask, gated):
     x = functional.layer_norm(h, (16,), weights["ln_2.weight"], weights["ln_2.bias"], 1e-6 if gated else 1e-5)
     if gated:
         return h + linear(
-            weights, "mlp.down_proj", functional.silu(linear(weights, "mlp.gate_proj", x)) * linear(weights, "mlp.up_proj", x)
+            weights,
+            "mlp.down_proj",
+            functional.silu(linear(weights, "mlp.gate_proj", x)) * linear(weights, "mlp.up_proj", x),
         )
     return h + linear(weights, "mlp.c_proj", functional.gelu(linear(weights, "mlp.c_fc", x), approximate="tanh"))
 
@@ -87,7 +96,11 @@ def plain_logits(model_type, saved, batch, places):
     body: Any = base.model if gated else base.transformer
     context = body(input_ids=ids, attention_mask=mask.long()).last_hidden_state
     for i in places:
-        weights = {name.removeprefix(f"cross_attn_layers.{i}."): value for name, value in saved.items() if f".{i}." in name[:21]}
+        weights = {
+            name.removeprefix(f"cross_attn_layers.{i}."): value
+            for name, value in saved.items()
+            if f".{i}." in name[:21]
+        }
         layers[i].register_forward_hook(lambda _, __, out, w=weights: plain_block(w, out, context, mask, gated))
     return base(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"].long()).logits
 
@@ -121,7 +134,11 @@ def test_what_is_saved_is_loaded(make, tmp_path: Path, model_type: str, settings
     names = load_file(tmp_path / "out" / "model.safetensors")
     assert all(re.match(r"cross_attn_layers\.[13]\.", name) for name in names)
     written = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert (written["n_cross_attn_layers"], written["cross_attn_layers_stride"], written["cross_attn_hidden_size"]) == (2, 2, 16)
+    assert (written["n_cross_attn_layers"], written["cross_attn_layers_stride"], written["cross_attn_hidden_size"]) == (
+        2,
+        2,
+        16,
+    )
 
 
 @pytest.mark.parametrize(
@@ -161,7 +178,10 @@ def test_other_blocks_are_refused_and_nothing_changes(make, tmp_path: Path):
 
     with pytest.raises(CheckpointError, match="no weights here"):
         xc_cache_weights.load(model, tmp_path)
-    refused({"cross_attn_layers.0.ln_1.weight": torch.ones(16)}, "unexpected: cross_attn_layers.0.ln_1.weight. Compare its config.json")
+    refused(
+        {"cross_attn_layers.0.ln_1.weight": torch.ones(16)},
+        "unexpected: cross_attn_layers.0.ln_1.weight. Compare its config.json",
+    )
     refused({"cross_attn_layers.3.ln_1.weight": torch.ones(17)}, r"ln_1.weight is \[17\], expected \[16\]")
     (tmp_path / "model.safetensors").write_bytes(b"\0" * 20)
     with pytest.raises(CheckpointError, match="damaged"):
@@ -175,7 +195,12 @@ def test_other_blocks_are_refused_and_nothing_changes(make, tmp_path: Path):
 
 def test_weights_are_checked_and_belong_to_the_fingerprint(places, tmp_path: Path):
     bind(MODELS, {**PLACEHOLDER, "tokenizer": "tokenizer"}).build(places).save_pretrained(tmp_path / "base")
-    raw = {"name": "cross_attention", "num_layers": 1, "stride": 1, "base": {"name": "hf", "path": str(tmp_path / "base")}}
+    raw = {
+        "name": "cross_attention",
+        "num_layers": 1,
+        "stride": 1,
+        "base": {"name": "hf", "path": str(tmp_path / "base")},
+    }
     plain, given = bind(MODELS, raw), bind(MODELS, {**raw, "weights": str(tmp_path / "published")})
     (tmp_path / "published").mkdir()
     with pytest.raises(CheckpointError, match="published: no weights here"):
@@ -198,16 +223,24 @@ MISTRAL_SHAPES = {
 REFERENCE: dict[str, tuple[str, dict[str, tuple[int, ...]], dict[str, Any]]] = {
     # case: model_type, shapes of a block, our settings of the same
     "gpt_bigcode": ("gpt_bigcode", GPT_SHAPES, {"hidden_size": WIDTH, "num_heads": HEADS}),
-    "gpt_bigcode shared": ("gpt_bigcode", GPT_SHAPES, {"hidden_size": WIDTH, "num_heads": HEADS, "shared_weights": True}),
-    "llama": ("llama", LLAMA_SHAPES, {"hidden_size": WIDTH, "num_heads": HEADS, "num_key_value_heads": HEADS, "norm": "layer"}),
+    "gpt_bigcode shared": (
+        "gpt_bigcode",
+        GPT_SHAPES,
+        {"hidden_size": WIDTH, "num_heads": HEADS, "shared_weights": True},
+    ),
+    "llama": (
+        "llama",
+        LLAMA_SHAPES,
+        {"hidden_size": WIDTH, "num_heads": HEADS, "num_key_value_heads": HEADS, "norm": "layer"},
+    ),
     "mistral": ("mistral", MISTRAL_SHAPES, {"feed_forward_size": INNER, "norm": "layer"}),
 }
 
 
 @pytest.mark.parametrize("case", REFERENCE)
 def test_with_the_base_it_is_what_the_reference_loads_strictly(make, tmp_path: Path, case: str):
-    """Its loader makes a model from `_name_or_path` and loads all weight files into it with `strict`: the base's weights under their own
-    names, but "transformer." instead of "model.", and a block for each of its layers."""
+    """Its loader makes a model from `_name_or_path` and loads all weight files into it with `strict`: the base's
+    weights under their own names, but "transformer." instead of "model.", and a block for each of its layers."""
     model_type, shapes, settings = REFERENCE[case]
     model = make(model_type, **settings)
     assert xc_cache_weights.unlike_reference(model) == []
@@ -239,4 +272,6 @@ def test_published_llama_blocks_have_two_projections_whatever_their_configuratio
     saved = drawn(LLAMA_SHAPES, [3, 1])
     save_file(saved, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"cross_attn_shared_projections": True}))
-    xc_cache_weights.load(make("llama", hidden_size=WIDTH, num_heads=HEADS, num_key_value_heads=HEADS, norm="layer"), tmp_path)
+    xc_cache_weights.load(
+        make("llama", hidden_size=WIDTH, num_heads=HEADS, num_key_value_heads=HEADS, norm="layer"), tmp_path
+    )

@@ -1,4 +1,5 @@
-"""PPO whose rewards the real Triton server gives over gRPC: killed in the middle, it is waited for, and no number changes."""
+"""PPO whose rewards the real Triton server gives over gRPC: killed in the middle, it is waited for, and no number
+changes."""
 
 import os
 import signal
@@ -20,7 +21,10 @@ from tests.serving.small_runs import JUDGE, TALKER, run_of
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.triton,
-    pytest.mark.skipif(not (server.ENVIRONMENT / "installed").is_file(), reason="the Triton server is not installed; .ci/triton does that"),
+    pytest.mark.skipif(
+        not (server.ENVIRONMENT / "installed").is_file(),
+        reason="the Triton server is not installed; .ci/triton does that",
+    ),
 ]
 EXP = override(
     PPO,
@@ -59,10 +63,16 @@ def test_a_server_that_is_killed_changes_no_number(tmp_path: Path):
     models = tmp_path / "models"
     places = Places(tmp_path / "whole/data", tmp_path / "whole/runs")
     repository.write_model(
-        run_of(places, "judge"), models, places, Namespace(mode="rm", backend="python", name="judge", max_batch=64, device="cpu")
+        run_of(places, "judge"),
+        models,
+        places,
+        Namespace(mode="rm", backend="python", name="judge", max_batch=64, device="cpu"),
     )
     state = server.start(models)
-    address, ports = f"127.0.0.1:{state['grpc_port']}/judge", [state[f"{name}_port"] for name in ("http", "grpc", "metrics")]
+    address, ports = (
+        f"127.0.0.1:{state['grpc_port']}/judge",
+        [state[f"{name}_port"] for name in ("http", "grpc", "metrics")],
+    )
     try:
         process, log = begin(tmp_path / "whole", address)
         assert process.wait(SECONDS) == 0, log.read_text()

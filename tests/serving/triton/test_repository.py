@@ -105,7 +105,10 @@ def test_a_traced_model_is_the_model(which: str, mode: str, places: Places, tmp_
     run = run_of(places, which)
     name = write(run, tmp_path / "models", places, mode=mode, backend="pytorch")
     assert 'default_model_filename: "traced-model.pt"' in (tmp_path / "models" / name / "config.pbtxt").read_text()
-    traced, eager = torch.jit.load(str(tmp_path / "models" / name / "1" / "traced-model.pt")), load_served(run, places, "cpu")
+    traced, eager = (
+        torch.jit.load(str(tmp_path / "models" / name / "1" / "traced-model.pt")),
+        load_served(run, places, "cpu"),
+    )
     for ids in (IDS, IDS[:1], IDS * 5, [[1, 2, 3] * 30]):
         batch = {key: value.int() for key, value in pad(ids).items()}
         with torch.no_grad():
@@ -121,13 +124,17 @@ def test_a_trace_that_holds_sizes_is_refused(places: Places):
             return input_ids.float().sum(1) + float(input_ids.shape[1])
 
     model.module = Fixed()
-    with pytest.raises(ConfigError, match=r"its trace differs by \d+ from the model on 1 x 1 tokens\. Use --backend python"):
+    with pytest.raises(
+        ConfigError, match=r"its trace differs by \d+ from the model on 1 x 1 tokens\. Use --backend python"
+    ):
         repository.trace(model)
 
 
 def test_a_server_is_needed(monkeypatch: pytest.MonkeyPatch, places: Places, tmp_path: Path):
     write(run_of(places, "judge"), tmp_path / "models", places)
-    with pytest.raises(RunError, match=r"no server runs on it\. Start one with python -m src\.serving\.triton\.server start"):
+    with pytest.raises(
+        RunError, match=r"no server runs on it\. Start one with python -m src\.serving\.triton\.server start"
+    ):
         server.show(tmp_path / "models")
     monkeypatch.setattr(server, "ENVIRONMENT", tmp_path / "none")
     with pytest.raises(ConfigError, match=r"the Triton server is not installed\. Run: make triton"):

@@ -1,4 +1,5 @@
-"""The real Triton server: its scores are those in this process, and whatever dies is noticed, waited for and started again."""
+"""The real Triton server: its scores are those in this process, and whatever dies is noticed, waited for and started
+again."""
 
 import os
 import signal
@@ -22,7 +23,10 @@ psutil = pytest.importorskip("psutil", reason="psutil is not installed")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.triton,
-    pytest.mark.skipif(not (server.ENVIRONMENT / "installed").is_file(), reason="the Triton server is not installed; .ci/triton does that"),
+    pytest.mark.skipif(
+        not (server.ENVIRONMENT / "installed").is_file(),
+        reason="the Triton server is not installed; .ci/triton does that",
+    ),
 ]
 
 
@@ -81,7 +85,9 @@ def test_log_probabilities_are_those_in_process(root: str, places: Places):
     run = run_of(places, "talker")
     wanted = load_served(run, places, "cpu").score(**pad(IDS))
     found = RemoteModel(f"{root}/talker", fingerprint_of(run, places), never).logps(IDS, [3, 1, 2])
-    assert found == [pytest.approx(wanted[i, len(IDS[i]) - n : len(IDS[i])].tolist(), abs=1e-5) for i, n in enumerate([3, 1, 2])]
+    assert found == [
+        pytest.approx(wanted[i, len(IDS[i]) - n : len(IDS[i])].tolist(), abs=1e-5) for i, n in enumerate([3, 1, 2])
+    ]
 
 
 def test_what_is_wrong_is_one_line(root: str, places: Places):
@@ -112,12 +118,16 @@ def test_one_server_and_free_ports(folder: Path, places: Places, tmp_path: Path)
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"--grpc_port {port}: cannot listen on 127\.0\.0\.1: Address already in use"):
+        with pytest.raises(
+            ConfigError, match=rf"--grpc_port {port}: cannot listen on 127\.0\.0\.1: Address already in use"
+        ):
             server.start(tmp_path / "models", ports=(0, port, 0))
     assert not (tmp_path / "models" / server.STATE).exists()
 
 
-def test_a_dead_process_of_the_backend_is_noticed_and_replaced(folder: Path, root: str, places: Places, capsys: pytest.CaptureFixture[str]):
+def test_a_dead_process_of_the_backend_is_noticed_and_replaced(
+    folder: Path, root: str, places: Places, capsys: pytest.CaptureFixture[str]
+):
     told: list[str] = []
 
     def wait(text: str, since: float) -> None:

@@ -1,4 +1,5 @@
-"""Real ZeRO shards of a small model: run by torchrun, one folder per stage, with what DeepSpeed itself says of weights and moments.
+"""Real ZeRO shards of a small model: run by torchrun, one folder per stage, with what DeepSpeed itself says of weights
+and moments.
 
 torchrun --nproc-per-node 2 tests/training/checkpointing/deepspeed_shards.py FOLDER
 """

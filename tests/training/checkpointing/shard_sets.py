@@ -8,13 +8,18 @@ import torch
 from torch import Tensor
 
 
-def write(folder: Path, stage: int, world: int, weights: dict[str, Tensor], step: int = 4, gap: int = 0) -> dict[str, Tensor]:
+def write(
+    folder: Path, stage: int, world: int, weights: dict[str, Tensor], step: int = 4, gap: int = 0
+) -> dict[str, Tensor]:
     """Shards of one group with these weights; returns the optimizer's state as a consolidation names it.
 
-    gap: elements that stages 1 and 2 leave free after each parameter, as they do where an accelerator wants them aligned.
+    gap: elements that stages 1 and 2 leave free after each parameter, as they do where an accelerator wants them
+    aligned.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    moments = {key: {n: w * factor for n, w in weights.items()} for key, factor in (("exp_avg", 0.5), ("exp_avg_sq", 0.25))}
+    moments = {
+        key: {n: w * factor for n, w in weights.items()} for key, factor in (("exp_avg", 0.5), ("exp_avg_sq", 0.25))
+    }
     shapes = [{name: tensor.shape for name, tensor in weights.items()}]
     for rank in range(world):
         vectors = {key: _vector(stage, world, rank, tensors, gap) for key, tensors in {"": weights, **moments}.items()}
@@ -36,9 +41,15 @@ def write(folder: Path, stage: int, world: int, weights: dict[str, Tensor], step
 
 
 def _vector(stage: int, world: int, rank: int, tensors: dict[str, Tensor], gap: int) -> Tensor:
-    """A process's part: of all parameters end to end (stages 1, 2), or of each parameter (stage 3); padded with zeros."""
+    """A process's part: of all parameters end to end (stages 1, 2), or of each parameter (stage 3); padded with
+    zeros."""
     if stage < 3:
-        return _share(torch.cat([torch.nn.functional.pad(tensor.flatten(), (0, gap)) for tensor in tensors.values()]), world, rank, 2)
+        return _share(
+            torch.cat([torch.nn.functional.pad(tensor.flatten(), (0, gap)) for tensor in tensors.values()]),
+            world,
+            rank,
+            2,
+        )
     return torch.cat([_share(tensor.flatten(), world, rank, 1) for tensor in tensors.values()])
 
 

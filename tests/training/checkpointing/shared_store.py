@@ -1,9 +1,11 @@
-"""Writes or reads a checkpoint's shards of FSDP2 with numbers that are known. For torchrun; test_dcp_shards.py compares.
+"""Writes or reads a checkpoint's shards of FSDP2 with numbers that are known. For torchrun; test_dcp_shards.py
+compares.
 
-python tests/training/checkpointing/shared_store.py FOLDER PROCESSES_BEFORE [REPLICAS [APART]]      0 processes before: write
+python tests/training/checkpointing/shared_store.py FOLDER PROCESSES_BEFORE [REPLICAS [APART]]      0 processes before:
+write
 
-APART: each into a folder of its own, as if it were another disk. Writing, each process puts into <folder>/peak-RANK the bytes by which
-its memory has grown at most, and those of all moments.
+APART: each into a folder of its own, as if it were another disk. Writing, each process puts into <folder>/peak-RANK the
+bytes by which its memory has grown at most, and those of all moments.
 """
 
 import json
@@ -49,7 +51,11 @@ def known(name: str, tensor: Tensor) -> Tensor:
 def fill(tensors: dict[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         numbers = known(name, tensor)
-        tensor.copy_(distribute_tensor(numbers, tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else numbers)
+        tensor.copy_(
+            distribute_tensor(numbers, tensor.device_mesh, tensor.placements)
+            if isinstance(tensor, DTensor)
+            else numbers
+        )
 
 
 def compare(tensors: dict[str, Tensor]) -> None:
@@ -60,7 +66,9 @@ def compare(tensors: dict[str, Tensor]) -> None:
 
 def kilobytes(field: str) -> int:
     """Of this process's memory: VmRSS now, VmHWM at most."""
-    return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return next(
+        int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field)
+    )
 
 
 def main(folder: Path, before: int, replicas: int = 1, apart: int = 0) -> None:
@@ -74,7 +82,9 @@ def main(folder: Path, before: int, replicas: int = 1, apart: int = 0) -> None:
             assert len(moments) == 3 * len(list(model.parameters()))
             compare(moments)
             compare(weights)
-            with pytest.raises(CheckpointError, match=r"cannot be loaded \(Missing key in checkpoint state_dict: another\.\)"):
+            with pytest.raises(
+                CheckpointError, match=r"cannot be loaded \(Missing key in checkpoint state_dict: another\.\)"
+            ):
                 store.load(folder, {"another": torch.zeros(1)})
             return
         for parameter in model.parameters():

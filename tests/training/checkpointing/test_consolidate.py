@@ -39,7 +39,8 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Any:
     made: dict[int, Path] = {}
 
     def write_shards(world: int) -> Path:
-        """By DeepSpeed alone, without a line of ours. Once, on a busy machine, three of its processes waited for each other for ever."""
+        """By DeepSpeed alone, without a line of ours. Once, on a busy machine, three of its processes waited for each
+        other for ever."""
         for seconds in (240, 600):
             out = tmp_path_factory.mktemp(f"world{world}")
             try:
@@ -58,7 +59,8 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def as_checkpoint(zero: Path, run: Path, step: int, weights: dict[str, Tensor] | None = None) -> Path:
-    """A checkpoint as a ZeRO training leaves it: shards, the loop's state and a manifest, and the weights where given."""
+    """A checkpoint as a ZeRO training leaves it: shards, the loop's state and a manifest, and the weights where
+    given."""
     final = run / "checkpoints" / f"step-{step:08d}"
     with files.new_directory(final) as folder:
         shutil.copytree(zero, folder / "zero")
@@ -70,7 +72,11 @@ def as_checkpoint(zero: Path, run: Path, step: int, weights: dict[str, Tensor] |
 
 def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
-    assert not [name for name, tensor in expected.items() if tensor.dtype != found[name].dtype or not torch.equal(tensor, found[name])]
+    assert not [
+        name
+        for name, tensor in expected.items()
+        if tensor.dtype != found[name].dtype or not torch.equal(tensor, found[name])
+    ]
 
 
 @needs_deepspeed
@@ -86,7 +92,11 @@ def test_everything_is_what_deepspeed_gives_bit_for_bit(real: Any, tmp_path: Pat
     found = {name: parts[file][name] for name, file in index["weight_map"].items()}
     expected = load_file(source / "fp32.safetensors")
     if stage == 1:  # DeepSpeed's own command leaves out frozen weights there
-        frozen = {name: tensor for name, tensor in deepspeed_shards.build().state_dict().items() if name.startswith("transformer.h.1.")}
+        frozen = {
+            name: tensor
+            for name, tensor in deepspeed_shards.build().state_dict().items()
+            if name.startswith("transformer.h.1.")
+        }
         assert not frozen.keys() & (expected.keys() - {"transformer.h.1.ln_1.count"})
         expected |= frozen
     same(found, expected)
@@ -110,11 +120,17 @@ def test_a_consolidated_checkpoint_goes_on_without_zero(real: Any, tmp_path: Pat
     assert checkpoint.load_weights(folder, model) == {"step": 3}
     checkpoint.load_optimizer(folder, model, optimizer)
     said = load_file(source / "said.safetensors")
-    state = {name: tensor for name, tensor in checkpoint.optimizer_tensors(model, optimizer).items() if not name.endswith("::step")}
+    state = {
+        name: tensor
+        for name, tensor in checkpoint.optimizer_tensors(model, optimizer).items()
+        if not name.endswith("::step")
+    }
     same(state, {name: tensor for name, tensor in said.items() if "::" in name})
     weights = {name: tensor for name, tensor in said.items() if "::" not in name}
     same({name: tensor for name, tensor in trained_weights(model).items() if name in weights}, weights)
-    assert model.transformer.ln_f.beside.tolist() == [float(x) for x in torch.arange(5.0) / 3], "a buffer beside trained weights"
+    assert model.transformer.ln_f.beside.tolist() == [float(x) for x in torch.arange(5.0) / 3], (
+        "a buffer beside trained weights"
+    )
     assert all(entries["step"].item() == 3 for entries in optimizer.state.values())
     save_file(trained_weights(model), tmp_path / "usual.safetensors")
     assert (folder / "model.safetensors").read_bytes() == (tmp_path / "usual.safetensors").read_bytes()
@@ -127,7 +143,8 @@ def test_a_consolidated_checkpoint_goes_on_without_zero(real: Any, tmp_path: Pat
     after = load_file(source / "after.safetensors")
     for name, tensor in trained_weights(model).items():
         if name in after:
-            # A hundredth of the learning rate: Adam moves what has no gradient but rounding (the keys' biases) by rounding too.
+            # A hundredth of the learning rate: Adam moves what has no gradient but rounding (the keys' biases) by
+            # rounding too.
             torch.testing.assert_close(tensor, after[name], rtol=1e-5, atol=1e-5)
 
 
@@ -159,7 +176,11 @@ def test_weights_are_cut_into_files_of_at_most_the_size_asked(tmp_path: Path):
     shard_sets.write(tmp_path / "in", 3, 2, weights)
     assert main([str(tmp_path / "in"), "--output", str(tmp_path / "out"), "--shard-size", "40"]) == 0
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
-    places = [["layer2.weight"], ["layer0.weight", "layer1.weight"], ["layer3.weight"]]  # a tensor that is too large has a file at once
+    places = [
+        ["layer2.weight"],
+        ["layer0.weight", "layer1.weight"],
+        ["layer3.weight"],
+    ]  # a tensor that is too large has a file at once
     parts = [f"model-{number:05d}-of-00003.safetensors" for number in (1, 2, 3)]
     assert index == {
         "metadata": {"total_size": 260},
@@ -182,7 +203,9 @@ def test_bfloat16_is_rounded_as_torch_rounds(tmp_path: Path):
     weights = numbers((64, 33))
     shard_sets.write(tmp_path / "in", 3, 2, weights)
     assert main([str(tmp_path / "in"), "--output", str(tmp_path / "out"), "--dtype", "bfloat16"]) == 0
-    same(load_file(tmp_path / "out" / "model.safetensors"), {name: tensor.bfloat16() for name, tensor in weights.items()})
+    same(
+        load_file(tmp_path / "out" / "model.safetensors"), {name: tensor.bfloat16() for name, tensor in weights.items()}
+    )
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
     assert len(verify(tmp_path / "in", tmp_path / "out")) == 4
@@ -194,7 +217,10 @@ def test_a_large_tensor_crosses_chunks_and_processes(tmp_path: Path, monkeypatch
     for stage in (2, 3):
         shard_sets.write(tmp_path / f"in{stage}", stage, 3, weights)
         consolidate(tmp_path / f"in{stage}", Export(tmp_path / f"out{stage}", dtype="bfloat16"))
-        same(load_file(tmp_path / f"out{stage}" / "model.safetensors"), {name: tensor.bfloat16() for name, tensor in weights.items()})
+        same(
+            load_file(tmp_path / f"out{stage}" / "model.safetensors"),
+            {name: tensor.bfloat16() for name, tensor in weights.items()},
+        )
 
 
 def test_a_file_written_in_pieces_is_the_one_that_safetensors_writes(tmp_path: Path):
@@ -210,11 +236,15 @@ def test_a_file_written_in_pieces_is_the_one_that_safetensors_writes(tmp_path: P
         torch.float64,
         torch.int64,
     ]
-    tensors = {f"{number % 3}.é{number}": torch.arange(number + 3).to(kind) for number, kind in enumerate(kinds)} | {"z": torch.tensor(2.5)}
+    tensors = {f"{number % 3}.é{number}": torch.arange(number + 3).to(kind) for number, kind in enumerate(kinds)} | {
+        "z": torch.tensor(2.5)
+    }
     for metadata in (None, {"format": "pt"}):
         save_file(tensors, tmp_path / "theirs", metadata)
         assert (
-            safetensors_stream.write(tmp_path / "ours", safetensors_stream.read(tmp_path / "theirs"), metadata=metadata).keys()
+            safetensors_stream.write(
+                tmp_path / "ours", safetensors_stream.read(tmp_path / "theirs"), metadata=metadata
+            ).keys()
             == tensors.keys()
         )
         assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
@@ -254,12 +284,17 @@ def flip(file: Path) -> None:
     """One bit of the last tensor in a shard."""
     data = bytearray(file.read_bytes())
     with zipfile.ZipFile(file) as archive:
-        last = max((entry for entry in archive.infolist() if "/data/" in entry.filename), key=lambda entry: entry.header_offset)
+        last = max(
+            (entry for entry in archive.infolist() if "/data/" in entry.filename), key=lambda entry: entry.header_offset
+        )
     data[last.header_offset + 30 + len(last.filename) + 70] ^= 4
     file.write_bytes(data)
 
 
-FIRST, SECOND, THIRD, MODEL = (*(f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1, 2)), "mp_rank_00_model_states.pt")
+FIRST, SECOND, THIRD, MODEL = (
+    *(f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1, 2)),
+    "mp_rank_00_model_states.pt",
+)
 
 
 @pytest.mark.parametrize(
@@ -268,22 +303,31 @@ FIRST, SECOND, THIRD, MODEL = (*(f"zero_pp_rank_{rank}_mp_rank_00_optim_states.p
         (lambda zero: (zero / SECOND).unlink(), f"missing: {SECOND}; expected the shards of 3 processes"),
         (lambda zero: (zero / FIRST).unlink(), f"{FIRST}: no such file"),
         (lambda zero: (zero / MODEL).unlink(), f"{MODEL}: no such file"),
-        (lambda zero: shutil.copy(zero / FIRST, zero / FIRST.replace("rank_0_", "rank_3_")), "too many: zero_pp_rank_3_mp_rank_00"),
+        (lambda zero: shutil.copy(zero / FIRST, zero / FIRST.replace("rank_0_", "rank_3_")), ("too many: "
+                                                                                             "zero_pp_rank_3_mp_rank_00")),
         (lambda zero: shutil.copy(zero / FIRST, zero / FIRST.replace("mp_rank_00", "mp_rank_01")), "tensor parallel"),
         (lambda zero: os.truncate(zero / SECOND, 700), f"{SECOND}: damaged"),
         (lambda zero: (zero / SECOND).write_bytes(b""), f"{SECOND}: damaged"),
         (lambda zero: flip(zero / SECOND), f"{SECOND}: damaged: its part"),
-        (lambda zero: rewritten(zero / SECOND, other_step), f"{SECOND}: whose optimizer has made 6 steps; {FIRST}: whose"),
-        (lambda zero: rewritten(zero / THIRD, other_world), f"{THIRD}: of a training of 4 processes; {FIRST}: of a training of 3"),
+        (lambda zero: rewritten(zero / SECOND, other_step), (f"{SECOND}: whose optimizer has made 6 steps; {FIRST}: "
+                                                            f"whose")),
+        (lambda zero: rewritten(zero / THIRD, other_world), (f"{THIRD}: of a training of 4 processes; {FIRST}: of a "
+                                                            f"training of 3")),
         (lambda zero: rewritten(zero / THIRD, other_stage), f"{THIRD}: of ZeRO stage 1; {FIRST}: of ZeRO stage 2"),
-        (lambda zero: rewritten(zero / MODEL, other_weights), "not of the same step as the optimizer's shards beside it (other numbers"),
-        (lambda zero: rewritten(zero / MODEL, other_model), f"{MODEL}: its parameters need 80 elements, the optimizer's shards"),
-        (lambda zero: rewritten(zero / MODEL, a_path), f"{MODEL}: holds a pathlib.PosixPath, which is not read, as it could run code"),
-        (lambda zero: torch.save({"weights": torch.zeros(2)}, zero / SECOND), f"{SECOND}: not a shard of DeepSpeed ZeRO"),
+        (lambda zero: rewritten(zero / MODEL, other_weights), ("not of the same step as the optimizer's shards beside "
+                                                              "it (other numbers")),
+        (lambda zero: rewritten(zero / MODEL, other_model), (f"{MODEL}: its parameters need 80 elements, the "
+                                                            f"optimizer's shards")),
+        (lambda zero: rewritten(zero / MODEL, a_path), (f"{MODEL}: holds a pathlib.PosixPath, which is not read, as "
+                                                       f"it could run code")),
+        (lambda zero: torch.save({"weights": torch.zeros(2)}, zero / SECOND), (f"{SECOND}: not a shard of DeepSpeed "
+                                                                              f"ZeRO")),
         (shutil.rmtree, "holds no shards of DeepSpeed ZeRO"),
     ],
 )  # fmt: skip
-def test_shards_that_do_not_go_together_are_named_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Any, words: str):
+def test_shards_that_do_not_go_together_are_named_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Any, words: str
+):
     shard_sets.write(tmp_path / "in" / "zero", 2, 3, numbers(*SMALL))
     damage(tmp_path / "in" / "zero")
     assert main([str(tmp_path / "in"), "--output", str(tmp_path / "out")]) == 1
@@ -294,14 +338,18 @@ def test_shards_that_do_not_go_together_are_named_in_one_line(tmp_path: Path, ca
     assert [path.name for path in tmp_path.iterdir()] == ["in"], "nothing is written"
 
 
-def test_frozen_weights_that_were_not_saved_are_not_given_out_as_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_frozen_weights_that_were_not_saved_are_not_given_out_as_everything(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     shard_sets.write(tmp_path / "in" / "zero", 3, 2, numbers(*SMALL))
     command = [str(tmp_path / "in"), "--output", str(tmp_path / "out")]
     for frozen, code in ((2, 1), (0, 0)):
         files.write_json(tmp_path / "in" / "zero" / "topology.json", {"stage": 3, "world_size": 2, "frozen": frozen})
         assert main([*command, "--all"]) == code
         assert (tmp_path / "out").exists() == (code == 0)
-        assert ("holds the trained weights alone; 2 frozen parameters are where the model" in capsys.readouterr().err) == (code == 1)
+        assert (
+            "holds the trained weights alone; 2 frozen parameters are where the model" in capsys.readouterr().err
+        ) == (code == 1)
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
     files.write_json(tmp_path / "in" / "zero" / "topology.json", {"stage": 3, "world_size": 2, "frozen": 2})
     assert main(command) == 0
@@ -323,7 +371,10 @@ def test_tied_weights_are_there_once_and_with_all_by_each_name(tmp_path: Path, s
 def test_ranks_of_stage_3_agree_on_the_step(tmp_path: Path):
     shard_sets.write(tmp_path, 3, 2, numbers(*SMALL))
     rewritten(tmp_path / "zero_pp_rank_1_mp_rank_00_model_states.pt", lambda content: content.update(global_steps=6))
-    with pytest.raises(CheckpointError, match=r"zero_pp_rank_1_mp_rank_00_model_states.pt: of step 6; .*: of step 4\. Shards of one save"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"zero_pp_rank_1_mp_rank_00_model_states.pt: of step 6; .*: of step 4\. Shards of one save",
+    ):
         consolidate(tmp_path, Export(tmp_path.with_name("out")))
 
 
@@ -340,7 +391,9 @@ def test_in_place_what_is_there_is_compared_and_what_lacks_is_added(tmp_path: Pa
     assert main([str(tmp_path / "run"), "--step", "4", "--verify"]) == 0
     assert "16 tensors are what the shards hold" in capsys.readouterr().out
 
-    other = as_checkpoint(tmp_path / "zero", tmp_path / "run", 6, {name: tensor * 2 for name, tensor in weights.items()})
+    other = as_checkpoint(
+        tmp_path / "zero", tmp_path / "run", 6, {name: tensor * 2 for name, tensor in weights.items()}
+    )
     listing = sorted(other.rglob("*"))
     for command in ([], ["--verify"]):
         assert main([str(other), *command]) == 1
@@ -442,7 +495,9 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path, large: dict[int, Pa
     same(load_file(tmp_path / "large" / "model.safetensors"), numbers(*LARGE))
 
 
-@pytest.mark.parametrize("share", [pytest.param(0.02, marks=pytest.mark.slow), 0.5, pytest.param(0.95, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "share", [pytest.param(0.02, marks=pytest.mark.slow), 0.5, pytest.param(0.95, marks=pytest.mark.slow)]
+)
 def test_a_kill_leaves_the_checkpoint_as_it_was(tmp_path: Path, share: float):
     """Killed when a share of the bytes is written; then done again."""
     weights = numbers((2048, 2500), (1000, 300))

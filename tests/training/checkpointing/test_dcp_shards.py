@@ -42,7 +42,8 @@ def whole(tensor: dcp_shards.StoredTensor) -> Tensor:
 
 @pytest.mark.slow
 def test_a_kill_in_the_middle_of_a_save_leaves_the_checkpoint_before(tmp_path: Path):
-    """Of a process that has written its shard, of the one that puts the weights together, and of that before the manifest is there."""
+    """Of a process that has written its shard, of the one that puts the weights together, and of that before the
+    manifest is there."""
     runs = {}
     for name in ("", "shard-00002", "model.safetensors", ".manifest.json"):
         folder = tmp_path / f"killed{name}"
@@ -63,7 +64,9 @@ def test_a_kill_in_the_middle_of_a_save_leaves_the_checkpoint_before(tmp_path: P
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "replicas", "then"), [(1, 1, [2]), (3, 1, [1, 2, 4]), (4, 1, [3]), (4, 2, [3])])
-def test_any_number_of_processes_reads_the_bits_that_any_other_has_written(tmp_path: Path, before: int, replicas: int, then: list[int]):
+def test_any_number_of_processes_reads_the_bits_that_any_other_has_written(
+    tmp_path: Path, before: int, replicas: int, then: list[int]
+):
     """Of tensors with fewer rows than processes, too; and each wrote its part alone."""
     script = Path(shared_store.__file__)
     assert warm.torchrun(script, [str(tmp_path), "0", str(replicas)], before, tmp_path / "log") == ""
@@ -97,7 +100,9 @@ def test_parts_are_joined_in_the_order_of_their_rows(tmp_path: Path):
         write_parts(tmp_path, **{order[0]: (0, numbers[:3]), order[1]: (3, numbers[3:]), order[2]: (7, numbers[7:])})
         assert torch.equal(whole(dcp_shards.tensors(tmp_path)["t"]), numbers)
     for alone in (torch.tensor(3.0), torch.ones(0, 4), torch.ones(1)):
-        write_parts(tmp_path, a=(0, alone), b=(0, alone[:0] if alone.ndim else alone), c=(0, alone[:0] if alone.ndim else alone))
+        write_parts(
+            tmp_path, a=(0, alone), b=(0, alone[:0] if alone.ndim else alone), c=(0, alone[:0] if alone.ndim else alone)
+        )
         assert torch.equal(whole(dcp_shards.tensors(tmp_path)["t"]), alone)
 
 
@@ -106,7 +111,9 @@ def test_parts_that_do_not_go_together_are_refused(tmp_path: Path):
     write_parts(tmp_path, a=(0, numbers[:3]), b=(4, numbers[4:]))
     with pytest.raises(CheckpointError, match="rows 3 to 4 of t are missing"):
         dcp_shards.tensors(tmp_path)
-    save_file({"t": numbers}, tmp_path / "b.safetensors", {"DCP_SHARDING_INFO": json.dumps({"t": {"saved_offsets": [3, 2]}})})
+    save_file(
+        {"t": numbers}, tmp_path / "b.safetensors", {"DCP_SHARDING_INFO": json.dumps({"t": {"saved_offsets": [3, 2]}})}
+    )
     with pytest.raises(CheckpointError, match=r"b.safetensors: t is cut within its rows"):
         dcp_shards.tensors(tmp_path)
     save_file({"t": numbers}, tmp_path / "b.safetensors", {"DCP_SHARDING_INFO": "[1]"})

@@ -1,4 +1,5 @@
-"""A disk that is full while a checkpoint is written: the one before stays usable, and all processes say why they end."""
+"""A disk that is full while a checkpoint is written: the one before stays usable, and all processes say why they
+end."""
 
 import subprocess
 import time
@@ -18,14 +19,18 @@ SLACK = 96 * 1024
 
 def on_disk(*folders: Path) -> int:
     """Bytes that the files below take on a tmpfs."""
-    return sum(-(-path.stat().st_size // PAGE) * PAGE for folder in folders for path in folder.rglob("*") if path.is_file())
+    return sum(
+        -(-path.stat().st_size // PAGE) * PAGE for folder in folders for path in folder.rglob("*") if path.is_file()
+    )
 
 
 @pytest.fixture
 def disk(modes: Modes) -> Iterator[Path]:
     """A small disk where the runs lie. Mounted again with another size, it keeps what it holds."""
     runs = modes.folder / "runs"
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(runs)], capture_output=True, check=False).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(runs)], capture_output=True, check=False
+    ).returncode:
         pytest.skip("needs the right to mount a tmpfs")
     yield runs
     subprocess.run(["umount", str(runs)], check=True)
@@ -58,7 +63,9 @@ def test_the_checkpoint_before_stays_usable(modes: Modes, disk: Path, mode: str)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mode", "file"), [("zero1", "zero_pp_rank_1_mp_rank_00_optim_states.pt"), ("fsdp", "optimizer")])
+@pytest.mark.parametrize(
+    ("mode", "file"), [("zero1", "zero_pp_rank_1_mp_rank_00_optim_states.pt"), ("fsdp", "optimizer")]
+)
 def test_one_process_that_cannot_write_refuses_for_all(modes: Modes, mode: str, file: str):
     process, until = modes.begin(mode), time.monotonic() + 300
     try:

@@ -1,4 +1,5 @@
-"""The batch of a step that went wrong is written down whole: which documents, and their text, and never too much of it."""
+"""The batch of a step that went wrong is written down whole: which documents, and their text, and never too much of
+it."""
 
 import json
 import os
@@ -51,9 +52,33 @@ def test_documents_and_their_text(tmp_path: Path, tokenizer: Any):
         "step": 12,
         "rank": 1,
         "documents": [
-            {"micro_batch": 0, "epoch": 0, "index": 3, "tokens": 5, "loss_tokens": 4, "text": "the thing3 is red .", "cut": False},
-            {"micro_batch": 0, "epoch": 1, "index": 5, "tokens": 6, "loss_tokens": 5, "text": "the thing5 is red . .", "cut": False},
-            {"micro_batch": 1, "epoch": 1, "index": 0, "tokens": 6, "loss_tokens": 5, "text": "the thing0 is red . .", "cut": False},
+            {
+                "micro_batch": 0,
+                "epoch": 0,
+                "index": 3,
+                "tokens": 5,
+                "loss_tokens": 4,
+                "text": "the thing3 is red .",
+                "cut": False,
+            },
+            {
+                "micro_batch": 0,
+                "epoch": 1,
+                "index": 5,
+                "tokens": 6,
+                "loss_tokens": 5,
+                "text": "the thing5 is red . .",
+                "cut": False,
+            },
+            {
+                "micro_batch": 1,
+                "epoch": 1,
+                "index": 0,
+                "tokens": 6,
+                "loss_tokens": 5,
+                "text": "the thing0 is red . .",
+                "cut": False,
+            },
         ],
     }
     assert os.listdir(path.parent) == [path.name], "nothing is left beside it"
@@ -62,9 +87,13 @@ def test_documents_and_their_text(tmp_path: Path, tokenizer: Any):
 def test_rows_of_one_sample_are_saved_with_its_key(tmp_path: Path, tokenizer: Any):
     """Two replies to the first question, one to the second; keys need not be (epoch, index)."""
     ids = tokenizer(["red", "blue .", "green"])["input_ids"]
-    batch: Any = pad_tokens(ids, [[False] * len(row) for row in ids], pad_id=0) | {"sample_of_row": torch.tensor([0, 0, 1])}
+    batch: Any = pad_tokens(ids, [[False] * len(row) for row in ids], pad_id=0) | {
+        "sample_of_row": torch.tensor([0, 0, 1])
+    }
     found = read(batch_dump.save(tmp_path, 1, 0, [batch], tokenizer, [[("tree", 7, 1), (2, 5)]]))["documents"]
-    assert [document.get("key", (document.get("epoch"), document.get("index"))) for document in found] == [["tree", 7, 1]] * 2 + [(2, 5)]
+    assert [document.get("key", (document.get("epoch"), document.get("index"))) for document in found] == [
+        ["tree", 7, 1]
+    ] * 2 + [(2, 5)]
 
 
 def test_contexts_stand_beside_the_text_and_missing_chunks_are_left_out(tmp_path: Path, tokenizer: Any):
@@ -94,7 +123,9 @@ def test_a_run_is_bounded_for_each_rank_and_one_step_may_be_written_again(
     documents = Documents(tokenizer)
 
     def save(step: int, rank: int, index: int = 0) -> Path | None:
-        return batch_dump.save(tmp_path, step, rank, [documents.collate([documents.sample(0, index)])], tokenizer, [[(0, index)]])
+        return batch_dump.save(
+            tmp_path, step, rank, [documents.collate([documents.sample(0, index)])], tokenizer, [[(0, index)]]
+        )
 
     assert save(1, 0)
     assert save(2, 0)

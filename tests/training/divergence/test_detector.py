@@ -1,4 +1,5 @@
-"""The divergence detector fires on what diverges or spikes, is quiet on what is only noisy, and decides alike after a resume."""
+"""The divergence detector fires on what diverges or spikes, is quiet on what is only noisy, and decides alike after a
+resume."""
 
 import json
 import math
@@ -39,7 +40,8 @@ def wavy(count: int, level: float = 3.0, noise: float = 0.05, seed: int = 0) -> 
     return [level + noise * draw.gauss(0, 1) for _ in range(count)]
 
 
-# --- what fires ---------------------------------------------------------------------------------------------------------------------
+# --- what fires
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
@@ -96,7 +98,8 @@ def test_outliers_that_make_no_rise_are_part_of_the_past_too():
 
 
 def test_on_a_falling_curve_a_spike_is_measured_from_where_the_curve_is_now():
-    """0.01 down a step, so the median of the whole window lies 0.5 above the loss, and that of its last quarter 0.12."""
+    """0.01 down a step, so the median of the whole window lies 0.5 above the loss, and that of its last quarter
+    0.12."""
     losses = [10 - 0.01 * i + noise for i, noise in enumerate(wavy(400, level=0.0, noise=0.02))]
     losses[300:303] = [loss + 0.5 for loss in losses[300:303]]
     assert seen(losses) == [("loss_spike", 301, 303)]
@@ -160,7 +163,9 @@ def test_a_plateau_of_skipped_steps_fires_once_but_a_loss_scale_that_settles_doe
     assert skips(*[True] * 18, *[False] * 200) == []
     assert skips(*[False] * 100, *[True] * 100) == [("skipped", 101, 125)]
     assert skips(*[False, True, True] * 30) == [("skipped", 2, 38)], "the 25th is the second of the 13th pair"
-    assert skips(*[True] * 30, *[False, True] * 40, *[False] * 3, *[True] * 4) == [("skipped", 1, 25)], "it hovers about 25"
+    assert skips(*[True] * 30, *[False, True] * 40, *[False] * 3, *[True] * 4) == [("skipped", 1, 25)], (
+        "it hovers about 25"
+    )
     assert skips(*[True] * 30, *[False] * 40, *[True] * 30) == [("skipped", 1, 25), ("skipped", 71, 95)]
     assert skips(*[True] * 30, *[False] * 60, *[True] * 30) == [("skipped", 1, 25), ("skipped", 91, 115)]
 
@@ -171,7 +176,8 @@ def test_batches_that_the_detector_itself_has_skipped_count_as_skipped_so_that_i
     assert found[25].message == "step 125: 25 of the last 50 steps did not move the weights."
 
 
-# --- what is quiet ------------------------------------------------------------------------------------------------------------------
+# --- what is quiet
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def test_the_steep_fall_of_a_start_is_quiet_and_a_spike_in_it_fires():
@@ -193,7 +199,8 @@ def test_a_loss_that_has_come_to_nothing_is_quiet_whatever_its_ratios():
     assert seen([*[math.exp(-i / 20) for i in range(200)], *[10 ** draw.uniform(-6, -3) for _ in range(500)]]) == []
 
 
-# --- real curves --------------------------------------------------------------------------------------------------------------------
+# --- real curves
+# --------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -206,7 +213,8 @@ def test_real_curves_that_only_look_noisy_are_quiet(logs: dict[str, list[Step]])
 
 
 def test_real_spikes_fire(logs: dict[str, list[Step]]):
-    """By the data's own description: Mixtral at 3850 and 4260; both GPT-2 runs in their first steps; and each says so within its length."""
+    """By the data's own description: Mixtral at 3850 and 4260; both GPT-2 runs in their first steps; and each says so
+    within its length."""
     mixtral = [f.first_step for f in judged(logs["mixtral8x7b_h100_SPIKE.json"])]
     assert {3850, 4260} <= set(mixtral)
     assert len(mixtral) < 10
@@ -235,10 +243,14 @@ def test_planted_faults_in_real_healthy_curves_fire(logs: dict[str, list[Step]],
         assert kind == "loss_spike"
         assert {kind for kind, _ in jumps} <= {"loss_jump"}
         assert 0 <= delay <= 2
-        assert any(kind in {"loss_drift", "loss_spike"} for kind, _ in planted({at + i: loss * (1 + 0.003 * i) for i in range(200)}))
+        assert any(
+            kind in {"loss_drift", "loss_spike"}
+            for kind, _ in planted({at + i: loss * (1 + 0.003 * i) for i in range(200)})
+        )
 
 
-# --- resume -------------------------------------------------------------------------------------------------------------------------
+# --- resume
+# -------------------------------------------------------------------------------------------------------------------------
 
 
 def troubled(seed: int) -> list[Step]:
@@ -294,7 +306,8 @@ def test_a_state_of_another_version_is_refused():
             Detector(config()).restore(changed)
 
 
-# --- config and findings ------------------------------------------------------------------------------------------------------------
+# --- config and findings
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -303,8 +316,10 @@ def test_a_state_of_another_version_is_refused():
         ({"windw": 100}, r"loop\.divergence: unknown key 'windw'\. Did you mean 'window'\?"),
         ({"window": 8}, r"loop\.divergence\.window: expected a number >= 16, got 8"),
         ({"loss_steps": 30}, r"loop\.divergence: loss_steps = 30 is more than a quarter of window = 100"),
-        ({"on_loss_spike": "halt"}, r"loop\.divergence\.on_loss_spike: unknown value 'halt'.*save_batch, skip_batch, stop, warn"),
-        ({"on_non_finite": "warn"}, r"loop\.divergence\.on_non_finite: unknown value 'warn'.*Known: rewind, skip_batch, stop"),
+        ({"on_loss_spike": "halt"}, (r"loop\.divergence\.on_loss_spike: unknown value 'halt'.*save_batch, skip_batch, "
+                                    r"stop, warn")),
+        ({"on_non_finite": "warn"}, (r"loop\.divergence\.on_non_finite: unknown value 'warn'.*Known: rewind, "
+                                    r"skip_batch, stop")),
         ({"on_loss_drift": "skip_batch"}, r"loop\.divergence\.on_loss_drift: unknown value 'skip_batch'"),
     ],
 )  # fmt: skip
@@ -337,7 +352,9 @@ def falling(steps: int, seed: int = 0) -> list[float]:
 
 def kinds_found(losses: list[float], **changes: Any) -> list[tuple[str, int]]:
     detector = Detector(Config(**changes))
-    return [(found.kind, found.step) for step, loss in enumerate(losses, start=1) for found in detector.observe(step, loss)]
+    return [
+        (found.kind, found.step) for step, loss in enumerate(losses, start=1) for found in detector.observe(step, loss)
+    ]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -352,7 +369,9 @@ def test_an_early_climb_is_told_from_its_healthy_twin(seed: int):
 def test_a_climb_is_reported_once_and_a_restored_detector_knows_it():
     detector, losses = Detector(Config()), [11.6 + 0.3 * step for step in range(40)]
     assert "climbed" not in detector.state()
-    assert [f.kind for step, loss in enumerate(losses, 1) for f in detector.observe(step, loss) if f.kind == "loss_climb"] == ["loss_climb"]
+    assert [
+        f.kind for step, loss in enumerate(losses, 1) for f in detector.observe(step, loss) if f.kind == "loss_climb"
+    ] == ["loss_climb"]
     other = Detector(Config())
     other.restore(detector.state())
     assert other.state() == detector.state()
@@ -371,4 +390,7 @@ def test_the_batches_of_a_jump_of_two_steps_can_be_skipped():
     losses[300], losses[301] = losses[300] * 3, losses[301] * 3
     detector = Detector(Config(on_loss_jump="skip_batch"))
     found = [f for step, loss in enumerate(losses, start=1) for f in detector.observe(step, loss)]
-    assert [(f.kind, f.step, f.action) for f in found] == [("loss_jump", 301, "skip_batch"), ("loss_jump", 302, "skip_batch")]
+    assert [(f.kind, f.step, f.action) for f in found] == [
+        ("loss_jump", 301, "skip_batch"),
+        ("loss_jump", 302, "skip_batch"),
+    ]

@@ -1,4 +1,5 @@
-"""What the loop does about a step that diverges: the weights do not move, and what is needed to look into it is there."""
+"""What the loop does about a step that diverges: the weights do not move, and what is needed to look into it is
+there."""
 
 import contextlib
 import json
@@ -37,12 +38,18 @@ def folder(tmp_path: Path) -> Path:
 
 def config(**actions: Any) -> LoopConfig:
     return LoopConfig(
-        steps=STEPS, sequences_per_step=4, micro_batch=2, learning_rate=0.01, eval_every=10, divergence=Divergence(**{**LEAST, **actions})
+        steps=STEPS,
+        sequences_per_step=4,
+        micro_batch=2,
+        learning_rate=0.01,
+        eval_every=10,
+        divergence=Divergence(**{**LEAST, **actions}),
     )
 
 
 def spoiled(value: float, step: int, first: int = 1) -> Callable[..., Any]:
-    """A loss that is multiplied in step number `step`, where `first` is the first that is made. Steps have two micro-batches."""
+    """A loss that is multiplied in step number `step`, where `first` is the first that is made. Steps have two
+    micro-batches."""
     calls = [2 * (first - 1)]
 
     def learn(model: Any, batch: Mapping[str, Any]) -> Any:
@@ -54,7 +61,9 @@ def spoiled(value: float, step: int, first: int = 1) -> Callable[..., Any]:
 
 
 def findings(run: Path) -> list[tuple[str, int, str]]:
-    return [(event["kind"], event["step"], event["action"]) for event in ledger.read(run) if event["event"] == "divergence"]
+    return [
+        (event["kind"], event["step"], event["action"]) for event in ledger.read(run) if event["event"] == "divergence"
+    ]
 
 
 def documents(run: Path) -> dict[str, list[int]]:
@@ -153,7 +162,9 @@ def test_a_batch_that_is_left_out_moves_nothing_but_the_step(folder: Path, value
 def test_the_run_is_taken_back_and_passes_over_what_it_stumbled_on(folder: Path):
     given = config(on_loss_spike="rewind")
     with small.opened(folder) as run:
-        with pytest.raises(distributed.TrainingStopped, match="taken back to step 20, as step 25: the loss is") as caught:
+        with pytest.raises(
+            distributed.TrainingStopped, match="taken back to step 20, as step 25: the loss is"
+        ) as caught:
             small.train(run, given, spoiled(100.0, 25))
         assert (caught.value.everywhere, caught.value.step, caught.value.exit_code) == (True, 20, distributed.REQUEUE)
         (branch,) = branches.read(run.path)
@@ -183,7 +194,12 @@ def test_a_second_time_it_passes_over_both_places_and_keeps_what_a_person_change
         with pytest.raises(distributed.TrainingStopped, match="taken back to step 20, as step 23"):
             small.train(run, given, spoiled(100.0, 23, first=21))
         (branch,) = branches.read(run.path)
-    assert (branch.number, branch.from_step, branch.data, branch.learning_rate) == (2, 20, "skip:5+3", changed.learning_rate)
+    assert (branch.number, branch.from_step, branch.data, branch.learning_rate) == (
+        2,
+        20,
+        "skip:5+3",
+        changed.learning_rate,
+    )
 
 
 def test_behind_a_boundary_of_phases_it_passes_over_what_each_phase_has_read(folder: Path):
@@ -199,7 +215,9 @@ def test_behind_a_boundary_of_phases_it_passes_over_what_each_phase_has_read(fol
 
     with small.opened(folder) as run:
         for step, first in ((25, 1), (24, 21)):
-            with pytest.raises(distributed.TrainingStopped, match=f"taken back to step 20, as step {step}: the loss is"):
+            with pytest.raises(
+                distributed.TrainingStopped, match=f"taken back to step 20, as step {step}: the loss is"
+            ):
                 small.train(run, given, spoiled(100.0, step, first), data=data)
         assert [(branch.from_step, branch.data) for branch in branches.read(run.path)] == [(20, "skip:5+4")]
         small.train(run, given, learn, data=data)

@@ -1,4 +1,5 @@
-"""Run by two processes: sums over shared parameters are those of a model that one process has whole. Argument: fsdp, or a ZeRO stage."""
+"""Run by two processes: sums over shared parameters are those of a model that one process has whole. Argument: fsdp, or
+a ZeRO stage."""
 
 import sys
 from pathlib import Path
@@ -83,7 +84,9 @@ def main() -> None:
         assert [(item.name, item.context) for item in shared] == [(item.name, item.context) for item in whole]
         assert len(whole) == 4 * 5
         for one, other in zip(shared, whole, strict=True):
-            assert torch.allclose(one.sums, other.sums, rtol=1e-9, atol=0), f"{one.name} {one.context}: {one.sums} {other.sums}"
+            assert torch.allclose(one.sums, other.sums, rtol=1e-9, atol=0), (
+                f"{one.name} {one.context}: {one.sums} {other.sums}"
+            )
 
 
 if __name__ == "__main__":

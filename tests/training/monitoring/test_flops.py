@@ -13,7 +13,15 @@ from src.training.monitoring import flops
 TOLERANCE = 1e-3
 """Of forward and backward together. The forward pass is equal to the last operation."""
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96, "intermediate_size": 96}
-GPT = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 96, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 0}
+GPT = {
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "vocab_size": 96,
+    "n_positions": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
 T5 = {
     "decoder_start_token_id": 0,
     "d_model": 48,

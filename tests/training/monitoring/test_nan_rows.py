@@ -66,10 +66,15 @@ def test_the_summary_of_wandb_ends_in_nan(tmp_path: Path):
     """The rows come from scores.jsonl, as after a kill."""
     root = Path(__file__).resolve().parents[3]
     command = [sys.executable, "-c", WANDB, str(tmp_path / "runs")]
-    subprocess.run(command, cwd=root, env={**toy.environment(), "PYTHONPATH": str(root)}, check=True, capture_output=True)
+    subprocess.run(
+        command, cwd=root, env={**toy.environment(), "PYTHONPATH": str(root)}, check=True, capture_output=True
+    )
     (folder,) = (tmp_path / "runs").glob("*/wandb/offline-run-*")
     inspect = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(folder)]
-    records = [json.loads(line) for line in subprocess.run(inspect, capture_output=True, text=True, check=True).stdout.splitlines()]
+    records = [
+        json.loads(line)
+        for line in subprocess.run(inspect, capture_output=True, text=True, check=True).stdout.splitlines()
+    ]
     items = [record["history"]["item"] for record in records if record["type"] == "history"]
     values = [float(item["val_loss"]) for item in items if "val_loss" in item]
     assert values[0] == 0.4

@@ -20,7 +20,9 @@ class Clock:
 def test_an_evaluation_is_logged_with_all_its_scores(caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO)
     progress = Progress(100, 0)
-    progress.on_row({"step": 40, "train_loss": 2.5, **TRAINED, "val_loss": 2.25, "em": 0.125, "rouge": 31.41592}, PERF, True)
+    progress.on_row(
+        {"step": 40, "train_loss": 2.5, **TRAINED, "val_loss": 2.25, "em": 0.125, "rouge": 31.41592}, PERF, True
+    )
     assert [record.message for record in caplog.records] == [
         "step 40/100  train_loss 2.5000  val_loss 2.2500  em 0.125  rouge 31.42  1,234 tokens/s  0:00:30 left"
     ]
@@ -35,7 +37,9 @@ def test_rows_between_evaluations_are_logged_now_and_then(caplog: pytest.LogCapt
     assert [record.message.split()[1] for record in caplog.records] == ["20/100", "40/100"]
 
 
-def test_the_bar_keeps_the_scores_of_the_last_evaluation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_the_bar_keeps_the_scores_of_the_last_evaluation(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     progress = Progress(100, 0)
     assert progress.bar is not None

@@ -1,4 +1,5 @@
-"""Statistics of tensors against a plain reference, the records that a training leaves of them, and that it ends with the same bits."""
+"""Statistics of tensors against a plain reference, the records that a training leaves of them, and that it ends with
+the same bits."""
 
 import json
 import math
@@ -26,7 +27,18 @@ def reference(tensor: Tensor) -> dict[str, float]:
     """The eleven numbers as their names say, in float64 by numpy."""
     x = tensor.detach().double().numpy().ravel()
     a, n = np.abs(x), x.size
-    numbers = [x.min(), x.max(), x.mean(), x.std(ddof=1), a.min(), a.max(), a.mean(), a.std(ddof=1), np.sqrt((x**2).sum()) / n, a.sum() / n]
+    numbers = [
+        x.min(),
+        x.max(),
+        x.mean(),
+        x.std(ddof=1),
+        a.min(),
+        a.max(),
+        a.mean(),
+        a.std(ddof=1),
+        np.sqrt((x**2).sum()) / n,
+        a.sum() / n,
+    ]
     return dict(zip(tensor_statistics.NAMES, [*map(float, numbers), float((x != 0).sum())], strict=True))
 
 
@@ -65,7 +77,12 @@ def test_what_is_not_finite_is_counted_and_not_raised():
     described = tensor_statistics.describe(torch.tensor([1.0, math.nan, math.inf, 0.0]))
     assert described == {**dict.fromkeys(tensor_statistics.NAMES[:-1]), "nonzero": 3, "nonfinite": 2}
     described = tensor_statistics.describe(torch.tensor([1.0, math.inf, 0.0]))
-    assert (described["var_min"], described["var_max"], described["abs_var_min"], described["nonfinite"]) == (0.0, None, 0.0, 1)
+    assert (described["var_min"], described["var_max"], described["abs_var_min"], described["nonfinite"]) == (
+        0.0,
+        None,
+        0.0,
+        1,
+    )
     json.dumps(described, allow_nan=False)
 
 
@@ -86,7 +103,8 @@ def test_nothing_of_autograd_or_autocast_is_left():
 
 @pytest.fixture
 def adam() -> tuple[nn.Module, torch.optim.AdamW, dict[str, Tensor]]:
-    """A layer of which the weight is trained, after three steps of Adam without decay; and its weight before the last."""
+    """A layer of which the weight is trained, after three steps of Adam without decay; and its weight before the
+    last."""
     layer = nn.Linear(6, 4)
     layer.bias.requires_grad_(False)
     optimizer = torch.optim.AdamW([layer.weight], lr=0.1, weight_decay=0.0)
@@ -104,7 +122,13 @@ def test_the_update_is_what_the_last_step_subtracted(adam: tuple[nn.Linear, torc
     found = {item.context: item for item in parameter_statistics.weights(layer, optimizer)}
     assert list(found) == ["hp", "exp_avg", "exp_avg_sq", "effective_update"]
     moved = before["weight"].double() - layer.weight.detach().double()
-    update = dict(zip(tensor_statistics.NAMES, tensor_statistics.to_rows(found["effective_update"].sums[None])[0].tolist(), strict=True))
+    update = dict(
+        zip(
+            tensor_statistics.NAMES,
+            tensor_statistics.to_rows(found["effective_update"].sums[None])[0].tolist(),
+            strict=True,
+        )
+    )
     assert update == pytest.approx(reference(moved / 0.1), rel=1e-4)
     moment = optimizer.state[layer.weight]["exp_avg"]
     assert tensor_statistics.rows(found["exp_avg"].sums[None])[0] == pytest.approx(reference(moment), rel=1e-6)
@@ -186,7 +210,8 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
 
 
 def train(places: Places, watching: Monitor | None, checkpointing: bool = False, steps: int = 4) -> Iterator[Any]:
-    """Train the toy model for some steps of two micro-batches, called as the loop calls; gives the model after each step."""
+    """Train the toy model for some steps of two micro-batches, called as the loop calls; gives the model after each
+    step."""
     config: Any = load_experiment(toy.BASE | {"model": toy.BASE["model"] | {"dropout_rate": 0.1}}, "toy")
     torch.manual_seed(0)
     model = config.model.build(places)
@@ -245,10 +270,18 @@ def test_due_steps_have_every_tensor_once(places: Places, tmp_path: Path):
     for context in ("hp", "hp_grad", "exp_avg", "exp_avg_sq", "effective_update"):
         assert {record["name"] for record in found if record["context"] == context} == names
     (last,) = [
-        record for record in found if record["step"] == 4 and record["name"] == "transformer.ln_f.weight" and record["context"] == "hp"
+        record
+        for record in found
+        if record["step"] == 4 and record["name"] == "transformer.ln_f.weight" and record["context"] == "hp"
     ]
-    assert {name: last[name] for name in tensor_statistics.NAMES} == pytest.approx(reference(model.transformer.ln_f.weight), rel=1e-6)
-    assert all(0 < record["update_rate"] < 1 for record in found if record["context"] == "effective_update" and record["update_rate"])
+    assert {name: last[name] for name in tensor_statistics.NAMES} == pytest.approx(
+        reference(model.transformer.ln_f.weight), rel=1e-6
+    )
+    assert all(
+        0 < record["update_rate"] < 1
+        for record in found
+        if record["context"] == "effective_update" and record["update_rate"]
+    )
     modules = {record["name"] for record in found if "type" in record}
     assert {"", "transformer.h.2.attn", "lm_head"} <= modules
 
@@ -294,7 +327,9 @@ def test_truncating_looks_from_the_end_of_a_long_file(tmp_path: Path, monkeypatc
         jsonl_records.append(tmp_path / FILE, [{"step": step, "name": "x" * (step % 7)}] * 2)
     for step in (60, 59, 41, 3, 0):
         Monitor(tmp_path, nn.Identity(), 1).truncate(step)
-        assert [record["step"] for record in records(tmp_path)] == [s for s in range(1, min(step, 59) + 1) for _ in range(2)]
+        assert [record["step"] for record in records(tmp_path)] == [
+            s for s in range(1, min(step, 59) + 1) for _ in range(2)
+        ]
     jsonl_records.truncate_after(tmp_path / "nothing here" / FILE, 3, "a record")
 
 
@@ -314,5 +349,7 @@ def test_tensors_that_are_not_finite_are_said(tmp_path: Path, caplog: pytest.Log
     watching.after_backward()
     watching.after_step(optimizer)
     assert "step 50: 3 of 6 tensors are not finite, the first weight hp_grad; see" in caplog.text
-    (gradient,) = [record for record in records(tmp_path) if (record["name"], record["context"]) == ("weight", "hp_grad")]
+    (gradient,) = [
+        record for record in records(tmp_path) if (record["name"], record["context"]) == ("weight", "hp_grad")
+    ]
     assert (gradient["nonfinite"], gradient["var_max"], gradient["var_min"]) == (2, None, 1.0)

@@ -51,14 +51,19 @@ def logged(run: Path) -> list[tuple[str, list[dict[str, Any]]]]:
         records = [json.loads(line) for line in lines]
         (file,) = folder.glob("run-*.wandb")
         identity = file.stem.removeprefix("run-")
-        assert {record["run"]["run_id"] for record in records if record["type"] == "run"} <= {identity}  # none where a kill lost all
+        assert {record["run"]["run_id"] for record in records if record["type"] == "run"} <= {
+            identity
+        }  # none where a kill lost all
         result.append((identity, [record["history"]["item"] for record in records if record["type"] == "history"]))
     return result
 
 
 def environment(root: Path, **more: str) -> dict[str, str]:
     """Nothing of W&B but `more`, and the home beside the project."""
-    return {k: v for k, v in toy.environment().items() if not k.startswith("WANDB_")} | {"HOME": str(root.parent / "home"), **more}
+    return {k: v for k, v in toy.environment().items() if not k.startswith("WANDB_")} | {
+        "HOME": str(root.parent / "home"),
+        **more,
+    }
 
 
 def start(root: Path, arguments: list[str], **variables: str) -> warm.Process:
@@ -77,12 +82,15 @@ def ended(root: Path, process: warm.Process, code: int) -> str:
 
 @pytest.fixture(scope="module")
 def killed_and_stopped(root: Path) -> tuple[Path, str]:
-    """(save directory, all printed) of a run that was killed, then told to stop, and ended in its third start. It knows two keys."""
+    """(save directory, all printed) of a run that was killed, then told to stop, and ended in its third start. It knows
+    two keys."""
     run = root.parent / "runs" / exp_id(EXP)
     for number, rows in ((signal.SIGKILL, 7), (signal.SIGTERM, 16), (None, 30)):
         process = start(root, OFFLINE, WANDB_API_KEY=KEY)
         end = time.monotonic() + 300
-        while number and (not (run / "scores.jsonl").exists() or len((run / "scores.jsonl").read_text().splitlines()) < rows):
+        while number and (
+            not (run / "scores.jsonl").exists() or len((run / "scores.jsonl").read_text().splitlines()) < rows
+        ):
             assert time.monotonic() < end
             assert process.poll() is None, (root.parent / "printed").read_text()
             time.sleep(0.01)
@@ -140,7 +148,8 @@ def holders(folder: Path, secret: str) -> list[Path]:
 
 @pytest.mark.slow
 def test_the_key_is_written_nowhere(root: Path, killed_and_stopped: tuple[Path, str], refusing: str):
-    """Neither offline nor online, from the environment or netrc: no save directory, log, cache or home holds it, and nothing prints it."""
+    """Neither offline nor online, from the environment or netrc: no save directory, log, cache or home holds it, and
+    nothing prints it."""
     Refusal.keys.clear()
     printed = killed_and_stopped[1]
     command = toy.command(root, [*OFFLINE, "--steps", "3", "--wandb_entity_name", "e"], root.parent)
@@ -178,7 +187,11 @@ def test_a_damaged_id_is_named(tmp_path: Path):
         options = runs.Wandb(None, "p", None, False)
         message = f'{opened.path}/wandb.json: expected {{"id": ...}}. Delete it to start another wandb run.'
         with pytest.raises(RunError, match=re.escape(message)):
-            Wandb(runs.Run(opened, Places(tmp_path, tmp_path / "runs"), runs.Options(None, options)), options, nn.Linear(1, 1))
+            Wandb(
+                runs.Run(opened, Places(tmp_path, tmp_path / "runs"), runs.Options(None, options)),
+                options,
+                nn.Linear(1, 1),
+            )
 
 
 def test_a_trial_of_an_agent_is_online_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -209,7 +222,11 @@ def test_a_trial_of_an_agent_is_online_or_refused(tmp_path: Path, monkeypatch: p
         else:
             monkeypatch.setenv("WANDB_MODE", mode)
         with RunDir.open(tmp_path / "runs", EXP, {}) as opened, pytest.raises(RunError, match=re.escape(message)):
-            Wandb(runs.Run(opened, Places(tmp_path, tmp_path / "runs"), runs.Options(None, options)), options, nn.Linear(1, 1))
+            Wandb(
+                runs.Run(opened, Places(tmp_path, tmp_path / "runs"), runs.Options(None, options)),
+                options,
+                nn.Linear(1, 1),
+            )
     assert {name: arguments_of_init[name] for name in ("mode", "entity", "project", "id", "resume")} == {
         "mode": "online",
         "entity": None,

@@ -1,4 +1,5 @@
-"""Run by two processes: FSDP2's parts are moved by the bits that whole tensors are, and go on from a checkpoint. Argument: a folder."""
+"""Run by two processes: FSDP2's parts are moved by the bits that whole tensors are, and go on from a checkpoint.
+Argument: a folder."""
 
 import sys
 from pathlib import Path
@@ -23,7 +24,8 @@ STEPS = 3
 
 
 def made(cut: bool) -> tuple[nn.Module, AdamWScale]:
-    """The same weights in every process. Of three rows one process has two, of one vector of length 1 one has nothing."""
+    """The same weights in every process. Of three rows one process has two, of one vector of length 1 one has
+    nothing."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(7, 3), nn.Tanh(), nn.Linear(3, 1))
     if cut:
@@ -44,7 +46,10 @@ def train(model: nn.Module, optimizer: AdamWScale, steps: range) -> list[paramet
 def tensors(model: nn.Module, optimizer: AdamWScale) -> dict[str, Tensor]:
     """Weights and the optimizer's state, whole."""
     found = {**dict(model.named_parameters()), **checkpoint.optimizer_tensors(model, optimizer)}
-    return {name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone() for name, tensor in found.items()}
+    return {
+        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+        for name, tensor in found.items()
+    }
 
 
 def main(folder: Path) -> None:

@@ -55,13 +55,17 @@ def test_steps_are_those_of_the_formula(size: float, decay: float):
     assert other.tolist() == pytest.approx(reference([1.0] * 2, [[1.0] * 2] * 3, 0.0), rel=1e-6)
 
 
-def step_one_by_one(weights: list[nn.Parameter], moments: list[tuple[torch.Tensor, torch.Tensor]], step: int, decay: float) -> None:
+def step_one_by_one(
+    weights: list[nn.Parameter], moments: list[tuple[torch.Tensor, torch.Tensor]], step: int, decay: float
+) -> None:
     """The formula, one tensor after the other."""
     for weight, (first, second) in zip(weights, moments, strict=True):
         gradient, (beta1, beta2) = weight.grad, BETAS
         assert gradient is not None
         scale = (
-            torch.tensor(math.sqrt(torch.linalg.vector_norm(weight, dtype=torch.float64).item() ** 2 / weight.numel())).clamp(1e-3).item()
+            torch.tensor(math.sqrt(torch.linalg.vector_norm(weight, dtype=torch.float64).item() ** 2 / weight.numel()))
+            .clamp(1e-3)
+            .item()
         )
         first.lerp_(gradient, 1 - beta1)
         second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
@@ -72,7 +76,10 @@ def step_one_by_one(weights: list[nn.Parameter], moments: list[tuple[torch.Tenso
 
 def test_all_tensors_at_once_move_by_the_bits_of_one_after_the_other():
     shapes = [(64, 32), (1000,), (3, 5, 7), (1,), (33,)]
-    one, all_ = ([nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(1))) for shape in shapes] for _ in range(2))
+    one, all_ = (
+        [nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(1))) for shape in shapes]
+        for _ in range(2)
+    )
     moments = [(torch.zeros_like(weight), torch.zeros_like(weight)) for weight in one]
     optimizer = AdamWScale(all_, RATE, BETAS, EPSILON, 0.1)
     for step in range(1, 5):
@@ -83,7 +90,10 @@ def test_all_tensors_at_once_move_by_the_bits_of_one_after_the_other():
             step_one_by_one(one, moments, step, 0.1)
         optimizer.step()
     assert all(torch.equal(first, second) for first, second in zip(one, all_, strict=True))
-    assert all(torch.equal(optimizer.state[weight]["exp_avg_sq"], second) for weight, (_, second) in zip(all_, moments, strict=True))
+    assert all(
+        torch.equal(optimizer.state[weight]["exp_avg_sq"], second)
+        for weight, (_, second) in zip(all_, moments, strict=True)
+    )
 
 
 def test_it_moves_a_tensor_a_thousand_times_as_large_a_thousand_times_as_far():

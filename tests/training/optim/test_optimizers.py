@@ -1,4 +1,5 @@
-"""Every optimizer on the real loop: it learns, goes on with the same bits, and heeds what a branch says; where it cannot, it is refused."""
+"""Every optimizer on the real loop: it learns, goes on with the same bits, and heeds what a branch says; where it
+cannot, it is refused."""
 
 import hashlib
 import shutil
@@ -62,10 +63,17 @@ def train(folder: Path, optimizer: str, options: Options | None = None) -> dict[
     with small.opened(folder, options) as run, distributed.stoppable():
         torch.manual_seed(0)
         about = CheckpointMetadata({}, tokenizers.load(run.places.data / "toy_tokenizer"))
-        task = TrainSpec(Curve(), about, small.Numbers(), {}, lambda model, batch: model(batch), lambda _: {"val_loss": 0.0})
+        task = TrainSpec(
+            Curve(), about, small.Numbers(), {}, lambda model, batch: model(batch), lambda _: {"val_loss": 0.0}
+        )
         fit(task, run, loop(optimizer, schedule="inverse_sqrt", warmup_rate=0.25, warmup_start=0.5), seed=0)
-    paths = [place(folder), *(checkpoints.folder(place(folder), STEPS) / name for name in ("model.safetensors", OPTIMIZER, "state.json"))]
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in [paths[0] / "scores.jsonl", *paths[1:]]}
+    paths = [
+        place(folder),
+        *(checkpoints.folder(place(folder), STEPS) / name for name in ("model.safetensors", OPTIMIZER, "state.json")),
+    ]
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in [paths[0] / "scores.jsonl", *paths[1:]]
+    }
 
 
 def place(folder: Path) -> Path:
@@ -119,7 +127,9 @@ def test_a_reset_of_the_optimizer_that_a_start_would_pass_by_is_refused(folder: 
     run = place(folder)
     assert interventions.main(["rewind", str(run), "--to", str(MIDDLE), "--reset-optimizer"]) == 0
     (checkpoints.folder(run, MIDDLE) / "model.safetensors").write_bytes(b"")
-    with pytest.raises(RunError, match=f"branch 1 resets the optimizer at step {MIDDLE}, whose checkpoint is damaged or gone"):
+    with pytest.raises(
+        RunError, match=f"branch 1 resets the optimizer at step {MIDDLE}, whose checkpoint is damaged or gone"
+    ):
         train(folder, "adamw")
 
 
@@ -142,15 +152,19 @@ def test_adafactor_is_that_of_t5():
     its = optimizers.adafactor(nn.ParameterList([weight]), loop("adafactor"))
     weight.grad = torch.tensor([[1.0, 1.0], [1.0, 3.0]])
     its.step()
-    # β̂₂ is 0 in the first step: rows' means of squares (1, 5), columns' (1, 5), so v = [[1, 5], [5, 25]] / 3; the update g/√v has the
-    # squares 3, 0.6, 0.6 and 1.08, whose mean of 1.32 is above 1: it is divided by √1.32, and multiplied with 2, the size of the weight.
+    # β̂₂ is 0 in the first step: rows' means of squares (1, 5), columns' (1, 5), so v = [[1, 5], [5, 25]] / 3; the
+    # update g/√v has the squares 3, 0.6, 0.6 and 1.08, whose mean of 1.32 is above 1: it is divided by √1.32, and
+    # multiplied with 2, the size of the weight.
     wanted = 0.2 * 2 * torch.tensor([[3, 0.6], [0.6, 1.08]]).sqrt() / 1.32**0.5
     torch.testing.assert_close(2 - weight.detach(), wanted)
 
 
 def test_adafactor_follows_a_schedule_above_its_own_relative_step():
     weight, rate = nn.Parameter(torch.ones(4)), 0.5
-    its, before = optimizers.adafactor(nn.ParameterList([weight]), loop("adafactor", learning_rate=rate)), weight.detach()
+    its, before = (
+        optimizers.adafactor(nn.ParameterList([weight]), loop("adafactor", learning_rate=rate)),
+        weight.detach(),
+    )
     for _ in range(9):
         before = weight.detach().clone()
         weight.grad = torch.ones(4)
@@ -163,14 +177,17 @@ def test_adafactor_follows_a_schedule_above_its_own_relative_step():
 def test_adafactor_refuses_what_is_adams(setting: dict[str, float]):
     (name,) = setting
     with pytest.raises(
-        ConfigError, match=rf"loop: {name}: optimizer 'adafactor' has no such setting, and would ignore it\. Leave it out\."
+        ConfigError,
+        match=rf"loop: {name}: optimizer 'adafactor' has no such setting, and would ignore it\. Leave it out\.",
     ):
         loop("adafactor", **setting)
     assert getattr(loop("adamw_scale", **setting), name) == setting[name]
 
 
 def test_an_unknown_optimizer_is_told_the_known_ones():
-    with pytest.raises(ConfigError, match=r"loop\.optimizer: unknown value 'adamwscale'\. Did you mean 'adamw_scale'\?"):
+    with pytest.raises(
+        ConfigError, match=r"loop\.optimizer: unknown value 'adamwscale'\. Did you mean 'adamw_scale'\?"
+    ):
         load(LoopConfig, {**LOOP, "optimizer": "adamwscale"}, "loop")
 
 
@@ -178,7 +195,11 @@ def test_an_unknown_optimizer_is_told_the_known_ones():
     ("optimizer", "options", "instead"),
     [
         ("adamw_scale", {"deepspeed": Path("zero.json")}, "Use --fsdp instead of --deepspeed, or 'adamw'"),
-        ("adafactor", {"deepspeed": Path("zero.json")}, r"Use whole copies \(neither --deepspeed nor --fsdp\), or 'adamw'"),
+        (
+            "adafactor",
+            {"deepspeed": Path("zero.json")},
+            r"Use whole copies \(neither --deepspeed nor --fsdp\), or 'adamw'",
+        ),
         ("adafactor", {"fsdp": True}, r"Leave out --fsdp .*, or use 'adamw_scale' or 'adamw'"),
     ],
 )

@@ -38,7 +38,9 @@ def test_cosine_is_half_way_down_in_the_middle():
 
 def test_inverse_sqrt_with_a_full_start_is_the_schedule_of_t5():
     rate = learning_rate(loop(schedule="inverse_sqrt", learning_rate=0.25, warmup_rate=0.16, warmup_start=1.0))
-    assert [rate(step) for step in (0, 1, 16, 17, 64, 100)] == pytest.approx([max(step, 16) ** -0.5 for step in (0, 1, 16, 17, 64, 100)])
+    assert [rate(step) for step in (0, 1, 16, 17, 64, 100)] == pytest.approx(
+        [max(step, 16) ** -0.5 for step in (0, 1, 16, 17, 64, 100)]
+    )
 
 
 def test_cosine_with_both_ends_is_the_schedule_of_nanot5():
@@ -68,13 +70,16 @@ def test_schedules_are_those_of_transformers_to_the_last_bit(name: str, steps: i
 def test_a_training_imports_no_optimizer_of_transformers():
     """It takes seconds, and only Adafactor needs it."""
     program = "import sys, src.training.loop; print('transformers.optimization' in sys.modules)"
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=600, cwd=ROOT)
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=600, cwd=ROOT
+    )
     assert result.stdout.strip() == "False"
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_scale", "adafactor"])
 def test_only_trained_matrices_decay(optimizer: str):
-    """By their shape (B17 of BigScience's metadata project: norms were told by a name that GPT-2's do not have, and decayed)."""
+    """By their shape (B17 of BigScience's metadata project: norms were told by a name that GPT-2's do not have, and
+    decayed)."""
     model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 2))
     model[2].requires_grad_(False)
     its = build_optimizer(model, loop(optimizer=optimizer, weight_decay=0.1), torch.device("cpu"))
@@ -110,7 +115,9 @@ def test_a_token_counts_where_the_mask_says_so_and_is_read_from_those_before(lab
     expected = torch.stack(by_token).sum()
     loss = causal_lm_loss(model, batch, label_smoothing)
     assert loss.item() == pytest.approx(expected.item())
-    (gradient,), (by_hand,) = (torch.autograd.grad(value, list(model.parameters()), retain_graph=True) for value in (loss, expected))
+    (gradient,), (by_hand,) = (
+        torch.autograd.grad(value, list(model.parameters()), retain_graph=True) for value in (loss, expected)
+    )
     torch.testing.assert_close(gradient, by_hand)
 
 
@@ -126,7 +133,10 @@ def test_a_step_is_a_multiple_of_the_micro_batch():
         ({"warmup_start": 0.5}, "warmup_start: there is no warm-up. Set warmup_rate"),
         ({"warmup_start": 0.5, "warmup_rate": 0.001}, "warmup_start: there is no warm-up"),
         *(
-            ({"schedule": name, "final_rate": 0.1}, f"final_rate is where 'linear' and 'cosine' end; schedule '{name}' would ignore it")
+            (
+                {"schedule": name, "final_rate": 0.1},
+                f"final_rate is where 'linear' and 'cosine' end; schedule '{name}' would ignore it",
+            )
             for name in ("constant", "constant_with_warmup", "inverse_sqrt", "polynomial", "cosine_with_restarts")
         ),
     ],

@@ -18,7 +18,14 @@ from tests.training.parallel.kept_memory import LOOP
 
 IDS = torch.arange(24).view(2, 12)
 SIZES = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-EYES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 4}
+EYES = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+}
 DECODERS: dict[str, dict[str, Any]] = {
     "Llama": {"num_key_value_heads": 2, "attention_bias": True, "tie_word_embeddings": True},
     "Mistral": {"num_key_value_heads": 2},
@@ -48,16 +55,23 @@ def batch(name: str) -> dict[str, Tensor]:
         return {"input_ids": IDS, "labels": IDS}
     ids = IDS.clone()
     ids[:, 2:6] = 5
-    return {"input_ids": ids, "labels": ids, "pixel_values": torch.rand(2, 1, 3, 16, 16, generator=torch.Generator().manual_seed(0))}
+    return {
+        "input_ids": ids,
+        "labels": ids,
+        "pixel_values": torch.rand(2, 1, 3, 16, 16, generator=torch.Generator().manual_seed(0)),
+    }
 
 
 def require_equal_copies(engine: FSDPEngine, given: dict[str, Tensor]) -> None:
-    """That gradients of what both processes have are the same in both, also where one computes a little more, as kernels of GPUs may."""
+    """That gradients of what both processes have are the same in both, also where one computes a little more, as
+    kernels of GPUs may."""
     engine.skip_step()
     with engine.accumulation_context(True), engine.accelerator.autocast():
         loss = engine.model(**given).loss * (1 + distributed.rank() / 100)
     engine.backward(loss, True)
-    copies = [distributed.all_gather_list([distributed.is_copy(parameter.grad)]) for parameter in engine.module.parameters()]
+    copies = [
+        distributed.all_gather_list([distributed.is_copy(parameter.grad)]) for parameter in engine.module.parameters()
+    ]
     both = [distributed.all_gather_list([gradient]) for gradient in engine.gradients()]
     equal = [torch.equal(*pair) for copy, pair in zip(copies, both, strict=True) if any(copy)]
     assert equal
@@ -77,7 +91,9 @@ def main(precision: str) -> None:
             with accelerator.autocast():
                 wanted = whole(**given).loss
             wanted.backward()
-            torch.testing.assert_close(loss, wanted, rtol=LIMITS[precision], atol=0, msg=lambda said, name=name: f"{name}: {said}")
+            torch.testing.assert_close(
+                loss, wanted, rtol=LIMITS[precision], atol=0, msg=lambda said, name=name: f"{name}: {said}"
+            )
             norms = [parameter.grad.norm() for parameter in whole.parameters() if parameter.grad is not None]
             assert abs(engine.norm() / float(torch.stack(norms).norm()) - 1) < LIMITS[precision], name
             for (label, cut), plain in zip(model.named_parameters(), whole.parameters(), strict=True):

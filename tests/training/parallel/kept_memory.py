@@ -1,8 +1,9 @@
-"""`python -m tests.training.parallel.kept_memory`: what autograd keeps of sharded models in bfloat16. Started by test_memory.py.
+"""`python -m tests.training.parallel.kept_memory`: what autograd keeps of sharded models in bfloat16. Started by
+test_memory.py.
 
-Prints a JSON list: of each model its name, its bytes, those that the backward pass keeps besides its weights, and the norms of the
-gradients, sharded and of a whole copy, and the bytes of sharded gradients between two passes of a step, as it comes and where they are
-shared out after each pass.
+Prints a JSON list: of each model its name, its bytes, those that the backward pass keeps besides its weights, and the
+norms of the gradients, sharded and of a whole copy, and the bytes of sharded gradients between two passes of a step, as
+it comes and where they are shared out after each pass.
 """
 
 import copy
@@ -38,7 +39,15 @@ IDS = torch.arange(8)[None]
 
 def models() -> dict[str, nn.Module]:
     llama = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 8, "num_attention_heads": 4}
-    t5 = {"d_model": 128, "d_ff": 512, "d_kv": 32, "num_heads": 4, "num_layers": 4, "dropout_rate": 0.0, "decoder_start_token_id": 0}
+    t5 = {
+        "d_model": 128,
+        "d_ff": 512,
+        "d_kv": 32,
+        "num_heads": 4,
+        "num_layers": 4,
+        "dropout_rate": 0.0,
+        "decoder_start_token_id": 0,
+    }
     gpt2 = {"n_embd": 128, "n_layer": 8, "n_head": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     torch.manual_seed(0)
     return {
@@ -49,8 +58,8 @@ def models() -> dict[str, nn.Module]:
 
 
 def measure(engine: Engine, chunk: int) -> tuple[int, float]:
-    """Bytes that a backward pass keeps besides the weights, and the norm of the gradients. chunk: tokens whose logits are made at a time;
-    0: all.
+    """Bytes that a backward pass keeps besides the weights, and the norm of the gradients. chunk: tokens whose logits
+    are made at a time; 0: all.
     """
     storages: dict[int, torch.UntypedStorage] = {}
 
@@ -96,7 +105,9 @@ def main() -> None:
         size = sum(weight.nbytes for weight in model.parameters())
         chunk = 3 if name in decoders else 0
         _, whole = measure(DDPEngine(accelerator, copy.deepcopy(model), LOOP), chunk)
-        between = [held_between_passes(FSDPEngine(accelerator, copy.deepcopy(model), LOOP, 1, each)) for each in (False, True)]
+        between = [
+            held_between_passes(FSDPEngine(accelerator, copy.deepcopy(model), LOOP, 1, each)) for each in (False, True)
+        ]
         kept, sharded = measure(FSDPEngine(accelerator, model, LOOP), chunk)
         found.append([name, size, kept, sharded, whole, between])
     print(json.dumps(found))

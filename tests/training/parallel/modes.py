@@ -31,7 +31,13 @@ AT_ONCE["loop"]["micro_batch"] = 6
 PASSES = copy.deepcopy(UNEVEN)
 PASSES["loop"] |= {"steps": 1, "sequences_per_step": 32, "micro_batch": 16, "eval_every": 1}
 SKIPS = copy.deepcopy(LONG)
-SKIPS["loop"]["divergence"] = {"window": 16, "noise_floor": 1e-9, "loss_deviations": 0.01, "loss_steps": 1, "on_loss_spike": "skip_batch"}
+SKIPS["loop"]["divergence"] = {
+    "window": 16,
+    "noise_floor": 1e-9,
+    "loss_deviations": 0.01,
+    "loss_steps": 1,
+    "on_loss_spike": "skip_batch",
+}
 HALF = copy.deepcopy(EXP)
 HALF["loop"]["precision"] = "bfloat16"
 HALF["model"]["dropout_rate"] = 0.1
@@ -63,10 +69,10 @@ EXPERIMENTS = {
 }
 """Uneven has three micro-batches a step, and answers of one to four words; its model stands on that of base, frozen.
 On two processes twice accumulates two micro-batches, once and long none. Wide can be shared by one, two or three
-processes. Passes evaluates batches of 16 and of 4 questions, whose contexts are read 8 at a time. Skips leaves a batch out.
-Half is once in bfloat16, with dropout of attention, whose backward pass autocast would change. Chunks is once, with the logits of 40 tokens
-at a time. Llama is twice, of a pretrained Llama; adapters trains
-that of its queries. On llama is uneven on one, with dropout of attention in the new layers."""
+processes. Passes evaluates batches of 16 and of 4 questions, whose contexts are read 8 at a time. Skips leaves a batch
+out. Half is once in bfloat16, with dropout of attention, whose backward pass autocast would change. Chunks is once,
+with the logits of 40 tokens at a time. Llama is twice, of a pretrained Llama; adapters trains that of its queries. On
+llama is uneven on one, with dropout of attention in the new layers."""
 FIRST, LAST = "step-00000003", "step-00000006"
 RESOURCES = sorted(path.stem for path in (toy.ROOT / "resources").glob("ds_config_*.json"))
 MODES = ["replicated", "fsdp", "zero1", "zero2", "zero3"]
@@ -145,7 +151,12 @@ class Modes:
 
 def _write_uneven(data: Path) -> None:
     rows = [
-        {"context": f"the {t} is {c} .", "question": "what is it ?", "answer": " ".join([c] * (1 + (i + j) % 4)), "dataset": "toy"}
+        {
+            "context": f"the {t} is {c} .",
+            "question": "what is it ?",
+            "answer": " ".join([c] * (1 + (i + j) % 4)),
+            "dataset": "toy",
+        }
         for i, t in enumerate(toy.THINGS)
         for j, c in enumerate(toy.COLOURS[:3])
     ]
@@ -159,8 +170,16 @@ def _write_llama(data: Path) -> None:
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, set_seed
 
     tokenizer = AutoTokenizer.from_pretrained(data / "toy_tokenizer")
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=64, attention_bias=True, tie_word_embeddings=True, **sizes)
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), max_position_embeddings=64, attention_bias=True, tie_word_embeddings=True, **sizes
+    )
     for name, dropout in {"toy_llama": 0.0, "toy_llama_dropout": 0.1}.items():
         config.attention_dropout = dropout
         set_seed(0)

@@ -1,4 +1,5 @@
-"""Compiled layers: one graph for all of them and for every step, the numbers of the plain model but for rounding, and the same twice."""
+"""Compiled layers: one graph for all of them and for every step, the numbers of the plain model but for rounding, and
+the same twice."""
 
 import functools
 import shutil
@@ -113,7 +114,10 @@ def test_a_batch_of_another_shape_is_refused():
     layer(torch.zeros(2, 8, 4))
     with torch.no_grad():
         layer(torch.zeros(1, 5, 4))
-    with pytest.raises(ConfigError, match=r"loop\.compile: a layer was compiled for \[2, 8, 4\] and now reads \[2, 7, 4\]\. .* pad every"):
+    with pytest.raises(
+        ConfigError,
+        match=r"loop\.compile: a layer was compiled for \[2, 8, 4\] and now reads \[2, 7, 4\]\. .* pad every",
+    ):
         layer(torch.zeros(2, 7, 4))
 
 
@@ -123,7 +127,9 @@ def test_a_model_without_layers_is_refused():
 
 
 @pytest.mark.parametrize(("gpu", "variable", "first"), [(False, "CXX", "g++"), (True, "CC", "gcc")])
-def test_without_a_compiler_it_says_what_to_install(gpu: bool, variable: str, first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_without_a_compiler_it_says_what_to_install(
+    gpu: bool, variable: str, first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.delenv(variable, raising=False)
     found = shutil.which(first)
     if found:
@@ -133,7 +139,9 @@ def test_without_a_compiler_it_says_what_to_install(gpu: bool, variable: str, fi
     if found:
         compilation.require_compiler(gpu)
     monkeypatch.delenv(variable, raising=False)
-    with pytest.raises(ConfigError, match=rf"loop\.compile: torch\.compile needs a compiler, and {first.replace('+', '.')} or clang"):
+    with pytest.raises(
+        ConfigError, match=rf"loop\.compile: torch\.compile needs a compiler, and {first.replace('+', '.')} or clang"
+    ):
         compilation.require_compiler(gpu)
     monkeypatch.setenv(variable, "no-such-compiler")
     with pytest.raises(ConfigError, match=rf"no-such-compiler is not on the PATH\. .* name it in {variable}"):

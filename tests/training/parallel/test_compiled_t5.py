@@ -17,14 +17,23 @@ pytestmark = [  # of torch's own compiler
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]
 LAYERS, STEPS = 3, 4
-SIZES: dict[str, Any] = {"decoder_start_token_id": 0, "vocab_size": 23, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_heads": 4}
+SIZES: dict[str, Any] = {
+    "decoder_start_token_id": 0,
+    "vocab_size": 23,
+    "d_model": 16,
+    "d_kv": 4,
+    "d_ff": 24,
+    "num_heads": 4,
+}
 KINDS = 4
-"""Of graphs: in both encoder and decoder the first layer alone makes the bias of relative positions, which the others are given."""
+"""Of graphs: in both encoder and decoder the first layer alone makes the bias of relative positions, which the others
+are given."""
 
 
 @pytest.fixture(autouse=True)
 def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Graphs are made as ever, and then run as they are: generating C++ takes a minute, and comes after all that is counted here."""
+    """Graphs are made as ever, and then run as they are: generating C++ takes a minute, and comes after all that is
+    counted here."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     torch._dynamo.reset()
     counters.clear()
@@ -33,7 +42,10 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def made(version: str) -> Any:
-    kind = {"v1.1": {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}, "original": {"feed_forward_proj": "relu"}}[version]
+    kind = {
+        "v1.1": {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+        "original": {"feed_forward_proj": "relu"},
+    }[version]
     torch.manual_seed(0)
     return T5ForConditionalGeneration(T5Config(**SIZES, **kind, num_layers=LAYERS, dropout_rate=0.0)).train()
 
@@ -60,7 +72,8 @@ def step_on(model: Any, step: int, padded: bool) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("version", "padded", "graphs"), [("v1.1", False, [KINDS] * STEPS), ("original", True, [KINDS, *[2 * KINDS] * (STEPS - 1)])]
+    ("version", "padded", "graphs"),
+    [("v1.1", False, [KINDS] * STEPS), ("original", True, [KINDS, *[2 * KINDS] * (STEPS - 1)])],
 )
 def test_each_kind_of_layer_is_one_graph_from_the_first_step_on(version: str, padded: bool, graphs: list[int]):
     """Where batches are padded there is one more set: transformers gives layers no mask where it is all True."""

@@ -1,4 +1,5 @@
-"""Trainings with compiled layers and with less memory, through the command line: same names, same bits after a restart, clear refusals."""
+"""Trainings with compiled layers and with less memory, through the command line: same names, same bits after a restart,
+clear refusals."""
 
 import copy
 import functools
@@ -31,7 +32,14 @@ CROSSED: dict[str, Any] = copy.deepcopy(toy.CROSSATTN)
 CROSSED["model"]["base"] = ref(COMPILED)
 CROSSED["loop"] |= {"steps": 4, "eval_every": 4, "compile": True}
 FIXED = {**CROSSED, "data": {**CROSSED["data"], "fixed_length": True}}
-GROUPS = {"plain": [PLAIN], "dropping": [DROPPING], "compiled": [COMPILED], "child": [CHILD], "crossed": [CROSSED], "fixed": [FIXED]}
+GROUPS = {
+    "plain": [PLAIN],
+    "dropping": [DROPPING],
+    "compiled": [COMPILED],
+    "child": [CHILD],
+    "crossed": [CROSSED],
+    "fixed": [FIXED],
+}
 LAST = f"step-{PLAIN['loop']['steps']:08d}"
 
 
@@ -90,15 +98,22 @@ def test_a_compiled_training_has_one_graph_plain_names_and_ends_with_the_same_bi
     assert bits(trained("compiled", folder)) == whole, "a run that was cut short"
     assert "continues from step 2" in (run / "logs" / "train.log").read_text()
     assert bits(trained("compiled", folder, "-r", "1", "--gradient_checkpointing", "--offload_activations")) == whole
-    assert scores(trained("child", folder))[0]["train_loss"] < scores(plain)[0]["train_loss"], "a plain child goes on from it"
+    assert scores(trained("child", folder))[0]["train_loss"] < scores(plain)[0]["train_loss"], (
+        "a plain child goes on from it"
+    )
 
 
 @pytest.mark.usefixtures("_compiler")
-def test_the_decoder_of_a_cross_attention_model_is_compiled_for_fixed_lengths(folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_decoder_of_a_cross_attention_model_is_compiled_for_fixed_lengths(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
     trained("compiled", folder)
     capsys.readouterr()
     assert toy.main(["-e", "crossed", "--dry-run"], GROUPS, folder) == 1
-    assert "loop.compile: needs batches of one length, and those of 'qa' differ. Write data.fixed_length: true" in capsys.readouterr().err
+    assert (
+        "loop.compile: needs batches of one length, and those of 'qa' differ. Write data.fixed_length: true"
+        in capsys.readouterr().err
+    )
     counters.clear()
     assert "em" in scores(trained("fixed", folder))[-1]
     assert counters["stats"]["unique_graphs"] <= 2, "layers below the first block take no gradients"
@@ -119,4 +134,6 @@ def test_without_a_compiler_the_training_is_refused(
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     assert toy.main(["-e", "compiled", "-r", "1"], GROUPS, folder) == 1
-    assert "loop.compile: torch.compile needs a compiler, and g++ or clang++ is not on the PATH" in capsys.readouterr().err
+    assert (
+        "loop.compile: torch.compile needs a compiler, and g++ or clang++ is not on the PATH" in capsys.readouterr().err
+    )

@@ -1,4 +1,5 @@
-"""However the processes share the model, the numbers are those of whole copies, and a checkpoint goes on where its mode allows it."""
+"""However the processes share the model, the numbers are those of whole copies, and a checkpoint goes on where its mode
+allows it."""
 
 import json
 import shutil
@@ -49,7 +50,9 @@ def test_losses_of_some_tokens_at_a_time_are_the_same_in_every_mode(modes: Modes
 @pytest.mark.slow
 def test_linear_layers_of_deepspeed_round_otherwise_in_bfloat16(modes: Modes):
     """Stage 3's own, which hold no gathered weights until the backward pass, add the bias in float32."""
-    for found, wanted in zip(scores(modes.trained("zero3", "half")), scores(modes.trained("replicated", "half")), strict=True):
+    for found, wanted in zip(
+        scores(modes.trained("zero3", "half")), scores(modes.trained("replicated", "half")), strict=True
+    ):
         assert found["train_loss"] == pytest.approx(wanted["train_loss"], rel=1e-3)
 
 
@@ -96,7 +99,9 @@ def gradients(run: Path) -> dict[str, torch.Tensor]:
     if not (checkpoint / OPTIMIZER).exists():
         assert consolidate.main([str(checkpoint)]) == 0
     found = load_file(checkpoint / OPTIMIZER)
-    return {name: tensor.double() / (1 - LOOP.adam_beta1) for name, tensor in found.items() if name.endswith("::exp_avg")}
+    return {
+        name: tensor.double() / (1 - LOOP.adam_beta1) for name, tensor in found.items() if name.endswith("::exp_avg")
+    }
 
 
 @pytest.mark.slow
@@ -124,7 +129,9 @@ def test_two_ranks_and_two_passes_make_the_step_of_one_process(modes: Modes, mod
     assert alone[0]["tokens"] % 6, "all answers of the step are of one length"
     for name in ("train_loss", "grad_norm"):
         assert shared[0][name] == pytest.approx(alone[0][name], rel=1e-6)
-        assert shared[1][name] == pytest.approx(alone[1][name], rel=1e-4), "after one step of Adam, which makes much of rounding"
+        assert shared[1][name] == pytest.approx(alone[1][name], rel=1e-4), (
+            "after one step of Adam, which makes much of rounding"
+        )
 
 
 @pytest.mark.slow
@@ -176,7 +183,8 @@ def test_a_model_on_frozen_weights_goes_on_with_the_same_bits(modes: Modes, mode
 
 @pytest.mark.slow
 def test_replicas_of_a_sharded_model_train_and_go_on(modes: Modes):
-    """Four processes in two parts, which two processes continue: the sums over processes have another order, and nothing else differs."""
+    """Four processes in two parts, which two processes continue: the sums over processes have another order, and
+    nothing else differs."""
     wanted = scores(modes.trained("replicated", "twice"))
     assert modes.start("fsdp", "twice", 4, ["--fsdp_replicas", "2"]) == ""
     kept = scores(modes.run("twice"))
@@ -200,7 +208,13 @@ def test_what_two_shared_one_alone_continues(modes: Modes):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "mode", "processes"),
-    [("zero2", "replicated", 1), ("zero2", "zero1", 2), ("zero2", "fsdp", 2), ("fsdp", "replicated", 2), ("fsdp", "zero3", 2)],
+    [
+        ("zero2", "replicated", 1),
+        ("zero2", "zero1", 2),
+        ("zero2", "fsdp", 2),
+        ("fsdp", "replicated", 2),
+        ("fsdp", "zero3", 2),
+    ],
 )
 def test_shards_go_on_in_any_mode(modes: Modes, before: str, mode: str, processes: int):
     modes.cut_back(before)
@@ -221,18 +235,33 @@ LOOP = LoopConfig(**EXP["loop"])
         ({"train_batch_size": 16}, "train_batch_size: 16, but the experiment makes it 8"),
         ({"train_micro_batch_size_per_gpu": 1}, "train_micro_batch_size_per_gpu: 1, but the experiment makes it 4"),
         ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps: 4, but the experiment makes it 2"),
-        ({"gradient_clipping": 1.0}, r"gradient_clipping: 1.0, but the experiment makes it 0.5. Leave it out, or write \"auto\""),
+        (
+            {"gradient_clipping": 1.0},
+            r"gradient_clipping: 1.0, but the experiment makes it 0.5. Leave it out, or write \"auto\"",
+        ),
         ({"bf16": {"enabled": True}}, "bf16.enabled: true, but the experiment makes it false"),
         ({"fp16": {"enabled": True, "loss_scale": 0}}, "fp16.enabled: true, but the experiment makes it false"),
-        ({"optimizer": {"params": {"lr": 3}}}, r'optimizer: {"params": {"lr": 3}}, but the experiment makes it AdamW: learning rate 0.01,'),
-        ({"scheduler": {"type": "OneCycle"}}, r"scheduler: {.*OneCycle.*, but the experiment makes it 'linear' with loop.warmup_rate 0\."),
-        ({"zero_allow_untested_optimizer": False}, "zero_allow_untested_optimizer: false, but the experiment makes it true"),
+        (
+            {"optimizer": {"params": {"lr": 3}}},
+            r'optimizer: {"params": {"lr": 3}}, but the experiment makes it AdamW: learning rate 0.01,',
+        ),
+        (
+            {"scheduler": {"type": "OneCycle"}},
+            r"scheduler: {.*OneCycle.*, but the experiment makes it 'linear' with loop.warmup_rate 0\.",
+        ),
+        (
+            {"zero_allow_untested_optimizer": False},
+            "zero_allow_untested_optimizer: false, but the experiment makes it true",
+        ),
         (
             {"zero_optimization": {"stage": 2, "compute_grad_norm": False}},
             "zero_optimization.compute_grad_norm: false, but the experiment makes it true",
         ),
         ({"zero_force_ds_cpu_optimizer": True}, "zero_force_ds_cpu_optimizer: true, but the experiment makes it false"),
-        ({"communication_data_type": "fp16"}, 'communication_data_type: "fp16", which would change the experiment\'s numbers'),
+        (
+            {"communication_data_type": "fp16"},
+            'communication_data_type: "fp16", which would change the experiment\'s numbers',
+        ),
         ({"curriculum_learning": {"enabled": True}}, "curriculum_learning: {.*true}, which would change"),
         (
             {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}},
@@ -242,7 +271,9 @@ LOOP = LoopConfig(**EXP["loop"])
 )
 def test_settings_that_say_otherwise_are_refused(tmp_path: Path, given: Any, message: str):
     path = tmp_path / "zero.json"
-    path.write_text(json.dumps({"zero_optimization": {"stage": 1}, **given} if given and isinstance(given, dict) else given))
+    path.write_text(
+        json.dumps({"zero_optimization": {"stage": 1}, **given} if given and isinstance(given, dict) else given)
+    )
     with pytest.raises(ConfigError, match=message):
         fill_settings(path, LOOP)
 
@@ -273,10 +304,21 @@ def test_auto_is_filled_in_and_the_rest_is_kept(tmp_path: Path):
     path = tmp_path / "zero.json"
     zero = {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": 7}
     path.write_text(
-        json.dumps({"zero_optimization": zero, "train_batch_size": "auto", "bf16": {"enabled": "auto"}, "wall_clock_breakdown": True})
+        json.dumps(
+            {
+                "zero_optimization": zero,
+                "train_batch_size": "auto",
+                "bf16": {"enabled": "auto"},
+                "wall_clock_breakdown": True,
+            }
+        )
     )
     found = fill_settings(path, LOOP)
     assert found["zero_optimization"] == {"stage": 3, "stage3_prefetch_bucket_size": 7}
-    assert (found["train_batch_size"], found["train_micro_batch_size_per_gpu"], found["gradient_accumulation_steps"]) == (8, 4, 2)
+    assert (
+        found["train_batch_size"],
+        found["train_micro_batch_size_per_gpu"],
+        found["gradient_accumulation_steps"],
+    ) == (8, 4, 2)
     assert found["wall_clock_breakdown"] is True
     assert "bf16" not in found

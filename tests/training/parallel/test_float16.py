@@ -1,4 +1,5 @@
-"""float16's loss scaler on one process, with the fused optimizer of a CPU: a step that overflows moves nothing, and is counted."""
+"""float16's loss scaler on one process, with the fused optimizer of a CPU: a step that overflows moves nothing, and is
+counted."""
 
 import json
 import math
@@ -22,7 +23,11 @@ from tests.training import small
 SCALE = 2.0**127
 """The first losses overflow with it; float16 itself cannot be had on a CPU."""
 CONFIG = LoopConfig(
-    **{**small.CONFIG.model_dump(exclude={"precision", "divergence"}), "precision": "float16", "divergence": {"skipped_steps": 25}}
+    **{
+        **small.CONFIG.model_dump(exclude={"precision", "divergence"}),
+        "precision": "float16",
+        "divergence": {"skipped_steps": 25},
+    }
 )
 
 

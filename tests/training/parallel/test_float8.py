@@ -1,7 +1,8 @@
-"""Products in float8: near those in bfloat16, of the matrices that are trained alone, and without a trace in what a checkpoint holds.
+"""Products in float8: near those in bfloat16, of the matrices that are trained alone, and without a trace in what a
+checkpoint holds.
 
-`test_all_of_this_with_torchao` runs the tests that need it. Widths are multiples of 16, as the kernels need. Without a GPU torchao
-rounds as in float8 and multiplies in float32.
+`test_all_of_this_with_torchao` runs the tests that need it. Widths are multiples of 16, as the kernels need. Without a
+GPU torchao rounds as in float8 and multiplies in float32.
 """
 
 import functools
@@ -48,8 +49,8 @@ FOLDER = Path(os.environ.get("TORCHAO", ROOT / ".venv" / "float8"))
 needs_torchao = pytest.mark.skipif(not INSTALLED, reason="torchao is not installed here")
 SCALINGS = ["tensorwise", "rowwise"]
 LOSS, GRADIENT = 0.01, 0.25
-"""Tolerances of these small models: of the loss, and of all gradients together by their norm. The mantissas of float8 have 3 bits, those of
-gradients scaled tensorwise 2, and a sum over 64 numbers averages little of it out."""
+"""Tolerances of these small models: of the loss, and of all gradients together by their norm. The mantissas of float8
+have 3 bits, those of gradients scaled tensorwise 2, and a sum over 64 numbers averages little of it out."""
 LOOP: dict[str, Any] = {
     "steps": 1,
     "sequences_per_step": 1,
@@ -62,12 +63,22 @@ EXP = override(toy.BASE, {"loop.precision": "bfloat16", "loop.float8": "tensorwi
 
 
 def llama(**sizes: Any) -> nn.Module:
-    return make_base("llama", **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "initializer_range": 0.1, **sizes})
+    return make_base(
+        "llama",
+        **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "initializer_range": 0.1, **sizes},
+    )
 
 
 def t5() -> nn.Module:
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
+    sizes: dict[str, Any] = {
+        "d_model": 64,
+        "d_kv": 16,
+        "d_ff": 96,
+        "num_layers": 2,
+        "num_heads": 4,
+        "dropout_rate": 0.0,
+    }
     return T5ForConditionalGeneration(T5Config(vocab_size=64, decoder_start_token_id=0, **sizes))
 
 
@@ -78,7 +89,12 @@ def crossing(train_all_params: bool) -> nn.Module:
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor], dict[str, Tensor], int]] = {
     "llama": (llama, causal_lm_loss, LM, 14),
-    "gpt_bigcode": (partial(make_base, "gpt_bigcode", hidden_size=64, num_hidden_layers=2, initializer_range=0.1), causal_lm_loss, LM, 8),
+    "gpt_bigcode": (
+        partial(make_base, "gpt_bigcode", hidden_size=64, num_hidden_layers=2, initializer_range=0.1),
+        causal_lm_loss,
+        LM,
+        8,
+    ),
     "t5": (t5, seq2seq_loss, SEQ2SEQ, 32),
     "cross_attention": (partial(crossing, False), context_lm_loss, LM | CONTEXT, 7),
     "all of cross_attention": (partial(crossing, True), context_lm_loss, LM | CONTEXT, 21),
@@ -93,7 +109,10 @@ def gradients(model: nn.Module, loss: Callable[..., Tensor], batch: dict[str, Te
     with torch.autocast(device.type, torch.bfloat16):
         value = loss(model.train(), {name: tensor.to(device) for name, tensor in batch.items()})
     value.backward()
-    return {"loss": value.detach(), **{name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}}
+    return {
+        "loss": value.detach(),
+        **{name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None},
+    }
 
 
 def distance(result: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
@@ -168,7 +187,9 @@ def test_unsuitable_matrices_stay_unchanged():
     model = Layered((32, 32), (32, 48), (48, 40), (40, 32), (32, 32))
     assert convert_layers(model, "tensorwise", emulate=True) == 2
     assert converted(model) == ["layers.1.0", "layers.4.0"]
-    with pytest.raises(ConfigError, match=r"loop\.float8: the layers of Layered have no trained nn\.Linear .* multiples of 16"):
+    with pytest.raises(
+        ConfigError, match=r"loop\.float8: the layers of Layered have no trained nn\.Linear .* multiples of 16"
+    ):
         convert_layers(Layered((32, 32), (32, 40)), "tensorwise")
 
 
@@ -186,7 +207,8 @@ def test_adapters_stay_as_they_are():
 @pytest.mark.parametrize("tokens", [16, 10])
 @pytest.mark.parametrize(("scaling", "of_gradients"), [("tensorwise", 2**-3), ("rowwise", 2**-4)])
 def test_each_number_is_rounded_once(scaling: str, of_gradients: float, tokens: int):
-    """A product is off by the rounding of its operands: 2^-4 of a number with 3 bits of mantissa, 2^-3 of one with 2."""
+    """A product is off by the rounding of its operands: 2^-4 of a number with 3 bits of mantissa, 2^-3 of one with
+    2."""
     torch.manual_seed(0)
     plain, model = Layered((32, 32), (32, 48)), Layered((32, 32), (32, 48))
     model.load_state_dict(plain.state_dict())
@@ -218,7 +240,9 @@ def test_checkpoints_and_scores_show_no_trace_of_it(case: str):
     convert_layers(model, "tensorwise", emulate=True)
     result, expected = trained_weights(model), trained_weights(plain)
     assert list(result) == list(expected)
-    assert all(result[name].dtype == expected[name].dtype and torch.equal(result[name], expected[name]) for name in expected)
+    assert all(
+        result[name].dtype == expected[name].dtype and torch.equal(result[name], expected[name]) for name in expected
+    )
     assert type(result["lm_head.weight" if case == "llama" else "shared.weight"]) is Tensor
     assert list(dict(model.named_parameters())) == list(dict(plain.named_parameters()))
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
@@ -229,7 +253,9 @@ def test_checkpoints_and_scores_show_no_trace_of_it(case: str):
 def test_a_training_converts_its_layers_before_they_are_compiled_and_computed_again():
     model: Any = llama()
     choice.change_layers(
-        model, LoopConfig.model_validate({**LOOP, "float8": "rowwise", "compile": True}), Options(gradient_checkpointing="full")
+        model,
+        LoopConfig.model_validate({**LOOP, "float8": "rowwise", "compile": True}),
+        Options(gradient_checkpointing="full"),
     )
     assert len(converted(model)) == 14
     for layer in model.model.layers:
@@ -251,7 +277,9 @@ def test_layers_can_be_recomputed(how: str):
 
 
 @needs_torchao
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # of torch's own compiler
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)  # of torch's own compiler
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 def test_compiled_layers_multiply_in_float8_too(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
@@ -269,7 +297,8 @@ def test_compiled_layers_multiply_in_float8_too(monkeypatch: pytest.MonkeyPatch)
 
 
 def shared() -> None:
-    """Print the distance of FSDP2's gradients in float8 from those of a whole copy in bfloat16, and the dtypes of its weights."""
+    """Print the distance of FSDP2's gradients in float8 from those of a whole copy in bfloat16, and the dtypes of its
+    weights."""
     from src.training.parallel.fsdp import FSDPEngine
 
     loop, losses = LoopConfig.model_validate(LOOP), []
@@ -293,7 +322,9 @@ def shared() -> None:
 @pytest.mark.slow
 def test_shared_by_fsdp():
     code = "from tests.training.parallel.test_float8 import shared; shared()"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=toy.environment(), capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=toy.environment(), capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     apart, ratio, dtypes = json.loads(done.stdout)
     assert 0.02 < apart < GRADIENT
@@ -304,7 +335,9 @@ def test_shared_by_fsdp():
 @needs_torchao
 @pytest.mark.gpu
 @pytest.mark.parametrize("scaling", SCALINGS)
-@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9), reason="no GPU with float8")
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9), reason="no GPU with float8"
+)
 def test_a_gpu_multiplies_as_it_is_emulated(scaling: str):
     results = []
     for emulate in (False, True):
@@ -317,7 +350,9 @@ def test_a_gpu_multiplies_as_it_is_emulated(scaling: str):
 
 def test_it_needs_bfloat16():
     for precision in ("float32", "float16"):
-        with pytest.raises(ConfigError, match=r"x\.loop: float8 needs precision 'bfloat16' for all else, and it is 'float"):
+        with pytest.raises(
+            ConfigError, match=r"x\.loop: float8 needs precision 'bfloat16' for all else, and it is 'float"
+        ):
             load_experiment(override(EXP, {"loop.precision": precision}), "x")
 
 
@@ -341,14 +376,18 @@ def test_without_torchao_a_dry_run_says_what_to_install(
     monkeypatch.setattr(src.training.config, "find_spec", lambda name: None)
     assert toy.main(["-e", "x", "--dry-run"], {"x": [EXP]}, tmp_path) == 1
     assert (
-        "loop.float8: 'tensorwise' needs a package that is not installed: pip install -r requirements/float8.txt" in capsys.readouterr().err
+        "loop.float8: 'tensorwise' needs a package that is not installed: pip install -r requirements/float8.txt"
+        in capsys.readouterr().err
     )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_is_refused():
     loop = LoopConfig.model_validate({**LOOP, "float8": "tensorwise"})
-    with pytest.raises(ConfigError, match=r"^loop\.float8: 'tensorwise' needs a GPU of compute capability 8\.9 or more .* Leave it out\.$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^loop\.float8: 'tensorwise' needs a GPU of compute capability 8\.9 or more .* Leave it out\.$",
+    ):
         choice.build_accelerator(loop, Options())
     with pytest.raises(ConfigError, match=r"^loop\.float8: 'tensorwise' needs a GPU"):
         load_experiment(EXP, "x").check_device()
@@ -366,6 +405,13 @@ def test_a_family_without_linear_layers_is_refused_before_it_is_loaded(tmp_path:
     exp = override(EXP, {"model": {"name": "hf", "path": "gpt2"}})
     with pytest.raises(ConfigError, match=r"loop\.float8: the family 'gpt2' "):
         load_experiment(exp, "x").check_precision(places)  # type: ignore[attr-defined]
-    around = {"recipe": "crossattn", "data": toy.CROSSATTN["data"], "model": {**toy.CROSSATTN["model"], "base": exp["model"]}}
-    for other in (override(exp, {"loop.float8": None}), {**exp, **around}):  # blocks of cross-attention have linear layers
+    around = {
+        "recipe": "crossattn",
+        "data": toy.CROSSATTN["data"],
+        "model": {**toy.CROSSATTN["model"], "base": exp["model"]},
+    }
+    for other in (
+        override(exp, {"loop.float8": None}),
+        {**exp, **around},
+    ):  # blocks of cross-attention have linear layers
         load_experiment(other, "x").check_precision(places)  # type: ignore[attr-defined]

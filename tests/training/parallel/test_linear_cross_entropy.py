@@ -19,7 +19,14 @@ from src.interfaces import load_experiment
 from src.models.cross_attention.config import Config
 from src.models.cross_attention.layers import CrossAttentionLM
 from src.registry import MODELS, RECIPES, bind
-from src.training.loss import NOT_LEARNED, causal_lm_loss, context_lm_loss, seq2seq_loss, watch_cross_entropy, watch_groups
+from src.training.loss import (
+    NOT_LEARNED,
+    causal_lm_loss,
+    context_lm_loss,
+    seq2seq_loss,
+    watch_cross_entropy,
+    watch_groups,
+)
 from src.training.parallel.linear_cross_entropy import chunks_of, sum_loss
 from src.training.parallel.memory_plan import LiveStorages
 from tests import toy
@@ -36,7 +43,9 @@ SEQ2SEQ = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS), "decoder_in
 def t5(tied: bool) -> nn.Module:
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.1}
-    return T5ForConditionalGeneration(T5Config(vocab_size=64, decoder_start_token_id=0, tie_word_embeddings=tied, **sizes))
+    return T5ForConditionalGeneration(
+        T5Config(vocab_size=64, decoder_start_token_id=0, tie_word_embeddings=tied, **sizes)
+    )
 
 
 def crossing(kind: str, **sizes: Any) -> nn.Module:
@@ -67,7 +76,10 @@ def gradients(case: str, chunk: int, precision: str = "float32", **options: floa
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16"), taking(chunk):
         value = loss(model, batch, **options)
     value.backward()
-    return {"loss": value.detach(), **{name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}}
+    return {
+        "loss": value.detach(),
+        **{name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None},
+    }
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
@@ -166,24 +178,35 @@ def test_wrappers_may_copy_but_not_change_the_logits():
     with chunks_of(4):
         for _ in range(2):
             torch.testing.assert_close(causal_lm_loss(Copies(1.0), LM), causal_lm_loss(make_base("gpt_bigcode"), LM))
-        with pytest.raises(ConfigError, match=r"^loop\.cross_entropy_chunk_tokens: Copies does not give the logits as its"):
+        with pytest.raises(
+            ConfigError, match=r"^loop\.cross_entropy_chunk_tokens: Copies does not give the logits as its"
+        ):
             causal_lm_loss(Copies(0.5), LM)
 
 
 @pytest.mark.parametrize(
-    ("kind", "sizes"), [("gemma2", {"final_logit_softcapping": 2.0, "head_dim": 4}), ("granite", {"logits_scaling": 8.0})]
+    ("kind", "sizes"),
+    [("gemma2", {"final_logit_softcapping": 2.0, "head_dim": 4}), ("granite", {"logits_scaling": 8.0})],
 )
 def test_models_that_change_their_logits_are_refused(kind: str, sizes: dict[str, Any]):
     """Alone, and below cross-attention; a plain loss goes on."""
     base, above = make_base(kind, **sizes), crossing(kind, **sizes)
     for model, loss, batch in ((base, causal_lm_loss, LM), (above, context_lm_loss, LM | CONTEXT)):
-        with chunks_of(4), pytest.raises(ConfigError, match=r"does not give the logits as its output projection makes them\. Leave it out"):
+        with (
+            chunks_of(4),
+            pytest.raises(
+                ConfigError, match=r"does not give the logits as its output projection makes them\. Leave it out"
+            ),
+        ):
             loss(model, batch)
         assert loss(model, batch).item() > 0
 
 
 def test_a_model_without_an_output_projection():
-    with chunks_of(4), pytest.raises(ConfigError, match=r"chunk_tokens: Linear has no output projection\. Leave it out\."):
+    with (
+        chunks_of(4),
+        pytest.raises(ConfigError, match=r"chunk_tokens: Linear has no output projection\. Leave it out\."),
+    ):
         sum_loss(nn.Linear(2, 2), lambda: torch.zeros(1, 2), F.cross_entropy, torch.zeros(1))
 
 
@@ -193,7 +216,9 @@ def test_recipes_that_need_all_logits_refuse(recipe: str):
     assert trained
     chunked = override(trained[0], {"loop.cross_entropy_chunk_tokens": 512})
     if recipe in ("dpo", "fid", "grpo", "ppo", "reward"):
-        with pytest.raises(ConfigError, match=r"loop\.cross_entropy_chunk_tokens: this recipe needs the logits of all tokens at once"):
+        with pytest.raises(
+            ConfigError, match=r"loop\.cross_entropy_chunk_tokens: this recipe needs the logits of all tokens at once"
+        ):
             load_experiment(chunked, "x")
     else:
         assert load_experiment(chunked, "x")

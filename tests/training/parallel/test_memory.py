@@ -1,4 +1,5 @@
-"""Layers computed again and tensors kept on the host give the gradients of a plain pass, bit for bit, and do save memory."""
+"""Layers computed again and tensors kept on the host give the gradients of a plain pass, bit for bit, and do save
+memory."""
 
 import contextlib
 import copy
@@ -43,7 +44,9 @@ DROPOUT = {
 
 
 def adapted() -> nn.Module:
-    config = Lora(rank=2, alpha=4.0, target_modules=["c_attn", "c_proj"], dropout_rate=0.1, base=bind(MODELS, PLACEHOLDER))
+    config = Lora(
+        rank=2, alpha=4.0, target_modules=["c_attn", "c_proj"], dropout_rate=0.1, base=bind(MODELS, PLACEHOLDER)
+    )
     base = make_base("gpt_bigcode", **DROPOUT["gpt_bigcode"])
 
     class Given(ModelConfig):
@@ -77,7 +80,12 @@ def loss(model: nn.Module) -> Tensor:
     if isinstance(model, CrossAttentionLM):
         return model(IDS, torch.ones_like(IDS), **CONTEXT).log_softmax(-1).square().mean()
     more = {"decoder_input_ids": IDS} if isinstance(model, T5ForConditionalGeneration) else {}
-    return model(input_ids=IDS, attention_mask=torch.ones_like(IDS), use_cache=False, **more).logits.log_softmax(-1).square().mean()
+    return (
+        model(input_ids=IDS, attention_mask=torch.ones_like(IDS), use_cache=False, **more)
+        .logits.log_softmax(-1)
+        .square()
+        .mean()
+    )
 
 
 def gradients(model: nn.Module, offload: bool = False) -> dict[str, Tensor]:
@@ -114,7 +122,9 @@ def test_gradients_have_the_same_bits(kind: str, way: str):
     model = MADE[kind]()
     names = list(model.state_dict())
     if way != "host":
-        assert memory.checkpoint_layers(model, "selective" if way == "selective" else "full") == (6 if kind == "cross_attention" else 4)
+        assert memory.checkpoint_layers(model, "selective" if way == "selective" else "full") == (
+            6 if kind == "cross_attention" else 4
+        )
     found = gradients(model, offload=way in ("host", "both"))
     assert list(model.state_dict()) == names
     assert found.keys() == expected.keys()
@@ -182,7 +192,9 @@ def test_fused_attention_is_saved_unless_it_draws(dropout: float, saved: bool):
 def test_compiled_layers_are_saved_whole_or_not_at_all():
     model: Any = make_base("llama")
     model.model.layers[0].forward = Compiled(model.model.layers[0], lambda x: x, lambda _, x: x)
-    with pytest.raises(ConfigError, match=r"^--gradient_checkpointing selective: compiled layers are saved whole or not at all\."):
+    with pytest.raises(
+        ConfigError, match=r"^--gradient_checkpointing selective: compiled layers are saved whole or not at all\."
+    ):
         memory.checkpoint_layers(model, "selective")
     assert memory.checkpoint_layers(model) == 4
 
@@ -215,7 +227,9 @@ def test_lists_within_a_layer_are_part_of_it():
 
 
 def test_a_model_without_layers_is_refused():
-    with pytest.raises(ConfigError, match=r"--gradient_checkpointing: Linear has no layers to compute again\. Leave it out\."):
+    with pytest.raises(
+        ConfigError, match=r"--gradient_checkpointing: Linear has no layers to compute again\. Leave it out\."
+    ):
         memory.checkpoint_layers(nn.Linear(2, 2))
 
 
@@ -320,7 +334,8 @@ def test_freed_memory_is_not_taken_from_the_kernel_again():
     """160 MiB in each pass."""
     command = [sys.executable, "-c", PAGES]
     taken, kept = (
-        int(subprocess.run([*command, how], capture_output=True, check=True, cwd=ROOT).stdout) for how in ("as it comes", "kept")
+        int(subprocess.run([*command, how], capture_output=True, check=True, cwd=ROOT).stdout)
+        for how in ("as it comes", "kept")
     )
     if not taken:
         pytest.skip("this kernel counts no faults")
@@ -329,7 +344,8 @@ def test_freed_memory_is_not_taken_from_the_kernel_again():
 
 @pytest.mark.slow
 def test_a_sharded_model_in_bfloat16_keeps_no_second_copy_of_its_weights():
-    """Autocast's copies of them would be half of their bytes: as long as autograd keeps them, nothing is sharded. The bits are the same."""
+    """Autocast's copies of them would be half of their bytes: as long as autograd keeps them, nothing is sharded. The
+    bits are the same."""
     command = [sys.executable, "-m", "tests.training.parallel.kept_memory"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment())
     assert done.returncode == 0, done.stderr
@@ -337,13 +353,16 @@ def test_a_sharded_model_in_bfloat16_keeps_no_second_copy_of_its_weights():
     assert [name for name, *_ in found] == ["llama", "gpt2", "t5", "llama in chunks", "gpt2 in chunks"]
     for name, size, kept, sharded, whole, between in found:
         assert kept < 0.1 * size, name
-        assert between == [0, size], f"{name}: between two passes gradients are whole, unless they are shared out after each"
+        assert between == [0, size], (
+            f"{name}: between two passes gradients are whole, unless they are shared out after each"
+        )
         assert sharded == whole, name
 
 
 @pytest.mark.slow
 def test_zero_3_in_bfloat16_keeps_no_gathered_weights_until_the_backward_pass(tmp_path: Path):
-    """Of all that a forward pass makes: what autograd and autocast keep. The transposed products of GPT-2 are ours and lose no bit."""
+    """Of all that a forward pass makes: what autograd and autocast keep. The transposed products of GPT-2 are ours and
+    lose no bit."""
     assert warm.torchrun(Path(zero_memory.__file__), [str(tmp_path)], 2, tmp_path / "log") == ""
     found = json.loads((tmp_path / "kept.json").read_text())
     assert [name for name, *_ in found] == ["llama", "gpt2", "t5", "llama in chunks", "gpt2 in chunks"]
@@ -351,12 +370,15 @@ def test_zero_3_in_bfloat16_keeps_no_gathered_weights_until_the_backward_pass(tm
         assert kept < 0.1 * size, name
         if name.startswith("gpt2"):
             assert sharded == whole, name
-        assert sharded == pytest.approx(whole, rel=1e-3), name  # not the same bits: see docs/long_trainings.md, "every mode"
+        assert sharded == pytest.approx(whole, rel=1e-3), (
+            name
+        )  # not the same bits: see docs/long_trainings.md, "every mode"
 
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_products_whose_weights_are_released_give_the_same_bits_and_keep_less(frozen: bool):
-    """Of GPT-2: no copies of weights, no inputs of frozen ones, and the parameter itself is no tensor to be moved to the host."""
+    """Of GPT-2: no copies of weights, no inputs of frozen ones, and the parameter itself is no tensor to be moved to
+    the host."""
     plain = kept_memory.models()["gpt2"]
     for name, parameter in plain.named_parameters():
         parameter.requires_grad = not frozen or "wte" in name

@@ -1,4 +1,5 @@
-"""What is planned on paper beside what a real step of tiny models takes on this machine, by PyTorch's own record of allocations."""
+"""What is planned on paper beside what a real step of tiny models takes on this machine, by PyTorch's own record of
+allocations."""
 
 import gc
 import re
@@ -27,8 +28,20 @@ from tests import toy
 TOLERANCE = 0.10
 VOCABULARY = [f"<{i}>" for i in range(800)]
 LOOP = {"steps": 2, "sequences_per_step": 8, "micro_batch": 4, "learning_rate": 1e-2, "eval_every": 2}
-GPT = {"name": "gpt_bigcode", "tokenizer": "toy_tokenizer", "hidden_size": 96, "num_layers": 4, "num_heads": 4, "max_positions": 160}
-LM = {**toy.BASE, "model": {**GPT, "extra_tokens": VOCABULARY}, "data": {**toy.BASE["data"], "sequence_tokens": 160}, "loop": LOOP}
+GPT = {
+    "name": "gpt_bigcode",
+    "tokenizer": "toy_tokenizer",
+    "hidden_size": 96,
+    "num_layers": 4,
+    "num_heads": 4,
+    "max_positions": 160,
+}
+LM = {
+    **toy.BASE,
+    "model": {**GPT, "extra_tokens": VOCABULARY},
+    "data": {**toy.BASE["data"], "sequence_tokens": 160},
+    "loop": LOOP,
+}
 T5 = {
     "recipe": "t5_pretrain",
     "seed": 0,
@@ -74,7 +87,9 @@ INTERLEAVED = {
     },
     "loop": LOOP,
 }
-LORA = override(LM, {"model": {"name": "lora", "rank": 4, "alpha": 4.0, "target_modules": ["c_attn", "c_fc"], "base": LM["model"]}})
+LORA = override(
+    LM, {"model": {"name": "lora", "rank": 4, "alpha": 4.0, "target_modules": ["c_attn", "c_fc"], "base": LM["model"]}}
+)
 CASES: dict[str, tuple[dict[str, Any], str | None]] = {
     "lm": (LM, None),
     "lm bfloat16": (override(LM, {"loop.precision": "bfloat16"}), None),
@@ -139,12 +154,15 @@ def test_the_plan_is_what_a_step_takes(case: str, places: Places):
     storages = FakeStorages(vocabulary(on_paper), gpu=False)
     parts = pass_peak(storages, on_paper, loss, batch, recipe.loop.precision, passes=2)
     assert sum(parts.values()) + state == pytest.approx(taken, rel=TOLERANCE), parts
-    assert sum(parts.values()) + state > 3 * parts["weights"], "little but weights would hide what is wrong with the rest"
+    assert sum(parts.values()) + state > 3 * parts["weights"], (
+        "little but weights would hide what is wrong with the rest"
+    )
 
 
 @pytest.fixture
 def printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
-    """A function from groups and arguments to the exit code, the lines of the table and the errors of --dry-run --memory."""
+    """A function from groups and arguments to the exit code, the lines of the table and the errors of --dry-run
+    --memory."""
     toy.write_data(tmp_path / "data")
 
     def run(groups: dict[str, Any], *arguments: str) -> tuple[int, list[dict[str, str]], str]:
@@ -152,7 +170,11 @@ def printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
         out, err = capsys.readouterr()
         lines = [re.split(r"  +", line) for line in out.splitlines()]
         head = next((line for line in lines if line[0] == "experiment"), [])
-        return code, [dict(zip(head, line, strict=True)) for line in lines[lines.index(head) + 1 :]] if head else [], err
+        return (
+            code,
+            [dict(zip(head, line, strict=True)) for line in lines[lines.index(head) + 1 :]] if head else [],
+            err,
+        )
 
     return run
 
@@ -169,7 +191,13 @@ def test_experiments_that_are_alike_have_one_line_and_no_parent_is_needed(printe
 
 
 def test_a_pretrained_model_needs_its_config_alone(printed: Any, tmp_path: Path):
-    config = {"model_type": "llama", "vocab_size": 64, "hidden_size": 2048, "num_hidden_layers": 1, "num_attention_heads": 8}
+    config = {
+        "model_type": "llama",
+        "vocab_size": 64,
+        "hidden_size": 2048,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 8,
+    }
     (tmp_path / "llama").mkdir()
     write_json(tmp_path / "llama" / "config.json", {**config, "intermediate_size": 2048})
     base = {"name": "hf", "path": str(tmp_path / "llama"), "dtype": "bfloat16"}
@@ -185,7 +213,9 @@ def test_a_gpu_computes_norms_in_float32_under_autocast_and_recomputes_them_so(t
     sizes |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     (tmp_path / "gpt2").mkdir()
     write_json(tmp_path / "gpt2" / "config.json", sizes)
-    exp = override(LM, {"model": {"name": "hf", "path": str(tmp_path / "gpt2"), "dtype": "bfloat16"}, "data.sequence_tokens": 64})
+    exp = override(
+        LM, {"model": {"name": "hf", "path": str(tmp_path / "gpt2"), "dtype": "bfloat16"}, "data.sequence_tokens": 64}
+    )
     recipe: Any = load_experiment(override(exp, {"loop.precision": "bfloat16"}), "")
     places, held = Places(tmp_path, tmp_path / "runs", on_paper=True), dict[tuple[bool, bool], int]()
     for gpu, recompute in ((True, False), (True, True), (False, False)):
@@ -194,7 +224,9 @@ def test_a_gpu_computes_norms_in_float32_under_autocast_and_recomputes_them_so(t
         if recompute:
             memory.checkpoint_layers(model)
         batch = longest_batch(recipe.data, recipe.micro_batch, model.config)
-        parts = pass_peak(FakeStorages(gpu=gpu), model, recipe.training_loss(recipe.loss()), batch, "bfloat16", passes=1)
+        parts = pass_peak(
+            FakeStorages(gpu=gpu), model, recipe.training_loss(recipe.loss()), batch, "bfloat16", passes=1
+        )
         held[gpu, recompute] = parts["activations"]
     assert held[True, False] > held[False, False]
     assert held[True, True] < held[True, False] / 2
@@ -219,7 +251,10 @@ def test_time_is_work_by_the_peak(printed: Any, tmp_path: Path):
 def test_a_shared_model_takes_less(tmp_path: Path):
     recipe: Any = load_experiment(override(LM, {"loop.micro_batch": 1}), "")
     places = Places(toy.write_data(tmp_path / "data"), tmp_path / "runs")
-    write_json(tmp_path / "zero.json", {"zero_optimization": {"stage": 3, "reduce_bucket_size": 1000, "stage3_max_live_parameters": 1000}})
+    write_json(
+        tmp_path / "zero.json",
+        {"zero_optimization": {"stage": 3, "reduce_bucket_size": 1000, "stage3_max_live_parameters": 1000}},
+    )
     given = {"gpus": 4, "gpu": "H100"}
     sharing = {"fsdp": True}, {"fsdp": True, "fsdp_sharded_gradients": True}, {"deepspeed": tmp_path / "zero.json"}
     whole, fsdp, each_pass, zero = (recipe.plan_memory(places, **given, **more) for more in ({}, *sharing))
@@ -228,13 +263,16 @@ def test_a_shared_model_takes_less(tmp_path: Path):
     one_pass: Any = load_experiment(override(LM, {"loop.micro_batch": 2}), "")
     alone, shared = (one_pass.plan_memory(places, **{**given, "gpus": gpus}) for gpus in (1, 4))
     assert alone.parts["copies"] == shared.parts["copies"], "the gradients of one pass a step lie in DDP's buckets"
-    assert fsdp.parts["gradients"] > 0.9 * whole.parts["gradients"], "with two passes a step, they are whole until the last"
+    assert fsdp.parts["gradients"] > 0.9 * whole.parts["gradients"], (
+        "with two passes a step, they are whole until the last"
+    )
     assert each_pass.parts["gradients"] <= whole.parts["gradients"] // 4
     assert zero.parts["gradients"] <= whole.parts["gradients"] // 4
 
 
 def test_a_model_that_is_gathered_in_bfloat16_leaves_no_copies_to_autocast(tmp_path: Path):
-    """Of a deep one: what FSDP2 gathers is of two layers, what autocast would copy of all. Nor does ZeRO-3, unless its json says so."""
+    """Of a deep one: what FSDP2 gathers is of two layers, what autocast would copy of all. Nor does ZeRO-3, unless its
+    json says so."""
     places = Places(toy.write_data(tmp_path / "data"), tmp_path / "runs")
     changes = {"loop.micro_batch": 1, "loop.precision": "bfloat16", "model.num_layers": 24}
     recipe: Any = load_experiment(override(LM, changes), "")
@@ -245,9 +283,14 @@ def test_a_model_that_is_gathered_in_bfloat16_leaves_no_copies_to_autocast(tmp_p
     stage_3 = {"stage": 3, "reduce_bucket_size": 1000, "stage3_max_live_parameters": 1000}
     for name, more in {"zero": {}, "plain": {"memory_efficient_linear": False}}.items():
         write_json(tmp_path / f"{name}.json", {"zero_optimization": {**stage_3, **more}})
-    zero, plain = (recipe.plan_memory(places, gpus=4, gpu="H100", deepspeed=tmp_path / f"{name}.json") for name in ("zero", "plain"))
+    zero, plain = (
+        recipe.plan_memory(places, gpus=4, gpu="H100", deepspeed=tmp_path / f"{name}.json")
+        for name in ("zero", "plain")
+    )
     assert zero.parts["copies"] < whole.parts["weights"] / 2
-    assert plain.parts["copies"] - zero.parts["copies"] > 0.4 * whole.parts["weights"], "half of the bytes of linear layers"
+    assert plain.parts["copies"] - zero.parts["copies"] > 0.4 * whole.parts["weights"], (
+        "half of the bytes of linear layers"
+    )
 
 
 @pytest.mark.parametrize(
@@ -290,6 +333,9 @@ def test_evaluations_are_left_out_beside_trainings(printed: Any):
 
 
 def test_memory_alone_runs_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    for arguments, message in ((["--memory"], "Add --dry-run"), (["--dry-run", "--gpus", "2"], "Add --dry-run --memory")):
+    for arguments, message in (
+        (["--memory"], "Add --dry-run"),
+        (["--dry-run", "--gpus", "2"], "Add --dry-run --memory"),
+    ):
         assert toy.main(["-e", "base", *arguments], {"base": [toy.BASE]}, tmp_path) == 1
         assert message in capsys.readouterr().err

@@ -1,4 +1,5 @@
-"""Matrices cut between neighbouring processes: the numbers of whole ones, and checkpoints that any number of processes continues."""
+"""Matrices cut between neighbouring processes: the numbers of whole ones, and checkpoints that any number of processes
+continues."""
 
 import copy
 import json
@@ -48,7 +49,8 @@ def assert_close(result: Path, expected: Path) -> None:
 
 
 def operations_per_token(run: Path) -> list[float]:
-    """Of the rows of perf.jsonl: what the processes of a group compute together is counted once, and so is what they read."""
+    """Of the rows of perf.jsonl: what the processes of a group compute together is counted once, and so is what they
+    read."""
     rows = [json.loads(line) for line in (run / "perf.jsonl").read_text().splitlines()]
     return [row["model_flops_per_second"] / row["tokens_per_second"] for row in rows]
 
@@ -98,7 +100,9 @@ def test_a_run_with_cut_matrices_resumes_bit_exactly(modes: Modes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("before", "then"), [("four", ("replicated", 1, [])), ("two", ("fsdp", 3, [])), (None, ("fsdp", *PARTS["four"]))])
+@pytest.mark.parametrize(
+    ("before", "then"), [("four", ("replicated", 1, [])), ("two", ("fsdp", 3, [])), (None, ("fsdp", *PARTS["four"]))]
+)
 def test_any_number_of_processes_resumes_a_cut_run(modes: Modes, before: str | None, then: tuple[str, int, list[str]]):
     whole = trained(modes, before) if before else modes.trained("fsdp", "llama")
     shutil.copytree(whole, modes.run("llama"))
@@ -129,9 +133,17 @@ def test_each_gradient_is_that_of_the_full_model(tmp_path: Path, precision: str)
 @pytest.mark.parametrize(
     ("group", "processes", "wrong"),
     [
-        ("twice", 2, "--tensor_parallel: transformers tells no way to cut a GPTBigCodeForCausalLM. Use a family such as Llama"),
+        (
+            "twice",
+            2,
+            "--tensor_parallel: transformers tells no way to cut a GPTBigCodeForCausalLM. Use a family such as Llama",
+        ),
         ("llama", 3, "--tensor_parallel 3: the model's num_attention_heads is 4, no multiple of it. Give a divisor."),
-        ("adapters", 2, "--tensor_parallel: 'llama' has 'layers.0.self_attn.q_proj' of another kind than a plain matrix"),
+        (
+            "adapters",
+            2,
+            "--tensor_parallel: 'llama' has 'layers.0.self_attn.q_proj' of another kind than a plain matrix",
+        ),
     ],
 )
 def test_what_cannot_be_cut_is_refused(modes: Modes, group: str, processes: int, wrong: str):
@@ -143,7 +155,11 @@ def test_what_cannot_be_cut_is_refused(modes: Modes, group: str, processes: int,
     [
         ("Phi", {"qk_layernorm": True}, "'phi' has 'layers.0.self_attn.q_layernorm.weight', which is not cut here."),
         ("Qwen3", {}, "'qwen3' has 'layers.0.self_attn.q_norm' of another kind than a plain matrix"),
-        ("Llama", {"attention_dropout": 0.1}, "the model's attention_dropout is 0.1, and heads of several processes would drop alike."),
+        (
+            "Llama",
+            {"attention_dropout": 0.1},
+            "the model's attention_dropout is 0.1, and heads of several processes would drop alike.",
+        ),
         ("Llama", {"num_key_value_heads": 1}, "the model's num_key_value_heads is 1, no multiple of it."),
         ("T5", {}, "transformers tells no way to cut a T5ForConditionalGeneration."),
     ],
@@ -158,7 +174,9 @@ def test_models_that_would_learn_something_else_are_refused(family: str, setting
         cut_matrices(model, two)
 
 
-@pytest.mark.parametrize(("processes", "wrong"), [(4, ""), (8, "fewer than the 4 processes with data of their own. Start at most 4,")])
+@pytest.mark.parametrize(
+    ("processes", "wrong"), [(4, ""), (8, "fewer than the 4 processes with data of their own. Start at most 4,")]
+)
 def test_more_processes_than_micro_batches_can_start(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, processes: int, wrong: str
 ):
@@ -175,7 +193,10 @@ def test_more_processes_than_micro_batches_can_start(
     ("more", "wrong"),
     [
         (["--tensor_parallel", "2"], "--tensor_parallel: says how --fsdp shards. Add it, or leave this out."),
-        (["--tensor_parallel", "2", "--dry-run"], "--tensor_parallel: says how --fsdp shards. Add it, or leave this out."),
+        (
+            ["--tensor_parallel", "2", "--dry-run"],
+            "--tensor_parallel: says how --fsdp shards. Add it, or leave this out.",
+        ),
         (
             ["--fsdp_sharded_gradients", "--dry-run"],
             "--fsdp_sharded_gradients: says how --fsdp shares gradients out. Add it, or leave this out.",
@@ -185,7 +206,9 @@ def test_more_processes_than_micro_batches_can_start(
         (["--tensor_parallel", "2", "--dry-run", "--memory"], "--memory: what --tensor_parallel saves is not planned."),
     ],
 )
-def test_settings_that_cannot_be_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], wrong: str):
+def test_settings_that_cannot_be_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], wrong: str
+):
     toy.write_data(tmp_path / "data")
     assert toy.main(["-e", "base", *more], toy.GROUPS, tmp_path) != 0
     assert wrong in capsys.readouterr().err
@@ -194,7 +217,10 @@ def test_settings_that_cannot_be_are_refused(tmp_path: Path, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("setting", "wrong"),
     [
-        ({"optimizer": "adamw_scale"}, "loop.optimizer: 'adamw_scale' needs whole tensors, and --tensor_parallel cuts them."),
+        (
+            {"optimizer": "adamw_scale"},
+            "loop.optimizer: 'adamw_scale' needs whole tensors, and --tensor_parallel cuts them.",
+        ),
         ({"float8": "rowwise"}, "loop.float8: --tensor_parallel cuts matrices that multiply in bfloat16."),
     ],
 )

@@ -1,7 +1,8 @@
-"""What a forward pass of ZeRO-3 in bfloat16 leaves alive, of models in two processes; run by torchrun from test_memory.py.
+"""What a forward pass of ZeRO-3 in bfloat16 leaves alive, of models in two processes; run by torchrun from
+test_memory.py.
 
-Writes kept.json to the folder that it is given, a list: of each model its name, the bytes of its weights, those that stay until the
-backward pass, and the norms of the gradients, sharded and of a whole copy.
+Writes kept.json to the folder that it is given, a list: of each model its name, the bytes of its weights, those that
+stay until the backward pass, and the norms of the gradients, sharded and of a whole copy.
 """
 
 import copy
@@ -18,7 +19,12 @@ from src.training.parallel.memory_plan import LiveStorages
 from src.training.parallel.zero import ZeroEngine
 from tests.training.parallel.kept_memory import LOOP, loss_of, models
 
-AT_ONCE = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
+AT_ONCE = {
+    "stage": 3,
+    "stage3_param_persistence_threshold": 0,
+    "stage3_max_reuse_distance": 0,
+    "stage3_prefetch_bucket_size": 0,
+}
 """As it comes DeepSpeed keeps whole what is small or soon needed again, which is all of a small model."""
 
 

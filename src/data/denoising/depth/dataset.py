@@ -1,10 +1,12 @@
-"""DEPTH: the decoder fills in masked words and puts shuffled sentences in their order (Bamberger et al. 2024, arXiv 2405.07788).
+"""DEPTH: the decoder fills in masked words and puts shuffled sentences in their order (Bamberger et al. 2024, arXiv
+2405.07788).
 
-A sample is some consecutive sentences of one document: <eosen> <sent_i> words <eosen> <sent_j> words ... <eosen> </s>, with
-masked runs replaced by sentinels. Its target has all the same sentence tokens in the order of the text, each with its masked words.
+A sample is some consecutive sentences of one document: <eosen> <sent_i> words <eosen> <sent_j> words ... <eosen> </s>,
+with masked runs replaced by sentinels. Its target has all the same sentence tokens in the order of the text, each with
+its masked words.
 
-Sentence tokens are drawn without replacement, so they do not reveal the order. Nor do sentinels: they are numbered after shuffling, as
-the encoder reads them. Numbered in the order of the text they would reveal it.
+Sentence tokens are drawn without replacement, so they do not reveal the order. Nor do sentinels: they are numbered
+after shuffling, as the encoder reads them. Numbered in the order of the text they would reveal it.
 """
 
 import copy
@@ -44,13 +46,16 @@ class Config(DenoisingConfig):
     mean_span_tokens: float = Field(default=3.0, ge=1)
     """Masked tokens by masked runs. The end of a sentence ends a run."""
     num_sentences: int = Field(default=20, gt=0)
-    """Most sentences of a sample, and from how many sentence tokens its own are drawn. More of a document are further samples."""
+    """Most sentences of a sample, and from how many sentence tokens its own are drawn. More of a document are further
+    samples."""
     shuffle_rate: float = Field(default=0.5, ge=0, le=1)
     """Share of the samples whose sentences the encoder reads in random order."""
     sentence_weight: float = Field(default=1.0, ge=0)
-    """Weight of a sentence token in the training loss, where other tokens have 1 (the paper's lambda). In validation all have 1."""
+    """Weight of a sentence token in the training loss, where other tokens have 1 (the paper's lambda). In validation
+    all have 1."""
     fixed_length: bool = False
-    """Pad every batch to the longest possible inputs and targets, rather than to its own longest, for `loop.compile`."""
+    """Pad every batch to the longest possible inputs and targets, rather than to its own longest, for
+    `loop.compile`."""
 
     @model_validator(mode="after")
     def _has_room(self) -> "Config":
@@ -69,7 +74,9 @@ class Config(DenoisingConfig):
     def check_tokenizer(self, folder: Path | None) -> None:
         added = sentinels.read_added_tokens(folder)
         if added is not None:
-            _require_sentence_tokens([name for name, (_, special) in added.items() if special], self.num_sentences, str(folder))
+            _require_sentence_tokens(
+                [name for name, (_, special) in added.items() if special], self.num_sentences, str(folder)
+            )
             sentinels.require_in_folder(folder, 1, "data")
 
     def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
@@ -79,18 +86,20 @@ class Config(DenoisingConfig):
     def check_model(self, sizes: Architecture | None) -> None:
         if sizes and sizes.model_type == "longt5":
             raise ConfigError(
-                "data: DEPTH's masks have a row for each token, and LongT5's encoder takes none such. Take another objective."
+                "data: DEPTH's masks have a row for each token, and LongT5's encoder takes none such. Take another "
+                "objective."
             )
 
     def batch_lengths(self) -> tuple[int, ...] | None:
         return (self.input_tokens, self.target_tokens) if self.fixed_length else None
 
     def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "DepthDataset":
-        """The sentences of one split, tokenised. What training draws is a function of (seed, epoch, index), of other splits of the index.
+        """The sentences of one split, tokenised. What training draws is a function of (seed, epoch, index), of other
+        splits of the index.
 
         Raises:
-            DataError: the tokenizer lacks sentinels or sentence tokens; the data set is missing, incomplete, malformed or empty, or smaller
-                than `val_sequences`.
+            DataError: the tokenizer lacks sentinels or sentence tokens; the data set is missing, incomplete, malformed
+                or empty, or smaller than `val_sequences`.
             ConfigError: the sentinels are too few for any text.
         """
         folder = jsonl.corpus_folder(places, self.corpus)
@@ -117,7 +126,8 @@ def _require_sentence_tokens(special: Container[str], number: int, where: str) -
     missing = [name for name in wanted if name not in special]
     if missing:
         raise DataError(
-            f"{where}: has no special token {missing[0]}; data.num_sentences {number} needs {EOSEN} and {wanted[1]} to {wanted[-1]}. "
+            f"{where}: has no special token {missing[0]}; data.num_sentences {number} needs {EOSEN} and {wanted[1]} "
+            f"to {wanted[-1]}. "
             f"Add them: python -m data_prep.t5_tokenizer --from {where} --name NAME --sentences {number}"
         )
     return wanted
@@ -143,7 +153,9 @@ class Words:
 class DepthDataset:
     """Samples are pure functions of (seed, epoch, index)."""
 
-    def __init__(self, config: Config, groups: Groups, chosen: Sequence[int], words: Words, drawn_for: tuple[str, int]) -> None:
+    def __init__(
+        self, config: Config, groups: Groups, chosen: Sequence[int], words: Words, drawn_for: tuple[str, int]
+    ) -> None:
         """drawn_for: split and seed."""
         self.fingerprint, self.shuffle = groups.fingerprint, config.shuffle
         self._config, self._groups, self._chosen, self._words = config, groups, chosen, words
@@ -168,9 +180,14 @@ class DepthDataset:
         # Without `roll` the mask would always include the last word of the text, and so reveal the last sentence.
         mask = noise.noise_mask(len(ids), config.noise_density, config.mean_span_tokens, rng, roll=True)
         inputs, targets = corrupt(ids, bounds, mask, order, self._words.sentinels)
-        return {"input_ids": self._join_sentences(inputs, names, order), "labels": self._join_sentences(targets, names, range(count))}
+        return {
+            "input_ids": self._join_sentences(inputs, names, order),
+            "labels": self._join_sentences(targets, names, range(count)),
+        }
 
-    def _join_sentences(self, pieces: "Sequence[np.ndarray]", names: "np.ndarray", order: Iterable[int]) -> "np.ndarray":
+    def _join_sentences(
+        self, pieces: "Sequence[np.ndarray]", names: "np.ndarray", order: Iterable[int]
+    ) -> "np.ndarray":
         """The `pieces` of sentences in this order, each behind <eosen> and its name."""
         import numpy as np
 
@@ -208,8 +225,8 @@ def corrupt(
 ) -> "tuple[list[np.ndarray], list[np.ndarray]]":
     """(inputs, targets): for each sentence, in the order of the text, the encoder's tokens and the masked runs.
 
-    ids: (N,) of all sentences. bounds: (K + 1,), where they begin and end. mask: (N,) bool, True on masked tokens. order: of the K
-    sentences in the encoder, which numbers the runs. sentinels: at least as many as runs.
+    ids: (N,) of all sentences. bounds: (K + 1,), where they begin and end. mask: (N,) bool, True on masked tokens.
+    order: of the K sentences in the encoder, which numbers the runs. sentinels: at least as many as runs.
     """
     import numpy as np
 
@@ -233,12 +250,14 @@ def corrupt(
 
 
 def with_masks(batch: Seq2SeqBatch, sentence_ids: "Tensor") -> DepthBatch:
-    """The batch with the attention masks of DEPTH. Each input is [<eosen> <sent_i> words]... <eosen> </s>; each target as well.
+    """The batch with the attention masks of DEPTH. Each input is [<eosen> <sent_i> words]... <eosen> </s>; each target
+    as well.
 
-    A sentence token of the encoder sees its own sentence: itself, its words, and the <eosen> that ends it; the first also the <eosen>
-    before it, the last also the end token, as the authors' code has it. All its other tokens see all tokens. A sentence token that the
-    decoder reads sees itself, those before it, and of the encoder the sentence tokens; its other tokens see what they see in T5. Padding,
-    whose states are not read, sees what other tokens see, so that no softmax is empty.
+    A sentence token of the encoder sees its own sentence: itself, its words, and the <eosen> that ends it; the first
+    also the <eosen> before it, the last also the end token, as the authors' code has it. All its other tokens see all
+    tokens. A sentence token that the decoder reads sees itself, those before it, and of the encoder the sentence
+    tokens; its other tokens see what they see in T5. Padding, whose states are not read, sees what other tokens see, so
+    that no softmax is empty.
 
     sentence_ids: ids of <sent_0>, <sent_1>, ...; no text has them.
     """

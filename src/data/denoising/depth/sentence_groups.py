@@ -18,16 +18,21 @@ _BATCH = 1024
 
 
 class Room:
-    """How many tokens of text fit in a sample. A sentence adds <eosen> and its name, a sample a last <eosen> and the end token."""
+    """How many tokens of text fit in a sample. A sentence adds <eosen> and its name, a sample a last <eosen> and the
+    end token."""
 
-    def __init__(self, input_tokens: int, target_tokens: int, density: float, mean_span: float, num_sentinels: int) -> None:
-        """Raises ConfigError where not even two tokens of one sentence fit, or no mask has the wanted density and runs."""
+    def __init__(
+        self, input_tokens: int, target_tokens: int, density: float, mean_span: float, num_sentinels: int
+    ) -> None:
+        """Raises ConfigError where not even two tokens of one sentence fit, or no mask has the wanted density and
+        runs."""
         self._limits = input_tokens, target_tokens, num_sentinels
         self._density, self._mean_span = density, mean_span
         self._most: dict[int, int] = {}
         if self.max_tokens(1) < 2:
             raise ConfigError(
-                f"input_tokens {input_tokens} and target_tokens {target_tokens}, with {num_sentinels} sentinels at most, leave no room for "
+                f"input_tokens {input_tokens} and target_tokens {target_tokens}, with {num_sentinels} sentinels at "
+                f"most, leave no room for "
                 "text. Write more."
             )
 
@@ -40,16 +45,28 @@ class Room:
     def _fits(self, tokens: int, num_sentences: int) -> bool:
         input_tokens, target_tokens, num_sentinels = self._limits
         wanted = noise.counts(tokens, self._density, self._mean_span)
-        runs = min(wanted.noise, wanted.spans + num_sentences)  # one more where the mask is turned round, and at each end of a sentence
+        runs = min(
+            wanted.noise, wanted.spans + num_sentences
+        )  # one more where the mask is turned round, and at each end of a sentence
         marks = 2 * num_sentences + 2
-        return wanted.keep + runs + marks <= input_tokens and wanted.noise + runs + marks <= target_tokens and runs <= num_sentinels
+        return (
+            wanted.keep + runs + marks <= input_tokens
+            and wanted.noise + runs + marks <= target_tokens
+            and runs <= num_sentinels
+        )
 
 
 class Groups:
-    """Groups of consecutive sentences of one document, as many as fit a sample. A sentence that is too long is cut into several."""
+    """Groups of consecutive sentences of one document, as many as fit a sample. A sentence that is too long is cut into
+    several."""
 
     def __init__(
-        self, texts: Iterable[str], tokenizer: "PreTrainedTokenizerFast", room: Room, num_sentences: int, fingerprint: str
+        self,
+        texts: Iterable[str],
+        tokenizer: "PreTrainedTokenizerFast",
+        room: Room,
+        num_sentences: int,
+        fingerprint: str,
     ) -> None:
         """fingerprint: of the data set."""
         import numpy as np
@@ -58,7 +75,11 @@ class Groups:
         pieces: list[np.ndarray] = []
         firsts: list[int] = []
         for document in _tokenise(texts, SafeTokenizer(tokenizer)):
-            cut = [ids[place : place + room.max_tokens(1)] for ids in document for place in range(0, len(ids), room.max_tokens(1))]
+            cut = [
+                ids[place : place + room.max_tokens(1)]
+                for ids in document
+                for place in range(0, len(ids), room.max_tokens(1))
+            ]
             firsts += (len(pieces) + first for first in self._firsts([len(ids) for ids in cut]))
             pieces += cut
         self._ids = np.concatenate([np.empty(0, np.int32), *pieces])

@@ -1,7 +1,8 @@
-"""Texts as sentences, without any download: nltk's Punkt (Kiss & Strunk 2006) with abbreviations that are given rather than learned.
+"""Texts as sentences, without any download: nltk's Punkt (Kiss & Strunk 2006) with abbreviations that are given rather
+than learned.
 
-Punkt's trained models have to be downloaded, and without one it knows numbers and initials but no abbreviations, so the frequent English
-ones are listed here. The split depends on the text alone, not on a corpus.
+Punkt's trained models have to be downloaded, and without one it knows numbers and initials but no abbreviations, so the
+frequent English ones are listed here. The split depends on the text alone, not on a corpus.
 """
 
 import re
@@ -23,9 +24,11 @@ _BLANK_LINE = re.compile(r"\n[^\S\n]*\n")
 
 
 def split(text: str) -> list[str]:
-    """The sentences of `text`: joined they are `text`. Each begins with the white space before it; none is white space alone.
+    """The sentences of `text`: joined they are `text`. Each begins with the white space before it; none is white space
+    alone.
 
-    A sentence also ends before an empty line, as headings and code have no full stop. Empty where there is nothing but white space.
+    A sentence also ends before an empty line, as headings and code have no full stop. Empty where there is nothing but
+    white space.
     """
     ends = {end for _, end in _punkt().span_tokenize(text)} | {found.start() for found in _BLANK_LINE.finditer(text)}
     bounds = [0]

@@ -1,8 +1,9 @@
 """A folder of this machine with recently used remote shards, shared by processes.
 
-KEY.part is a file during its download and KEY.tar a complete one; the key is a digest of URL, size and ETag. A reader holds a shared lock
-on its file, the reference, which ends with the process at the latest. A downloader holds an exclusive lock on the part. Only files without
-a reference are deleted, the least recently used first. The locks are flock's: the folder must be on a local disk.
+KEY.part is a file during its download and KEY.tar a complete one; the key is a digest of URL, size and ETag. A reader
+holds a shared lock on its file, the reference, which ends with the process at the latest. A downloader holds an
+exclusive lock on the part. Only files without a reference are deleted, the least recently used first. The locks are
+flock's: the folder must be on a local disk.
 """
 
 import contextlib
@@ -60,7 +61,8 @@ class ShardCache:
                 return None  # damaged: it is replaced
 
     def open(self, shard: Shard, let_go: Callable[[], bool]) -> Cached | None:
-        """Open a shard's file, after a download if it is missing. None if there is no room, and ranges can be read from the server instead.
+        """Open a shard's file, after a download if it is missing. None if there is no room, and ranges can be read from
+        the server instead.
 
         let_go: ends a reference of this process to make room, if it has one.
 
@@ -69,7 +71,9 @@ class ShardCache:
             ShardUnavailable, ShardChanged: it cannot be fetched.
         """
         if shard.bytes > self.limit:
-            raise ConfigError(f"{self.folder}: a cache of {self.limit} bytes is too small for {shard.url}, which has {shard.bytes}.")
+            raise ConfigError(
+                f"{self.folder}: a cache of {self.limit} bytes is too small for {shard.url}, which has {shard.bytes}."
+            )
         deadline, was_there = time.monotonic() + self.patience, True
         while True:
             if (descriptor := self.find(shard)) is not None:
@@ -87,7 +91,8 @@ class ShardCache:
                 return None
             if time.monotonic() > deadline:
                 raise ShardUnavailable(
-                    f"{shard.url}: no room in {self.folder} for {self.patience:g} s: other shards that are being read fill its "
+                    f"{shard.url}: no room in {self.folder} for {self.patience:g} s: other shards that are being "
+                    f"read fill its "
                     f"{self.limit} bytes. Give it more, for at least one shard of each process."
                 )
             time.sleep(_POLL)
@@ -95,8 +100,8 @@ class ShardCache:
     def fetch_ahead(self, shard: Shard, spared: Collection[str], unused_since: int) -> bool:
         """Fetch a shard that will be needed; returns whether it is there, which it is not where there is no room.
 
-        spared: names of files that are not deleted for it. unused_since: nanoseconds; files used after this time are spared
-        too, as another process can have fetched them ahead.
+        spared: names of files that are not deleted for it. unused_since: nanoseconds; files used after this time are
+        spared too, as another process can have fetched them ahead.
 
         Raises:
             ConfigError, ShardUnavailable, ShardChanged: as `open`.
@@ -132,7 +137,8 @@ class ShardCache:
 
     @contextlib.contextmanager
     def _claim(self, shard: Shard) -> Iterator[int | None]:
-        """A descriptor of the shard's part, which no other process has; None where another has fetched it meanwhile, or given it up.
+        """A descriptor of the shard's part, which no other process has; None where another has fetched it meanwhile, or
+        given it up.
 
         The part is deleted at the end of the block, unless it has become the shard's file.
         """
@@ -158,10 +164,15 @@ class ShardCache:
             os.close(part)
 
     def _reserve(
-        self, part: int, shard: Shard, let_go: Callable[[], bool], spared: Collection[str] = (), unused_since: int | None = None
+        self,
+        part: int,
+        shard: Shard,
+        let_go: Callable[[], bool],
+        spared: Collection[str] = (),
+        unused_since: int | None = None,
     ) -> bool:
-        """Whether there is room for a shard, which then belongs to the part. Deletes leftovers of killed processes, and files without a
-        reference, the least recently used first; see `fetch_ahead` for those that are spared."""
+        """Whether there is room for a shard, which then belongs to the part. Deletes leftovers of killed processes, and
+        files without a reference, the least recently used first; see `fetch_ahead` for those that are spared."""
         with self._folder_lock(shard):
             part_name, files = self.path(shard, "part").name, self._list_files()
             for name in [name for name in files if name.endswith(".part") and name != part_name]:
@@ -195,7 +206,9 @@ class ShardCache:
                 if shard.sha256 in (None, digest):
                     break
                 if attempt:
-                    raise ShardChanged(f"{shard.url}: its sha256 is not the one that was indexed, twice. Index it again.")
+                    raise ShardChanged(
+                        f"{shard.url}: its sha256 is not the one that was indexed, twice. Index it again."
+                    )
             os.fsync(part)
         with self._folder_lock(shard), self._refusals(shard):
             os.replace(self.path(shard, "part"), self.path(shard))
@@ -203,7 +216,8 @@ class ShardCache:
 
     @contextlib.contextmanager
     def _folder_lock(self, shard: Shard) -> Iterator[None]:
-        """Room is made and files get their names by one process at a time: a listing would miss one that is renamed meanwhile."""
+        """Room is made and files get their names by one process at a time: a listing would miss one that is renamed
+        meanwhile."""
         with self._refusals(shard):
             folder = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
@@ -256,10 +270,14 @@ class ShardCache:
                 if (facts.st_mtime_ns, facts.st_nlink) != changed:
                     since, changed = time.monotonic(), (facts.st_mtime_ns, facts.st_nlink)
                 elif time.monotonic() > since + self.patience:
-                    raise ShardUnavailable(f"{what}: another process fetches it, and has not gone on for {self.patience:g} s.") from None
+                    raise ShardUnavailable(
+                        f"{what}: another process fetches it, and has not gone on for {self.patience:g} s."
+                    ) from None
                 time.sleep(_POLL)
             except OSError as error:
-                raise ConfigError(f"{self.folder}: its disk has no locks ({error.strerror}). Choose one of this machine's own.") from None
+                raise ConfigError(
+                    f"{self.folder}: its disk has no locks ({error.strerror}). Choose one of this machine's own."
+                ) from None
 
     @contextlib.contextmanager
     def _refusals(self, shard: Shard) -> Iterator[None]:

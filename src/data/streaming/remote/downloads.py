@@ -31,7 +31,9 @@ class Downloads:
         """Have these tars in the cache, the first ones first, in place of the earlier request. Does not wait."""
         if self._process is None:
             command = [sys.executable, "-m", "src.data.streaming.remote.downloads"]
-            self._process = subprocess.Popen(command, env=module_environment(), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+            self._process = subprocess.Popen(
+                command, env=module_environment(), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
+            )
             self._send(self._settings)
         self._send([asdict(shard) for shard in shards])
 

@@ -1,10 +1,12 @@
 """Read objects of S3, Google Cloud Storage, Azure and the Hugging Face hub: ranges of bytes, sizes, names.
 
-s3://BUCKET/KEY, gs://BUCKET/KEY and az://CONTAINER/KEY are read by obstore, with the credentials that its documentation lists, in the
-environment or on the machine; for S3 also a profile of ~/.aws. hf://datasets/USER/NAME/PATH is read by huggingface_hub.
+s3://BUCKET/KEY, gs://BUCKET/KEY and az://CONTAINER/KEY are read by obstore, with the credentials that its documentation
+lists, in the environment or on the machine; for S3 also a profile of ~/.aws. hf://datasets/USER/NAME/PATH is read by
+huggingface_hub.
 
-Threads of obstore do not survive a fork: a request in a forked process never returns. A process that was forked after its parent used
-obstore, such as a worker of a DataLoader, therefore reads through a subprocess that runs this module's `main`.
+Threads of obstore do not survive a fork: a request in a forked process never returns. A process that was forked after
+its parent used obstore, such as a worker of a DataLoader, therefore reads through a subprocess that runs this module's
+`main`.
 """
 
 import configparser
@@ -79,7 +81,8 @@ def head(url: str, seconds: float) -> tuple[int, str | None]:
 
 
 def list_urls(pattern: str, seconds: float) -> list[str]:
-    """List the URLs that a pattern with *, ? or [] matches, sorted. Not in a forked process. Raises as `read_range` does."""
+    """List the URLs that a pattern with *, ? or [] matches, sorted. Not in a forked process. Raises as `read_range`
+    does."""
     scheme, bucket, key = split(pattern)
     if scheme == HUB:
         with _translate_hub_errors(pattern):
@@ -118,7 +121,9 @@ def _locate(url: str, seconds: float) -> tuple[Any, str]:
 
 def _open_s3(bucket: str, timeout: str) -> Any:
     profile = _read_profile()
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT")
+    endpoint = (
+        os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT")
+    )
     if endpoint:
         profile["endpoint"] = endpoint
     return _open("S3Store", bucket, timeout, tuple(sorted(profile.items())))
@@ -142,7 +147,11 @@ def _open(kind: str, bucket: str, timeout: str, settings: tuple[tuple[str, str],
     from obstore.exceptions import BaseError
 
     options: dict[str, Any] = dict(settings)
-    plain = str(options.get("endpoint") or "").startswith("http:") or "AZURE_ALLOW_HTTP" in os.environ or "GOOGLE_ALLOW_HTTP" in os.environ
+    plain = (
+        str(options.get("endpoint") or "").startswith("http:")
+        or "AZURE_ALLOW_HTTP" in os.environ
+        or "GOOGLE_ALLOW_HTTP" in os.environ
+    )
     client: Any = {"timeout": timeout, "connect_timeout": f"{_CONNECT_SECONDS}s", "allow_http": plain}
     try:
         return getattr(obstore.store, kind)(bucket, client_options=client, retry_config={"max_retries": 0}, **options)
@@ -162,14 +171,21 @@ def _read_profile() -> dict[str, str]:
     config = _read_ini(Path(os.environ.get("AWS_CONFIG_FILE") or folder / "config"))
     credentials = _read_ini(Path(os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or folder / "credentials"))
     section = name if name == "default" else f"profile {name}"
-    profile = {**(config[section] if config.has_section(section) else {}), **(credentials[name] if credentials.has_section(name) else {})}
+    profile = {
+        **(config[section] if config.has_section(section) else {}),
+        **(credentials[name] if credentials.has_section(name) else {}),
+    }
     unread = [key for key in profile if key in ("role_arn", "credential_process") or key.startswith("sso_")]
     if "aws_access_key_id" not in profile and (unread or (name != "default" and not profile)):
         raise ConfigError(
             f"AWS_PROFILE {name}: {f'{unread[0]} is not read here' if unread else f'not in {folder}'}. "
             f'Export its keys: eval "$(aws configure export-credentials --profile {name} --format env)"'
         )
-    names = {"aws_access_key_id": "access_key_id", "aws_secret_access_key": "secret_access_key", "aws_session_token": "token"}
+    names = {
+        "aws_access_key_id": "access_key_id",
+        "aws_secret_access_key": "secret_access_key",
+        "aws_session_token": "token",
+    }
     names |= {"endpoint_url": "endpoint"} | (
         {} if "AWS_REGION" in os.environ or "AWS_DEFAULT_REGION" in os.environ else {"region": "region"}
     )
@@ -194,12 +210,29 @@ def _chunks_of(url: str, response: Any) -> Generator[bytes]:
         yield from map(bytes, response.stream(min_chunk_size=_CHUNK))
 
 
-_FINAL = {"FileNotFoundError": "no such object", "PermissionDeniedError": "access denied", "UnauthenticatedError": "access denied"}
+_FINAL = {
+    "FileNotFoundError": "no such object",
+    "PermissionDeniedError": "access denied",
+    "UnauthenticatedError": "access denied",
+}
 """Errors that another attempt would repeat."""
 _CREDENTIALS = frozenset(
     (
-        *("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "InvalidToken", "InvalidAccessKeyId", "InvalidClientTokenId"),
-        *("SignatureDoesNotMatch", "AuthenticationFailed", "AuthorizationHeaderMalformed", "RequestTimeTooSkewed", "AccessDenied"),
+        *(
+            "ExpiredToken",
+            "ExpiredTokenException",
+            "TokenRefreshRequired",
+            "InvalidToken",
+            "InvalidAccessKeyId",
+            "InvalidClientTokenId",
+        ),
+        *(
+            "SignatureDoesNotMatch",
+            "AuthenticationFailed",
+            "AuthorizationHeaderMalformed",
+            "RequestTimeTooSkewed",
+            "AccessDenied",
+        ),
     )
 )
 """The servers' codes for refused credentials; some come with HTTP status 400."""
@@ -272,7 +305,9 @@ def _translate_hub_errors(url: str) -> Generator[None]:
     except FileNotFoundError:
         raise ShardUnavailable(f"{url}: no such object.") from None
     except (GatedRepoError, RepositoryNotFoundError):
-        raise ShardUnavailable(f"{url}: no such repository, or access denied. Log in with `hf auth login`, then start again.") from None
+        raise ShardUnavailable(
+            f"{url}: no such repository, or access denied. Log in with `hf auth login`, then start again."
+        ) from None
     except (ValueError, NotImplementedError) as error:
         raise ConfigError(f"{url}: expected hf://datasets/USER/NAME/PATH: {_first_line(error)}.") from None
     except (http_error, OSError) as error:
@@ -280,8 +315,12 @@ def _translate_hub_errors(url: str) -> Generator[None]:
 
 
 def module_environment() -> dict[str, str]:
-    """Environment in which a subprocess finds our modules. It stays in the current folder, as the user's paths can be relative."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join((str(Path(__file__).resolve().parents[4]), os.environ.get("PYTHONPATH", "")))}
+    """Environment in which a subprocess finds our modules. It stays in the current folder, as the user's paths can be
+    relative."""
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join((str(Path(__file__).resolve().parents[4]), os.environ.get("PYTHONPATH", ""))),
+    }
 
 
 _readers: dict[int, subprocess.Popen[bytes]] = {}
@@ -305,7 +344,9 @@ def _read_by_subprocess(url: str, etag: str | None, begin: int, end: int, second
         _end_reader()
         raise Interruption("the process that reads objects has ended") from None
     if isinstance(first, list):
-        raise {error.__name__: error for error in (ShardChanged, ShardUnavailable, ConfigError, Interruption)}[first[0]](first[1])
+        raise {error.__name__: error for error in (ShardChanged, ShardUnavailable, ConfigError, Interruption)}[
+            first[0]
+        ](first[1])
     chunks = _chunks_from(reader.stdout)
     next(chunks)
     return Range(first["total"], first["etag"], chunks)
@@ -330,7 +371,8 @@ def _end_reader() -> None:
 
 
 def main() -> None:
-    """Read objects for a forked process until it closes stdin. An error after the first line of an answer ends the chunks."""
+    """Read objects for a forked process until it closes stdin. An error after the first line of an answer ends the
+    chunks."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     out = sys.stdout.buffer
     for line in sys.stdin:

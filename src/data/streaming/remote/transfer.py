@@ -24,7 +24,8 @@ REMOTE = (*objects.SCHEMES, PIPE)
 PATIENCE = 25.0
 """Seconds without a new byte after which a shard is given up."""
 LEAST_PATIENCE = 0.5
-"""Seconds for a shard where this process has had no byte of any other for all of its patience: they are all gone, then."""
+"""Seconds for a shard where this process has had no byte of any other for all of its patience: they are all gone,
+then."""
 _FIRST_PAUSE, _LONGEST_PAUSE, _LONGEST_REQUEST = 0.1, 5.0, 30.0
 _AT_ONCE = 1 << 20
 
@@ -66,10 +67,18 @@ class _Tries:
         """
         now = time.monotonic()
         if at > self.best:
-            self.best, self.since, self.pause, self.patience, _Tries.silent = at, now, _FIRST_PAUSE, self.whole_patience, None
+            self.best, self.since, self.pause, self.patience, _Tries.silent = (
+                at,
+                now,
+                _FIRST_PAUSE,
+                self.whole_patience,
+                None,
+            )
         _Tries.silent = (_Tries.silent[0] if _Tries.silent else self.since, now)
         if now + self.pause > self.since + self.patience:
-            raise ShardUnavailable(f"{self.url}: given up at byte {at}: no new byte in {self.patience:.3g} s: {error}.") from None
+            raise ShardUnavailable(
+                f"{self.url}: given up at byte {at}: no new byte in {self.patience:.3g} s: {error}."
+            ) from None
         time.sleep(self.pause * self.jitter.uniform(0.5, 1))
         self.pause = min(2 * self.pause, _LONGEST_PAUSE)
 
@@ -91,8 +100,11 @@ def source_of(url: str, patience: float = PATIENCE) -> Source:
     return Source(url, None)
 
 
-def transfer(source: Source, file: IO[bytes], patience: float = PATIENCE, begin: int = 0, end: int | None = None) -> str:
-    """Write a range of bytes of a shard, by default all, into an empty file; returns their sha256. Commands have no ranges.
+def transfer(
+    source: Source, file: IO[bytes], patience: float = PATIENCE, begin: int = 0, end: int | None = None
+) -> str:
+    """Write a range of bytes of a shard, by default all, into an empty file; returns their sha256. Commands have no
+    ranges.
 
     Raises:
         ShardChanged: it has another size or ETag.
@@ -129,7 +141,9 @@ def _check(source: Source, response: objects.Range, size: int) -> Generator[byte
     """The bytes of a response; raises Interruption if they are not `size`."""
     with contextlib.closing(response.chunks):
         if response.total != source.size:
-            raise ShardChanged(f"{source.url}: has {response.total} bytes, and had {source.size} when it was indexed. Index it again.")
+            raise ShardChanged(
+                f"{source.url}: has {response.total} bytes, and had {source.size} when it was indexed. Index it again."
+            )
         for chunk in response.chunks:
             yield chunk
             size -= len(chunk)
@@ -142,7 +156,9 @@ def _run(source: Source, patience: float) -> Generator[bytes]:
     command, count = ["bash", "-o", "pipefail", "-c", source.url.removeprefix(PIPE)], 0
     with (
         tempfile.TemporaryFile() as errors,
-        subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, start_new_session=True) as process,
+        subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, start_new_session=True
+        ) as process,
     ):
         assert process.stdout
         try:
@@ -153,7 +169,9 @@ def _run(source: Source, patience: float) -> Generator[bytes]:
                     break
                 count += len(chunk)
                 if source.size is not None and count > source.size:
-                    raise ShardChanged(f"{source.url}: the command writes more than the {source.size} bytes that were indexed.")
+                    raise ShardChanged(
+                        f"{source.url}: the command writes more than the {source.size} bytes that were indexed."
+                    )
                 yield chunk
             status = process.wait(patience)
         except subprocess.TimeoutExpired:

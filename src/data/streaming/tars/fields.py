@@ -1,6 +1,7 @@
 """Which members of a document are its images, prompts and texts, where their names do not say so.
 
-The index records the mapping, so that indexing and training agree. Without one, the suffixes of members decide (`tar_index`).
+The index records the mapping, so that indexing and training agree. Without one, the suffixes of members decide
+(`tar_index`).
 """
 
 import base64
@@ -57,9 +58,11 @@ class Item(NamedTuple):
 
 
 class Fields(StrictConfig):
-    """Member names by kind, such as {"image": ["input.jpg", "left.jpg"], "text": "json:caption"}. Kinds that are absent go by suffix.
+    """Member names by kind, such as {"image": ["input.jpg", "left.jpg"], "text": "json:caption"}. Kinds that are absent
+    go by suffix.
 
-    A member name follows the key and a dot. NAME:PATH is a value in a JSON member: a string, a number or a list of them.
+    A member name follows the key and a dot. NAME:PATH is a value in a JSON member: a string, a number or a list of
+    them.
     """
 
     image: str | list[str] = Field(default_factory=list)
@@ -111,7 +114,8 @@ class Fields(StrictConfig):
         return {kind: [entry.text for entry in self.entries if entry.kind == kind] for kind in sorted(self.kinds)}
 
     def items(self, contents: Mapping[str, bytes]) -> tuple[list[Item], bool]:
-        """Parts that JSON members name, and whether they are in the order of the document. contents: of the members, by suffix.
+        """Parts that JSON members name, and whether they are in the order of the document. contents: of the members, by
+        suffix.
 
         Raises:
             FieldError: a member is no JSON, or its values do not fit each other.
@@ -121,7 +125,9 @@ class Fields(StrictConfig):
             if entry.path is not None and entry.suffix in contents:
                 values[number] = _values(contents[entry.suffix], entry)
         order = self._interleave(values)
-        places = [(number, place) for number in values for place in range(len(values[number]))] if order is None else order
+        places = (
+            [(number, place) for number in values for place in range(len(values[number]))] if order is None else order
+        )
         return [item for pair in places if (item := self._item(*pair, values)) is not None], order is not None
 
     def _item(self, number: int, place: int, values: Mapping[int, list[Any]]) -> Item | None:
@@ -134,7 +140,8 @@ class Fields(StrictConfig):
         return Item(number, place, "")
 
     def _interleave(self, values: Mapping[int, list[Any]]) -> list[tuple[int, int]] | None:
-        """(Entry, item) of one list of images and one of texts, as OBELICS, mmc4 and Energon interleave them; None for other values."""
+        """(Entry, item) of one list of images and one of texts, as OBELICS, mmc4 and Energon interleave them; None for
+        other values."""
         images = [number for number in values if self.entries[number].kind == "image"]
         texts = [number for number in values if self.entries[number].kind == "text"]
         if len(images) != 1 or len(texts) != 1:
@@ -146,12 +153,18 @@ class Fields(StrictConfig):
                 order += [(image, i) for i, value in enumerate(values[image]) if value[_PLACE] == place]
                 order.append((text, place))
             if len(order) != len(values[image]) + len(values[text]):
-                raise FieldError(f"{self.entries[image].text}: {_PLACE} of an image is not the place of one of {len(values[text])} texts")
+                raise FieldError(
+                    f"{self.entries[image].text}: {_PLACE} of an image is not the place of one of "
+                    f"{len(values[text])} texts"
+                )
             return order
         if None not in values[image] and None not in values[text]:
             return None
         if len(values[image]) != len(values[text]):
-            raise FieldError(f"{self.entries[image].text} has {len(values[image])} items, {self.entries[text].text} {len(values[text])}")
+            raise FieldError(
+                f"{self.entries[image].text} has {len(values[image])} items, {self.entries[text].text} "
+                f"{len(values[text])}"
+            )
         order = []
         for place, pair in enumerate(zip(values[image], values[text], strict=True)):
             if None not in pair:
@@ -198,7 +211,9 @@ def _check_text(value: Any, entry: Entry) -> None:
 
 def _is_embedded(value: Any) -> bool:
     """Whether the value of an image is its bytes in base64, not a name."""
-    return (isinstance(value, dict) and isinstance(value.get(_BASE64), str)) or (isinstance(value, str) and value.startswith("data:image/"))
+    return (isinstance(value, dict) and isinstance(value.get(_BASE64), str)) or (
+        isinstance(value, str) and value.startswith("data:image/")
+    )
 
 
 def _image_name(value: Any, entry: Entry) -> str:

@@ -1,6 +1,7 @@
 """Encoded images: their displayed size, and their pixels. Every decoder failure is an `ImageError`.
 
-The size is read from the header (PNG and JPEG here, other formats with Pillow). It is that of the decoded image, EXIF orientation applied.
+The size is read from the header (PNG and JPEG here, other formats with Pillow). It is that of the decoded image, EXIF
+orientation applied.
 """
 
 import io
@@ -53,7 +54,8 @@ class ImageError(DataError):
 
 
 def open_image(content: bytes, most_pixels: int = MOST_PIXELS) -> "Image":
-    """Decode an image as a viewer shows it: first frame, EXIF orientation applied, 8-bit RGB on white. Its `format` is one of FORMATS.
+    """Decode an image as a viewer shows it: first frame, EXIF orientation applied, 8-bit RGB on white. Its `format` is
+    one of FORMATS.
 
     Raises:
         ImageError: it has more than `most_pixels` pixels, or cannot be decoded for any reason.

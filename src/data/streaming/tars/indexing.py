@@ -36,7 +36,11 @@ if TYPE_CHECKING:
     import numpy as np
 
 HIDDEN, UNKNOWN, UNMAPPED = "a hidden file", "no known suffix", "not in --fields"
-EMPTY_TEXT, SPELLS_IMAGES, NOT_IN_TAR = "an empty text", f"a text that spells {RESERVED[1]}", "an image that is not in the tar"
+EMPTY_TEXT, SPELLS_IMAGES, NOT_IN_TAR = (
+    "an empty text",
+    f"a text that spells {RESERVED[1]}",
+    "an image that is not in the tar",
+)
 """Why a member of a good document is not read."""
 _ORDER = {IMAGE: 0, PROMPT: 1, TEXT: 2}
 _UNNUMBERED = 1 << 24
@@ -56,8 +60,11 @@ class _Part(NamedTuple):
     """See `Item.pick`."""
 
 
-def build(tar: memoryview, fields: Fields | None = None, most_pixels: int = MOST_PIXELS, verify: bool = False) -> TarIndex:
-    """The index of a tar, from its headers, its texts and the headers of its images. If the tar is cut: of the documents before the cut.
+def build(
+    tar: memoryview, fields: Fields | None = None, most_pixels: int = MOST_PIXELS, verify: bool = False
+) -> TarIndex:
+    """The index of a tar, from its headers, its texts and the headers of its images. If the tar is cut: of the
+    documents before the cut.
 
     fields: the mapping of members that their suffixes do not identify.
     verify: decode each image once. Documents with an image that cannot be decoded are bad.
@@ -93,7 +100,12 @@ class _Builder:
         for begin, end in pairwise([*begins, len(named)]):
             numbers = named[begin:end]
             bad = APART if runs[keys[numbers[0]][0]] > 1 else GOOD
-            self._add(numbers, [keys[number][1].lower() for number in numbers], bad, members.cut is not None and end == len(named))
+            self._add(
+                numbers,
+                [keys[number][1].lower() for number in numbers],
+                bad,
+                members.cut is not None and end == len(named),
+            )
         facts = {
             "bytes": len(self.tar),
             "members": len(members.names) + len(members.lone),
@@ -107,7 +119,8 @@ class _Builder:
         return TarIndex(_records(DOCUMENT, self.documents), _records(PART, self.parts), facts)
 
     def _add(self, numbers: Sequence[int], endings: Sequence[str], bad: int, last_before_cut: bool) -> None:
-        """Add a document. numbers, endings: of its members. bad: a defect that is already known, by its number in REASONS."""
+        """Add a document. numbers, endings: of its members. bad: a defect that is already known, by its number in
+        REASONS."""
         members, parts, unread = self.members, list[_Part](), dict[int, str]()
         for place, (number, ending) in enumerate(zip(numbers, endings, strict=True)):
             order, kind, reason = self.roles.get(ending) or self._role(ending)
@@ -124,7 +137,9 @@ class _Builder:
             entries = {self.fields.members[ending] for ending in endings if ending in self.fields.members}
             if self.fields.json_members and not bad:
                 try:
-                    parts, lost_images = self._add_json(self.fields, parts, endings, members.names[numbers[0]], unread, entries)
+                    parts, lost_images = self._add_json(
+                        self.fields, parts, endings, members.names[numbers[0]], unread, entries
+                    )
                 except FieldError:
                     bad = NO_FIELDS
             self.mapped.update(self.fields.entries[entry].text for entry in entries)
@@ -171,14 +186,18 @@ class _Builder:
         self.roles[ending] = order, kind, reason
         return order, kind, reason
 
-    def _names_defect(self, parts: Sequence[_Part], numbers: Sequence[int], endings: Sequence[str], last_before_cut: bool) -> int:
+    def _names_defect(
+        self, parts: Sequence[_Part], numbers: Sequence[int], endings: Sequence[str], last_before_cut: bool
+    ) -> int:
         """Check the names of the members of a document; returns the number of the defect in REASONS."""
         names = [self.members.names[number] for number in numbers]
         numbered = [part for part in parts if part.order[0] == 0 and part.kind not in (OTHER, METADATA)]
         if len(set(names)) < len(names):
             return TWICE
         if len({part.order[1] for part in numbered}) < len(numbered):  # only names without a kind share a position
-            positions = Counter((part.order[1], -1 if _has_kind(endings[part.member]) else part.kind) for part in numbered)
+            positions = Counter(
+                (part.order[1], -1 if _has_kind(endings[part.member]) else part.kind) for part in numbered
+            )
             if max(positions.values()) > 1:
                 return TWICE
         lists = [part for part in parts if part.kind == METADATA]
@@ -194,11 +213,18 @@ class _Builder:
         return GOOD if listed and listed <= {name.rpartition("/")[2] for name in names} else INCOMPLETE
 
     def _add_json(
-        self, fields: Fields, parts: Sequence[_Part], endings: Sequence[str], name: str, unread: dict[int, str], entries: set[int]
+        self,
+        fields: Fields,
+        parts: Sequence[_Part],
+        endings: Sequence[str],
+        name: str,
+        unread: dict[int, str],
+        entries: set[int],
     ) -> tuple[list[_Part], int]:
         """Parts with those that JSON members name, and how many images are not in the tar. name: of the first member.
 
-        Removes members that are read from `unread`, and adds the entries of the mapping that the document has to `entries`.
+        Removes members that are read from `unread`, and adds the entries of the mapping that the document has to
+        `entries`.
         """
         by_place = {part.member: part for part in parts}
         places = {ending: place for place, ending in enumerate(endings) if place in by_place}
@@ -223,20 +249,24 @@ class _Builder:
 
     @staticmethod
     def _find_images(names: Sequence[str], places: Mapping[str, int], key: str) -> dict[str, int | None]:
-        """The member that each name of an image in a JSON means: by the name after the key, by the file name, or by number."""
+        """The member that each name of an image in a JSON means: by the name after the key, by the file name, or by
+        number."""
         matches = dict[str, int | None]()
         for name in names:
             base = name.rpartition("/")[2].lower()
             matches[name] = places.get(base, places.get(base.removeprefix(f"{key}.")))
         unknown = [name for name in matches if matches[name] is None]
         positions = [(kind_and_position(ending), place) for ending, place in places.items()]
-        numbered = sorted((position, place) for (kind, position), place in positions if kind == IMAGE and position is not None)
+        numbered = sorted(
+            (position, place) for (kind, position), place in positions if kind == IMAGE and position is not None
+        )
         if len(unknown) == len(numbered):
             matches.update(zip(unknown, (place for _, place in numbered), strict=True))
         return matches
 
     def _texts_defect(self, parts: Sequence[_Part], endings: Sequence[str], unread: dict[int, str]) -> int:
-        """Check the texts of a document; returns the number of the defect in REASONS. Adds texts that are left out to `unread`."""
+        """Check the texts of a document; returns the number of the defect in REASONS. Adds texts that are left out to
+        `unread`."""
         texts = [part for part in parts if part.kind in (TEXT, PROMPT)]
         has_text = False
         try:
@@ -254,7 +284,8 @@ class _Builder:
         return GOOD if has_text else NO_TEXT
 
     def _measure(self, images: Sequence[_Part]) -> tuple[int, dict[int, tuple[int, int]]]:
-        """Check the images of a document; returns the number of the defect in REASONS, and the size of each image by `id`."""
+        """Check the images of a document; returns the number of the defect in REASONS, and the size of each image by
+        `id`."""
         sizes = dict[int, tuple[int, int]]()
         try:
             picked = iter(self._contents([part for part in images if part.pick]))
@@ -272,7 +303,10 @@ class _Builder:
     def _contents(self, parts: Sequence[_Part]) -> list[bytes]:
         if self.fields and any(part.pick for part in parts):
             return contents_of(
-                self.fields, [(part.kind, part.data, part.size, part.pick) for part in parts], self._bytes, range(len(KINDS))
+                self.fields,
+                [(part.kind, part.data, part.size, part.pick) for part in parts],
+                self._bytes,
+                range(len(KINDS)),
             )
         return [self._bytes(part.data, part.size) for part in parts]
 

@@ -1,7 +1,8 @@
 """The members of a tar from its headers. Every member and every byte is accounted for.
 
-Formats: V7, ustar, GNU (long names, sparse files, volumes), pax (POSIX.1-2001), and tars written one after another into one file.
-Python's `tarfile` accepts a file that ends between two members or inside a header as complete; here only two zero blocks end an archive.
+Formats: V7, ustar, GNU (long names, sparse files, volumes), pax (POSIX.1-2001), and tars written one after another into
+one file. Python's `tarfile` accepts a file that ends between two members or inside a header as complete; here only two
+zero blocks end an archive.
 """
 
 from collections.abc import Sequence
@@ -115,7 +116,13 @@ def scan(tar: memoryview) -> Members:
 
     compression = next((name for magic, name in _COMPRESSED.items() if bytes(tar[: len(magic)]) == magic), None)
     if compression and not _is_header(tar, 0):
-        return Members(cut=Cut(f"compressed with {compression}", 0, 'Unpack it, or give "pipe:COMMAND" that does, such as gzip -dc FILE.'))
+        return Members(
+            cut=Cut(
+                f"compressed with {compression}",
+                0,
+                'Unpack it, or give "pipe:COMMAND" that does, such as gzip -dc FILE.',
+            )
+        )
     entries, trailing, cut = _walk(tar)
     members = Members(cut=cut)
     blocks = np.frombuffer(tar, dtype=np.uint8, count=len(tar) // BLOCK * BLOCK).reshape(-1, BLOCK)
@@ -152,7 +159,8 @@ def _add(members: Members, entry: _Entry, kind: int, raw_name: bytes) -> None:
 
 
 def _walk(tar: memoryview) -> tuple[list[_Entry], int, Cut | None]:
-    """All members except headers that describe the next member; bytes after the end of the archive; where it is cut, if it is.
+    """All members except headers that describe the next member; bytes after the end of the archive; where it is cut, if
+    it is.
 
     Checksums of members are checked later, many at once.
     """
@@ -206,7 +214,11 @@ def _walk(tar: memoryview) -> tuple[list[_Entry], int, Cut | None]:
     if extension and at >= total:
         return entries, 0, Cut("cut after a long name", extension.begin)
     where = "in a header" if at < total else "between two members"
-    return entries, 0, Cut(f"cut {where}: {total} bytes, and no end of archive", extension.begin if extension else min(at, total))
+    return (
+        entries,
+        0,
+        Cut(f"cut {where}: {total} bytes, and no end of archive", extension.begin if extension else min(at, total)),
+    )
 
 
 def _cut_in_member(size: int, data: int, total: int, begin: int) -> Cut:

@@ -28,7 +28,14 @@ class ApiClient:
 
 class JobSpecResources:
     def __init__(self, cpu=None, mem=None, gpu=None, gpu_mem=None, gpu_model=None, replicas=None) -> None:
-        self.facts = {"cpu": cpu, "mem": mem, "gpu": gpu, "gpu_mem": gpu_mem, "gpu_model": gpu_model, "replicas": replicas}
+        self.facts = {
+            "cpu": cpu,
+            "mem": mem,
+            "gpu": gpu,
+            "gpu_mem": gpu_mem,
+            "gpu_model": gpu_model,
+            "replicas": replicas,
+        }
 
 
 class JobSpec:
@@ -46,7 +53,8 @@ class JobSpec:
 jobs: list[SimpleNamespace] = []
 calls: list[tuple[str, Any]] = []
 faults: list[tuple[str, Any]] = []
-"""(method, what it raises) for the next calls of that method; an error called "after" is raised once the call has been carried out."""
+"""(method, what it raises) for the next calls of that method; an error called "after" is raised once the call has been
+carried out."""
 
 
 class InMemory:
@@ -58,7 +66,9 @@ class InMemory:
         if any(job.name == job_spec.facts["name"] for job in jobs):
             raise rest.ApiException(status=409, reason="Conflict")
         facts = {"name": job_spec.facts["name"], "command": job_spec.facts["command"]}
-        job = SimpleNamespace(id=str(uuid.uuid4()), state="QUEUED", runs=[], alive=True, account_id=account_id, spec=job_spec, **facts)
+        job = SimpleNamespace(
+            id=str(uuid.uuid4()), state="QUEUED", runs=[], alive=True, account_id=account_id, spec=job_spec, **facts
+        )
         jobs.insert(0, job)
         if error:
             raise error

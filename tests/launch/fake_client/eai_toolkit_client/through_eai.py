@@ -17,14 +17,35 @@ class ThroughEai:
 
     def v1_account_job_post(self, account_id: str, human: int, job_spec: Any) -> SimpleNamespace:
         facts, resources = dict(job_spec.facts), job_spec.facts["resources"].facts
-        words = ["--account", account_id, "--name", facts["name"], "--image", facts["image"], "--workdir", facts["workdir"]]
+        words = [
+            "--account",
+            account_id,
+            "--name",
+            facts["name"],
+            "--image",
+            facts["image"],
+            "--workdir",
+            facts["workdir"],
+        ]
         words += [word for mount in facts["data"] for word in ("--data", mount)]
         words += [word for variable in facts["environment_vars"] for word in ("--env", variable)]
-        options = {"--cpu": resources["cpu"], "--mem": resources["mem"], "--gpu": resources["gpu"], "--gpu-mem": resources["gpu_mem"]}
-        options |= {"--gpu-model-filter": resources["gpu_model"], "--replicas": resources["replicas"], "--bid": facts.get("bid")}
+        options = {
+            "--cpu": resources["cpu"],
+            "--mem": resources["mem"],
+            "--gpu": resources["gpu"],
+            "--gpu-mem": resources["gpu_mem"],
+        }
+        options |= {
+            "--gpu-model-filter": resources["gpu_model"],
+            "--replicas": resources["replicas"],
+            "--bid": facts.get("bid"),
+        }
         options |= {"--max-run-time": facts["max_run_time"]}
         words += [word for flag, value in options.items() if value is not None for word in (flag, str(value))]
-        words += ["--preemptable" if facts["preemptable"] else "--non-preemptable", *(["--restartable"] if facts["restartable"] else [])]
+        words += [
+            "--preemptable" if facts["preemptable"] else "--non-preemptable",
+            *(["--restartable"] if facts["restartable"] else []),
+        ]
         return _get(_call("new", *words, "--", *facts["command"]).strip())
 
     def v1_account_job_get(self, account_id: str, limit: int, order: str, q: str) -> SimpleNamespace:
@@ -62,5 +83,7 @@ def _call(*words: str) -> str:
     done = subprocess.run(["eai", "job", *words], capture_output=True, text=True, check=False)
     if done.returncode:
         status = re.search(r"HTTP (\d+)", done.stderr)
-        raise rest.ApiException(404 if "not found" in done.stderr else int(status[1]) if status else None, done.stderr.strip())
+        raise rest.ApiException(
+            404 if "not found" in done.stderr else int(status[1]) if status else None, done.stderr.strip()
+        )
     return done.stdout
