@@ -169,8 +169,8 @@ def show(planned: Sequence[Any], lacks: dict[str, list[str]], places: Any, all_i
         complain(message)
     not_ready = f", {len(lacks)} that cannot run as they are" if lacks else ""
     print(
-        f"{len(planned)} experiment{'s' * (len(planned) != 1)}: {done} done, {len(planned) - len(lacks) - done} to "
-        f"run{not_ready}."
+        f"{len(planned)} experiment{'s' * (len(planned) != 1)}: "
+        f"{done} done, {len(planned) - len(lacks) - done} to run{not_ready}."
     )
     return 1 if lacks else 0
 

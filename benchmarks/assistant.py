@@ -46,9 +46,8 @@ ROOT = Path(__file__).resolve().parents[1]
 CONTROLS = ["<|prompter|>", "<|assistant|>", "<|system|>"]
 MOST, PER_STEP = 512, 8
 OASST = (
-    "{% for m in messages %}{% if m.role == 'user' %}{{ '<|prompter|>' + m.content + eos_token }}{% else %}{{ "
-    "'<|assistant|>' }}"
-    "{% generation %}{{ m.content + eos_token }}{% endgeneration %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{{ '<|prompter|>' + m.content + eos_token }}{% "
+    "else %}{{ '<|assistant|>' }}{% generation %}{{ m.content + eos_token }}{% endgeneration %}{% endif %}{% endfor %}"
 )
 
 

@@ -87,8 +87,8 @@ def main() -> None:
                 shown = "  ".join(f"{name} {value:.4f}" for name, value in scores.items())
                 took = sorted(cached.seconds)[len(cached.seconds) // 2] * 1000
                 line = (
-                    f"{dtype or 'no cache':9} {turn:8} {took:8.2f} ms/batch  {differ:4} of {len(exact)} answers "
-                    f"differ  {shown}"
+                    f"{dtype or 'no cache':9} "
+                    f"{turn:8} {took:8.2f} ms/batch  {differ:4} of {len(exact)} answers differ  {shown}"
                 )
                 print(
                     line

@@ -139,8 +139,8 @@ def measure(family: str, args: argparse.Namespace) -> None:
     for way in ("cached", "uncached", "prompted"):
         rate, first = args.new_tokens / median[f"{way} tokens"], 1e3 * median[f"{way} first"]
         print(
-            f"  {way:9} {rate:8.1f} tokens/s   first token {first:8.1f} ms   {flops[way] / 8e6:8.1f} Mflop per "
-            f"further token"
+            f"  {way:9} {rate:8.1f} "
+            f"tokens/s   first token {first:8.1f} ms   {flops[way] / 8e6:8.1f} Mflop per further token"
         )
     ratios = {
         "tokens/s, cached / uncached": median["uncached tokens"] / median["cached tokens"],

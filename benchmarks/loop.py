@@ -312,8 +312,8 @@ def main() -> None:
                 )
                 middle = f"half of {len(wall)} steps {wall[len(wall) // 4]:.3f} to {wall[3 * len(wall) // 4]:.3f}"
                 print(
-                    f"tokens/s of fit / {name}: median {statistics.median(wall):.3f}, {middle} (target: at least "
-                    f"{TARGETS[name]})"
+                    f"tokens/s of fit / {name}: "
+                    f"median {statistics.median(wall):.3f}, {middle} (target: at least {TARGETS[name]})"
                 )
                 print(f"   by processor seconds {statistics.median(work):.3f}")
 

@@ -206,8 +206,8 @@ def measure_waiting(folder: Path) -> None:
     rows = [json.loads(line) for line in (folder / "runs" / exp_id(short) / "perf.jsonl").read_text().splitlines()]
     rates = [row["data_wait_rate"] for row in rows if "data_wait_rate" in row]
     print(
-        f"data_wait_rate of metadata_tiny: {sum(rates) / len(rates):.4f} on average over {len(rates)} rows, last "
-        f"{rates[-1]:.4f}"
+        "data_wait_rate of metadata_tiny: "
+        f"{sum(rates) / len(rates):.4f} on average over {len(rates)} rows, last {rates[-1]:.4f}"
     )
 
 
@@ -228,8 +228,8 @@ def measure_memory(source: str, gigabytes: float, folder: Path) -> None:
         done = subprocess.run([sys.executable, "-c", PREPARE, *words], check=True, capture_output=True, text=True)
         peak = int(done.stdout.split()[-1]) / 1024
         print(
-            f"preparation of {count / 1e9:.2f} GB of JSON lines: {time.perf_counter() - begin:.0f} s, peak "
-            f"{peak:.0f} MiB"
+            f"preparation of {count / 1e9:.2f} GB of JSON lines: "
+            f"{time.perf_counter() - begin:.0f} s, peak {peak:.0f} MiB"
         )
 
 

@@ -45,8 +45,8 @@ def document_lengths(args: argparse.Namespace) -> np.ndarray:
     with open(args.texts, encoding="utf-8") as file:
         found = [max(2, len(tokenizer(json.loads(line)["text"])["input_ids"])) for line in file]
     print(
-        f"{args.texts}: {len(found)} texts of {np.mean(found):.0f} tokens, median {np.median(found):.0f}, longest "
-        f"{max(found)}"
+        f"{args.texts}: {len(found)} texts of {np.mean(found):.0f} tokens, "
+        f"median {np.median(found):.0f}, longest {max(found)}"
     )
     return draw.choice(np.array(found, dtype=np.int64), args.documents)
 

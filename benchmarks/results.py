@@ -126,8 +126,8 @@ def _compare(runs: Path, count: int) -> None:
         times = f"{theirs[0] / ours[0]:8.0f}{theirs[1] / ours[1]:6.0f}" if theirs else f"{'-':>8}{'-':>6}"
         print(f"{name:32}{left}{_cells(ours)}{times}")
     print(
-        f"cache: {(runs / CACHE).stat().st_size / 1e6:.0f} MB; load {os.getloadavg()[0]:.1f}; this process "
-        f"{_peak():.0f} MB"
+        f"cache: {(runs / CACHE).stat().st_size / 1e6:.0f} MB; "
+        f"load {os.getloadavg()[0]:.1f}; this process {_peak():.0f} MB"
     )
 
 

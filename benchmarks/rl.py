@@ -217,8 +217,8 @@ def main() -> None:
             ]
     own, plain = found["policy"], time_generate(places, args.rounds)
     print(
-        f"rollouts: {ROLLOUTS * tokens / own['generation']:.0f} tokens/s, {plain / own['generation']:.2f} times "
-        f"plain generate"
+        f"rollouts: {ROLLOUTS * tokens / own['generation']:.0f} tokens/s, "
+        f"{plain / own['generation']:.2f} times plain generate"
     )
     print(f"a step: {json.dumps({name: round(value, 4) for name, value in own.items()})}")
     if theirs:

@@ -355,8 +355,8 @@ def print_waits(args: argparse.Namespace, folder: Path) -> None:
     measured = [count_waits(folder, prefetch, steps, step_seconds) for prefetch in (0, 2)]
     for prefetch, (count, total, _) in zip((0, 2), measured, strict=True):
         print(
-            f"waits, prefetch_shards {prefetch}: {count} of {tars} tars, {total:.1f} s for {steps} steps of "
-            f"{step_seconds} s"
+            f"waits, prefetch_shards {prefetch}: "
+            f"{count} of {tars} tars, {total:.1f} s for {steps} steps of {step_seconds} s"
         )
     print(f"  the same rows: {measured[0][2] == measured[1][2]}")
 

@@ -70,8 +70,8 @@ def main() -> None:
             )
         runs = project / "results" / "runs"
         print(
-            f"snapshots: {len(list((runs / 'snapshots').iterdir()))}; jobs: {len(cluster.alive())} alive, {COUNT} "
-            f"wanted"
+            f"snapshots: {len(list((runs / 'snapshots').iterdir()))}; "
+            f"jobs: {len(cluster.alive())} alive, {COUNT} wanted"
         )
         sizes = [path.stat().st_size for path in runs.rglob("submission.json")]
         print(

@@ -59,8 +59,8 @@ def main() -> None:
     for row in rows:
         print(f"step {row['step']}: val_loss {row['val_loss']:.3f}   val_accuracy {row['val_accuracy']:.3f}")
     print(
-        f"{seconds:.0f} s (target: at most 180)   {unigram - rows[-1]['val_loss']:.2f} nats below the unigram model "
-        f"(target: above 0)"
+        f"{seconds:.0f} s (target: "
+        f"at most 180)   {unigram - rows[-1]['val_loss']:.2f} nats below the unigram model (target: above 0)"
     )
 
 

@@ -122,8 +122,8 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
                 best[kind, name] = min(best.get((kind, name), took), took)
     tokens = len(packed) * args.tokens
     print(
-        f"{len(packed)} rows of {args.tokens} tokens; torch {torch.__version__}, 1 process, fastest of {args.rounds} "
-        f"rounds"
+        f"{len(packed)} rows of {args.tokens} tokens; "
+        f"torch {torch.__version__}, 1 process, fastest of {args.rounds} rounds"
     )
     print(f"{'':14}{'':20}{'million tokens/s':>18}{'ours is':>10}")
     for (kind, name), took in best.items():

@@ -157,8 +157,8 @@ def find(name: str, extra: Path | None = None) -> tuple[Release, Path]:
             if key == name or (pair and pair != sign):
                 return load_config(Release, _fill_pair(raw, pair), f"{path}: {key}"), path
     raise ConfigError(
-        f"--name: {unknown_text('release', name, paths)} Another is an entry of a file (--release_file), or --form "
-        f"says its form."
+        f"--name: {unknown_text('release', name, paths)} Another is an entry of a file (--release_file), "
+        "or --form says its form."
     )
 
 

@@ -25,8 +25,8 @@ def open_or_create(folder: Path, mine: dict[str, Any]) -> dict[str, Any]:
         )
     if store["dtype"] != mine["dtype"]:
         raise ConfigError(
-            f"{folder}: holds {store['dtype']}, not {mine['dtype']}. Say --dtype {store['dtype']}, or remove the "
-            f"folder."
+            f"{folder}: holds {store['dtype']}, not {mine['dtype']}. "
+            f"Say --dtype {store['dtype']}, or remove the folder."
         )
     return store
 

@@ -73,8 +73,8 @@ class Encoding:
         except torch.OutOfMemoryError as error:
             size = "x".join(map(str, ids.shape))
             raise RunError(
-                f"{self._device}: out of memory in a batch of {size} tokens. Make --batch_size or --batch_tokens "
-                f"smaller."
+                f"{self._device}: out of memory in a batch of {size} tokens. "
+                "Make --batch_size or --batch_tokens smaller."
             ) from error
         assert self._writer is not None
         for n, sequence in enumerate(batch):

@@ -109,8 +109,8 @@ def read_model(path: Path) -> Any:
     expected = HEADER_BYTES + 4 * sum(torch.Size(shape).numel() for shape in shapes.values())
     if len(content) != expected:
         raise DataError(
-            f"{path}: {len(content)} bytes, but its header {tuple(sizes)} says {expected}. Expected a llama2.c "
-            f"model, version 0."
+            f"{path}: {len(content)} bytes, but its header {tuple(sizes)} says {expected}. "
+            "Expected a llama2.c model, version 0."
         )
     numbers, place, read = torch.frombuffer(bytearray(content[HEADER_BYTES:]), dtype=torch.float32), 0, {}
     for name, shape in shapes.items():
@@ -138,8 +138,8 @@ def _shapes(sizes: Sizes, path: Path) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the tensors, in the order of the file."""
     if min(sizes[:5]) < 1 or not sizes.vocab_size or sizes.max_positions < 1 or sizes.hidden_size % sizes.num_heads:
         raise DataError(
-            f"{path}: its header says {tuple(sizes)}, which are no sizes of a model. Expected a llama2.c model, "
-            f"version 0."
+            f"{path}: its header says {tuple(sizes)}, which are no sizes of a model. "
+            "Expected a llama2.c model, version 0."
         )
     D, inner, L = sizes.hidden_size, sizes.intermediate_size, sizes.num_layers
     head = D // sizes.num_heads
@@ -199,8 +199,8 @@ def convert(weights: Path, tokenizer: Path, data_path: Path, name: str | None) -
     model, tokens = read_model(weights), read_tokens(tokenizer)
     if len(tokens) != model.config.vocab_size:
         raise DataError(
-            f"{tokenizer}: {len(tokens)} tokens, but the model has {model.config.vocab_size}. Take the tokenizer of "
-            f"that model."
+            f"{tokenizer}: {len(tokens)} tokens, but the model has {model.config.vocab_size}. "
+            "Take the tokenizer of that model."
         )
     with files.new_directory(target) as made:
         model.save_pretrained(made)

@@ -104,8 +104,8 @@ def prepare(data_path: Path, name: str, train: Sequence[str], text_field: str, *
         )
         if undercount:
             print(
-                f"Rare n-grams were forgotten, so counts may be too low by up to {undercount:,}; --max_counts keeps "
-                f"more."
+                f"Rare n-grams were forgotten, so counts may be too low by up to {undercount:,}; "
+                "--max_counts keeps more."
             )
         return {
             "words": totals[1],

@@ -134,9 +134,8 @@ def prepare(  # noqa: PLR0913  the options of the command
             raise ConfigError("--form: expected --train with the rows of this form.")
     if entry.split_column is not None and (part or val or val_rate is not None):
         raise ConfigError(
-            f"--fold, --val and --val_rate: column {entry.split_column!r} of {release or name} selects the "
-            f"validation rows. "
-            "Remove the option."
+            "--fold, --val and --val_rate: "
+            f"column {entry.split_column!r} of {release or name} selects the validation rows. Remove the option."
         )
     if mode not in (None, *entry.modes):
         raise ConfigError(f"--mode {mode}: {release or name} has {' and '.join(entry.modes)} only.")
@@ -276,14 +275,13 @@ class _Work:
         for split in SPLITS:
             if not counts[split]:
                 raise DataError(
-                    f"{self._name}: no row for the split {split!r} of {counts['read']:,} rows. Skipped: {skipped}. "
-                    f"Add rows, or use other "
-                    "--val_rate or --val."
+                    f"{self._name}: no row for the split {split!r} of {counts['read']:,} rows. "
+                    f"Skipped: {skipped}. Add rows, or use other --val_rate or --val."
                 )
         changed = "".join(f" {counts[name]:,} {text}." for name, text in _CHANGED.items() if counts[name])
         print(
-            f"{self._name}: {counts['train']:,} train, {counts['val']:,} val, of {counts['read']:,} rows. Skipped: "
-            f"{skipped}.{changed}"
+            f"{self._name}: {counts['train']:,} train, {counts['val']:,} val, of {counts['read']:,} rows. "
+            f"Skipped: {skipped}.{changed}"
         )
         return {"counts": dict(counts), "licence": self._release.licence}
 

@@ -166,8 +166,8 @@ def _print_summary(facts: dict[str, Any]) -> None:
         counts = facts["counts"][split]
         rows = ", ".join(f"{number} {name}" for name, number in counts["rows"].items())
         print(
-            f"{split:6} rows: {rows}; {counts['unanswerable']} unanswerable, on {counts['useful_contexts']} useful "
-            f"contexts"
+            f"{split:6} rows: {rows}; "
+            f"{counts['unanswerable']} unanswerable, on {counts['useful_contexts']} useful contexts"
         )
         if counts["rows_with_fewer_distractors"]:
             print(f"{'':6} {counts['rows_with_fewer_distractors']} rows have fewer distractors than --distractors")

@@ -191,8 +191,8 @@ def _devices(named: str | None, num_proc: int | None) -> list[str]:
     gpus = torch.cuda.device_count()
     if gpus and (num_proc or 1) > gpus:
         raise ConfigError(
-            f"--num_proc: {num_proc}, but there are {gpus} GPUs, one for each process. Ask for no more, or name "
-            f"--devices."
+            f"--num_proc: {num_proc}, but there are {gpus} GPUs, one for each process. "
+            "Ask for no more, or name --devices."
         )
     return [f"cuda:{i}" for i in range(num_proc or gpus)] if gpus else ["cpu"] * (num_proc or 1)
 

@@ -51,8 +51,8 @@ class Options:
             )
         if bool(self.val) == (self.val_percent is not None):
             raise DataError(
-                "--val, --val_percent: expected one of them: files, or the share of the contexts of --train to set "
-                "apart."
+                "--val, --val_percent: "
+                "expected one of them: files, or the share of the contexts of --train to set apart."
             )
         if self.val_percent is not None and not 0 < self.val_percent < 100:
             raise DataError(f"--val_percent: expected more than 0 and less than 100, got {self.val_percent}.")
@@ -116,8 +116,8 @@ class Choice:
                 if not _is_new(chosen, ids):
                     if not self._options.skip_duplicates:
                         raise DataError(
-                            f"{chosen.where}: the id {chosen.id!r} is there a second time. --skip_duplicates keeps "
-                            f"the first."
+                            f"{chosen.where}: the id {chosen.id!r} is there a second time. "
+                            "--skip_duplicates keeps the first."
                         )
                     self.skipped[given]["ids that were there before"] += 1
                     continue
@@ -135,9 +135,8 @@ class Choice:
             question = replace(question, passages=())
         elif not question.passages:
             raise DataError(
-                f"{question.where}: a question without contexts. Name this file as --only_questions_of, to filter "
-                f"another source by "
-                "its questions; or say --without_contexts, to have them answered from memory."
+                f"{question.where}: a question without contexts. Name this file as --only_questions_of, to "
+                "filter another source by its questions; or say --without_contexts, to have them answered from memory."
             )
         return replace(question, dataset=self._options.dataset) if self._options.dataset else question
 

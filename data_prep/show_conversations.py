@@ -91,8 +91,8 @@ def show(experiment: str, data_path: Path, savedir_base: Path, samples: int = 4,
     recipe: Any = load_experiment(exp, experiment)
     if exp.get("recipe") not in RECIPES or recipe.loop is None:
         raise ConfigError(
-            f"{experiment}: trains on no conversations. Name an experiment of recipe {', '.join(RECIPES)} that has a "
-            f"loop."
+            f"{experiment}: trains on no conversations. "
+            f"Name an experiment of recipe {', '.join(RECIPES)} that has a loop."
         )
     places = Places(data_path, savedir_base, dict(_experiments_by_id(groups)))
     config = training_memory.without_weights(recipe.model, places)

@@ -74,10 +74,9 @@ def call_datasets(source: str, call: Callable[[Any], Any]) -> Any:
             raise DataError(f"{source}: `datasets` cannot read it: {first_line(error)}") from None
         arguments = ", ".join(repr(part) for part in hub_id(source)[:2] if part)
         raise DataError(
-            f"{source}: cannot be had from the hub or its cache: {first_line(error)} Where there is a network, run "
-            f"`python -c \"import datasets; datasets.load_dataset({arguments}).save_to_disk('FOLDER')\"`, copy the "
-            f"folder, and name it "
-            "here; or name the files of the original release."
+            f"{source}: cannot be had from the hub or its cache: {first_line(error)} Where there is a network, "
+            f"run `python -c \"import datasets; datasets.load_dataset({arguments}).save_to_disk('FOLDER')\"`, "
+            "copy the folder, and name it here; or name the files of the original release."
         ) from None
 
 

@@ -328,8 +328,8 @@ def from_sentencepiece(path: Path, sentinels: int = NUM_SENTINELS) -> "PreTraine
     names = {kind: [piece.piece for piece in proto.pieces if piece.type == kind] for kind in (_UNKNOWN, _CONTROL)}
     if len(names[_UNKNOWN]) != 1 or "</s>" not in names[_CONTROL]:
         raise DataError(
-            f"{path}: expected one unknown piece and the control piece '</s>', got {names[_UNKNOWN]} and "
-            f"{names[_CONTROL]}."
+            f"{path}: expected one unknown piece and the control piece '</s>', "
+            f"got {names[_UNKNOWN]} and {names[_CONTROL]}."
         )
     pieces = [(piece.piece, piece.score) for piece in proto.pieces]
     _refuse_sentinels([name for name, _ in pieces], str(path))

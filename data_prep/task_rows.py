@@ -50,8 +50,8 @@ def _row(record: Record, source: Source, where: str) -> Row:
     found["label"] = _label(_column_value(record, source, "label"), source, where)
     if found["label"] is None and source.split != "test":
         raise DataError(
-            f"{where}: no label, under {' or '.join(map(repr, source.names('label')))}. Rows without one are for "
-            f"--test."
+            f"{where}: no label, under {' or '.join(map(repr, source.names('label')))}. "
+            "Rows without one are for --test."
         )
     if isinstance(record.get("answers"), list):
         found["answers"] = record["answers"]

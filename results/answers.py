@@ -147,10 +147,9 @@ def compare(entries: Sequence[Sample]) -> str:
         differences = [a - b for a, b in zip(right, wrong, strict=True)]
         mean, error = statistics.fmean(differences), 1.96 * statistics.pstdev(differences) / math.sqrt(len(differences))
         lines.append(
-            f"{name} {statistics.fmean(right):.4g}, {statistics.fmean(wrong):.4g} with the context of a different "
-            f"question: "
-            f"a gain of {mean:.4g} (95 % interval {mean - error:.4g} to {mean + error:.4g}) over {len(right)} "
-            f"questions."
+            f"{name} {statistics.fmean(right):.4g}, "
+            f"{statistics.fmean(wrong):.4g} with the context of a different question: a gain of "
+            f"{mean:.4g} (95 % interval {mean - error:.4g} to {mean + error:.4g}) over {len(right)} questions."
         )
     return "".join(f"{line}\n" for line in lines)
 

@@ -204,8 +204,8 @@ def delete(runs: Path, cleanup: Cleanup) -> list[str]:
     for plan in cleanup.plans:
         if plan.deletable and plan.run.name in parents:
             failed.append(
-                f"{plan.run}: another experiment starts from it since a moment ago, so nothing of it was deleted. "
-                f"Look again."
+                f"{plan.run}: another experiment starts from it since a moment ago, "
+                "so nothing of it was deleted. Look again."
             )
             continue
         try:

@@ -200,8 +200,8 @@ def _parser() -> argparse.ArgumentParser:
         "--best_answer",
         action=argparse.BooleanOptionalAction,
         help=(
-            "rows with one question on the same contexts count once, with the best answer (default: as in the "
-            "experiment)"
+            "rows with one question on the same contexts count once, "
+            "with the best answer (default: as in the experiment)"
         ),
     )
     form = parser.add_mutually_exclusive_group()

@@ -88,8 +88,8 @@ def read(path: Path) -> list[dict[str, Any]]:
         wrong += [name for name in (*_NO_FACTS, "reward") if name not in row]
         if wrong:
             raise DataError(
-                f"{path}:{number}: {wrong[0]!r} is {row.get(wrong[0])!r:.60}, not as recipes write it. Remove this "
-                f"line."
+                f"{path}:{number}: {wrong[0]!r} is {row.get(wrong[0])!r:.60}, "
+                "not as recipes write it. Remove this line."
             )
     return rows
 

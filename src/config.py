@@ -71,9 +71,8 @@ class Config(BaseModel):
             if (type(default), default) != (type(absence), absence):
                 raise ConfigError(
                     f"{cls.__module__}.{cls.__name__}.{name}: the default {default!r} is not what its absence meant, "
-                    f"{absence!r}: "
-                    "runs made before the field was added would change. Write the new value into the experiments "
-                    "instead."
+                    f"{absence!r}: runs made before the field was added would change. "
+                    "Write the new value into the experiments instead."
                 )
 
 

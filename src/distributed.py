@@ -159,8 +159,8 @@ def session(deterministic: bool = False) -> Iterator[None]:
         )
     if "RANK" not in os.environ:
         raise LaunchError(
-            f"WORLD_SIZE is {world_size()}, but RANK is not set. Start several processes with torchrun, or unset "
-            f"WORLD_SIZE."
+            f"WORLD_SIZE is {world_size()}, but RANK is not set. "
+            "Start several processes with torchrun, or unset WORLD_SIZE."
         )
     if gpu:
         torch.cuda.set_device(local_rank())

@@ -74,8 +74,8 @@ def serve_page(
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"--port {options.port}: cannot listen on {options.address}: {reason}. Choose another port, or 0 for a "
-            f"free one."
+            f"--port {options.port}: cannot listen on {options.address}: {reason}. "
+            "Choose another port, or 0 for a free one."
         ) from None
     host = f"[{options.address}]" if ":" in options.address else options.address
     sys.stdout.write(f"http://{host}:{server.port}/{f'?{_TOKEN}={token}' if token else ''}\n")

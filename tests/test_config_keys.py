@@ -70,8 +70,8 @@ def mistakes(golden: Keys, now: Keys) -> list[str]:
             if key in before_added:
                 was = json.dumps(before_added[key])
                 messages.append(
-                    f"{name}.{key}: its absence meant {was} when it was added; {json.dumps(absence)} would change "
-                    f"those runs."
+                    f"{name}.{key}: its absence meant {was} when it was added; "
+                    f"{json.dumps(absence)} would change those runs."
                 )
             elif key in before:
                 messages.append(
@@ -81,8 +81,8 @@ def mistakes(golden: Keys, now: Keys) -> list[str]:
                 messages.append(f'{file}: write "{key}": {json.dumps(absence)} under "added" of "{name}".')
         messages += [
             (
-                f"{name}.{key}: runs that have this field could no longer be opened. Keep it, or note the loss in "
-                f"CHANGELOG.md."
+                f"{name}.{key}: runs that have this field could no longer be opened. "
+                "Keep it, or note the loss in CHANGELOG.md."
             )
             for key in sorted((before | before_added.keys()) - set(entry["original"]) - entry.get("added", {}).keys())
         ]

@@ -33,8 +33,8 @@ LINES = {
     "host_out_of_memory": [
         "slurmstepd: error: Detected 1 oom-kill event(s) in StepId=17.0. Some of your processes may have been killed.",
         (
-            "slurmstepd: error: Detected 2 oom_kill events in StepId=17.batch. Some of the step tasks have been OOM "
-            "Killed."
+            "slurmstepd: error: Detected 2 oom_kill events in StepId=17.batch. "
+            "Some of the step tasks have been OOM Killed."
         ),
         "srun: error: n1: task 0: Out Of Memory",
         "slurmstepd: error: Exceeded job memory limit at some point.",
@@ -45,8 +45,8 @@ LINES = {
     ],
     "device_out_of_memory": [
         (
-            "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 "
-            "GiB"
+            "torch.OutOfMemoryError: CUDA out of memory. "
+            "Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB"
         ),
         "RuntimeError: CUDA error: out of memory",
         "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
@@ -63,20 +63,20 @@ LINES = {
     ],
     "collective_timeout": [
         (
-            "[rank3]:[E101 10:00:00.1 ProcessGroupNCCL.cpp:632] [Rank 3] Watchdog caught collective operation timeout: "
-            "WorkNCCL(SeqNum=5, Op"
+            "[rank3]:[E101 10:00:00.1 "
+            "ProcessGroupNCCL.cpp:632] [Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5, Op"
         ),
         (
-            "RuntimeError: [../third_party/gloo/gloo/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv "
-            "operation to complete"
+            "RuntimeError: [../third_party/gloo/gloo/unbound_buffer.cc:81] Timed out waiting 1800000ms "
+            "for recv operation to complete"
         ),
         "torch.distributed.DistStoreError: Timed out after 61 seconds waiting for clients. 1/2 clients joined.",
     ],
     "peer_lost": [
         "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:4321",
         (
-            "torch.distributed.DistBackendError: NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.hpp:268, remote "
-            "process exited"
+            "torch.distributed.DistBackendError: "
+            "NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.hpp:268, remote process exited"
         ),
         "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.",
     ],
@@ -84,8 +84,8 @@ LINES = {
         FULL,
         "OSError: [Errno 122] Disk quota exceeded",
         (
-            "runs/ab/scores.jsonl: cannot write: No space left on device. Nothing complete was lost; make room or choose "
-            "another folder."
+            "runs/ab/scores.jsonl: cannot write: No space left on device. "
+            "Nothing complete was lost; make room or choose another folder."
         ),
         "RuntimeError: [enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0",
     ],

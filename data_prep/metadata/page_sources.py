@@ -53,8 +53,8 @@ def list_files(names: Sequence[str]) -> list[Path]:
         readable = [each for each in paths if each.name.endswith(KINDS)]
         if not readable:
             raise DataError(
-                f"{name}: {'no file here ends' if paths else 'no such file. Expected names that end'} with "
-                f"{', '.join(KINDS)}."
+                f"{name}: {'no file here ends' if paths else 'no such file. Expected names that end'} "
+                f"with {', '.join(KINDS)}."
             )
         files += readable
     return files
@@ -86,8 +86,8 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Row]]:
                     yield f"{path}:{number}", jsonl.parse(line, f"{path}:{number}")
     except (EOFError, zlib.error, gzip.BadGzipFile) as bad:
         raise DataError(
-            f"{path}:{number + 1}: the file is cut or damaged here ({sources.first_line(bad).rstrip('.')}). Get it "
-            f"again."
+            f"{path}:{number + 1}: "
+            f"the file is cut or damaged here ({sources.first_line(bad).rstrip('.')}). Get it again."
         ) from None
 
 

@@ -398,8 +398,8 @@ def _join(parts: dict[str, list[Part]], request: Request, new: Path) -> dict[str
     print(f"{counts['train']} and {counts['val']} rows, {totals['empty']} without a text left out; errors: {errors}")
     if pages:
         print(
-            f"{pages['all']} pages, {pages['guessed']} with a guessed charset, {pages['replaced']} with replacement "
-            f"characters"
+            f"{pages['all']} pages, "
+            f"{pages['guessed']} with a guessed charset, {pages['replaced']} with replacement characters"
         )
     if skipped:
         print(f"skipped: {dropped}")
@@ -432,9 +432,8 @@ def _require_disjoint(parts: dict[str, list[Part]]) -> None:
             if digest in validation:
                 other, place = validation[digest]
                 raise DataError(
-                    f"{part.source}: row {number}: the same text as row {place} of {other.source}, which is for "
-                    f"validation. "
-                    "Remove one of them: validation must not contain training documents."
+                    f"{part.source}: row {number}: the same text as row {place} of {other.source}, "
+                    "which is for validation. Remove one of them: validation must not contain training documents."
                 )
 
 

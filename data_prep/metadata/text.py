@@ -21,8 +21,8 @@ PARAGRAPH_TAGS = frozenset(
     re.findall(
         r"\w+",
         (
-            "p div li ul ol hr pre blockquote dt dd dl menu figcaption figure h1 h2 h3 h4 h5 h6 nav article main section "
-            "address aside"
+            "p div li ul ol hr pre blockquote "
+            "dt dd dl menu figcaption figure h1 h2 h3 h4 h5 h6 nav article main section address aside"
         ),
     )
 )

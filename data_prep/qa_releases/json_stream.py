@@ -87,8 +87,8 @@ def _form(path: Path) -> tuple[str, str | None]:
             return "list", None
         if first != "{":
             raise DataError(
-                f"{path}: {'empty' if not first else f'starts with {first!r}'}. Expected JSON: a list, an object, or "
-                f"lines."
+                f"{path}: {'empty' if not first else f'starts with {first!r}'}. "
+                "Expected JSON: a list, an object, or lines."
             )
         for key in text.members():
             first = text.peek()
@@ -138,8 +138,8 @@ def _rows_of_columns(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, 
         keys = [key for key, _ in cells]
         if len(set(keys)) > 1:
             raise DataError(
-                f"{path}: the columns {', '.join(columns)} have different next rows: {', '.join(keys)}. Get the file "
-                f"again."
+                f"{path}: the columns {', '.join(columns)} have different next rows: "
+                f"{', '.join(keys)}. Get the file again."
             )
         yield f"{path}: row {keys[0]!r}", {column: value for column, (_, value) in zip(columns, cells, strict=True)}
 

@@ -43,8 +43,8 @@ class Placing:
         unmarked = any(passage.useful is None for passage in question.passages)
         if unmarked and (self.distractors is not None or self.position not in {"given", "random"}):
             raise DataError(
-                f"{question.where}: useful passages are not marked here, so --distractors and --position have no "
-                f"meaning."
+                f"{question.where}: useful passages are not marked here, "
+                "so --distractors and --position have no meaning."
             )
         useful = [passage for passage in question.passages if passage.useful]
         others = [passage for passage in question.passages if not passage.useful]

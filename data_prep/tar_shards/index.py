@@ -173,9 +173,8 @@ def _index_all(index: Callable[[Any], Indexed], tars: Sequence[Any], processes: 
                 errors.append(str(error))
             except BrokenProcessPool:
                 raise RunError(
-                    f"--processes {processes}: a process was killed, maybe out of memory. Finished indexes remain: "
-                    f"start again "
-                    "with fewer processes."
+                    f"--processes {processes}: a process was killed, maybe out of memory. "
+                    "Finished indexes remain: start again with fewer processes."
                 ) from None
             else:
                 if results[-1].cut:

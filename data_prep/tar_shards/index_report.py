@@ -85,8 +85,8 @@ def require_documents(results: Sequence[Indexed]) -> None:
         reasons = "; ".join(f"{reason}: {count}" for reason, count in bad.items()) or "the tars are empty"
         example = '\'{"text": "json:caption"}\''
         raise DataError(
-            f"{where}: none of {documents} documents can be read ({reasons}). {unread} Name their text with --fields "
-            f"{example}."
+            f"{where}: none of {documents} documents can be read ({reasons}). "
+            f"{unread} Name their text with --fields {example}."
         )
 
 

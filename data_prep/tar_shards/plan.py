@@ -145,8 +145,8 @@ def describe(simulation: Simulation, training: Training) -> list[str]:
         f"fill: {rows.fill:.3f}; with other open_rows: "
         + ", ".join(f"{n}: {fill:.3f}" for n, fill in simulation.fills.items()),
         (
-            f"a row: {pieces:.1f} documents, {frames:.1f} frames of {config.max_frames}; {config.open_rows} are open in "
-            f"each lane"
+            f"a row: {pieces:.1f} documents, {frames:.1f} frames of {config.max_frames}; "
+            f"{config.open_rows} are open in each lane"
         ),
     ]
     for own in simulation.by_source():
@@ -169,16 +169,15 @@ def describe(simulation: Simulation, training: Training) -> list[str]:
         )
         moved = planning.moves(source, simulation.sample)
         lines.append(
-            f"{name}: up to {together} of {len(source.sizes)} tars are open, {together * size / 1e9:.2f} GB; a "
-            f"document moves by "
-            f"{sum(moved) / len(moved):,.0f} places on average, by {planning.quantile(moved, 0.95):,} at 95 %"
+            f"{name}: up to {together} of {len(source.sizes)} tars are open, {together * size / 1e9:.2f} GB; "
+            f"a document moves by {sum(moved) / len(moved):,.0f} places on average, "
+            f"by {planning.quantile(moved, 0.95):,} at 95 %"
         )
     own_rows = -(-training.rows_a_step // training.processes)
     lines.append(
         f"memory of a process: {_index_bytes(data) / 1e6:.1f} MB of indexes, "
-        f"{frames * 3 * side * side * 4 / 1e6:.2f} MB of frames a row, "
-        f"{own_rows} rows a step, {min(64, sum(len(d.manifest.shards) for d in data.documents))} files open at most "
-        f"for each source"
+        f"{frames * 3 * side * side * 4 / 1e6:.2f} MB of frames a row, {own_rows} rows a step, "
+        f"{min(64, sum(len(d.manifest.shards) for d in data.documents))} files open at most for each source"
     )
     return lines
 
@@ -202,15 +201,15 @@ def recommend(simulation: Simulation, training: Training) -> list[str]:
     if long > 0.01:
         tokens = simulation.enough_tokens()
         lines.append(
-            f"sequence_tokens: {tokens}. It has room for 99 of 100 documents; {long:.1%} are larger than a row or "
-            f"its frames."
+            f"sequence_tokens: {tokens}. "
+            f"It has room for 99 of 100 documents; {long:.1%} are larger than a row or its frames."
         )
     mixed = all(documents.manifest.facts.get("seed") is not None for documents in simulation.data.documents)
     wanted = _STEPS_A_WINDOW * round(simulation.documents_a_step)
     if not mixed and (config.shuffle != "window" or config.window < wanted):
         lines.append(
-            f"shuffle: window, window: {wanted}. It mixes the documents of {_STEPS_A_WINDOW} steps; the tars were "
-            f"written in order."
+            f"shuffle: window, window: {wanted}. "
+            f"It mixes the documents of {_STEPS_A_WINDOW} steps; the tars were written in order."
         )
     if training.rows_a_step % training.processes:
         lines.append(f"sequences_per_step: a multiple of {training.processes} processes.")

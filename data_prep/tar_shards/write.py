@@ -109,8 +109,8 @@ def _begin(folder: Path, made_from: Mapping[str, Any]) -> Manifest | None:
     if before is not None and before != made_from:
         changed = sorted(key for key in {*before, *made_from} if before.get(key) != made_from.get(key))
         raise DataError(
-            f"{folder}: was written from something else ({', '.join(changed)} changed). Name another folder, or "
-            f"delete it."
+            f"{folder}: was written from something else ({', '.join(changed)} changed). "
+            "Name another folder, or delete it."
         )
     if complete is None:
         files.write_json(folder / _PROGRESS, dict(made_from))
@@ -174,8 +174,8 @@ def _index(content: bytes, documents: int, how: Writing) -> tar_index.TarIndex:
             f"document {wrong[0][0]} of a tar: {wrong[0][1]}" if wrong else "two adjacent documents have the same key"
         )
         raise DataError(
-            f"cannot be written: {problem}. Give each document a unique key, texts in UTF-8 and images that can be "
-            f"decoded."
+            f"cannot be written: {problem}. "
+            "Give each document a unique key, texts in UTF-8 and images that can be decoded."
         )
     if how.texts:
         count_tokens(index, tar, how.texts)

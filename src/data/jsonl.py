@@ -372,11 +372,8 @@ def _known_corpora_hint(places: Places, name: str) -> str:
     names = [path.name for path in folders if (path / f"{SPLITS[0]}.jsonl").exists() or any(path.glob("*.ids"))]
     files = ", ".join(f"{split}.jsonl" for split in SPLITS)
     return (
-        f": {unknown_text('corpus', name, names)} These are prepared in {places.data}; a script of data_prep adds "
-        f"another, "
-        f"a folder with {files}, or --data_path names the folder that holds it. "
-        f"With --data_path {places.data} --name {name}, questions on contexts are prepared from their releases "
-        f"({_RELEASES}) "
-        "by python -m data_prep.prepare_qa, tasks of GLUE and SuperGLUE by data_prep.prepare_task, text by "
-        "data_prep.tokenize."
+        f": {unknown_text('corpus', name, names)} These are prepared in {places.data}; a script of data_prep "
+        f"adds another, a folder with {files}, or --data_path names the folder that holds it. With --data_path "
+        f"{places.data} --name {name}, questions on contexts are prepared from their releases ({_RELEASES}) by python "
+        "-m data_prep.prepare_qa, tasks of GLUE and SuperGLUE by data_prep.prepare_task, text by data_prep.tokenize."
     )

@@ -47,8 +47,8 @@ def _lengths(data: Any, *fields: str) -> tuple[int, ...]:
     if None in found:
         missing = fields[found.index(None)]
         raise ConfigError(
-            f"--memory: data.{missing} is not given, so the longest sequence is not known. Write it, or plan with "
-            f"--set."
+            f"--memory: data.{missing} is not given, so the longest sequence is not known. "
+            "Write it, or plan with --set."
         )
     return found
 

@@ -66,10 +66,9 @@ def take_choices(
     """
     zero, sharded = _is_on(environment, "ACCELERATE_USE_DEEPSPEED"), _is_on(environment, "ACCELERATE_USE_FSDP")
     refused = [
-        f"accelerate launch --{name.removeprefix('ACCELERATE_').lower()}: expected {expected or 'nothing'}, got "
-        f"{value}. Only the number "
-        "of processes, the precision, --use_deepspeed and --use_fsdp are taken from accelerate: write the rest in "
-        "the experiment."
+        f"accelerate launch --{name.removeprefix('ACCELERATE_').lower()}: "
+        f"expected {expected or 'nothing'}, got {value}. Only the number of processes, "
+        "the precision, --use_deepspeed and --use_fsdp are taken from accelerate: write the rest in the experiment."
         for name, expected in _FIXED.items()
         if (sharded or not name.startswith("FSDP_"))
         and (value := environment.get(name, "").lower()) not in ("", expected)
@@ -108,10 +107,9 @@ def _deepspeed_json(environment: MutableMapping[str, str]) -> Path:
     stage, optimizer, weights = (environment.get(name, default) for name, default in _SHAPE.items())
     if (stage, optimizer, weights) not in _STAGES:
         raise ConfigError(
-            f"accelerate launch --zero_stage {stage} --offload_optimizer_device {optimizer} --offload_param_device "
-            f"{weights}: "
-            f"known are {', '.join(' '.join(known) for known in _STAGES)}. For others give a json with "
-            f"--deepspeed_config_file."
+            f"accelerate launch --zero_stage {stage} --offload_optimizer_device {optimizer} "
+            f"--offload_param_device {weights}: known are {', '.join(' '.join(known) for known in _STAGES)}. "
+            "For others give a json with --deepspeed_config_file."
         )
     return RESOURCES / _STAGES[stage, optimizer, weights]
 
@@ -124,9 +122,8 @@ def _check_process_count(environment: MutableMapping[str, str]) -> None:
         and "MASTER_PORT" in environment
     ):
         raise ConfigError(
-            "accelerate launch --cpu starts one process whatever --num_processes says. Write --multi_gpu in place of "
-            "--cpu, which "
-            "starts them without a GPU too, or --num_processes 1 with MASTER_ADDR unset."
+            "accelerate launch --cpu starts one process whatever --num_processes says. Write --multi_gpu in "
+            "place of --cpu, which starts them without a GPU too, or --num_processes 1 with MASTER_ADDR unset."
         )
 
 

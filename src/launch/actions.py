@@ -179,9 +179,8 @@ def _jobs_to_await(request: Request, target: Resources, todo: Sequence[Planned])
                 else:
                     wrong.append(
                         f"{item.where}: it starts from experiment {parent}, which is {row.state} as job {row.job_id} "
-                        f"of the "
-                        f"launcher {job.launcher.name}; {target.launcher.name} cannot wait for that. Wait yourself, "
-                        f"or use that launcher."
+                        f"of the launcher {job.launcher.name}; {target.launcher.name} cannot wait for that. "
+                        "Wait yourself, or use that launcher."
                     )
             else:
                 reason = f" ({row.reason})" if row.reason else ""

@@ -272,18 +272,18 @@ def check(args: argparse.Namespace, processes: int) -> None:
         )
     if args.job_scheduler and processes > 1:
         raise ConfigError(
-            "-j: each process that torchrun started would submit. Start trainval.py with python; put torchrun in "
-            "--python_binary."
+            "-j: each process that torchrun started would submit. "
+            "Start trainval.py with python; put torchrun in --python_binary."
         )
     if args.job_option != "run" and processes > 1:
         raise ConfigError(
-            f"--job_option {args.job_option}: each process that torchrun started would do it. Start trainval.py with "
-            f"python."
+            f"--job_option {args.job_option}: each process that torchrun started would do it. "
+            "Start trainval.py with python."
         )
     if args.wandb_entity_name and not args.wandb_project_name:
         raise ConfigError(
-            "--wandb_entity_name: without --wandb_project_name nothing would be sent. Give both, or neither to log "
-            "to files."
+            "--wandb_entity_name: without --wandb_project_name nothing would be sent. "
+            "Give both, or neither to log to files."
         )
     for name in ("log_every", "save_every"):
         if (every := getattr(args, name)) is not None and every < 1:

@@ -87,8 +87,8 @@ def check_no_key(text: str) -> str:
     """`text`, a line of a job's script. Raises ValueError where something in it looks like a key."""
     if _SECRET_VALUE.search(text):
         raise ValueError(
-            "it holds what looks like a key, which everybody who sees the job's files would see. Export it where you "
-            "submit."
+            "it holds what looks like a key, which everybody who sees the job's files would see. "
+            "Export it where you submit."
         )
     return text
 
@@ -101,10 +101,9 @@ def _check_variables(environment: dict[str, str]) -> dict[str, str]:
             raise ValueError(f"the value of {name} holds a zero byte, which no environment can.")
         if _looks_like_a_key(name, value):
             raise ValueError(
-                f"{name} looks like a secret, and everybody who sees the job or its files would see it. Export it "
-                f"where you submit (jobs "
-                "of local and slurm inherit that), put it into the account's secret store, or where the job finds "
-                "it, such as ~/.netrc."
+                f"{name} looks like a secret, and everybody who sees the job or its files would see it. "
+                "Export it where you submit (jobs of local and slurm inherit that), "
+                "put it into the account's secret store, or where the job finds it, such as ~/.netrc."
             )
     return environment
 

@@ -138,8 +138,8 @@ class LauncherConfig(Component):
             LaunchError: this launcher cannot, or the scheduler refuses.
         """
         raise LaunchError(
-            f"launcher {self.name}: how many jobs run at a time is fixed when they are submitted. Only Slurm can "
-            f"change it."
+            f"launcher {self.name}: how many jobs run at a time is fixed when they are submitted. "
+            "Only Slurm can change it."
         )
 
 

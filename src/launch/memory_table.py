@@ -78,8 +78,8 @@ def _table(rows: list[list[str]], machines: Mapping[str, Any]) -> list[str]:
     head = ["experiment", "parameters", "trained", *PARTS, "GiB", "tokens/s", "hours"]
     return [
         (
-            f"{kind}{recomputed}. Parameters in millions; GiB of each GPU, where every sequence is as long as the data "
-            f"allow;"
+            f"{kind}{recomputed}. Parameters in millions; "
+            "GiB of each GPU, where every sequence is as long as the data allow;"
         ),
         "tokens/s of all GPUs and hours at 40 % of their peak; ?: the model's operations or the peak are not known.",
         *aligned_lines([head, *rows]),

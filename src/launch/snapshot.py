@@ -61,8 +61,8 @@ def take(root: Path, snapshots: Path, leave_out: Sequence[Path] = ()) -> Path:
             continue
         return final
     raise LaunchError(
-        f"{root}: its files change while they are copied for the jobs. Wait until nothing writes there, then submit "
-        f"again."
+        f"{root}: its files change while they are copied for the jobs. "
+        "Wait until nothing writes there, then submit again."
     )
 
 

@@ -254,8 +254,8 @@ class Config(ModelConfig):
         folder = self.folder(places)
         if self.quantization is not None and find_spec("bitsandbytes") is None:
             raise ConfigError(
-                f"quantization {self.quantization!r} needs a package that is not installed: pip install -r "
-                f"{BITSANDBYTES}"
+                f"quantization {self.quantization!r} needs a package that is not installed: "
+                f"pip install -r {BITSANDBYTES}"
             )
         self._check_attention(places)
         if self.tokenizer:
@@ -264,8 +264,8 @@ class Config(ModelConfig):
             self._scaled_config(places)
         if self._local_folder(places) is not None and self.revision is not None:
             raise ConfigError(
-                f"{self.path!r} is a folder, so revision {self.revision!r} would be ignored. Remove it, or name a "
-                f"hub id."
+                f"{self.path!r} is a folder, so revision {self.revision!r} would be ignored. "
+                "Remove it, or name a hub id."
             )
         if places.on_paper:
             return

@@ -62,13 +62,13 @@ class Config(ModelConfig):
             )
         if self.base.trains_base():
             raise ValueError(
-                "base: it has train_all_params, which adapters would undo: all but them is frozen. Leave one of the "
-                "two out."
+                "base: it has train_all_params, which adapters would undo: all but them is frozen. "
+                "Leave one of the two out."
             )
         if isinstance(self.base, CrossAttention) and self.base.cache_contexts:
             raise ValueError(
-                "base: it has cache_contexts, but adapters change the decoder's states of a context. Leave it out "
-                "there."
+                "base: it has cache_contexts, "
+                "but adapters change the decoder's states of a context. Leave it out there."
             )
         if self.dropout_rate and self.base.kind(None) == CROSS_ATTENTION:
             raise ValueError(

@@ -51,8 +51,8 @@ class Config(ModelConfig):
             raise ValueError("dropout_by_layer: without residual_dropout nothing grows. Leave it out.")
         if (self.frozen_layers or self.frozen_embeddings) and self.base.has_random_weights():
             raise ValueError(
-                "base: its weights are random, and what is frozen would never be learned. Freeze parts of a trained "
-                "model."
+                "base: its weights are random, and what is frozen would never be learned. "
+                "Freeze parts of a trained model."
             )
         if self.frozen_embeddings and self.base.new_tokens():
             raise ValueError(
@@ -92,8 +92,8 @@ class Config(ModelConfig):
         self.base.check_kind(DECODER, places, "model.base")
         if self.frozen_embeddings and self.base.new_token_ids(places):
             raise ConfigError(
-                "model.frozen_embeddings: the base's tokenizer has new tokens, which would not be learned. Leave one "
-                "out."
+                "model.frozen_embeddings: "
+                "the base's tokenizer has new tokens, which would not be learned. Leave one out."
             )
         sizes = self.architecture(places)
         if sizes:
@@ -102,8 +102,8 @@ class Config(ModelConfig):
     def _require_layers(self, there: int) -> None:
         if self.frozen_layers >= there:
             raise ConfigError(
-                f"model.frozen_layers: {self.frozen_layers} of {there} layers leave none to train. Write a smaller "
-                f"number."
+                f"model.frozen_layers: {self.frozen_layers} of {there} layers leave none to train. "
+                "Write a smaller number."
             )
 
     def architecture(self, places: Places) -> Architecture | None:

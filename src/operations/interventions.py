@@ -174,8 +174,8 @@ def _hold(run: Path, options: argparse.Namespace) -> list[str]:
     job_id, launcher = _find_job(run)
     if not launcher.holds_jobs:
         raise LaunchError(
-            f"{run}: the launcher {launcher.name!r} of job {job_id} has no {verb}: only Slurm's jobs can wait in a "
-            f"queue."
+            f"{run}: the launcher {launcher.name!r} of job {job_id} has no {verb}: "
+            "only Slurm's jobs can wait in a queue."
         )
     (launcher.hold if verb == "hold" else launcher.release)([job_id])
     ledger.append(run, ledger.event(verb, job=job_id, why=options.why, commit=ledger.commit()))

@@ -64,14 +64,13 @@ class Config(Pretraining):
                 raise ValueError(f"{path}: this recipe reads pairs: 'ranked_replies' with max_replies 2.")
             if data.writing.tags and data.writing.tags.dropout and self.preference.reference == "stored":
                 raise ValueError(
-                    f"{path}.writing.tags.dropout: another text in each epoch has no stored reference. Write 0, or "
-                    f"with model 'lora' "
-                    "preference.reference: adapters_off."
+                    f"{path}.writing.tags.dropout: another text in each epoch has no stored reference. "
+                    "Write 0, or with model 'lora' preference.reference: adapters_off."
                 )
         if self.preference.reference == "adapters_off" and self.model.name != "lora":
             raise ValueError(
-                "preference.reference: only model 'lora' has adapters to switch off. Put it around the model, or "
-                "write stored."
+                "preference.reference: only model 'lora' has adapters to switch off. "
+                "Put it around the model, or write stored."
             )
         return self
 

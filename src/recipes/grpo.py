@@ -67,8 +67,8 @@ class Config(PolicyTraining):
             )
         if self.grpo.corrected_kl and not (self.grpo.kl_weight and self.grpo.kl_in == "loss"):
             raise ValueError(
-                "grpo.corrected_kl: needs a divergence in the loss: kl_weight above 0 and kl_in 'loss'. Or leave it "
-                "out."
+                "grpo.corrected_kl: needs a divergence in the loss: "
+                "kl_weight above 0 and kl_in 'loss'. Or leave it out."
             )
         if self.grpo.kl_in == "reward" and not self.grpo.kl_weight:
             raise ValueError("grpo.kl_in: 'reward' needs kl_weight above 0. Set it, or leave kl_in out.")

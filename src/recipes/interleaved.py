@@ -100,9 +100,8 @@ class Config(Pretraining):
         images, sizes = self.data.images, self.model.frame_sizes(places)
         if sizes and sizes != (images.frame_size, images.image_tokens):
             raise ConfigError(
-                f"data.images: the model reads frames of {sizes[0]} pixels a side as {sizes[1]} tokens each, and "
-                f"frame_size is "
-                f"{images.frame_size} and image_tokens {images.image_tokens}."
+                f"data.images: the model reads frames of {sizes[0]} pixels a side as {sizes[1]} tokens each, "
+                f"and frame_size is {images.frame_size} and image_tokens {images.image_tokens}."
             )
 
     def more_scores(self, val: Any, scorer: Scorer) -> dict[str, float]:

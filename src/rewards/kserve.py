@@ -94,8 +94,8 @@ def parse_addresses(text: str) -> list[Address]:
         match = _ADDRESS.fullmatch(part.strip())
         if match is None or not 0 < int(match[3]) < 65536 or (match[5] and match[1] != "http"):
             expected = (
-                "HOST:PORT/MODEL (gRPC), http://HOST:PORT/MODEL or http://HOST:PORT/MODEL?token=TOKEN, "
-                "separated by commas"
+                "HOST:PORT/MODEL (gRPC), "
+                "http://HOST:PORT/MODEL or http://HOST:PORT/MODEL?token=TOKEN, separated by commas"
             )
             raise ConfigError(f"{part.partition('?')[0].strip()!r}: expected {expected}.")
         addresses.append(Address(match[1] or "grpc", match[2], int(match[3]), match[4], match[5] or ""))
@@ -300,8 +300,8 @@ def refuse_nonsense(address: Address, problem: str, content: Any) -> NoReturn:
     """Raise the RunError for an answer that is not of the protocol."""
     text = content if isinstance(content, str) else json.dumps(content, default=str)
     raise RunError(
-        f"{address}: answers with {problem} instead of scores (KServe v2): {_beginning(text)!r}. Is it the right "
-        f"address?"
+        f"{address}: answers with {problem} instead of scores (KServe v2): {_beginning(text)!r}. "
+        "Is it the right address?"
     )
 
 

@@ -62,8 +62,8 @@ class Config(RewardConfig):
             write = _own_ids
         else:
             raise ConfigError(
-                "rewards: the reward model has another vocabulary than the policy. Write into template how they are "
-                "written for it."
+                "rewards: the reward model has another vocabulary than the policy. "
+                "Write into template how they are written for it."
             )
         return lambda rollouts: self._squash_all(ask([write(rollout) for rollout in rollouts]))
 
@@ -80,8 +80,8 @@ def find_served(variable: str, field: str, model: ModelConfig, setting: RewardSe
     identity, folder = model.identity(setting.places), model.tokenizer_folder(setting.places)
     if identity is None or folder is None:
         raise ConfigError(
-            f"{variable}: servers only have models of experiments; {field} names another one. Write ref(...), or "
-            f"unset it."
+            f"{variable}: servers only have models of experiments; {field} names another one. "
+            "Write ref(...), or unset it."
         )
     return RemoteModel(os.environ[variable], identity, setting.wait), str(folder)
 

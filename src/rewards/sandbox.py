@@ -130,8 +130,8 @@ def require() -> None:
     """Raise ConfigError, with advice, if this machine cannot isolate programs."""
     if sys.platform != "linux" or platform.machine() not in _MACHINES:
         raise ConfigError(
-            f"programs that a model wrote run in bubblewrap, on Linux on {' or '.join(_MACHINES)}; this is another "
-            f"machine."
+            f"programs that a model wrote run in bubblewrap, on Linux on {' or '.join(_MACHINES)}; "
+            "this is another machine."
         )
     _find_bubblewrap()
     result = _run(Program("serve", isolated.write_message(["evaluate", "7 + 12"])), Limits(at_once=1))
@@ -158,9 +158,9 @@ def _run(program: Program, limits: Limits) -> Result:
             return result
         problem = result
     raise ConfigError(
-        f"bubblewrap is installed, but cannot start a program on this machine: {problem}. It needs namespaces of its "
-        f"own (user, PID, "
-        "network): in a container, `--security-opt seccomp=unconfined`; on Ubuntu, an AppArmor profile for bwrap."
+        f"bubblewrap is installed, but cannot start a program on this machine: {problem}. "
+        "It needs namespaces of its own (user, PID, network): "
+        "in a container, `--security-opt seccomp=unconfined`; on Ubuntu, an AppArmor profile for bwrap."
     )
 
 

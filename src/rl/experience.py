@@ -105,9 +105,8 @@ class Experience:
         """
         if self.generation.continuous and engine.sharded:
             raise ConfigError(
-                f"data.sampling.batching: continuous: processes that share a model ({engine.name}) must make as many "
-                f"passes each. "
-                "Write static."
+                "data.sampling.batching: "
+                f"continuous: processes that share a model ({engine.name}) must make as many passes each. Write static."
             )
         self.engine = engine
 

@@ -116,8 +116,8 @@ def rows(path: Path) -> list[Line]:
         row = parse_object(line)
         if row is None:
             raise DataError(
-                f"{path}:{number}: expected a JSON object, got {line[:60].decode(errors='replace')!r}. Remove this "
-                f"line."
+                f"{path}:{number}: expected a JSON object, "
+                f"got {line[:60].decode(errors='replace')!r}. Remove this line."
             )
         result.append(row)
     return result

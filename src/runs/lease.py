@@ -92,8 +92,8 @@ class Lease:
             held = _read(self.path)
             by = f"held by {_holder(held)} now" if held else "gone"
             raise RunError(
-                f"{self.path}: this process no longer holds the lease (it is {by}), so it stops here and writes "
-                f"nothing more."
+                f"{self.path}: this process no longer holds the lease (it is {by}), "
+                "so it stops here and writes nothing more."
             )
 
     def release(self) -> None:

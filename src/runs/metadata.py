@@ -56,8 +56,8 @@ def read_exp_dict(path: Path) -> dict[str, Any]:
     exp = read_foreign_dict(path)
     if exp_id(exp) != path.name:
         raise RunError(
-            f"{path / EXP_DICT}: its id is {exp_id(exp)}, not the name of its directory. It was changed by hand, or "
-            f"moved."
+            f"{path / EXP_DICT}: its id is {exp_id(exp)}, not the name of its directory. "
+            "It was changed by hand, or moved."
         )
     return exp
 

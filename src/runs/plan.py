@@ -211,8 +211,8 @@ def _join_groups(planned: list[Planned], made_equal: bool) -> list[Planned]:
         for other in others:
             if other.exp != item.exp:
                 raise ConfigError(
-                    f"{item.where} and {other.where} differ but share the id {item.exp_id}. Change a string in one "
-                    f"of them."
+                    f"{item.where} and {other.where} differ but share the id {item.exp_id}. "
+                    "Change a string in one of them."
                 )
             if other.groups == item.groups and not made_equal:
                 raise ConfigError(f"{item.where} is the same experiment as {other.where}. Remove one of them.")

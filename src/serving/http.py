@@ -294,8 +294,8 @@ class Server:
         except OSError as error:
             reason = (error.strerror or str(error)).rstrip(".")
             raise ConfigError(
-                f"--port {options.port}: cannot listen on {options.address}: {reason}. Choose another port, or 0 for "
-                f"a free one."
+                f"--port {options.port}: cannot listen on {options.address}: {reason}. "
+                "Choose another port, or 0 for a free one."
             ) from None
         host = f"[{options.address}]" if ":" in options.address else options.address
         self.port: int = self._socket.getsockname()[1]

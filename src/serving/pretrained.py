@@ -19,8 +19,8 @@ from src.serving.conversation import Talk
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 SOURCE = (
-    "a run (its save directory or a prefix of its id), a checkpoint, an export, a folder of save_pretrained, or "
-    "an id on the hub"
+    "a run (its save directory or a prefix of its id), a checkpoint, "
+    "an export, a folder of save_pretrained, or an id on the hub"
 )
 """Help text of the argument that names a model."""
 

@@ -162,8 +162,8 @@ def _trial_count(trials: int | None, sweep: Sweep) -> int:
     bounds = [bound for bound in (trials, sweep.file.run_cap, size) if bound is not None]
     if not bounds:
         raise ConfigError(
-            f"--trials: how many? A sweep by method {sweep.file.method!r} has no end of its own; or write run_cap in "
-            f"its file."
+            f"--trials: how many? A sweep by method {sweep.file.method!r} has no end of its own; "
+            "or write run_cap in its file."
         )
     return min(bounds)
 

@@ -72,8 +72,8 @@ def grid_dimensions(dimensions: Sequence[SearchDimension], where: str) -> list[S
     for dimension in dimensions:
         if dimension.kind in ("float", "log"):
             raise ConfigError(
-                f"{join(where, dimension.path)}: method 'grid' needs values, a value, or int_uniform. Use 'random' "
-                f"or 'bayes'."
+                f"{join(where, dimension.path)}: method 'grid' needs values, a value, or int_uniform. "
+                "Use 'random' or 'bayes'."
             )
     listed = [
         _choice(dimension.path, dimension.choices or range(int(dimension.low), int(dimension.high) + 1))
@@ -120,8 +120,8 @@ def _flatten(parameters: Any, above: str, where: str) -> Iterator[tuple[str, Map
             )
         if not isinstance(spec, dict):
             raise ConfigError(
-                f"{join(where, path)}: expected a dict with value, values, or min and max, got {spec!r} "
-                f"({_type(spec)})."
+                f"{join(where, path)}: "
+                f"expected a dict with value, values, or min and max, got {spec!r} ({_type(spec)})."
             )
         if set(spec) == {"parameters"} and isinstance(spec["parameters"], dict):
             yield from _flatten(spec["parameters"], path, where)

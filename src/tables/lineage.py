@@ -77,8 +77,8 @@ class Lineage:
         if len(matches) > 1:
             names = ", ".join(matches)
             raise ConfigError(
-                f"--exp_id {prefix}: {len(matches)} experiments have ids that start like that: {names}. Write more "
-                f"of it."
+                f"--exp_id {prefix}: {len(matches)} experiments have ids that start like that: "
+                f"{names}. Write more of it."
             )
         return matches[0]
 

@@ -89,9 +89,8 @@ class LoopConfig(Config):
     def _consistent(self) -> "LoopConfig":
         if self.sequences_per_step % self.micro_batch:
             raise ValueError(
-                f"sequences_per_step = {self.sequences_per_step} is not a multiple of micro_batch = "
-                f"{self.micro_batch}, "
-                "so a step is no integer number of micro-batches."
+                f"sequences_per_step = {self.sequences_per_step} is not "
+                f"a multiple of micro_batch = {self.micro_batch}, so a step is no integer number of micro-batches."
             )
         if self.float8 and self.precision != "bfloat16":
             raise ValueError(
@@ -110,8 +109,8 @@ class LoopConfig(Config):
             raise ValueError("warmup_start: there is no warm-up. Set warmup_rate, or leave warmup_start out.")
         if self.final_rate and self.schedule not in ("linear", "cosine"):
             raise ValueError(
-                f"final_rate is where 'linear' and 'cosine' end; schedule {self.schedule!r} would ignore it. Leave "
-                f"it out."
+                "final_rate is where 'linear' and 'cosine' end; "
+                f"schedule {self.schedule!r} would ignore it. Leave it out."
             )
         return self
 
@@ -121,8 +120,8 @@ class LoopConfig(Config):
             ignored = [name for name in _ADAM if getattr(self, name) != type(self).model_fields[name].default]
             if ignored:
                 raise ValueError(
-                    f"{', '.join(ignored)}: optimizer 'adafactor' has no such setting, and would ignore it. Leave it "
-                    f"out."
+                    f"{', '.join(ignored)}: "
+                    "optimizer 'adafactor' has no such setting, and would ignore it. Leave it out."
                 )
         return self
 
@@ -247,7 +246,6 @@ def require_float8(float8: str | None) -> None:
 
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
         raise ConfigError(
-            f"loop.float8: {float8!r} needs a GPU of compute capability 8.9 or more (Ada, Hopper, Blackwell), not on "
-            f"this machine. "
-            "Leave it out."
+            f"loop.float8: {float8!r} needs a GPU of compute capability 8.9 or more (Ada, "
+            "Hopper, Blackwell), not on this machine. Leave it out."
         )

@@ -75,8 +75,8 @@ def test_missing_folder_is_refused_with_the_command_that_makes_it(places):
     with pytest.raises(
         DataError,
         match=re.escape(
-            f"{places.data}/stdlib_qa: no such data set. Make it with: python -m data_prep.stdlib_qa --data_path "
-            f"{places.data}"
+            f"{places.data}/stdlib_qa: no such data set. "
+            f"Make it with: python -m data_prep.stdlib_qa --data_path {places.data}"
         ),
     ):
         jsonl.corpus_folder(places, "stdlib_qa")
@@ -86,9 +86,8 @@ def test_missing_folder_is_refused_with_the_command_that_makes_it(places):
 
 def test_unknown_corpus_says_which_there_are_and_how_to_add_one(places, write_corpus):
     adds = (
-        f" These are prepared in {places.data}; a script of data_prep adds another, a folder with train.jsonl, "
-        f"val.jsonl, "
-        "or --data_path names the folder that holds it."
+        f" These are prepared in {places.data}; a script of data_prep adds another, "
+        "a folder with train.jsonl, val.jsonl, or --data_path names the folder that holds it."
     )
     with pytest.raises(
         DataError, match=re.escape(f"{places.data}/nq: no such data set: unknown corpus 'nq'. Known: none.{adds}")

@@ -251,8 +251,8 @@ def test_parts_that_make_other_batches_are_refused():
     one, other = (Sized(**vars(part(ids=torch.zeros(shape, dtype=torch.int64)))) for shape in ((1, 2), (1, 2, 2)))
     data = mixture.MixtureDataset({"a": one, "b": other}, [1, 1], None, 0)
     said = (
-        "data.parts.b: its batches are not of the kind of those of 'a': they differ in ids (int64, 2 axes), ids "
-        "(int64, 3 axes)"
+        "data.parts.b: its batches are not of the kind of those of 'a': "
+        "they differ in ids (int64, 2 axes), ids (int64, 3 axes)"
     )
     with pytest.raises(DataError, match=re.escape(said)):
         data.require_same_tensors()

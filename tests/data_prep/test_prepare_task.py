@@ -110,8 +110,8 @@ class TestGlue:
                 "rte",
                 "a\tb\n",
                 (
-                    "train.tsv:1: no column 'sentence1' or 'premise' for 'sentence1' of 'rte' among 2: 'a', 'b'. Without "
-                    "a header"
+                    "train.tsv:1: no column 'sentence1' or 'premise' for 'sentence1' of 'rte' among 2: "
+                    "'a', 'b'. Without a header"
                 ),
             ),
             ("qnli", "0\tq\ts\tentailment\n", "train.tsv:1: no column 'question' for 'question' of 'qnli' among 4"),

@@ -51,8 +51,8 @@ def launched(folder: Path, line: str) -> list[dict[str, str]]:
         ),
         (
             (
-                "--use_deepspeed --num_processes 1 --zero_stage 3 --offload_optimizer_device cpu --offload_param_device "
-                "cpu"
+                "--use_deepspeed --num_processes "
+                "1 --zero_stage 3 --offload_optimizer_device cpu --offload_param_device cpu"
             ),
             Choices(RESOURCES / "ds_config_zero3_offload.json"),
         ),

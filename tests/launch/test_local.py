@@ -122,8 +122,8 @@ def test_a_job_is_no_rank_of_the_torchrun_around_the_launcher(world: World, monk
     for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "RANKED", "MY_RANK"):
         monkeypatch.setenv(name, "kept")
     code = (
-        "import os; print(*sorted(n for n, v in os.environ.items() if v == 'kept' or 'RANK' in n or 'WORLD' in n "
-        "or 'ROLE' in n))"
+        "import os; print(*sorted(n for n, "
+        "v in os.environ.items() if v == 'kept' or 'RANK' in n or 'WORLD' in n or 'ROLE' in n))"
     )
     world.run(world.config(environment={"OTHER_RANK": "kept"}), [world.job("a", code)])
     assert world.out("a") == "MY_RANK OTHER_RANK RANKED\n"

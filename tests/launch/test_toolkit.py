@@ -187,8 +187,8 @@ class TestSubmit:
             tmp_path,
             "a",
             (
-                "import os, sys; print(os.getcwd(), os.environ['EAI_RUN_INDEX'], os.environ['A']); print('w', "
-                "file=sys.stderr)"
+                "import os, sys; print(os.getcwd(), os.environ['EAI_RUN_INDEX'], os.environ['A']); "
+                "print('w', file=sys.stderr)"
             ),
         )
         item.log_dir.mkdir(parents=True)

@@ -112,8 +112,8 @@ def test_names_are_known_before_the_library_is_loaded(module):
     assert module.Config().score_names() == tuple(module.Config().score([]))
     path, name = module.__name__, module.__name__.rpartition(".")[2]
     code = (
-        f"import sys; from {path} import Config; Config().score_names(); sys.exit(any(m in sys.modules for m in "
-        f"{LIBRARIES}))"
+        f"import sys; from {path} import Config; "
+        f"Config().score_names(); sys.exit(any(m in sys.modules for m in {LIBRARIES}))"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0, name
 

@@ -50,8 +50,8 @@ def test_light_modules_import_nothing_heavy():
     code = (
         "import sys; import src.models.cross_attention.config, src.models.trained_model, src.models.gpt_bigcode, "
         "src.models.hf, src.weights;"  # noqa: E501
-        "print([m for m in ('torch', 'transformers', 'numpy', 'pandas', 'safetensors', 'huggingface_hub') if m in "
-        "sys.modules])"
+        "print([m for m in ('torch', 'transformers', "
+        "'numpy', 'pandas', 'safetensors', 'huggingface_hub') if m in sys.modules])"
     )
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"

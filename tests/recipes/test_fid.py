@@ -172,8 +172,8 @@ def test_processes_may_share_the_model(tmp_path: Path):
             "model",
             T5,
             (
-                "model: expected 'fusion_in_decoder' around an encoder-decoder; got 't5', which is of the kind "
-                "'encoder_decoder'"
+                "model: expected 'fusion_in_decoder' around an encoder-decoder; "
+                "got 't5', which is of the kind 'encoder_decoder'"
             ),
         ),
         ("model.base", toy.BASE["model"], "expected an encoder-decoder, such as 't5'; got 'gpt_bigcode'"),

@@ -13,8 +13,8 @@ TEMPLATE = (
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 FOREIGN = (
-    "{{ raise_exception('one message only') if messages | length > 1 }}[user]{{ messages[0]['content'] | upper "
-    "}}[assistant]"
+    "{{ raise_exception('one message "
+    "only') if messages | length > 1 }}[user]{{ messages[0]['content'] | upper }}[assistant]"
 )
 """A template that upper-cases messages and takes only one: ours cannot be trained with it."""
 ENDLESS = {"seed": 3, "positions": 8192}

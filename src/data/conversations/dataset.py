@@ -48,8 +48,8 @@ class Writing(StrictConfig):
     def _tags_have_a_place(self) -> "Writing":
         if self.tags and self.template == "tokenizer":
             raise ValueError(
-                "tags: a template of the tokenizer has no place for them. Leave them out, or take template 'oasst' "
-                "or 'chatml'."
+                "tags: a template of the tokenizer has no place for them. "
+                "Leave them out, or take template 'oasst' or 'chatml'."
             )
         return self
 

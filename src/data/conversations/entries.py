@@ -160,8 +160,8 @@ def read_entry(row: Mapping[str, Any], where: str) -> Entry:
         other, rank = ranks.setdefault((reply.content, reply.reasoning), (place, reply.rank))
         if rank != reply.rank:
             raise DataError(
-                f"{where}: replies[{other}] and replies[{place}] say the same, with ranks {rank} and {reply.rank}. "
-                f"Leave one out."
+                f"{where}: replies[{other}] and replies[{place}] say the same, "
+                f"with ranks {rank} and {reply.rank}. Leave one out."
             )
     return Entry(messages, parsed)
 

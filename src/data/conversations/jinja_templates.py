@@ -145,8 +145,8 @@ class Jinja:
         """
         if any(tags):
             raise DataError(
-                "data.writing.tags: a template of the tokenizer has no place for them. Take template 'oasst' or "
-                "'chatml'."
+                "data.writing.tags: a template of the tokenizer has no place for them. "
+                "Take template 'oasst' or 'chatml'."
             )
         mask = _Mask(self._controls)
         raw, tools = [mask.message(message) for message in messages], mask.mask(tools_of(messages)) or None
@@ -217,9 +217,8 @@ class Jinja:
             ends = [end for end in ends if end <= max((end for _, end in of_last), default=0)]
         if not ends:
             raise _Unlearnable(
-                f"no control token ends the answer {shorten(last[start:])}, so no model would learn to stop. Write "
-                f"the end token after "
-                f"each answer{inside}, or take another template."
+                f"no control token ends the answer {shorten(last[start:])}, so no model would learn to stop. "
+                f"Write the end token after each answer{inside}, or take another template."
             )
         if self.marks_answers:
             content = _without_blanks(message["content"].rpartition("</think>")[2])
@@ -398,9 +397,8 @@ class Jinja:
                 _, *between = re.split("|".join(re.escape(turn.content) for turn in turns), text)
                 if between[2] == between[3] and not between[1].startswith(between[3]):
                     raise DataError(
-                        f"{WHERE}: the template writes the generation prompt {shorten(between[3])} after the last "
-                        f"answer too. "
-                        "Write it only if add_generation_prompt is true."
+                        f"{WHERE}: the template writes the generation prompt {shorten(between[3])} after the "
+                        "last answer too. Write it only if add_generation_prompt is true."
                     )
                 return
             written = " ".join(str(number) for number, count in enumerate(counts) for _ in range(count)) or "none"

@@ -41,8 +41,8 @@ def require_file(path: Path) -> None:
     """Raises DataError where there is no such file."""
     if not path.is_file():
         raise DataError(
-            f"{path}: no such file. data.ngrams names a text file below --data_path with one n-gram of words on each "
-            f"line."
+            f"{path}: no such file. "
+            "data.ngrams names a text file below --data_path with one n-gram of words on each line."
         )
 
 

@@ -104,9 +104,8 @@ def exact_lengths(inputs: int, density: float, mean_span: float) -> tuple[int, C
     found = counts(raw, density, mean_span)
     if raw < 2 or (found.input_tokens, found.target_tokens) != (inputs, targets):
         raise ConfigError(
-            f"no row of tokens gives exactly {inputs} input tokens at noise density {density} and mean span "
-            f"{mean_span}. "
-            "Write more input tokens or a higher density."
+            f"no row of tokens gives exactly {inputs} input tokens at "
+            f"noise density {density} and mean span {mean_span}. Write more input tokens or a higher density."
         )
     return raw, found
 

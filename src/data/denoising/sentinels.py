@@ -67,8 +67,8 @@ def _consecutive_ids(added: Mapping[str, tuple[int, bool]], where: str) -> list[
         )
     if plain := [name for name in names if not added[name][1]]:
         raise DataError(
-            f"{where}: {plain[0]} is no special token, so that text could turn into it. Add sentinels as special "
-            f"tokens."
+            f"{where}: {plain[0]} is no special token, so that text could turn into it. "
+            "Add sentinels as special tokens."
         )
     return [added[name][0] for name in names]
 

@@ -282,8 +282,8 @@ def _sort_side(sides: Sequence[_Side], items: Sequence[Item], where: str) -> lis
     places = {side.place for side in sides}
     if len(sides) > 1 and None in places:
         raise DataError(
-            f"{where}: {len(sides)} markers of the key {items[sides[0].number].key!r}, some without a position. "
-            f"Number all or none."
+            f"{where}: {len(sides)} markers of the key {items[sides[0].number].key!r}, "
+            "some without a position. Number all or none."
         )
     if sides and len(places) < len(sides) and items[sides[0].number].key == "entity_paragraph":
         return list(sides)

@@ -138,8 +138,8 @@ class ExampleMaker:
         self._after_prefix = [] if writing.separators.prefix_end[-1:].isspace() else self._space
         if writing.separators.prefix_end and not self._separator:
             raise ConfigError(
-                f"data.writing.separators.prefix_end: the tokenizer cannot encode {writing.separators.prefix_end!r}. "
-                f"Use another text."
+                "data.writing.separators.prefix_end: "
+                f"the tokenizer cannot encode {writing.separators.prefix_end!r}. Use another text."
             )
         self._most = int(room * writing.prefix_share)
         if len(self._separator) >= self._most:

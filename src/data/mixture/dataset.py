@@ -50,15 +50,15 @@ class Draw(StrictConfig):
         if self.fraction is None:
             if self.size is not None and self.size > samples:
                 raise DataError(
-                    f"{field}.size: the part has only {samples} samples. To read some again in each epoch, write a "
-                    f"fraction above 1."
+                    f"{field}.size: the part has only {samples} samples. "
+                    "To read some again in each epoch, write a fraction above 1."
                 )
             return self.size or samples
         count = round(self.fraction * samples)
         if not count:
             raise DataError(
-                f"{field}.fraction: {self.fraction:g} of {samples} samples is not one. Write a larger fraction, or a "
-                f"size alone."
+                f"{field}.fraction: {self.fraction:g} of {samples} samples is not one. "
+                "Write a larger fraction, or a size alone."
             )
         return min(count, self.size or count)
 
@@ -109,8 +109,8 @@ class Config(PartsConfig, ShuffledConfig):
                 raise ValueError(f"draw: {unknown_text('part', name, self.parts)}")
             if self.rates or self.cap or self.temperature != 1 or self.samples_per_epoch:
                 raise ValueError(
-                    "draw: with it, rates, cap, temperature and samples_per_epoch would be ignored. Leave them out, "
-                    "or leave draw out."
+                    "draw: with it, rates, cap, temperature and samples_per_epoch would be ignored. "
+                    "Leave them out, or leave draw out."
                 )
         return self
 
@@ -169,8 +169,8 @@ class Config(PartsConfig, ShuffledConfig):
         for name, count in zip(sizes, counts, strict=True):
             if not count:
                 raise DataError(
-                    f"data.parts.{name}: its share of {total} samples is less than one. Make data.samples_per_epoch "
-                    f"larger."
+                    f"data.parts.{name}: its share of {total} samples is less than one. "
+                    "Make data.samples_per_epoch larger."
                 )
         return counts
 
@@ -267,9 +267,9 @@ class MixtureDataset:
                 )
         if "sample_of_row" in kind and len(set(self._collations)) > 1:
             raise DataError(
-                "data.parts: a sample has several rows in their batches (sample_of_row), and such batches of parts "
-                "that collate "
-                "differently cannot be joined. Give the data sets an equal `collation`, or train on one part."
+                "data.parts: a sample has several rows in their batches (sample_of_row), "
+                "and such batches of parts that collate differently cannot be joined. "
+                "Give the data sets an equal `collation`, or train on one part."
             )
 
     def _place(self, index: int) -> tuple[int, int]:

@@ -50,8 +50,8 @@ class Config(PartsConfig):
     def _documents_can_be_packed(self) -> "Config":
         if self.documents.reader != DECODER or self.documents.has_order:
             raise ValueError(
-                f"documents: the samples of {self.documents.name!r} cannot be packed. Take 'documents' or "
-                f"'prompted_qa'."
+                f"documents: the samples of {self.documents.name!r} cannot be packed. "
+                "Take 'documents' or 'prompted_qa'."
             )
         require_own_order(self.documents, "documents")
         return self
@@ -65,9 +65,8 @@ class Config(PartsConfig):
                 except ConfigError:
                     raise ValueError(
                         f"too_long: samples of {path} ({part.name!r}) may have more than {self.sequence_tokens} "
-                        f"tokens, and the end of one "
-                        "that is cut would be learned without its beginning. Write too_long 'drop', or a larger "
-                        "sequence_tokens."
+                        "tokens, and the end of one that is cut would be learned without its beginning. "
+                        "Write too_long 'drop', or a larger sequence_tokens."
                     ) from None
         return self
 
@@ -111,8 +110,8 @@ def require_tested_model(sizes: Architecture | None) -> None:
         )
     if sizes and sizes.attention not in (None, *ATTENTIONS):
         raise ConfigError(
-            f"model.attention: packed documents were tested with {' and '.join(ATTENTIONS)}, not with "
-            f"{sizes.attention!r}."
+            f"model.attention: packed documents were tested with {' and '.join(ATTENTIONS)}, "
+            f"not with {sizes.attention!r}."
         )
 
 

@@ -253,8 +253,8 @@ class Store:
             if int(record["tokens"]) != len(ids) or zlib.crc32(source) != int(record["states_crc"]):  # type: ignore[arg-type]  a buffer
                 name = self._names[int(self._shards[place])]
                 raise DataError(
-                    f"{self._folder / name}.states: damaged from token {first} on. Run data_prep.preproc_nq again "
-                    f"with --verify."
+                    f"{self._folder / name}.states: damaged from token {first} on. "
+                    "Run data_prep.preproc_nq again with --verify."
                 )
             self._compared[place] = True
         out[:] = source
@@ -274,9 +274,8 @@ class Store:
             else "nothing"
         )
         raise DataError(
-            f"{self._folder}: has no states of an input of {len(ids)} tokens (sha256 {key.hex()[:12]}). It was made "
-            f"with {made}; "
-            f"the rows or the tokenizer are others now. {AGAIN}"
+            f"{self._folder}: has no states of an input of {len(ids)} tokens (sha256 {key.hex()[:12]}). "
+            f"It was made with {made}; the rows or the tokenizer are others now. {AGAIN}"
         )
 
     def _map(self, shard: int) -> "np.ndarray":

@@ -50,8 +50,8 @@ class Config(RowsConfig):
             raise ValueError("keep_useful: no passage is left out without num_passages. Remove it.")
         if self.contexts == "none" and (self.num_passages is not None or self.too_long != "truncate"):
             raise ValueError(
-                "contexts: with 'none' there is one passage, so num_passages and too_long would be ignored. Remove "
-                "them."
+                "contexts: with 'none' there is one passage, "
+                "so num_passages and too_long would be ignored. Remove them."
             )
         return self
 

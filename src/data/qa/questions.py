@@ -186,8 +186,8 @@ def require_room(field: str, given: int, needed: int) -> None:
     """Raises ConfigError where the template alone takes more tokens than are allowed."""
     if given < needed:
         raise ConfigError(
-            f"data.{field}: {given} tokens leave no room beside the template in this vocabulary; expected at least "
-            f"{needed}."
+            f"data.{field}: {given} tokens leave no room beside the template in this vocabulary; "
+            f"expected at least {needed}."
         )
 
 

@@ -46,9 +46,9 @@ class RolloutOrder:
             if branch.skips and ends % self.steps:
                 more = self.steps - ends % self.steps
                 raise RunError(
-                    f"skip:{branch.skipped_steps} from step {branch.from_step} ends in the middle of an iteration of "
-                    f"{self.steps} steps, "
-                    f"and its rollouts are gone. Undo the rewind, and skip {branch.skipped_steps + more}."
+                    f"skip:{branch.skipped_steps} from step {branch.from_step} "
+                    f"ends in the middle of an iteration of {self.steps} steps, and its rollouts are gone. "
+                    f"Undo the rewind, and skip {branch.skipped_steps + more}."
                 )
 
     @property

@@ -64,9 +64,8 @@ class Prompts:
         longer = next((index for index, length in enumerate(lengths) if length > tokens), None)
         if longer is not None and (long == "refuse" or not fit):
             raise DataError(
-                f"{self._rows.location(self._chosen[longer])}: its prompt has {lengths[longer]} tokens, more than "
-                f"the {tokens} of "
-                "data.prompts.sequence_tokens. Make room, or write data.long_prompts: leave_out."
+                f"{self._rows.location(self._chosen[longer])}: its prompt has {lengths[longer]} tokens, more "
+                f"than the {tokens} of data.prompts.sequence_tokens. Make room, or write data.long_prompts: leave_out."
             )
         if not fit:
             raise DataError(f"{self._name}: no conversation has something to answer.")

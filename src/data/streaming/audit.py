@@ -87,8 +87,8 @@ def replay(run: Path, data_path: Path, step: int | None = None) -> Delivered:
         cursor |= row.cursor
     if cursor != state["cursor"]:
         raise RunError(
-            f"{folder}: its lanes are not where the data and the branches lead. Were the data changed, or "
-            f"branch.json by hand?"
+            f"{folder}: its lanes are not where the data and the branches lead. "
+            "Were the data changed, or branch.json by hand?"
         )
     data.quarantine.attach(run)
     unreadable = {key for key in pieces if data.is_unreadable(key[1], key[2])}

@@ -258,8 +258,8 @@ class StreamedDataset:
                     return range(first + int(number), first + int(number) + 1)
                 first += shard.documents
         raise ConfigError(
-            f"deny list: {entry!r}: the data have no such {kind}. Undo it: python -m src.operations.interventions "
-            f"undo RUN."
+            f"deny list: {entry!r}: the data have no such {kind}. "
+            "Undo it: python -m src.operations.interventions undo RUN."
         )
 
     def arrangement(self, seed: int) -> Joined | Streams:

@@ -350,8 +350,8 @@ class Documents:
         index = tar_index.load_file(self.manifest.folder / listed.index, listed.bytes, listed.url, listed.index_digest)
         if len(index) != listed.documents:
             raise DataError(
-                f"{listed.index}: of {len(index)} documents, and the list says {listed.documents}. Index the tars "
-                f"again."
+                f"{listed.index}: of {len(index)} documents, "
+                f"and the list says {listed.documents}. Index the tars again."
             )
         return index
 

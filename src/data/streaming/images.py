@@ -61,8 +61,8 @@ class ImagesConfig(StrictConfig):
             raise ValueError("max_size: only 'idefics3' cuts images into tiles. Write that of frame_size.")
         if self.style == "idefics2" and self.enlarge:
             raise ValueError(
-                "enlarge: for 'idefics2' every image is brought to the size of a frame, so it would be ignored. "
-                "Remove it."
+                "enlarge: for 'idefics2' every image is brought to the size of a frame, "
+                "so it would be ignored. Remove it."
             )
         return self
 

@@ -107,8 +107,8 @@ class Config(DatasetConfig):
                 raise DataError(f"{where}: no label. Only rows of the split 'test' may have none.")
             if label is not None and task.task.kind == "classes" and label not in task.task.labels:
                 raise DataError(
-                    f"{where}: label {label!r} is none of {self.task!r}: {', '.join(task.task.labels)}. Prepare it "
-                    f"again."
+                    f"{where}: label {label!r} is none of {self.task!r}: "
+                    f"{', '.join(task.task.labels)}. Prepare it again."
                 )
             if label is not None and task.task.kind == "regression":
                 require_number(label, task.task, where)
@@ -180,8 +180,8 @@ class TaskDataset:
             back = str(tokenizer.decode(ids[:-1], skip_special_tokens=True)).strip()
             if back != text:
                 raise DataError(
-                    f"{place}: this tokenizer writes label {text!r} as {back!r}, so no answer could be right. Take "
-                    f"another."
+                    f"{place}: this tokenizer writes label {text!r} as {back!r}, "
+                    "so no answer could be right. Take another."
                 )
             if len(ids) > min(self._config.target_tokens, self.answer_tokens):
                 field = "target_tokens" if len(ids) > self._config.target_tokens else "max_new_tokens"
@@ -203,13 +203,13 @@ class TaskDataset:
             told = self._too_long(texts[long[0]], lengths[long[0]], "target_tokens")
             others = f" So have {len(long) - 1} more." if len(long) > 1 else ""
             raise DataError(
-                f"{told}{others} Allow more, or set data.long_targets: 'drop' leaves such rows out, 'cut' cuts their "
-                f"targets."
+                f"{told}{others} Allow more, or set data.long_targets: "
+                "'drop' leaves such rows out, 'cut' cuts their targets."
             )
         if len(long) == len(rows):
             raise DataError(
-                f"task {self.task.name!r}: every target is longer than data.target_tokens, {config.target_tokens}. "
-                f"Allow more."
+                f"task {self.task.name!r}: "
+                f"every target is longer than data.target_tokens, {config.target_tokens}. Allow more."
             )
         if long:
             log.warning(

@@ -99,8 +99,8 @@ class Task(Config):
         for name in self.columns:
             if name in FIELDS:
                 raise ValueError(
-                    f"columns: {name!r} is a field of every row. Call the column otherwise, and say its name in "
-                    f"`names`."
+                    f"columns: {name!r} is a field of every row. "
+                    "Call the column otherwise, and say its name in `names`."
                 )
         _require_distinct("labels", self.labels)
         if (self.kind == "classes") != (len(self.labels) > 1):

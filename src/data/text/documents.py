@@ -137,15 +137,14 @@ def _check_tokenizer(folder: Path, made: dict[str, Any], fingerprint: str, eos_i
     named = f"{made.get('name', 'another tokenizer')!r}"
     if made["fingerprint"] != fingerprint:
         raise DataError(
-            f"{folder}: tokenised with {named} (sha256 {made['fingerprint'][:12]}), but the model's tokenizer is "
-            f"another "
-            f"({fingerprint[:12]}). Run data_prep.tokenize with the model's tokenizer, or train a model that has "
-            f"this one."
+            f"{folder}: tokenised with {named} (sha256 {made['fingerprint'][:12]}), "
+            f"but the model's tokenizer is another ({fingerprint[:12]}). "
+            "Run data_prep.tokenize with the model's tokenizer, or train a model that has this one."
         )
     if made["eos_id"] != eos_id:
         raise DataError(
-            f"{folder}: its documents end with token {made['eos_id']}, those of the model with {eos_id}. "
-            f"{token_files.AGAIN}"
+            f"{folder}: its documents end with token {made['eos_id']}, "
+            f"those of the model with {eos_id}. {token_files.AGAIN}"
         )
 
 

@@ -81,9 +81,8 @@ def _describe_error(source: str | Path, error: Exception) -> str:
         and not isinstance(error, json.JSONDecodeError)
     ):
         return (
-            f"{source}: not in the local cache of the hub, and no folder. On a machine with network: hf download "
-            f"{source}; "
-            "or give the path of a folder with tokenizer.json."
+            f"{source}: not in the local cache of the hub, and no folder. "
+            f"On a machine with network: hf download {source}; or give the path of a folder with tokenizer.json."
         )
     reason = " ".join(f"{type(error).__name__}: {error}".split())
     return (

@@ -32,8 +32,8 @@ class Config(documents.TextConfig):
     def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
         if self.sequence_tokens is None and max_positions is not None:
             raise ConfigError(
-                f"data.sequence_tokens: missing. A document may be longer than the {max_positions} positions of the "
-                f"model."
+                "data.sequence_tokens: missing. "
+                f"A document may be longer than the {max_positions} positions of the model."
             )
         require_fit("data.sequence_tokens", (self.sequence_tokens or 0) + new_tokens, max_positions)
 

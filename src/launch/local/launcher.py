@@ -107,8 +107,8 @@ class Config(LauncherConfig):
         assert isinstance(own, Config)
         if changed := [name for name in _SHARED if getattr(own, name) != getattr(self, name)]:
             raise LaunchError(
-                f"{job.exp_id}: overrides cannot change {changed[0]} of the launcher local: all jobs of a submission "
-                f"share it."
+                f"{job.exp_id}: overrides cannot change {changed[0]} of the launcher local: "
+                "all jobs of a submission share it."
             )
         return {
             "exp_id": job.exp_id,

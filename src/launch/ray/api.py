@@ -112,8 +112,8 @@ def _ask_once(address: str, request: urllib.request.Request, seconds: float) -> 
         return parse_json(text, address, LaunchError)
     except LaunchError:
         raise LaunchError(
-            f"{address}: expected JSON of Ray, got {brief(text)!r}. Is it the address of the dashboard, and are you "
-            f"logged in?"
+            f"{address}: expected JSON of Ray, got {brief(text)!r}. "
+            "Is it the address of the dashboard, and are you logged in?"
         ) from None
 
 

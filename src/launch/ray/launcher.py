@@ -191,8 +191,8 @@ class Config(LauncherConfig):
         own = job.resources if isinstance(job.resources, Config) else self
         if changed := [name for name in _SHARED if getattr(own, name) != getattr(self, name)]:
             raise LaunchError(
-                f"{job.exp_id}: overrides cannot change {changed[0]} of the launcher ray: all jobs of a submission "
-                f"share it."
+                f"{job.exp_id}: overrides cannot change {changed[0]} of the launcher ray: "
+                "all jobs of a submission share it."
             )
         return own
 
@@ -260,8 +260,8 @@ class Config(LauncherConfig):
             return SchedulerState("unknown", reason=f"Ray's status is {brief(str(status))!r}", **facts)
         if kind == "JOB_SUPERVISOR_ACTOR_START_TIMEOUT":
             why = (
-                "never started: it waited for resources longer than RAY_JOB_START_TIMEOUT_SECONDS of Ray's head "
-                "node allows"
+                "never started: it waited "
+                "for resources longer than RAY_JOB_START_TIMEOUT_SECONDS of Ray's head node allows"
             )
             return SchedulerState("cancelled", reason=why, **facts)
         if code in (STOPPED, INTERRUPTED):

@@ -12,12 +12,10 @@ from src.launch.command import without_torchrun
 
 # Messages printed while the controller or the database is down, busy or restarting: worth another try.
 _AWAY = re.compile(
-    "socket timed out|unable to contact slurm controller|connection refused|connection timed out|zero bytes were "
-    "transmitted"
-    "|resource temporarily unavailable|transport endpoint|backup controller|slurmctld.*shut ?down|problem talking to "
-    "the database"
-    "|sending persconn|unable to establish controller|communication connection failure|connection reset|no route to "
-    "host",
+    "socket timed out|unable to contact slurm controller|connection refused|connection timed out|zero "
+    "bytes were transmitted|resource temporarily unavailable|transport "
+    "endpoint|backup controller|slurmctld.*shut ?down|problem talking to the database|sending "
+    "persconn|unable to establish controller|communication connection failure|connection reset|no route to host",
     re.IGNORECASE,
 )
 # Variables of the user's shell that would change the commands' output; those that locate the cluster stay.
@@ -89,8 +87,8 @@ def check_programs(*commands: str) -> None:
     """Raises LaunchError with the names of the `commands` that are not on PATH."""
     if lacking := [command for command in commands if shutil.which(command) is None]:
         raise LaunchError(
-            f"{', '.join(lacking)}: no such command on PATH. Submit from a machine of the cluster, with Slurm's "
-            f"commands."
+            f"{', '.join(lacking)}: no such command on PATH. "
+            "Submit from a machine of the cluster, with Slurm's commands."
         )
 
 

@@ -132,8 +132,8 @@ class Config(LauncherConfig):
     def _one_node_shared(self) -> "Config":
         if self.jobs_per_task > 1 and self.processes.nodes > 1:
             raise ValueError(
-                f"jobs_per_task: {self.jobs_per_task} experiments cannot share a task of {self.processes.nodes} "
-                f"nodes. Write 1."
+                f"jobs_per_task: {self.jobs_per_task} experiments cannot share a task of {self.processes.nodes} nodes. "
+                "Write 1."
             )
         return self
 
@@ -298,9 +298,8 @@ def _refuse_shared_parents(jobs: Sequence[Job]) -> None:
         for parent in job.after_jobs:
             if shared_tasks.task_of(parent) != parent:
                 raise LaunchError(
-                    f"{job.exp_id}: it starts from the experiment of job {parent}, which shares a Slurm task, and "
-                    f"Slurm can only "
-                    "wait for complete tasks. Submit it after that task has ended."
+                    f"{job.exp_id}: it starts from the experiment of job {parent}, which shares a Slurm task, "
+                    "and Slurm can only wait for complete tasks. Submit it after that task has ended."
                 )
 
 

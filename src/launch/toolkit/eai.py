@@ -320,8 +320,8 @@ def find_packages() -> tuple[Any, Any]:
         from haven.haven_jobs import toolkit_manager
     except ImportError as error:
         raise LaunchError(
-            f"toolkit: via is 'haven', which cannot be imported: {error}. pip install -r requirements/haven.txt, or "
-            f"use via: 'eai'."
+            f"toolkit: via is 'haven', which cannot be imported: {error}. "
+            "pip install -r requirements/haven.txt, or use via: 'eai'."
         ) from None
     return eai_toolkit_client, toolkit_manager
 

@@ -214,8 +214,8 @@ class Config(JobConfig):
                 shown = ", ".join(self.data) or "none"
                 what = "writes to" if written else "reads"
                 raise LaunchError(
-                    f"toolkit: a job {what} {path}, which is below no {'writable ' * written}mount of `data` "
-                    f"({shown}). Add one."
+                    f"toolkit: a job {what} {path}, "
+                    f"which is below no {'writable ' * written}mount of `data` ({shown}). Add one."
                 )
 
     def _undo(self, specs: Sequence[Spec], folder: Path, made: dict[str, str]) -> str:

@@ -141,8 +141,8 @@ class JobConfig(LauncherConfig):
         name = self.account[1:].strip("{}")
         if not os.environ.get(name):
             raise LaunchError(
-                f"toolkit: account is {self.account!r}, but {name} is not set. Set it: `export {name}=$(eai account "
-                f"get --field id)`."
+                f"toolkit: account is {self.account!r}, but {name} is not set. "
+                f"Set it: `export {name}=$(eai account get --field id)`."
             )
         return os.environ[name]
 

@@ -162,9 +162,8 @@ class Config(ModelConfig):
         call_once(self.base.check, places)
         if self.base.has_random_weights() and not self.train_all_params:
             raise ConfigError(
-                "cross_attention.base: its weights are drawn at random, and frozen they never learn and are in no "
-                "checkpoint. "
-                "Train it first and write ref(...) of that experiment, or set train_all_params."
+                "cross_attention.base: its weights are drawn at random, and frozen they never learn and are "
+                "in no checkpoint. Train it first and write ref(...) of that experiment, or set train_all_params."
             )
         if self.weights is not None:
             xc_cache_weights.require(Path(self.weights))
@@ -214,8 +213,8 @@ class Config(ModelConfig):
         if not family.gated and (self.num_key_value_heads is not None or self.attention_bias):
             field = "num_key_value_heads" if self.num_key_value_heads is not None else "attention_bias"
             raise ConfigError(
-                f"cross_attention: {field} is for Llama-style bases; on {base.model_type!r} it would be ignored. "
-                f"Remove it."
+                f"cross_attention: {field} is for Llama-style bases; "
+                f"on {base.model_type!r} it would be ignored. Remove it."
             )
         hidden, heads = self.hidden_size or base.hidden_size, self.num_heads or base.num_heads
         groups = (self.num_key_value_heads or base.num_key_value_heads) if family.gated else heads

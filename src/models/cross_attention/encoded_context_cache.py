@@ -253,9 +253,8 @@ class ContextCache:
             )
         if made["base"] != self._base:
             raise ConfigError(
-                f"{self.folder}: caches contexts of {made['name']} (weights {made['base'][:12]}), but this model's "
-                f"base is {name} "
-                f"(weights {self._base[:12]}). Name another folder, or delete this one."
+                f"{self.folder}: caches contexts of {made['name']} (weights {made['base'][:12]}), "
+                f"but this model's base is {name} (weights {self._base[:12]}). Name another folder, or delete this one."
             )
         if made["dtype"] != self.dtype:
             raise ConfigError(

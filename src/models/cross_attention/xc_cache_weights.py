@@ -96,8 +96,8 @@ def load(model: "CrossAttentionLM", folder: Path) -> None:
     if saved.keys() != expected:
         absent, extra = summarize_names(expected - saved.keys()), summarize_names(saved.keys() - expected)
         raise CheckpointError(
-            f"{folder}: of other blocks. Missing: {absent}; unexpected: {extra}. Compare its config.json with the "
-            f"experiment's model."
+            f"{folder}: of other blocks. "
+            f"Missing: {absent}; unexpected: {extra}. Compare its config.json with the experiment's model."
         )
     for ours, several in wanted.items():
         for theirs in several:

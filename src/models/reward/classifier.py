@@ -25,8 +25,8 @@ def sequence_classifier(model: RewardModel, pad_id: int) -> Any:
 
     if model.pooling != "last":
         raise ConfigError(
-            f"pooling {model.pooling!r}: transformers reads rewards only from the last token. Load it with this "
-            f"project."
+            f"pooling {model.pooling!r}: transformers reads rewards only from the last token. "
+            "Load it with this project."
         )
     config = type(model.config).from_dict({**model.config.to_dict(), "num_labels": 1, "pad_token_id": pad_id})
     try:

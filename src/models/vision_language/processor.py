@@ -63,9 +63,8 @@ def save(folder: Path, checkpoint: Path, tokenizer: Any) -> None:
         name = "Idefics3"
         if cut and not images.enlarge:
             log.warning(
-                "%s: transformers' processor cuts an image of more than %d pixels a side into more tiles than the "
-                "model knows. "
-                "Make such images smaller before, or train with data.images.enlarge.",
+                "%s: transformers' processor cuts an image of more than %d pixels a side into "
+                "more tiles than the model knows. Make such images smaller before, or train with data.images.enlarge.",
                 folder,
                 images.max_size,
             )
@@ -89,8 +88,8 @@ def read_images_config(checkpoint: Path) -> Any:
     run = checkpoint.resolve().parents[1]
     if not (run / "exp_dict.json").is_file():
         raise ConfigError(
-            f"{checkpoint}: how images became frames is in its run's exp_dict.json. Name a checkpoint that is in its "
-            f"run."
+            f"{checkpoint}: how images became frames is in its run's exp_dict.json. "
+            "Name a checkpoint that is in its run."
         )
     experiment: Any = load_experiment(read_exp_dict(run), str(run))
     images = getattr(experiment.data, "images", None)

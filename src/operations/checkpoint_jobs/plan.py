@@ -116,8 +116,8 @@ class Upload(Trials):
                     (
                         "to",
                         (
-                            f"expected file:///FOLDER or /FOLDER, got {self.to!r}. Anything else takes `command` and "
-                            f"`readback`."
+                            f"expected file:///FOLDER or /FOLDER, got {self.to!r}. "
+                            "Anything else takes `command` and `readback`."
                         ),
                     )
                 ]

@@ -78,8 +78,8 @@ class Local:
     def _check(self) -> None:
         if not self.root.is_dir():
             raise RunError(
-                f"{self.root}: no such folder to upload to. Is it mounted? It is not made here: an unmounted disk "
-                f"has none."
+                f"{self.root}: no such folder to upload to. "
+                "Is it mounted? It is not made here: an unmounted disk has none."
             )
 
 

@@ -108,8 +108,8 @@ class Finetuning(RecipeConfig):
         """Raises ConfigError if the loop has no weights to train."""
         if self.loop and self.model.is_frozen():
             raise ConfigError(
-                "model: its weights are frozen, so there is nothing to train. Put 'lora' around it, or write "
-                "evaluation."
+                "model: its weights are frozen, so there is nothing to train. "
+                "Put 'lora' around it, or write evaluation."
             )
 
     def check_compiled(self) -> None:
@@ -164,8 +164,8 @@ class Finetuning(RecipeConfig):
             requested = getattr(getattr(self, name, None), "questions", 0)
             if used is not None and requested > used:
                 raise ConfigError(
-                    f"{name}.questions: {requested}, but data.val_samples is {used}. Use at most {used}, or null for "
-                    f"all."
+                    f"{name}.questions: {requested}, but data.val_samples is {used}. "
+                    f"Use at most {used}, or null for all."
                 )
 
     def build_model(self, run: Run, used_before: bool = False) -> Any:

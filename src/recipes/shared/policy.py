@@ -57,13 +57,13 @@ class PolicyTraining(Finetuning):
             raise ValueError("answers, sampled: write at least one of them, or nothing would be measured.")
         if self.loop.label_smoothing or self.loop.z_loss:
             raise ValueError(
-                "loop: label_smoothing and z_loss are of tokens that somebody wrote, and would be ignored. Leave "
-                "them out."
+                "loop: label_smoothing and z_loss are of tokens that somebody wrote, "
+                "and would be ignored. Leave them out."
             )
         if self.loop.divergence.most_kl and self.reference_kind() == "none":
             raise ValueError(
-                "loop.divergence.most_kl: without a reference nobody measures a KL. Write a weight of it, or leave "
-                "it out."
+                "loop.divergence.most_kl: without a reference nobody measures a KL. "
+                "Write a weight of it, or leave it out."
             )
         return self
 

@@ -50,8 +50,8 @@ class Pretraining(Finetuning):
         wanted = self.data_kind or self.model_kind
         if self.data.reader != wanted:
             raise ValueError(
-                f"data: {self.data.name!r} is for {KINDS[self.data.reader]}; this recipe reads data for "
-                f"{KINDS[wanted]}."
+                f"data: {self.data.name!r} is for {KINDS[self.data.reader]}; "
+                f"this recipe reads data for {KINDS[wanted]}."
             )
         return self
 

@@ -137,8 +137,8 @@ def remove(decided: Plan) -> None:
             raise RunError(f"{run}: has changed meanwhile, so nothing of it was deleted. Look again.")
         for path, pin in _find_pinned(run, decided.deletable).items():
             raise RunError(
-                f"{path}: somebody works on it since a moment ago (see {pin}), so nothing of {run} was deleted. Look "
-                f"again."
+                f"{path}: somebody works on it since a moment ago (see {pin}), "
+                f"so nothing of {run} was deleted. Look again."
             )
         best = checkpoints.best_step(run)
         if best is not None and checkpoints.folder(run, best) in decided.deletable:
@@ -212,10 +212,9 @@ class RotationRule:
         steps = sorted(set(intervals))
         if self.every is not None and all(self.every % interval for interval in steps):
             error = ConfigError(
-                f"--keep_every: checkpoints are written every {' and every '.join(map(str, steps))} steps, so there "
-                f"is not one at each "
-                f"multiple of {self.every}. Take a multiple of {' or of '.join(map(str, steps))}, or change "
-                f"--save_every."
+                f"--keep_every: checkpoints are written every {' and every '.join(map(str, steps))} steps, "
+                f"so there is not one at each multiple of {self.every}. "
+                f"Take a multiple of {' or of '.join(map(str, steps))}, or change --save_every."
             )
             error.everywhere = True
             raise error

@@ -202,9 +202,9 @@ def override_learning_rate(base: Callable[[int], float], branches: Sequence[Bran
         elif change.value is not None:
             if rate(first) == 0:
                 error = ConfigError(
-                    f"branch {branch.number}: the schedule's learning rate is 0 after step {first}, so none can be "
-                    f"derived from "
-                    f"--lr ={change.value:g}. Undo the rewind, and go back to another step or use --lr xFACTOR."
+                    f"branch {branch.number}: the schedule's learning rate is 0 after step {first}, "
+                    f"so none can be derived from --lr ={change.value:g}. "
+                    "Undo the rewind, and go back to another step or use --lr xFACTOR."
                 )
                 error.everywhere = True  # the branches are the same on every rank
                 raise error

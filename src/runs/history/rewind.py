@@ -197,8 +197,8 @@ def _best_step(run: Path, target: Path) -> tuple[int | None, list[str]]:
     if problem := defect(checkpoints.folder(run, best), hashes=False):
         return None, [
             (
-                f"the best checkpoint of that time, step {best}, is gone ({problem}); none is named best until one is "
-                f"better"
+                f"the best checkpoint of that time, step {best}, is gone ({problem}); "
+                "none is named best until one is better"
             )
         ]
     return best, []

@@ -71,8 +71,8 @@ def name_model(text: str) -> str:
     name = text.replace("/", "-")
     if not _NAME.fullmatch(name):
         raise ConfigError(
-            f"{text!r}: cannot be a model's name. Expected letters, digits, '.', '_' and '-', beginning with a "
-            f"letter or a digit."
+            f"{text!r}: cannot be a model's name. "
+            "Expected letters, digits, '.', '_' and '-', beginning with a letter or a digit."
         )
     return name
 
@@ -85,8 +85,8 @@ def list_models(folder: Path) -> dict[str, dict[str, Any]]:
     """
     if not (folder / MARKER).is_file():
         raise RunError(
-            f"{folder}: no model repository of ours. Write one with python -m src.serving.triton.repository RUN "
-            f"{folder} --mode rm"
+            f"{folder}: no model repository of ours. "
+            f"Write one with python -m src.serving.triton.repository RUN {folder} --mode rm"
         )
     places = sorted(path.parent for path in folder.glob(f"[!.]*/{MANIFEST}"))
     return {place.name: read_manifest(place, RunError)["triton"] for place in places}
@@ -203,8 +203,8 @@ def trace(model: ServedModel) -> Any:
                 ) from None
             if not apart <= 1e-4:
                 raise ConfigError(
-                    f"its trace differs by {apart:.2g} from the model on {sizes[0]} x {sizes[1]} tokens. Use "
-                    f"--backend python."
+                    f"its trace differs by {apart:.2g} from the model on {sizes[0]} x {sizes[1]} tokens. "
+                    "Use --backend python."
                 )
     return traced
 

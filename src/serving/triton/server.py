@@ -57,22 +57,21 @@ def start(folder: Path, address: str = "127.0.0.1", ports: Sequence[int] = (0, 0
     models = list_models(folder)
     if not models:
         raise RunError(
-            f"{folder}: has no models yet. Write one with python -m src.serving.triton.repository RUN {folder} "
-            f"--mode rm"
+            f"{folder}: has no models yet. "
+            f"Write one with python -m src.serving.triton.repository RUN {folder} --mode rm"
         )
     program = _find_program()
     for name, facts in models.items():
         if not (ENVIRONMENT / "backends" / facts["backend"]).is_dir():
             raise ConfigError(
-                f"{folder / name}: is for the backend {facts['backend']!r}, which is missing from the server in "
-                f"{ENVIRONMENT}. "
-                "Run NVIDIA's own Triton on this folder, or write the model with --backend python."
+                f"{folder / name}: is for the backend {facts['backend']!r}, which is missing from the server "
+                f"in {ENVIRONMENT}. Run NVIDIA's own Triton on this folder, or write the model with --backend python."
             )
     with directory_lock(folder):
         if (state := read_state(folder)) is not None:
             raise RunError(
-                f"{folder}: its server runs already, as process {state['pid']} at {_describe(state)}. Stop it first, "
-                f"or reload it."
+                f"{folder}: its server runs already, as process {state['pid']} at {_describe(state)}. "
+                "Stop it first, or reload it."
             )
         chosen = _choose_ports(address, ports)
         _free_shared_memory(folder)
@@ -113,8 +112,8 @@ def start(folder: Path, address: str = "127.0.0.1", ports: Sequence[int] = (0, 0
             )
             if process.poll() is not None:
                 raise RunError(
-                    f"{folder}: its server ended with exit code {process.returncode}: {_read_reason(folder)} See "
-                    f"{folder / LOG}."
+                    f"{folder}: its server ended with exit code {process.returncode}: "
+                    f"{_read_reason(folder)} See {folder / LOG}."
                 )
         except BaseException:
             _end(state, folder)

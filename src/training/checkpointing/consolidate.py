@@ -77,8 +77,8 @@ def locate(path: Path, step: int | None = None) -> Path:
     if checkpoint is None or not checkpoint.is_dir():
         there = ", ".join(str(checkpoints.step_of(entry)) for entry in checkpoints.list_all(path)) or "none"
         raise CheckpointError(
-            f"{path}: has no whole checkpoint{'' if step is None else f' of step {step}'}. Steps that are there: "
-            f"{there}."
+            f"{path}: has no whole checkpoint{'' if step is None else f' of step {step}'}. "
+            f"Steps that are there: {there}."
         )
     return checkpoint.resolve()
 
@@ -103,8 +103,8 @@ def consolidate(checkpoint: Path, export: Export | None = None) -> list[Path]:
             return _add_missing(checkpoint, found)
     if export.folder.exists() and not _is_replaceable(export.folder):
         raise ConfigError(
-            f"--output {export.folder}: holds something else. Name a folder that is new, empty, or was written by "
-            f"this command."
+            f"--output {export.folder}: holds something else. "
+            "Name a folder that is new, empty, or was written by this command."
         )
     facts = _manifest_entry(checkpoint, found, export.dtype, export.everything)
     with files.new_directory(export.folder, facts) as folder:
@@ -157,9 +157,8 @@ def _open(checkpoint: Path) -> zero_layout.Shards:
     folder, dcp = zero_layout.find(checkpoint), (checkpoint / dcp_shards.MOMENTS).is_dir()
     if folder is None and not dcp:
         raise CheckpointError(
-            f"{checkpoint}: holds no shards of DeepSpeed ZeRO (zero_pp_rank_*_mp_rank_00_optim_states.pt), itself or "
-            f"in zero/, and none of "
-            "FSDP2 in optimizer/."
+            f"{checkpoint}: holds no shards of DeepSpeed ZeRO (zero_pp_rank_*_mp_rank_00_optim_states.pt), "
+            "itself or in zero/, and none of FSDP2 in optimizer/."
         )
     if (checkpoint / files.MANIFEST).exists():
         if problem := files.defect(checkpoint):
@@ -332,14 +331,14 @@ def run_action(args: argparse.Namespace) -> int:
         export = Export(args.output, args.shard_size or SHARD_BYTES, args.dtype or "float32", args.all)
     elif args.shard_size or args.dtype or args.all:
         raise ConfigError(
-            "--shard-size, --dtype, --all: only with --output. A checkpoint keeps its trained weights as float32 in "
-            "one file."
+            "--shard-size, --dtype, --all: only with --output. "
+            "A checkpoint keeps its trained weights as float32 in one file."
         )
     checkpoint = locate(expand_run(args.source), args.step)
     if export is None and not (checkpoint / files.MANIFEST).exists():
         raise ConfigError(
-            f"{checkpoint}: is not a checkpoint of a run (it has no {files.MANIFEST}). Say with --output where to "
-            f"write."
+            f"{checkpoint}: is not a checkpoint of a run (it has no {files.MANIFEST}). "
+            "Say with --output where to write."
         )
     if args.verify:
         done = f"{args.output or checkpoint}: {len(verify(checkpoint, args.output))} tensors are what the shards hold."

@@ -166,8 +166,8 @@ def _require_all(folder: Path, written: Mapping[str, Any]) -> None:
     tensors_by_name = {name: tensor.shape for name, tensor in tensors(folder).items()}
     if tensors_by_name != {name: tuple(getattr(about, "size", ())) for name, about in written.items()}:
         raise RunError(
-            f"{folder}: process 0 does not see the files of all processes. Give -sb a folder on a disk that all "
-            f"machines share."
+            f"{folder}: process 0 does not see the files of all processes. "
+            "Give -sb a folder on a disk that all machines share."
         )
 
 

@@ -108,9 +108,8 @@ def require_equal_experience(tensors: dict[str, Tensor]) -> None:
     others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if others:
         error = TrainingError(
-            f"Experience.tensors returns other tensors on rank {others[0]} than on rank 0, and only those of rank 0 "
-            f"are saved. Gather "
-            "them, so that all ranks have the same tensors."
+            f"Experience.tensors returns other tensors on rank {others[0]} than on rank 0, "
+            "and only those of rank 0 are saved. Gather them, so that all ranks have the same tensors."
         )
         error.everywhere = True
         raise error

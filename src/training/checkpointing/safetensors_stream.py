@@ -85,8 +85,8 @@ class StoredTensor:
                     chunk = file.read(min(remaining, CHUNK_BYTES))
                     if len(chunk) < min(remaining, CHUNK_BYTES):
                         raise CheckpointError(
-                            f"{piece.file}: ends in the middle of a tensor: it is damaged, or has changed since it "
-                            f"was opened."
+                            f"{piece.file}: ends in the middle of a tensor: "
+                            "it is damaged, or has changed since it was opened."
                         )
                     remaining -= len(chunk)
                     yield chunk
@@ -210,8 +210,8 @@ def difference(
         target = target_dtype(tensor.dtype, dtype)
         if (tensor.shape, target) != (tensors[name].shape, tensors[name].dtype):
             return (
-                f"{name} is {list(tensors[name].shape)} of {tensors[name].dtype}, expected {list(tensor.shape)} "
-                f"of {target}"
+                f"{name} is {list(tensors[name].shape)} of {tensors[name].dtype}, "
+                f"expected {list(tensor.shape)} of {target}"
             )
     unequal = [name for name, tensor in expected.items() if tensor.digest(dtype) != tensors[name].digest()]
     return f"other numbers in {first_names(unequal)}" if unequal else None

@@ -113,8 +113,8 @@ def read(folder: Path) -> Shards:
     _common_value(models, "shapes", "of another model")
     if _common_value(models, "world_size", "of a training of {} processes") != world:
         raise CheckpointError(
-            f"{models[0].file}: of a training of {models[0].world_size} processes, {optimizers[0].file.name} of "
-            f"{world}."
+            f"{models[0].file}: of a training of {models[0].world_size} processes, "
+            f"{optimizers[0].file.name} of {world}."
         )
     return _assemble(
         folder, step, [optimizers[rank] for rank in range(world)], [models[rank] for rank in sorted(models)]
@@ -154,8 +154,8 @@ def _common_value(shards: Mapping[int, Any], name: str, text: str) -> Any:
         found = getattr(shard, name)
         if found != expected:
             raise CheckpointError(
-                f"{shard.file}: {text.format(found)}; {shards[0].file.name}: {text.format(expected)}. Shards of one "
-                f"save go together."
+                f"{shard.file}: {text.format(found)}; {shards[0].file.name}: {text.format(expected)}. "
+                "Shards of one save go together."
             )
     return expected
 

@@ -240,15 +240,15 @@ class Detector:
             if loss > level + config.jump_deviations * noise and not (watch.reported and config.on_loss_jump == "warn"):
                 times = (loss - level) / noise
                 text = (
-                    f"the loss is {loss:.4g}, {times:.0f} times the noise above its level (level {level:.4g}, "
-                    f"noise {noise:.2g})"
+                    f"the loss is {loss:.4g}, "
+                    f"{times:.0f} times the noise above its level (level {level:.4g}, noise {noise:.2g})"
                 )
                 found.append(self._finding("loss_jump", step, text, step))
         if not watch.rose(step, loss, limit):
             return found
         text = (
-            f"the loss is {loss:.4g}, above {limit:.4g} since step {watch.first_step} (level {level:.4g}, noise "
-            f"{noise:.2g})"
+            f"the loss is {loss:.4g}, "
+            f"above {limit:.4g} since step {watch.first_step} (level {level:.4g}, noise {noise:.2g})"
         )
         return [*found, self._finding("loss_spike", step, text, watch.first_step)]
 
@@ -288,8 +288,8 @@ class Detector:
         if rise <= config.drift_deviations * self._floor(level) or rise <= config.drift_deviations * self._noise(level):
             return []
         text = (
-            f"the median of {config.window} losses has risen to {level:.4g} from {self.lowest:.4g} at step "
-            f"{self.lowest_step}"
+            f"the median of {config.window} "
+            f"losses has risen to {level:.4g} from {self.lowest:.4g} at step {self.lowest_step}"
         )
         found = self._finding("loss_drift", step, text, self.lowest_step)
         self.lowest, self.lowest_step = level, step  # the next one must rise as far again

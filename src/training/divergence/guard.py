@@ -127,8 +127,8 @@ class DivergenceGuard:
             return (
                 None,
                 (
-                    f"branch {old.number} reads step {to} and what follows in another order, in which nothing can be "
-                    f"passed over."
+                    f"branch {old.number} reads step {to} and what follows in another order, "
+                    "in which nothing can be passed over."
                 ),
             )
         # Not their sum, as each may have read a part of its own of the next phase.

@@ -41,8 +41,8 @@ class Wandb:
         trial = "WANDB_SWEEP_ID" in os.environ  # then the agent has also set entity, project and id
         if trial and (mode := os.environ.get("WANDB_MODE", "online")) not in ("online", "shared"):
             raise RunError(
-                f"wandb: WANDB_MODE is {mode!r}, so this trial's sweep would get no scores. Unset it, or run python "
-                f"-m src.sweeps."
+                f"wandb: WANDB_MODE is {mode!r}, so this trial's sweep would get no scores. "
+                "Unset it, or run python -m src.sweeps."
             )
         online = trial or (options.entity is not None and options.project is not None)
         identity = _identity(run)

@@ -40,9 +40,8 @@ def build_accelerator(config: LoopConfig, options: Options) -> Accelerator:
         options.deepspeed and config.optimizer != "adamw"
     ):  # ZeRO joins parameters end to end: it has no tensor whose size could be taken
         raise ConfigError(
-            f"loop.optimizer: {config.optimizer!r} needs to know each tensor's size, and DeepSpeed shows it flat "
-            f"pieces of many. "
-            f"Use {_INSTEAD[config.optimizer]}, or 'adamw'."
+            f"loop.optimizer: {config.optimizer!r} needs to know each tensor's size, "
+            f"and DeepSpeed shows it flat pieces of many. Use {_INSTEAD[config.optimizer]}, or 'adamw'."
         )
     if options.fsdp and config.optimizer == "adafactor":
         raise ConfigError(

@@ -71,9 +71,8 @@ class Compiled:
         shape = next(value.shape for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
         if self.shape not in (None, shape):
             raise ConfigError(
-                f"loop.compile: a layer was compiled for {list(self.shape or ())} and now reads {list(shape)}. Each "
-                f"would be "
-                "compiled anew: have the data pad every batch to one length, or leave loop.compile out."
+                f"loop.compile: a layer was compiled for {list(self.shape or ())} and now reads {list(shape)}. "
+                "Each would be compiled anew: have the data pad every batch to one length, or leave loop.compile out."
             )
         self.shape = shape
         return self.graph(self.layer, *args, **kwargs)

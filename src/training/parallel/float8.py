@@ -48,9 +48,8 @@ def convert_layers(model: nn.Module, scaling: str, emulate: bool = False) -> int
                 count += 1
     if not count:
         raise ConfigError(
-            f"loop.float8: the layers of {type(model).__name__} have no trained nn.Linear whose sides are multiples "
-            f"of {MULTIPLE} "
-            "(adapters aside). Leave loop.float8 out."
+            f"loop.float8: the layers of {type(model).__name__} have no "
+            f"trained nn.Linear whose sides are multiples of {MULTIPLE} (adapters aside). Leave loop.float8 out."
         )
     log.info("%d matrices multiply in float8 (%s).", count, scaling)
     return count

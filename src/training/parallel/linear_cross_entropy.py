@@ -100,7 +100,7 @@ def _require_unchanged(model: nn.Module, found: Tensor, made: list[Tensor]) -> N
         or not torch.equal(found.nan_to_num(), made[0].nan_to_num())
     ):
         raise ConfigError(
-            f"{FIELD}: {type(model).__name__} does not give the logits as its output projection makes them. Leave it "
-            f"out."
+            f"{FIELD}: {type(model).__name__} does not give the logits as its output projection makes them. "
+            "Leave it out."
         )
     vars(model)["logits_stay_as_they_are"] = True

@@ -74,8 +74,8 @@ def checkpoint_layers(model: nn.Module, how: str = "full") -> int:
         )
     if how == "selective" and any(isinstance(layer.forward, Compiled) for layer in found):
         raise ConfigError(
-            "--gradient_checkpointing selective: compiled layers are saved whole or not at all. Write 'full', or "
-            "leave it out."
+            "--gradient_checkpointing selective: compiled layers are saved whole or not at all. "
+            "Write 'full', or leave it out."
         )
     for layer in found:
         layer.forward = _Recomputed(layer.forward, how == "selective")

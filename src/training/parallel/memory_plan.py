@@ -252,8 +252,8 @@ def plan(
     count = config.sequences_per_step // config.micro_batch
     if count < machines.gpus:
         raise ConfigError(
-            f"--gpus {machines.gpus}: a step has {count} micro-batches. Plan at most that many, or lower "
-            f"loop.micro_batch."
+            f"--gpus {machines.gpus}: a step has {count} micro-batches. "
+            "Plan at most that many, or lower loop.micro_batch."
         )
     passes = -(-count // machines.gpus)
     if machines.gradient_checkpointing:

@@ -40,9 +40,8 @@ def cut_matrices(model: nn.Module, mesh: DeviceMesh) -> None:
         cut += styles
     if not cut:
         raise ConfigError(
-            f"--tensor_parallel: transformers tells no way to cut a {type(model).__name__}. Use a family such as "
-            f"Llama, Mistral or Qwen2, "
-            "or leave it out."
+            f"--tensor_parallel: transformers tells no way to cut a {type(model).__name__}. "
+            "Use a family such as Llama, Mistral or Qwen2, or leave it out."
         )
 
 

@@ -93,8 +93,8 @@ def fill_settings(path: Path, config: LoopConfig) -> dict[str, Any]:
     ]
     wrong += [
         (
-            f"{key}: {json.dumps(value)}, which would change the experiment's numbers, and the experiment says nothing "
-            f"of it"
+            f"{key}: {json.dumps(value)}, "
+            "which would change the experiment's numbers, and the experiment says nothing of it"
         )
         for key, value in {**given, **flat}.items()
         if key in _NUMBERS and value not in ("auto", None) and value is not False

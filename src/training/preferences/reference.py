@@ -53,8 +53,8 @@ class WithReference:
         logps = self.logps.get(digest(found))
         if logps is None:
             raise RunError(
-                f"sample {key}: {FILE} has no log-probabilities of it. Delete that file of the run, and it is made "
-                f"anew."
+                f"sample {key}: {FILE} has no log-probabilities of it. "
+                "Delete that file of the run, and it is made anew."
             )
         return found, logps
 

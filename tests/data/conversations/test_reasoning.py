@@ -30,8 +30,8 @@ STRIPS = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 PAIR = (
-    "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + ('<|E|>' if m['role'] == 'assistant' else '') + "
-    "'<|im_end|>' }}"
+    "{% for m in messages %}{{ m['role'] + ': "
+    "' + m['content'] + ('<|E|>' if m['role'] == 'assistant' else '') + '<|im_end|>' }}"
 )
 PAIR += "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 
@@ -214,10 +214,9 @@ def test_generated_answer_is_split_into_reasoning_and_content(source: str, text:
 
 
 MARKED = (
-    "{% for m in messages %}{{ m['role'] + ': ' }}{% if m['role'] == 'assistant' and loop.last %}{% generation %}"
-    "{{ m['content'] }}{{ '<|im_end|>' }}{% endgeneration %}{% else %}{{ m['content'] }}{{ '<|im_end|>' }}{% endif "
-    "%}{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
+    "{% for m in messages %}{{ m['role'] + ': ' }}{% if m['role'] == 'assistant' and loop.last "
+    "%}{% generation %}{{ m['content'] }}{{ '<|im_end|>' }}{% endgeneration %}{% else %}{{ m['content'] }}{{ "
+    "'<|im_end|>' }}{% endif %}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 )
 
 
@@ -323,8 +322,8 @@ def test_content_that_spells_a_mask_is_plain_text():
 
 def test_template_without_a_generation_prompt():
     source = (
-        "{% for m in messages %}{{ ('user: ' if m['role'] == 'user' else '') + m['content'] + '<|im_end|>' }}{% "
-        "endfor %}"
+        "{% for m in messages %}{{ ('user: "
+        "' if m['role'] == 'user' else '') + m['content'] + '<|im_end|>' }}{% endfor %}"
     )
     assert learned(source, ASK, Message("assistant", "two"), ASK, Message("assistant", "")) == [
         "two<|im_end|>",

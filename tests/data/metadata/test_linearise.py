@@ -89,9 +89,8 @@ def test_real_processors(linearisation: str):
 @pytest.mark.parametrize("linearisation", ["compatible", "nested"])
 def test_generic_processors(linearisation: str):
     expected = (
-        "An [html: b][entity: Malus domestica]apple[/entity: Malus domestica][/html: b] is an edible fruit produced "
-        "by an "
-        "[html: b][html: i]apple[/html: i] tree[/html: b] (Malus domestica)."
+        "An [html: b][entity: Malus domestica]apple[/entity: Malus domestica][/html: "
+        "b] is an edible fruit produced by an [html: b][html: i]apple[/html: i] tree[/html: b] (Malus domestica)."
     )
     assert marked(document(APPLE, *FRUIT), "html entity", generic, linearisation).text == expected
 

@@ -18,15 +18,12 @@ from src.data.text.tokenizers import SafeTokenizer
 from src.exp_groups.metadata import GPT2_XL_V2
 
 MODULES = (
-    "abc aifc argparse ast base64 bdb bisect bz2 calendar cmd code codecs collections colorsys concurrent "
-    "configparser contextlib copy "
-    "csv dataclasses datetime decimal difflib dis email enum fileinput fnmatch fractions functools gc glob graphlib "
-    "gzip hashlib heapq "
-    "hmac html inspect io ipaddress itertools json keyword linecache locale logging lzma mailbox math numbers "
-    "operator optparse os "
-    "pathlib pickle pprint queue random re reprlib sched secrets shelve shlex shutil statistics string struct "
-    "textwrap threading timeit "
-    "token traceback types typing urllib uuid warnings wave weakref zipfile zlib "
+    "abc aifc argparse ast base64 bdb bisect bz2 calendar cmd code codecs collections colorsys "
+    "concurrent configparser contextlib copy csv dataclasses datetime decimal difflib dis email enum "
+    "fileinput fnmatch fractions functools gc glob graphlib gzip hashlib heapq hmac html inspect io "
+    "ipaddress itertools json keyword linecache locale logging lzma mailbox math numbers operator optparse os pathlib "
+    "pickle pprint queue random re reprlib sched secrets shelve shlex shutil statistics string struct "
+    "textwrap threading timeit token traceback types typing urllib uuid warnings wave weakref zipfile zlib "
 )
 DOCUMENTS = 60
 ROOM = 1024

@@ -281,9 +281,8 @@ def test_missing_corpus_is_found_without_building(places):
 
 def test_importing_and_checking_load_no_torch():
     code = (
-        "import sys; from src.data.qa import cross_attention; from src.data.text import dataset; from src.metrics "
-        "import squad; "
-        "print({'torch', 'transformers', 'tokenizers', 'numpy'} & set(sys.modules))"
+        "import sys; from src.data.qa import cross_attention; from src.data.text import dataset; "
+        "from src.metrics import squad; print({'torch', 'transformers', 'tokenizers', 'numpy'} & set(sys.modules))"
     )
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()

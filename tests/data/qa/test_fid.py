@@ -96,8 +96,8 @@ def test_contexts_that_lose_their_end_are_told(build, caplog):
     data = build([row(contexts_list=contexts)], num_passages=2)
     data.sample(0, 0)
     told = (
-        "c: 1 of 2 contexts read by this process lost their end: data.passage_tokens is 64, and data.too_long "
-        "'truncate'."
+        "c: 1 of 2 contexts read by this process lost their end: "
+        "data.passage_tokens is 64, and data.too_long 'truncate'."
     )
     assert caplog.messages == [told]
     caplog.clear()

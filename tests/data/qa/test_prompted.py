@@ -102,8 +102,8 @@ def test_contexts_that_lose_their_end_are_told(build, caplog):
     for i in range(3):
         data.sample(0, i)
     told = (
-        "c: 1 of 2 contexts read by this process lost their end: data.context_tokens is 64, and data.too_long "
-        "'truncate'."
+        "c: 1 of 2 contexts read by this process lost their end: "
+        "data.context_tokens is 64, and data.too_long 'truncate'."
     )
     assert caplog.messages == [told]  # the template adds 12 tokens
 

@@ -295,8 +295,8 @@ def test_a_fetcher_that_is_stopped_or_killed(piped: Callable[..., Shard], tmp_pa
     shard = piped(
         "a",
         (
-            "head -c 500 {file}; echo x >> {folder}/log; while [ ! -e {folder}/go ]; do sleep 0.01; done; tail -c 500 "
-            "{file}"
+            "head -c 500 {file}; echo x >> {folder}/log; while [ ! "
+            "-e {folder}/go ]; do sleep 0.01; done; tail -c 500 {file}"
         ),
     )
     process = FORK.Process(daemon=True, target=lambda: reader(tmp_path).read(shard, 0, 1))

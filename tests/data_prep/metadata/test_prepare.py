@@ -212,8 +212,8 @@ def test_documents_in_both_splits_are_an_error(tmp_path: Path, capsys: pytest.Ca
     assert run(tmp_path, *words) == 1
     output = capsys.readouterr().err
     assert (
-        f"{tmp_path / 'train.jsonl'}: row 2: the same text as row 3 of {tmp_path / 'val.jsonl'}, which is for "
-        f"validation."
+        f"{tmp_path / 'train.jsonl'}: row 2: "
+        f"the same text as row 3 of {tmp_path / 'val.jsonl'}, which is for validation."
     ) in output
     assert not (tmp_path / "data" / "made").exists()
     link = tmp_path / "link.jsonl"

@@ -58,8 +58,8 @@ def test_cut_tar_is_reported_and_the_rest_is_indexed(tmp_path: Path, capsys: pyt
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 4
     assert (
-        f"between.tar: cut between two members: {between} bytes, and no end of archive. 2 documents before it are "
-        f"indexed."
+        f"between.tar: cut between two members: {between} bytes, and no end of archive. "
+        "2 documents before it are indexed."
     ) in errors[0]
     assert "within.tar: cut in a member of" in errors[1]
     assert "empty.tar: cut between two members: 0 bytes" in errors[2]

@@ -150,8 +150,8 @@ def test_speed_is_measured_and_compared(folder: Path, capsys: pytest.CaptureFixt
     assert f"{folder / 'pages'}: the indexes have no counts" not in out
     assert plan.compare(10, 2.0, plan.Training(4, 2, 5.0)) == [
         (
-            "speed: 5.0 rows/s of one process (10 rows in 2.0 s), 10.0 of 2; wanted are 5.0: 50% of the time of a core "
-            "for each process"
+            "speed: 5.0 rows/s of one process (10 rows in 2.0 s), 10.0 of 2; "
+            "wanted are 5.0: 50% of the time of a core for each process"
         )
     ]
 

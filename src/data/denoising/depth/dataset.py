@@ -86,8 +86,8 @@ class Config(DenoisingConfig):
     def check_model(self, sizes: Architecture | None) -> None:
         if sizes and sizes.model_type == "longt5":
             raise ConfigError(
-                "data: DEPTH's masks have a row for each token, and LongT5's encoder takes none such. Take another "
-                "objective."
+                "data: DEPTH's masks have a row for each token, and LongT5's encoder takes none such. "
+                "Take another objective."
             )
 
     def batch_lengths(self) -> tuple[int, ...] | None:
@@ -126,9 +126,8 @@ def _require_sentence_tokens(special: Container[str], number: int, where: str) -
     missing = [name for name in wanted if name not in special]
     if missing:
         raise DataError(
-            f"{where}: has no special token {missing[0]}; data.num_sentences {number} needs {EOSEN} and {wanted[1]} "
-            f"to {wanted[-1]}. "
-            f"Add them: python -m data_prep.t5_tokenizer --from {where} --name NAME --sentences {number}"
+            f"{where}: has no special token {missing[0]}; data.num_sentences {number} needs {EOSEN} and {wanted[1]} to "
+            f"{wanted[-1]}. Add them: python -m data_prep.t5_tokenizer --from {where} --name NAME --sentences {number}"
         )
     return wanted
 

@@ -31,9 +31,8 @@ class Room:
         self._most: dict[int, int] = {}
         if self.max_tokens(1) < 2:
             raise ConfigError(
-                f"input_tokens {input_tokens} and target_tokens {target_tokens}, with {num_sentinels} sentinels at "
-                f"most, leave no room for "
-                "text. Write more."
+                f"input_tokens {input_tokens} and target_tokens {target_tokens}, "
+                f"with {num_sentinels} sentinels at most, leave no room for text. Write more."
             )
 
     def max_tokens(self, num_sentences: int) -> int:

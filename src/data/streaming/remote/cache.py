@@ -91,9 +91,8 @@ class ShardCache:
                 return None
             if time.monotonic() > deadline:
                 raise ShardUnavailable(
-                    f"{shard.url}: no room in {self.folder} for {self.patience:g} s: other shards that are being "
-                    f"read fill its "
-                    f"{self.limit} bytes. Give it more, for at least one shard of each process."
+                    f"{shard.url}: no room in {self.folder} for {self.patience:g} s: other shards that "
+                    f"are being read fill its {self.limit} bytes. Give it more, for at least one shard of each process."
                 )
             time.sleep(_POLL)
 

@@ -162,8 +162,8 @@ class Fields(StrictConfig):
             return None
         if len(values[image]) != len(values[text]):
             raise FieldError(
-                f"{self.entries[image].text} has {len(values[image])} items, {self.entries[text].text} "
-                f"{len(values[text])}"
+                f"{self.entries[image].text} has {len(values[image])} items, "
+                f"{self.entries[text].text} {len(values[text])}"
             )
         order = []
         for place, pair in enumerate(zip(values[image], values[text], strict=True)):
