@@ -277,8 +277,8 @@ def train(args: argparse.Namespace, planned: Sequence[Any], chosen: set[str], pl
 
 
 def run_one(item: Any, reset: int, places: Any, options: Any, micro_batch: int | None = None) -> None:
-    """Train one experiment in its save directory; a finished one is left as it is. micro_batch: instead of the
-    experiment's own."""
+    """Train one experiment in its save directory; a finished one is left as it is.
+    micro_batch: instead of the experiment's own."""
     from src import distributed, torch_settings
     from src.errors import ConfigError
     from src.registry import resolved_dict

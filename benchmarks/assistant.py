@@ -256,9 +256,9 @@ def train_theirs(places: Places, steps: int, site: Path) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         config = trl.SFTConfig(
-            output_dir=folder, max_steps=steps, per_device_train_batch_size=PER_STEP, learning_rate=1e-4, report_to=[], max_length=None,
-            completion_only_loss=True, use_cpu=True, save_strategy="no", bf16=False, gradient_checkpointing=False, logging_steps=steps,
-            disable_tqdm=True, train_sampling_strategy="sequential",
+            output_dir=folder, max_steps=steps, per_device_train_batch_size=PER_STEP, learning_rate=1e-4,
+            report_to=[], max_length=None, completion_only_loss=True, use_cpu=True, save_strategy="no", bf16=False,
+            gradient_checkpointing=False, logging_steps=steps, disable_tqdm=True, train_sampling_strategy="sequential",
         )  # fmt: skip
         model = AutoModelForCausalLM.from_pretrained(places.data / "benchmark_llama")
         trainer = trl.SFTTrainer(

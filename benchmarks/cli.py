@@ -22,7 +22,10 @@ from shipped_configs import BASE_TINY, CROSSATTN_TINY
 from src.experiments.grid import grid
 
 RATES = [k * 1e-5 for k in range(1, 101)]
-EXP_GROUPS = {"base": [BASE_TINY], "thousand": grid(CROSSATTN_TINY, {"loop.learning_rate": RATES, "seed": list(range(10))})}
+EXP_GROUPS = {
+    "base": [BASE_TINY],
+    "thousand": grid(CROSSATTN_TINY, {"loop.learning_rate": RATES, "seed": list(range(10))}),
+}
 '''
 FILES = {
     "stdlib_qa": ("train.jsonl", "val.jsonl"),

@@ -27,7 +27,8 @@ _MEASURED = """
 import resource, sys, time, warnings
 runs = sys.argv[1]
 {code}
-print(time.perf_counter() - began, time.process_time() - used, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+print(time.perf_counter() - began, time.process_time() - used, memory)
 """
 _HAVEN = """
 warnings.simplefilter("ignore")
@@ -62,7 +63,9 @@ _HAVEN_BANDS = (
 import matplotlib
 matplotlib.use("Agg")
 manager.exp_list = [exp for exp in manager.exp_list if exp["model"]["stride"] < {count} // 10]
-manager.get_plot(x_metric="step", y_metric="val_loss", avg_across="seed", title_list=["recipe"], legend_list=["model.stride"])
+manager.get_plot(
+    x_metric="step", y_metric="val_loss", avg_across="seed", title_list=["recipe"], legend_list=["model.stride"]
+)
 """
 )
 

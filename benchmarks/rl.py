@@ -149,9 +149,9 @@ def train_theirs(places: Places, steps: int, site: Path) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         config = trl.GRPOConfig(
-            output_dir=folder, max_steps=steps, per_device_train_batch_size=ROLLOUTS, num_generations=GROUP, max_completion_length=TOKENS,
-            learning_rate=1e-5, beta=0.0, report_to=[], use_cpu=True, save_strategy="no", bf16=False, gradient_checkpointing=False,
-            logging_steps=steps, disable_tqdm=True,
+            output_dir=folder, max_steps=steps, per_device_train_batch_size=ROLLOUTS, num_generations=GROUP,
+            max_completion_length=TOKENS, learning_rate=1e-5, beta=0.0, report_to=[], use_cpu=True, save_strategy="no",
+            bf16=False, gradient_checkpointing=False, logging_steps=steps, disable_tqdm=True,
         )  # fmt: skip
         model = AutoModelForCausalLM.from_pretrained(places.data / MODEL)
         trainer = trl.GRPOTrainer(

@@ -1,5 +1,4 @@
-"""Make a tokenizer for conversations: `python -m data_prep.chat_tokenizer --from gpt2 --template oasst --name
-gpt2_chat`.
+"""A tokenizer for conversations: `python -m data_prep.chat_tokenizer --from gpt2 --template oasst --name gpt2_chat`.
 
 A folder is made below --data_path: the tokenizer --from with the control tokens of a template behind all others, in an
 order that is always the same, and with the template itself. Tokens that it has already keep their ids. A template of

@@ -1,5 +1,4 @@
-"""How many samples prepared conversations have: `python -m data_prep.check_dataset_counts --datasets webgpt gsm8k
---mode sft`.
+"""Count samples of conversations: `python -m data_prep.check_dataset_counts --datasets webgpt gsm8k --mode sft`.
 
 python -m data_prep.check_dataset_counts --datasets all --mode rm --output_path dataset_counts.csv
 python -m data_prep.check_dataset_counts --datasets assistant_tiny_sft --languages language_counts.csv

@@ -65,8 +65,7 @@ def reveals(question: str, answer: str) -> bool:
 
 
 def _is_fair(question: Question) -> bool:
-    """Whether an answer is short, not in the question, and has a word that the metrics count (they drop punctuation and
-    articles)."""
+    """Whether an answer is short, not in the question, with a word that metrics count (no article or punctuation)."""
     words = [w for w in re.findall(r"[^\W_]+", question.answer.lower()) if w not in _ARTICLES]
     return bool(words) and len(question.answer) <= _MAX_ANSWER_CHARS and not reveals(question.text, question.answer)
 
@@ -109,8 +108,7 @@ def _docstring(node: Definition) -> ast.Expr | None:
 
 
 def _without_docstrings(node: Definition, lines: Sequence[str]) -> str | None:
-    """Source of `node` from its first decorator, dedented, no docstring inside; None if a docstring shares its line
-    with code."""
+    """Source of `node` from its decorators, dedented, no docstring inside; None if code is on a docstring's line."""
     start = min([node.lineno, *(d.lineno for d in node.decorator_list)]) - 1
     kept: list[str | None] = list(lines[start : node.end_lineno])
     for inner in _definitions_in(node):
@@ -192,8 +190,7 @@ def _segment(node: ast.expr, lines: Sequence[str]) -> str | None:
 
 
 def _running(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.AST] | None:
-    """Nodes that run when the function is called; None where some run at another time, which makes "calls" and "raises"
-    ambiguous."""
+    """Nodes that run when the function is called; None if some run later, so "calls" and "raises" are ambiguous."""
     found: list[ast.AST] = list(node.body)
     for inner in found:  # grows while it is read
         if isinstance(inner, (*_DEFINITIONS, ast.Lambda)):
@@ -203,8 +200,7 @@ def _running(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.AST] | No
 
 
 def _raised_classes(node: ast.FunctionDef | ast.AsyncFunctionDef, running: Sequence[ast.AST]) -> list[str]:
-    """Exception classes in the order of their raise statements; empty if one raises something else than a named class,
-    or re-raises."""
+    """Exception classes in the order of their raise statements; empty if one re-raises or raises no named class."""
     local = {inner.id for inner in running if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store)}
     local |= {inner.name for inner in running if isinstance(inner, ast.ExceptHandler) and inner.name}
     local |= {inner.arg for inner in ast.walk(node.args) if isinstance(inner, ast.arg)}

@@ -1,5 +1,4 @@
-"""The skeleton of a command: its command line, a folder that is made once, a lock on what is being written, and the
-progress.
+"""The skeleton of a command: its command line, a folder made once, a lock on what is being written, and the progress.
 
 A command is a module of data_prep with `main = main_of(COMMAND, __doc__, _add_options, _run)`; its work is a function
 that `make_folder` calls with an empty folder, which is the result once the function returns, and is deleted if it
@@ -29,8 +28,8 @@ def main_of(
     add_options: Callable[[argparse.ArgumentParser], object],
     run: Callable[..., object],
 ) -> Callable[..., int]:
-    """The `main` of a module, which calls `run` with the options by name. doc: of the module; its first line says what
-    is run how."""
+    """The `main` of a module, which calls `run` with the options by name.
+    doc: of the module; its first line says what is run how."""
 
     @print_errors
     def main(argv: Sequence[str] | None = None) -> int:

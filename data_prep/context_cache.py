@@ -1,5 +1,4 @@
-"""Fill a cache of encoded contexts ahead of serving: `python -m data_prep.context_cache --cache FOLDER --max_bytes N
-...`.
+"""Fill a cache of contexts ahead of serving: `python -m data_prep.context_cache --cache FOLDER --max_bytes N ...`.
 
 The contexts are those of a prepared corpus, <data_cache_path>/<corpus>. Whoever serves a model with the same base opens
 the folder with src.models.cross_attention.encoded_context_cache.ContextCache and finds them there. Started again it

@@ -15,8 +15,8 @@ class Joiner:
     """Makes rows of one split longer, in order. Rows of text and of ranked replies are unchanged."""
 
     def __init__(self, characters: int | None, shots: float) -> None:
-        """characters: join conversations with the same system message up to this length. shots: share with an
-        example."""
+        """characters: join conversations with the same system message up to this length.
+        shots: share with an example."""
         self._characters, self._shots = characters, shots
         self._open = dict[str, tuple[list[Row], list[Row]]]()
         self._recent = deque[list[Row]](maxlen=_NEAR)

@@ -1,5 +1,4 @@
-"""Duplicates in prepared conversations, and what they share with evaluation sets: `python -m
-data_prep.conversation_overlap gsm8k alpaca`.
+"""Duplicates in conversations, also with evaluation sets: `python -m data_prep.conversation_overlap gsm8k alpaca`.
 
 python -m data_prep.conversation_overlap gsm8k --questions --near 0.7
 python -m data_prep.conversation_overlap gsm8k alpaca --against webgpt test.jsonl --output_path overlap.csv
@@ -134,8 +133,7 @@ def find_duplicates(texts: Texts, near: float) -> Iterator[Duplicate]:
 
 
 def find_questions(texts: Texts, questions: Sequence[str]) -> Iterator[tuple[int, int, float]]:
-    """Each question that stands in rows to train on: its number, that of the first such row, and the share of its runs
-    of words there."""
+    """Questions found in training rows: their number, the first such row's, and the share of their word runs there."""
     runs_of, lengths = list[set[str]](), set[int]()
     for text in questions:
         words = split_words(text)

@@ -138,8 +138,8 @@ def load_form(raw: str | Mapping[str, Any], where: str) -> Form:
 
 
 def find(name: str, extra: Path | None = None) -> tuple[Release, Path]:
-    """The release called `name`, and the file of its entry. extra: a file with entries that take precedence over
-    resources/conversations.
+    """The release called `name`, and the file of its entry.
+    extra: a file with entries that take precedence over resources/conversations.
 
     Raises:
         ConfigError: no file has it, or its entry has a mistake: names the file, the entry and the field.

@@ -1,5 +1,4 @@
-"""Write tars of pages of text and images from the handwritten digits that scikit-learn brings: `python -m
-data_prep.digit_pages`.
+"""Write tars of pages with text and images from scikit-learn's digits: `python -m data_prep.digit_pages`.
 
 A page has one to four images between words, each of one to three digits side by side, and says which digits they are
 and what their sum is. Below --data_path/digit_pages are train/ and val/, whose pages show different images, and

@@ -1,5 +1,4 @@
-"""Examples of the standard library's documentation with what this Python prints, each module run twice in a process of
-its own."""
+"""Examples of the standard library's documentation with their output, each module run twice in a process of its own."""
 
 import contextlib
 import doctest
@@ -24,8 +23,7 @@ MOST_CHARACTERS = 300
 
 
 def examples() -> list[tuple[str, str]]:
-    """(code, what it prints) of each example of which both runs, and the documentation, agree; in the order of the
-    modules."""
+    """(code, what it prints) of each example of which both runs, and the documentation, agree; in module order."""
     with ThreadPoolExecutor(2) as pool:
         found = pool.map(_run, filter(_has_examples, stdlib_pages.modules()))
         return list(dict.fromkeys((code, printed) for own in found for code, printed in own))
@@ -49,8 +47,12 @@ def _run(name: str) -> list[tuple[str, str]]:
         try:
             done = subprocess.run(
                 [sys.executable, "-s", "-W", "ignore", "-c", _PROGRAM, name],
-                capture_output=True, timeout=SECONDS, check=True, stdin=subprocess.DEVNULL, cwd=Path(__file__).parents[1],
-            )  # fmt: skip
+                capture_output=True,
+                timeout=SECONDS,
+                check=True,
+                stdin=subprocess.DEVNULL,
+                cwd=Path(__file__).parents[1],
+            )
         except (subprocess.SubprocessError, OSError):
             return []
         runs.append([(code, printed) for code, printed in json.loads(done.stdout.splitlines()[-1])])

@@ -95,8 +95,8 @@ class Encoding:
 
 
 def encode_all(job: Job, batches: Iterable[Batch], devices: Sequence[str]) -> int:
-    """Encode all `batches`: in this process if there is one device, else in a process for each. Returns the number of
-    sequences.
+    """Encode all `batches`: in this process if there is one device, else in a process for each.
+    Returns the number of sequences.
 
     What was committed before an error is kept.
 

@@ -1,5 +1,4 @@
-"""Turn a model of llama2.c into a folder that transformers loads: `python -m data_prep.llama2c WEIGHTS.bin
-TOKENIZER.bin`.
+"""Turn a llama2.c model into a folder that transformers loads: `python -m data_prep.llama2c WEIGHTS.bin TOKENIZER.bin`.
 
 The small models trained on TinyStories come in this form, such as stories260K with its vocabulary of 512. Layout:
 karpathy/llama2.c, run.c (checkpoint version 0: seven int32, then float32 matrices) and tokenizer.py (per token a
@@ -60,8 +59,7 @@ def read_tokens(path: Path) -> list[tuple[bytes, float]]:
 
 
 def tokenizer_of(tokens: Sequence[tuple[bytes, float]]) -> Any:
-    """SentencePiece's byte-pair encoding as a tokenizer of transformers: the pair with the best score is merged
-    first."""
+    """SentencePiece's byte-pair encoding as a transformers tokenizer: the pair with the best score is merged first."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -163,8 +161,8 @@ def _shapes(sizes: Sizes, path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _rename_weights(read: dict[str, Any], sizes: Sizes) -> dict[str, Any]:
-    """The weights by transformers' names. llama2.c rotates neighbouring dimensions by one angle, transformers the
-    halves of a head."""
+    """The weights by transformers' names.
+    llama2.c rotates neighbouring dimensions by one angle, transformers the halves of a head."""
     top = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
     made = {top[name]: tensor for name, tensor in read.items() if name in top}
     head = sizes.hidden_size // sizes.num_heads

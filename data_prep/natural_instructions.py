@@ -149,8 +149,7 @@ def rows(path: Path, split: str, options: Options) -> Iterator[dict[str, Any]]:
 
 
 def input_text(definition: str, examples: Sequence[str], instance: str, most: int) -> str:
-    """What stands behind "Definition: ": the definition, the examples that fit into `most` characters, and the
-    instance."""
+    """Text after "Definition: ": the definition, the examples that fit into `most` characters, and the instance."""
     begin = f"{definition}\n\n"
     end = with_stop(f"Now complete the following example -\nInput: {instance}") + "\nOutput:"
     fitting = ""

@@ -106,8 +106,7 @@ def filter_messages(options: argparse.Namespace) -> Iterator[Any]:
 
 
 def filter_trees(options: argparse.Namespace) -> Iterator[Row]:
-    """The trees that are asked for: --synthetic and --max_length are about all of their messages, --lang about the
-    prompt."""
+    """The requested trees: --synthetic and --max_length are about all of their messages, --lang about the prompt."""
     found = _matching_trees(options)
     if options.count is None:
         return found
@@ -136,8 +135,7 @@ def _matching_trees(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def rank_reports(options: argparse.Namespace) -> Iterator[Row]:
-    """Trees that wait for people to rank answers: of each prompt of the reports, --replies different answers, drawn by
-    --seed."""
+    """Trees with answers to rank: of each prompt of the reports, --replies different answers, drawn by --seed."""
     if options.replies < 2:
         raise ConfigError(f"--replies: expected at least 2, got {options.replies}.")
     prompts: dict[str, dict[str, str]] = {}
@@ -160,10 +158,16 @@ def rank_reports(options: argparse.Namespace) -> Iterator[Row]:
             continue
         name = _name(prompt)
         replies = [
-            {"message_id": _name(f"{prompt}/{text}"), "parent_id": name, "text": text, "role": "assistant", "synthetic": True,
-             "model_name": answers[text]}
+            {
+                "message_id": _name(f"{prompt}/{text}"),
+                "parent_id": name,
+                "text": text,
+                "role": "assistant",
+                "synthetic": True,
+                "model_name": answers[text],
+            }
             for text in drawn
-        ]  # fmt: skip
+        ]
         asked = {"message_id": name, "text": prompt, "role": "prompter", "replies": replies}
         yield {"message_tree_id": name, "tree_state": "ranking", "prompt": asked}
 
@@ -190,8 +194,8 @@ def tree_to_messages(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def split(options: argparse.Namespace) -> Callable[[Row], bool]:
-    """Whether a row is for validation. So are --val_percent of the trees, rounded, which depend on --seed and their ids
-    alone.
+    """Whether a row is for validation.
+    So are --val_percent of the trees, rounded, which depend on --seed and their ids alone.
 
     Raises:
         ConfigError: none or all of them would be.

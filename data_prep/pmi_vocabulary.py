@@ -1,5 +1,4 @@
-"""List the n-grams of words that PMI-masking masks whole: `python -m data_prep.pmi_vocabulary --name c4_pmi --train
-FILE..`.
+"""List the n-grams that PMI-masking masks whole: `python -m data_prep.pmi_vocabulary --name c4_pmi --train FILE..`.
 
 One folder is made below --data_path, with ngrams.txt, which data set span_corruption reads: `"ngrams":
 "c4_pmi/ngrams.txt"`. N-grams of 2 to 5 words are ranked by PMI_n (Levine et al. 2021, arXiv 2010.01825, equation 3),
@@ -71,8 +70,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(data_path: Path, name: str, train: Sequence[str], text_field: str, **options: Any) -> bool:
-    """Make the folder `data_path / name`; False if it is whole and has the same provenance. options: all of the command
-    line.
+    """Make the folder `data_path / name`; False if it is whole and has the same provenance.
+    options: all of the command line.
 
     Raises:
         ConfigError: an option is out of range.

@@ -206,8 +206,8 @@ class _Work:
         named: Sequence[tuple[str, str]],
         part: tuple[float, float] | None = None,
     ) -> None:
-        """named: (split, source) of each source. part: of the questions, from 0 to 1: those for validation without a
-        source for it."""
+        """named: (split, source) of each source.
+        part: of the questions, from 0 to 1: those for validation without a source for it."""
         self._part = part or (0.0, release.val_rate)
         self._name, self._release, self._form, self._named = name, release, form, named
         pinned = {"revision": release.revision, "data_files": release.files or None}
@@ -217,8 +217,7 @@ class _Work:
         }
         self._counts = Counter[str]()
         self._shares = dict[bytes, float]()
-        """By `_digest` of the first message: `_share_of` the first such row, so that case and blanks do not part equal
-        questions."""
+        """By `_digest` of the first message: `_share_of` the first such row, whatever its case and blanks."""
         self._has_val = any(split == "val" for split, _ in named)
         self._is_shared = len({source for _, source in named}) < len(named)
 
@@ -410,8 +409,8 @@ class _Work:
 
 
 def _read(source: str, rows: Any, counts: Counter[str]) -> Iterator[tuple[str, Row]]:
-    """(where, row) of a source. rows: those of `sources.open_rows`; None for a file. counts: gets the number of blank
-    lines."""
+    """(where, row) of a source. rows: those of `sources.open_rows`; None for a file.
+    counts: gets the number of blank lines."""
     if rows is not None:
         yield from ((f"{source}: row {number}", dict(row)) for number, row in enumerate(rows, 1))
     elif source.endswith(".parquet"):

@@ -1,5 +1,4 @@
-"""Prepare questions on contexts from their original releases: `python -m data_prep.prepare_qa --name nq --train FILE..
---val FILE..`.
+"""Prepare questions on contexts from releases: `python -m data_prep.prepare_qa --name nq --train FILE.. --val FILE..`.
 
 One folder is made below --data_path: train.jsonl, val.jsonl and manifest.json, which says what they were made from and
 what was left out; or none. Two runs on the same files give the same bytes. A SOURCE is a file (JSON or JSON lines,
@@ -74,8 +73,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(data_path: Path, options: Options) -> bool:
-    """Make the folder `data_path / options.name`; False if it is whole and has the same provenance, so that nothing was
-    done.
+    """Make the folder `data_path / options.name`; False, and nothing done, if it is whole and has the same provenance.
 
     Raises:
         DataError: a source is missing, damaged or of no known layout, or a split would be empty. Nothing was written.

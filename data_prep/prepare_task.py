@@ -1,5 +1,4 @@
-"""Prepare a task that is written as text: `python -m data_prep.prepare_task --task rte --train FILE.. --val FILE..
---test FILE..`.
+"""Prepare a task as text: `python -m data_prep.prepare_task --task rte --train FILE.. --val FILE.. --test FILE..`.
 
 One folder is made below --data_path: train.jsonl, val.jsonl, test.jsonl, those of them that are given, and
 manifest.json, which says what they were made from; or none. Two runs on the same files give the same bytes. A SOURCE is
@@ -72,8 +71,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(data_path: Path, options: Options) -> bool:
-    """Make the folder `data_path / options.name`; False if it is whole and has the same provenance, so that nothing was
-    done.
+    """Make the folder `data_path / options.name`; False, and nothing done, if it is whole and has the same provenance.
 
     Raises:
         ConfigError: the task is unknown, or its entry has a mistake.

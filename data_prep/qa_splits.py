@@ -146,8 +146,7 @@ class Choice:
         return next(iter(_decisive(question))) in self._in_val
 
     def _choose_val(self) -> set[int]:
-        """Digests of the contexts that are set apart: whole groups of questions that share any, by the digest of a
-        group.
+        """Digests of the contexts that are set apart: whole groups of questions that share any, by a group's digest.
 
         A group that is larger than what is wanted is for training, and the smaller ones make up for it.
         """

@@ -30,8 +30,8 @@ class Writer(Protocol):
     def __enter__(self) -> Any: ...
     def __exit__(self, *error: object) -> None: ...
     def close(self) -> dict[str, Any] | None:
-        """Sync the files; returns the shard's entry in the manifest, with its "name". An empty one leaves no file and
-        returns None."""
+        """Sync the files; returns the shard's entry in the manifest, with its "name".
+        An empty one leaves no file and returns None."""
         ...
 
 
@@ -92,8 +92,7 @@ def _empty(beside: Path) -> None:
 
 
 class Shards:
-    """Segments of the sources, each with a shard of training documents and one of validation documents; either may be
-    missing."""
+    """Segments of the sources, each with a shard for training and one for validation; either may be missing."""
 
     def __init__(self, folder: Path, beside: Path, open_writer: OpenWriter) -> None:
         self._folder, self._beside, self._open_writer = folder, beside, open_writer
@@ -130,8 +129,7 @@ class Shards:
         self._source += 1
 
     def _segment(self, split: str, begun: "_Place", results: Iterator[tuple[Part, Part]], shard_size: int) -> bool:
-        """Write the shards of a segment, and record which part of the source they hold; returns whether the source ends
-        with them."""
+        """Write a segment's shards, and record their part of the source; returns whether the source ends with them."""
         number, size, ended = len(self._segments), 0, False
         with contextlib.ExitStack() as opened:
             writers = {

@@ -165,8 +165,8 @@ def first_step(train: Dataset, seed: int, loop: Any) -> list[tuple[Any, ...]]:
 
 
 def locate(name: str, data: Any, key: Sequence[Any]) -> Iterator[tuple[str, Any, int, int]]:
-    """(name, data set, epoch, index) of the conversation of a key, which may be in a part of a mixture; of a packed row
-    all of them."""
+    """(name, data set, epoch, index) of the conversation of a key, which may be in a part of a mixture;
+    of a packed row all of them."""
     if isinstance(data, PackedDataset):
         for i in range(0, len(key), 3):
             yield from locate(name, data.documents, key[i : i + 2])

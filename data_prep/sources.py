@@ -1,5 +1,5 @@
-"""Sources that commands are given: files, folders saved by `datasets`, and sets of the hub. What they hold is read by
-each command."""
+"""Sources that commands are given: files, folders saved by `datasets`, and sets of the hub.
+What they hold is read by each command."""
 
 import hashlib
 import itertools
@@ -20,8 +20,8 @@ _HUB_ID = re.compile(r"([\w.-]+/[\w.-]+|[\w-]+)(@[\w.-]+)?(#\w+)?")
 
 
 def open_rows(source: str, splits: Sequence[str], streaming: bool = False, **pinned: Any) -> Any:
-    """The rows of a set of the hub, "hub:ID", "hub:ID@CONFIG" or "hub:ID@CONFIG#SPLIT", or of a folder saved by
-    `datasets`; None of a file.
+    """The rows of a set of the hub, "hub:ID", "hub:ID@CONFIG" or "hub:ID@CONFIG#SPLIT",
+    or of a folder saved by `datasets`; None of a file.
 
     splits: names of the split to read, where a set has several; the first that is there counts, unless the source names
     one.

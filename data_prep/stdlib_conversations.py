@@ -41,8 +41,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(data_path: Path) -> bool:
-    """Make the folders below `data_path`; False if they are whole and were made from the same, so that nothing was
-    done.
+    """Make the folders below `data_path`; False if they are whole and made from the same, so that nothing was done.
 
     Raises:
         RunError: the disk refuses.

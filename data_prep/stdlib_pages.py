@@ -127,8 +127,8 @@ def _global_item(key: str, value: str) -> dict[str, str]:
 
 
 def pieces(page: html.Page) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Cut the text after lines into pieces of CHARS characters, each with its tags, clipped to the piece. Drop shorter
-    rests."""
+    """Cut the text after lines into pieces of CHARS characters, each with its tags, clipped to the piece.
+    Drop shorter rests."""
     least, most = CHARS
     begin, text = 0, page.text
     tags = sorted(page.tags, key=lambda tag: (tag["char_start_idx"], tag["relative_start_pos"]))

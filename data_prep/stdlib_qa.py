@@ -65,8 +65,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(data_path: Path, vocab_size: int = 4096, stdlib: Path | None = None) -> bool:
-    """Make the three folders below `data_path`; False if they are whole and have the same provenance, so that nothing
-    was done.
+    """Make the three folders below `data_path`; False, and nothing done, if they are whole with the same provenance.
 
     Raises:
         DataError: there are no sources to read, or too small a vocabulary is asked for.
@@ -128,8 +127,8 @@ def split_of(module: str) -> str:
 
 
 def question_rows(sources: Mapping[str, str]) -> tuple[Rows, list[str]]:
-    """Rows of both splits, and the modules that do not parse. A repeated context counts where it first appears, train
-    before val."""
+    """Rows of both splits, and the modules that do not parse.
+    A repeated context counts where it first appears, train before val."""
     rows: Rows = {split: [] for split in SPLITS}
     skipped: list[str] = []
     seen: set[str] = set()
@@ -210,8 +209,8 @@ def _write_rows(folder: Path, rows: Rows, facts: Mapping[str, Any]) -> None:
 
 
 def train_byte_level_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str]) -> "Tokenizer":
-    """Byte-level BPE, with `special_tokens` first. Digits are split, as in StarCoder's tokenizer. Equal texts give
-    equal tokens."""
+    """Byte-level BPE, with `special_tokens` first. Digits are split, as in StarCoder's tokenizer.
+    Equal texts give equal tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

@@ -73,8 +73,8 @@ def record(record: Record, split: str, where: str) -> Iterator[Record]:
 
 
 def wsc(record: Record, split: str, where: str) -> Iterator[Record]:
-    """Mark the noun with asterisks and the pronoun with number signs. What does not stand at its word stays unmarked,
-    as in T5."""
+    """Mark the noun with asterisks and the pronoun with number signs.
+    What does not stand at its word stays unmarked, as in T5."""
     del split
     target = record.get("target") or record
     noun, noun_at = _get(target, "span1_text", str, where), _get(target, "span1_index", int, where)
@@ -88,8 +88,8 @@ def wsc(record: Record, split: str, where: str) -> Iterator[Record]:
 
 
 def wsc_simple(record: Record, split: str, where: str) -> Iterator[Record]:
-    """The pronoun between asterisks, and the noun that it stands for as the label. Rows of a noun that it does not
-    stand for are no rows.
+    """The pronoun between asterisks, and the noun that it stands for as the label.
+    Rows of a noun that it does not stand for are no rows.
 
     In words that are parted by blanks, the pronoun is that at its index (Raffel et al. 2020, section 2.4).
     """
@@ -117,8 +117,7 @@ def wsc_simple(record: Record, split: str, where: str) -> Iterator[Record]:
 
 
 def dpr(record: Record, split: str, where: str) -> Iterator[Record]:
-    """Definite pronoun resolution (Rahman & Ng 2012): as `wsc_simple`; of several equal pronouns the first one is
-    meant."""
+    """Definite pronoun resolution (Rahman & Ng 2012): as `wsc_simple`; of equal pronouns the first one is meant."""
     del split
     sentence, pronoun = _get(record, "sentence", str, where), _get(record, "pronoun", str, where)
     candidates, label = _get(record, "candidates", list, where), record.get("label")
@@ -129,8 +128,8 @@ def dpr(record: Record, split: str, where: str) -> Iterator[Record]:
 
 
 def _fitted_span(text: str, span: str, word: int) -> str:
-    """`span` as it is written in `text`: the release has some in another case, with a full stop or with line ends
-    (wsc.fixed of TFDS)."""
+    """`span` as it is written in `text`:
+    the release has some in another case, with a full stop or with line ends (wsc.fixed of TFDS)."""
     words = text.split()
     if span in text or not span or word >= len(words):
         return span

@@ -1,5 +1,4 @@
-"""Make a tokenizer with T5's sentinels: `python -m data_prep.t5_tokenizer --from stdlib_tokenizer --name
-stdlib_t5_tokenizer`.
+"""A tokenizer with sentinels: `python -m data_prep.t5_tokenizer --from stdlib_tokenizer --name stdlib_t5_tokenizer`.
 
 Either --from, a tokenizer that is there already; or --spiece, the SentencePiece model of T5; or --train, text on which
 one is trained as T5's was: SentencePiece's unigrams (Kudo 2018, arXiv 1804.10959) after <pad> 0, </s> 1 and <unk> 2, or
@@ -139,8 +138,8 @@ def prepare_trained(
     sentences: int = 0,
     sentinels: int = NUM_SENTINELS,
 ) -> bool:
-    """Make the folder `data_path / name` from text; False if it is whole and has the same provenance. options: see
-    `DEFAULTS`.
+    """Make the folder `data_path / name` from text; False if it is whole and has the same provenance.
+    options: see `DEFAULTS`.
 
     Raises:
         DataError: a source is missing or damaged, or has too little text for as many tokens.
@@ -239,8 +238,8 @@ def train_bpe(
 def add_sentinels(
     tokenizer: "PreTrainedTokenizerFast", where: str, sentinels: int = NUM_SENTINELS
 ) -> "PreTrainedTokenizerFast":
-    """A copy with sentinels and, if it has none, a padding token. It ends texts with the end token, as the data sets of
-    T5 do.
+    """A copy with sentinels and, if it has none, a padding token.
+    It ends texts with the end token, as the data sets of T5 do.
 
     Raises:
         DataError: it has sentinels already.

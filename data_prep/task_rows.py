@@ -1,5 +1,4 @@
-"""A record of a release as a row of a prepared task: {"index", its columns, "label"}, and "answers" and "group" if
-there are any."""
+"""A record of a release as a row of a prepared task: {"index", its columns, "label"}, "answers" and "group" if any."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,8 +12,8 @@ Row = dict[str, Any]
 
 
 def rows(source: Source, skipped: list[str] | None) -> Iterator[Row]:
-    """The rows of a source, in its order. skipped: collects messages about rows that do not fit; None: these raise an
-    error.
+    """The rows of a source, in its order.
+    skipped: collects messages about rows that do not fit; None: these raise an error.
 
     Raises:
         DataError: a record does not fit the task, or has no label where one must be; names its place.

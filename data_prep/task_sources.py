@@ -1,5 +1,4 @@
-"""Sources of the rows of a task: lines of columns with or without a header, csv, JSON, parquet, folders of `datasets`,
-the hub."""
+"""Sources of task rows: lines of columns with or without header, csv, JSON, parquet, folders of `datasets`, the hub."""
 
 import csv
 import io

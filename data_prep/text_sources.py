@@ -154,8 +154,7 @@ def _line_batches(path: Path) -> Iterator[Batch]:
 
 
 def _text_documents(path: Path, by: DocumentsBy) -> Iterator[tuple[str, str]]:
-    """Lines without their line ends; paragraphs and whole files unchanged, except for line ends and surrounding blank
-    lines."""
+    """Lines without their line ends; paragraphs and whole files unchanged, except line ends and outer blank lines."""
     parts: list[str] = []
     first = 0
     for number, raw in enumerate(_lines(path), 1):

@@ -56,8 +56,7 @@ class Tokens:
 
 
 def is_validation(text: str, rate: float) -> bool:
-    """Whether a document is one of the share `rate`: a function of its text, so that equal documents are in one
-    split."""
+    """Whether a document is one of the share `rate`: a function of its text, so equal documents are in one split."""
     digest = hashlib.sha256(text.encode()).digest()
     return int.from_bytes(digest[:8], "big") < rate * 2.0**64
 

@@ -1,5 +1,4 @@
-"""Tokenise text once, for pre-training: `python -m data_prep.tokenize --name c4_t5 --tokenizer t5_tokenizer --train
-FILE..`.
+"""Tokenise text for pre-training: `python -m data_prep.tokenize --name c4_t5 --tokenizer t5_tokenizer --train FILE..`.
 
 One folder is made below --data_path: shards of ids that are read by memory map (src/data/text/token_files.py) and
 manifest.json, which says what they were made from. A SOURCE is a file (.jsonl, .json, .txt, plain or with gzip;
@@ -97,8 +96,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def tokenise(data_path: Path, options: Options) -> bool:
-    """Make the folder `data_path / options.name`; False if it is whole and has the same provenance, so that nothing was
-    done.
+    """Make the folder `data_path / options.name`; False, and nothing done, if it is whole and has the same provenance.
 
     Raises:
         DataError: a source or the tokenizer is missing or damaged, or a split would be empty. Finished shards are kept.

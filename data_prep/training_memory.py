@@ -16,8 +16,7 @@ _VALUES = 17
 _LOGITS_BYTES = 12
 """Of each logit: as the model gives it, in float32, and its gradient."""
 _MOMENTS = {"adamw": 2, "adamw_scale": 2, "adafactor": 0}
-"""Numbers of the optimizer for each that is trained; adafactor's are few, as it keeps rows and columns of a matrix
-alone."""
+"""Numbers of the optimizer per trained one; adafactor's are few, as it keeps rows and columns of a matrix alone."""
 
 
 class Estimate(NamedTuple):
@@ -100,8 +99,8 @@ def build_empty(model: ModelConfig, places: Places) -> Any:
 
 
 def estimate(model: "nn.Module", loop: Any, rows: int, tokens: int, bits: str | None = None) -> Estimate:
-    """Of a training. loop: its `LoopConfig`. rows: of the largest micro-batch, each of so many `tokens`. bits: "8bit",
-    "4bit" or None."""
+    """Of a training. loop: its `LoopConfig`. rows: of the largest micro-batch, each of so many `tokens`.
+    bits: "8bit", "4bit" or None."""
     value_bytes = 4 if loop.precision == "float32" else 2
     config: Any = model.config
     weights = trained = 0

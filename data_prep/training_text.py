@@ -1,5 +1,4 @@
-"""Text that a command reads once, in order, to learn from it: documents of several sources, and a sample of their
-lines."""
+"""Text that a command reads once, in order, to learn from it: documents of sources, and a sample of their lines."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -50,8 +49,8 @@ def open_corpus(names: Sequence[str], field: str) -> Corpus:
 
 
 def sample_lines(texts: Iterable[str], most: int = MOST_CHARACTERS) -> list[str]:
-    """Lines, cut between words to 1,024 characters at most: all of them, or every second, fourth, .. where they are
-    longer than `most`."""
+    """Lines, cut between words to 1,024 characters at most: all of them, or every second, fourth, ..
+    where they are longer than `most`."""
     lines, size, step = [], 0, 1
     for number, line in enumerate(line for text in texts for line in _LINE.findall(text)):
         if number % step == 0:

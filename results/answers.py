@@ -1,6 +1,5 @@
 # PYTHON_ARGCOMPLETE_OK
-"""Answered questions of a run, with their contexts: `python -m results.answers [RUN ..] [-e GROUP ..] [--count 5]
-[--wrong]`.
+"""Answered questions of a run with contexts: `python -m results.answers [RUN ..] [-e GROUP ..] [--count 5] [--wrong]`.
 
 Shows samples of <run>/inference, evenly spread over the file, next to the answers with wrong contexts
 (`inference.wrong_contexts`).
@@ -132,8 +131,8 @@ def describe_score(entries: Sequence[Sample]) -> str:
 
 
 def compare(entries: Sequence[Sample]) -> str:
-    """A line for each score: its mean with right and wrong contexts, and the difference with its 95 % interval. Empty
-    without a control.
+    """A line for each score: its mean with right and wrong contexts, and the difference with its 95 % interval.
+    Empty without a control.
 
     The interval is that of the mean of the differences by question: 1.96 standard errors to each side.
     """
@@ -193,8 +192,8 @@ def _box(sample: Sample) -> str:
     facts |= {"score": ", ".join(f"{name} {value:.3g}" for name, value in sample.scores.items())}
     contexts = "".join(f"<pre>{markup.escape(context.rstrip())}</pre>" for context in answer.contexts)
     return (
-        f'<div class="sample '
-        f'{kind}"><div>{markup.chip(kind, kind)}{markup.plain_table((), facts.items())}</div><div>{contexts}</div></div>'
+        f'<div class="sample {kind}"><div>{markup.chip(kind, kind)}{markup.plain_table((), facts.items())}</div>'
+        f"<div>{contexts}</div></div>"
     )
 
 

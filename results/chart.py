@@ -1,5 +1,5 @@
-"""The learning curves of the dashboard: a picture of each metric, with a line and its band for each configuration. The
-zoom is kept when data change.
+"""The learning curves of the dashboard: a picture of each metric, with a line and its band for each configuration.
+The zoom is kept when data change.
 
 A line is found by the mouse within some pixels of it, wherever its points are; it lights up, and whoever watches is
 told its colour.
@@ -48,8 +48,8 @@ class Plot:
         """The colour of the line that is lit."""
 
     def show(self, pictures: Mapping[str, Curves], x: str, logarithmic: bool) -> None:
-        """Send what has changed to the pictures that are there; draw others if the axes are others, or kinds of lines,
-        or these are more.
+        """Send what has changed to the pictures that are there;
+        draw others if the axes are others, or kinds of lines, or these are more.
 
         pictures: the curves of each metric.
         """

@@ -1,5 +1,4 @@
-"""Delete old checkpoints and code snapshots, or complete runs with --delete: `python -m results.clean [RUN ..] [-e
-GROUP ..] [--apply]`.
+"""Delete checkpoints and snapshots, or runs with --delete: `python -m results.clean [RUN ..] [-e GROUP ..] [--apply]`.
 
 Without --apply or --delete it only lists the files. It never touches a live run, a checkpoint that an unfinished run
 resumes from, or a parent of an experiment that stays. --delete also empties the folder `deleted` of restarts with -r 1.
@@ -48,8 +47,8 @@ class Cleanup:
 
 @print_errors
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print deletable files with their sizes, and delete them if requested. Returns the exit code: 1 if a deletion
-    failed."""
+    """Print deletable files with their sizes, and delete them if requested.
+    Returns the exit code: 1 if a deletion failed."""
     options = run_arguments.parse(_parser(), arguments)
     if options.keep_last < 0 or options.older_than < 0:
         raise ConfigError("--keep-last and --older-than: expected a number of at least 0.")
@@ -196,8 +195,7 @@ def _may_run(run: Path, submission: str) -> bool:
 
 
 def delete(runs: Path, cleanup: Cleanup) -> list[str]:
-    """Delete the result of `look`, except parents of new experiments; returns a message for each path that was not
-    deleted."""
+    """Delete the result of `look`, except parents of new experiments; returns a message for each path not deleted."""
     failed = []
     now, _ = retention.needed_by_children(runs)
     parents = {name for name, _ in now - cleanup.needed}

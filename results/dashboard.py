@@ -1,5 +1,4 @@
-"""A folder of runs as a live web page: `python -m results.dashboard [RUNS] [-e GROUP] [--port P]`, or `app()` in a
-notebook."""
+"""Runs as a live web page: `python -m results.dashboard [RUNS] [-e GROUP] [--port P]`, or `app()` in a notebook."""
 
 import argparse
 import asyncio
@@ -41,8 +40,8 @@ _BODY_CSS = markup.CSS + "body { margin: 0; background: var(--page); }"
 
 
 def app(runs: Path = RUNS, group: str | None = None, live: bool = True, linked: bool = False) -> pn.viewable.Viewable:
-    """The page. live: refresh it every few seconds, until the switch on it is turned off. linked: the server has pages
-    of runs, too."""
+    """The page. live: refresh it every few seconds, until the switch on it is turned off.
+    linked: the server has pages of runs, too."""
     pn.extension("tabulator", inline=True, notifications=False)
     shown = Dashboard(runs, group, live, linked)
     if pn.state.location is not None:
@@ -168,8 +167,8 @@ class Dashboard:
 
     @pn.io.hold()
     def filter(self) -> None:
-        """Apply the filters; a mistake in the expression is shown below it and changes nothing else. Sends all updates
-        at once."""
+        """Apply the filters; a mistake in the expression is shown below it and changes nothing else.
+        Sends all updates at once."""
         try:
             shown = overview.select(self.content, self.states.value, self.where.value, self.text.value)
         except ConfigError as error:

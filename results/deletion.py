@@ -45,8 +45,7 @@ class Deletion:
 
 
 def plan(runs: Path, chosen: Sequence[Path], before: float) -> Deletion:
-    """The runs of `chosen` that can be deleted, and the content of <runs>/deleted, if last changed at `before` or
-    earlier.
+    """The runs of `chosen` that can be deleted, and the content of <runs>/deleted, if unchanged since `before`.
 
     Raises:
         RunError: the folder cannot be read.
@@ -144,8 +143,8 @@ def _logs(run: Path) -> list[Path]:
 
 
 def delete(deletion: Deletion) -> list[str]:
-    """Delete what `plan` found; returns a message for each run that was not deleted. A crash leaves each run complete
-    or gone."""
+    """Delete what `plan` found; returns a message for each run that was not deleted.
+    A crash leaves each run complete or gone."""
     failed = []
     for run in deletion.runs:
         try:

@@ -90,8 +90,7 @@ _KINDS = (
 
 
 def draw(layers: Layers) -> "Figure":
-    """A heat map: a row for each layer, a column for each step, coloured by magnitude; zero is grey, not finite is
-    red."""
+    """A heat map: a row for each layer, a column for each step, coloured by magnitude; zero is grey, not finite red."""
     import numpy as np
     from matplotlib import colormaps
     from matplotlib.figure import Figure
@@ -129,8 +128,7 @@ def _short(name: str, most: int = 48) -> str:
 
 
 def notable(kinds: Iterable[Layers], most: int = 3) -> list[tuple[str, str, str]]:
-    """(what, layer, number at the last step) of the layers with the largest numbers, those that are not finite
-    first."""
+    """(what, layer, number at the last step) of the layers with the largest numbers, the ones not finite first."""
     rows = []
     for layers in kinds:
         last = layers.steps()[-1]

@@ -83,8 +83,7 @@ class Configurations:
         return sorted(self.groups, key=lambda group: (mean(group, self.unfinished), mean(group, True)))
 
     def curve_rows(self, group: Sequence[results.Row]) -> Sequence[results.Row]:
-        """The runs that the curve of a configuration is the mean of: as in the table or, while none is done, all there
-        are."""
+        """The runs that the curve of a configuration is the mean of: as in the table or, if none is done, all."""
         return statistics.averaged_rows(group, self.unfinished) or group
 
     def colour(self, group: Sequence[results.Row]) -> str:
@@ -108,8 +107,8 @@ def _member(row: results.Row, group: results.Row) -> results.Row:
 def colours(
     rows: Sequence[results.Row], by: Sequence[str] | None = None, seed: str = results.SEED
 ) -> dict[tuple[str, str | None], str]:
-    """(exp id, group) -> the colour of its configuration. rows: all rows; by: the keys of configurations, None for
-    those that vary.
+    """(exp id, group) -> the colour of its configuration.
+    rows: all rows; by: the keys of configurations, None for those that vary.
 
     The colours follow the values of the configurations, so they do not depend on scores, on the order of runs or on a
     filter.

@@ -1,6 +1,5 @@
 # PYTHON_ARGCOMPLETE_OK
-"""Which experiment started from which, as a table, a tree or a graph: `python -m results.lineage [RUNS] [-e GROUP]
-[--exp_id ID]`."""
+"""The lineage of experiments as a table, tree or graph: `python -m results.lineage [RUNS] [-e GROUP] [--exp_id ID]`."""
 
 import argparse
 import json
@@ -75,8 +74,8 @@ def table(graph: Lineage) -> str:
 
 
 def tree(graph: Lineage) -> str:
-    """Ancestors to the left, children below them. An experiment with several parents is below each, its children below
-    the first."""
+    """Ancestors to the left, children below them.
+    An experiment with several parents is below each, its children below the first."""
     lines: list[str] = []
     written: set[str] = set()
     roots = [node.exp_id for node in graph.nodes.values() if not graph.parents(node.exp_id)]
@@ -86,7 +85,8 @@ def tree(graph: Lineage) -> str:
         children = graph.children(name)
         again = name in written and bool(children)
         lines.append(
-            f"{stem}{branch}{_line(graph.nodes[name])}{f' from {which}' if which else ''}{' (its children: above)' if again else ''}"
+            f"{stem}{branch}{_line(graph.nodes[name])}{f' from {which}' if which else ''}"
+            f"{' (its children: above)' if again else ''}"
         )
         if again:
             continue

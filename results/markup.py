@@ -34,8 +34,8 @@ def warnings(texts: Sequence[str]) -> str:
     items = "".join(f"<li>{escape(text)}</li>" for text in texts)
     count = "1 warning" if len(texts) == 1 else f"{len(texts)} warnings"
     return (
-        f"<details "
-        f'class="warnings"{" open" if len(texts) <= 3 else ""}><summary>{count}</summary><ul>{items}</ul></details>'
+        f'<details class="warnings"{" open" if len(texts) <= 3 else ""}><summary>{count}</summary>'
+        f"<ul>{items}</ul></details>"
     )
 
 
@@ -70,8 +70,8 @@ def plain_table(
     chips: int | None = None,
     colours: Sequence[str] | None = None,
 ) -> str:
-    """A small table with row headings. chips: the column of states, if any. colours: of the configuration in each
-    line."""
+    """A small table with row headings. chips: the column of states, if any.
+    colours: of the configuration in each line."""
     cells = "".join(f"<th>{escape(cell)}</th>" for cell in headings)
     top = f"<thead><tr>{cells}</tr></thead>" if cells else ""
     rows = []

@@ -1,5 +1,4 @@
-"""Tags and a note on runs, which change no id: `python -m results.note RUN .. [--tag T ..] [--untag T ..] [--note
-TEXT]`.
+"""Tags and notes on runs; their ids stay: `python -m results.note RUN .. [--tag T ..] [--untag T ..] [--note TEXT]`.
 
 Tables and the dashboard show them and filter by them: `--where "'good' in tags"`. Without an option they are printed.
 """

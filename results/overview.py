@@ -1,5 +1,5 @@
-"""The content of the dashboard and the report as plain rows and texts, without markup. A damaged directory only gives a
-warning."""
+"""The content of the dashboard and the report as plain rows and texts, without markup.
+A damaged directory only gives a warning."""
 
 import json
 import math
@@ -84,8 +84,8 @@ class Overview:
         return self._drawn[tuple(by)]
 
     def reuse(self, key: tuple[Any, ...], compute: Callable[[], T]) -> T:
-        """`compute()`, or its earlier result for the same runs. Only for results that follow from the configs: an id is
-        the hash of one."""
+        """`compute()`, or its earlier result for the same runs.
+        Only for results that follow from the configs: an id is the hash of one."""
         if self.saved is None:
             return compute()
         if not self._members:
@@ -131,8 +131,7 @@ class Ranking:
 
 @dataclass(frozen=True)
 class Line:
-    """The learning curve of one configuration: its mean over seeds and the band around it at each x, in the order of
-    x."""
+    """The learning curve of one configuration: its mean over seeds and the band around it at each x, sorted by x."""
 
     label: str
     colour: str
@@ -153,8 +152,8 @@ class Curves:
 
 @dataclass(frozen=True)
 class Look:
-    """How curves are drawn. x: "step", "seconds" of training, a score such as "tokens", or a config key: then a point
-    for each run."""
+    """How curves are drawn.
+    x: "step", "seconds" of training, a score such as "tokens", or a config key: then a point for each run."""
 
     x: str = "step"
     spread: str = "std"
@@ -227,8 +226,7 @@ def newest_group(content: Overview) -> str | None:
 
 
 def select(content: Overview, states: Sequence[str] = (), where: str = "", text: str = "") -> Overview:
-    """The experiments in one of `states` (none: all) for which the expression `where` holds and that have `text` in
-    their id or config.
+    """Experiments in `states` (none: all) with `text` in their id or config, for which the expression `where` holds.
 
     An experiment without a row has no config: an expression leaves it out.
 
@@ -367,8 +365,8 @@ def remarks(content: Overview) -> dict[str, str]:
 
 
 def job_cells(job: launched.Row, label: str, remark: str = "") -> list[str]:
-    """The cells below `JOB_HEADINGS`. label: the distinguishing config values of the experiment. remark: tags and
-    note."""
+    """The cells below `JOB_HEADINGS`. label: the distinguishing config values of the experiment.
+    remark: tags and note."""
     step = "–" if job.step is None else str(job.step)
     return [
         job.exp_id[:8],
@@ -402,8 +400,8 @@ def format_value(value: Any) -> str:
 
 
 def differences(runs: Path, one: str, other: str) -> tuple[list[tuple[str, str, str]], list[str]]:
-    """(what, of one, of the other) for each value that differs, as `results.diff` has it; and a warning for what cannot
-    be read."""
+    """(what, of one, of the other) for each value that differs, as `results.diff` has it;
+    and a warning for what cannot be read."""
     sections, warnings = diff.differences(runs / one, runs / other)
     changes = [
         (f"{section}: {key}", _side(pair, "a"), _side(pair, "b"))

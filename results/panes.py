@@ -54,9 +54,14 @@ class Table:
     """
 
     def __init__(
-        self, name: str, page_size: int, on_selection: Callable[[list[int]], None], html: Sequence[str] = (), wrapped: Sequence[str] = (),
+        self,
+        name: str,
+        page_size: int,
+        on_selection: Callable[[list[int]], None],
+        html: Sequence[str] = (),
+        wrapped: Sequence[str] = (),
         **settings: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """name: its CSS class. on_selection: called with the numbers of the selected lines. html: columns with HTML
         cells. wrapped: columns with wrapped texts.
         """
@@ -86,8 +91,8 @@ class Table:
     def fill(
         self, headings: Sequence[str], lines: Sequence[Sequence[Any]], bold: Sequence[Collection[int]] = ()
     ) -> None:
-        """Show these cells; sends only what changed. bold: for each column the lines with a bold cell; its cells are
-        then texts."""
+        """Show these cells; sends only what changed.
+        bold: for each column the lines with a bold cell; its cells are then texts."""
         columns = unique(headings)
         bold_columns = {name for name, chosen in zip(columns, bold, strict=False) if chosen}
         previous = list(self.widget.value.columns)
@@ -181,8 +186,7 @@ class Table:
 
 
 def _join(columns: list[str], hidden: list[str], previous: list[str]) -> list[str]:
-    """`columns` and the `hidden` ones, each at its position in `previous`: after its nearest predecessor that is
-    there."""
+    """`columns` and the `hidden` ones, each at its position in `previous`: after its nearest remaining predecessor."""
     joined = list(columns)
     for name in hidden:
         before = [joined.index(other) for other in previous[: previous.index(name)] if other in joined]

@@ -1,6 +1,5 @@
 # PYTHON_ARGCOMPLETE_OK
-"""Learning curves, one line for each configuration with a band over its seeds: `python -m results.plot [RUNS] [-e GROUP
-..]`.
+"""Learning curves, one line per configuration with a band over seeds: `python -m results.plot [RUNS] [-e GROUP ..]`.
 
 With --y one point for each experiment instead: `--x cache_bytes_per_context_token --y inference/f1`.
 """
@@ -103,8 +102,7 @@ def draw_panels(
     interval: str = "std",
     smoothing: float = 0.0,
 ) -> tuple["Figure", list[str]]:
-    """One panel for each metric (default: that of the table), one line for each configuration; and remarks on missing
-    data.
+    """One panel per metric (default: that of the table), one line per configuration; and remarks on missing data.
 
     x: "step", a score such as "tokens", or "seconds" of training. interval: "std" or "ci95", half the height of the
     bands.
@@ -154,8 +152,7 @@ def _count_remark(shown: int, count: int) -> str:
 
 
 def points(runs: Path, drawn: legend.Configurations, x: str, y: str, log_x: bool = False) -> tuple["Figure", list[str]]:
-    """One point for each finished experiment at the values of two scores, a colour for each configuration; and remarks
-    on missing data.
+    """A point per finished experiment at two scores, a colour per configuration; and remarks on missing data.
 
     x: can also be a dotted config key, such as "model.stride". The legend has the best `drawn.most` configurations by
     `y`.
@@ -216,9 +213,15 @@ def place_legend(figure: "Figure", title: str = "") -> None:
     width, renderer = figure.bbox.width, FigureCanvasAgg(figure).get_renderer()
     for columns in range(min(4, len(entries)), 0, -1):
         placed = figure.legend(
-            entries.values(), entries, loc="outside lower left", ncols=columns, fontsize="small", frameon=False, title=title or None,
+            entries.values(),
+            entries,
+            loc="outside lower left",
+            ncols=columns,
+            fontsize="small",
+            frameon=False,
+            title=title or None,
             alignment="left",
-        )  # fmt: skip
+        )
         write_plainly(placed)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # `save` reports missing glyphs

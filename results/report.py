@@ -1,6 +1,5 @@
 # PYTHON_ARGCOMPLETE_OK
-"""Groups of runs as one HTML file that opens offline and needs no scripts: `python -m results.report [RUNS] [-e GROUP
-..] [-o FILE]`."""
+"""Groups of runs as an offline HTML file without scripts: `python -m results.report [RUNS] [-e GROUP ..] [-o FILE]`."""
 
 import argparse
 import base64
@@ -87,10 +86,10 @@ def page(title: str, body: str) -> str:
     """A self-contained HTML file."""
     style = markup.CSS + markup.style("report")
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" '
-        f'content="{_POLICY}">'
-        f'<meta name="viewport" '
-        f'content="width=device-width"><title>{markup.escape(title)}</title><style>{style}</style></head>\n'
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        f'<meta name="viewport" content="width=device-width">'
+        f"<title>{markup.escape(title)}</title><style>{style}</style></head>\n"
         f"<body><main>{body}</main></body></html>\n"
     )
 
@@ -108,9 +107,8 @@ def _header(content: overview.Overview, title: str) -> str:
     cost = f" · {hours:.1f} GPU-hours over all attempts" if hours else ""
     return (
         f'<header><h1>{markup.escape(title)}</h1><div class="where">{markup.escape(content.runs)} · '
-        f"{len(content.jobs)} experiments · "
-        f"written "
-        f"{now}{cost}</div>{markup.chips(content.counts())}{f'<p>{markup.escape(best)}</p>' if best else ''}</header>\n"
+        f"{len(content.jobs)} experiments · written {now}{cost}</div>"
+        f"{markup.chips(content.counts())}{f'<p>{markup.escape(best)}</p>' if best else ''}</header>\n"
     )
 
 

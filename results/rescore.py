@@ -71,8 +71,8 @@ def read(file: Path) -> list[Prediction]:
 
 
 def experiment_metrics(file: Path) -> tuple[list[MetricConfig], bool]:
-    """The metrics and `best_answer` of the experiment that wrote `file`. SQuAD without an experiment, or if its metrics
-    are unknown here.
+    """The metrics and `best_answer` of the experiment that wrote `file`.
+    SQuAD without an experiment, or if its metrics are unknown here.
 
     Raises:
         RunError: the experiment dict is damaged.

@@ -95,8 +95,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def compare_ends(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A line for the reward and each score of drawn answers: its first and its last value; and a warning where they
-    part."""
+    """A line for the reward and each score of drawn answers: first and last value; and a warning where they part."""
     drawn = [name for row in rows[-1:] for name in row if "_mean@" in name and not name.endswith("_interval")]
     names = ["reward", *drawn]
     ends = {name: [math.nan if row[name] is None else row[name] for row in rows if name in row] for name in names}

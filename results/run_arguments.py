@@ -84,8 +84,7 @@ def add(parser: argparse.ArgumentParser, groups: str = "only the runs of these g
 
 
 def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The arguments, with `runs`, a folder; `groups`, a list of names or None for all; `paths`, the named save
-    directories.
+    """The arguments, with `runs`, a folder; `groups`, names or None for all; `paths`, the named save directories.
 
     The last word after -e is the folder of the runs if there are several words, it is a folder, and no other is named.
 
@@ -113,8 +112,8 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
 
 
 def find_run(word: str, runs: Path) -> Path:
-    """The save directory `word`, or the one with an id that starts with its last part: in the folder before that part,
-    else in `runs`.
+    """The save directory `word`, or the one with an id that starts with its last part:
+    in the folder before that part, else in `runs`.
 
     Raises:
         ConfigError: no run's id starts with it, or several do; names them.
@@ -214,8 +213,8 @@ def add_values(parser: argparse.ArgumentParser) -> None:
 
 
 def choose_values(options: argparse.Namespace, rows: Sequence[results.Row]) -> tuple[list[results.Row], list[str]]:
-    """The rows with the requested values, and warnings. Sets `unfinished` and `seed_key` of the options to their
-    effective values.
+    """The rows with the requested values, and warnings.
+    Sets `unfinished` and `seed_key` of the options to their effective values.
 
     Raises:
         ConfigError: options that contradict each other, or an unknown key.

@@ -1,5 +1,4 @@
-"""One run as one HTML file that opens offline: curves, speed, layers and events: `python -m results.run_page RUN [-o
-FILE]`."""
+"""A run as one offline HTML file: curves, speed, layers and events: `python -m results.run_page RUN [-o FILE]`."""
 
 import argparse
 import math
@@ -144,8 +143,8 @@ def _answers(run: Path) -> tuple[str, list[str]]:
 
 
 def read_perf(run: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """The rows of perf.jsonl in the order of their steps, and a warning for malformed lines. The later row of a
-    repeated step counts.
+    """The rows of perf.jsonl in the order of their steps, and a warning for malformed lines.
+    The later row of a repeated step counts.
 
     Raises:
         RunError: the file cannot be read.
@@ -281,9 +280,8 @@ def _header(run: Path, title: str, status: Mapping[str, Any], rows: Sequence[Map
     return (
         f"<header><h1>{markup.escape(title)}</h1>"
         f'<div class="where">run {markup.escape(run.resolve().name)} · {markup.escape(run)} · {markup.escape(place)} '
-        f"· written {now}</div>"
-        f"<div "
-        f'class="chips">{markup.chip(state, state)}</div>{f"<p>{markup.escape(reason)}</p>" if reason else ""}</header>\n'
+        f'· written {now}</div><div class="chips">{markup.chip(state, state)}</div>'
+        f"{f'<p>{markup.escape(reason)}</p>' if reason else ''}</header>\n"
     )
 
 

@@ -1,5 +1,4 @@
-"""A zip of the save directories of a group, without weights and secrets: `python -m results.share [RUNS] -e GROUP -o
-FILE.zip`."""
+"""A zip of a group's runs, without weights and secrets: `python -m results.share [RUNS] -e GROUP -o FILE.zip`."""
 
 import argparse
 import os
@@ -29,10 +28,12 @@ _KEYS = re.compile(
     rb"""
     -----BEGIN\ [A-Z ]*PRIVATE\ KEY-----[^-]*(?:-----END\ [A-Z ]*PRIVATE\ KEY-----)?
     | \b(?: sk-[\w-]{20,} | hf_[A-Za-z0-9]{20,} | gh[pousr]_[A-Za-z0-9]{20,} | github_pat_\w{20,} | glpat-[\w-]{20,}
-        | xox[abprs]-[\w-]{10,} | AKIA[0-9A-Z]{16} | AIza[\w-]{35} | wandb_v\d_\w{20,} | eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]{10,} )
-    | (?P<name> (?i: api_?-?key | access_?-?key | wandb_?-?key | secret | password | passwd | (?<![a-z_])token | _token | -token
-        | authorization ["']? \s* [:=] \s* ["']? (?: basic | bearer | token ) )
-        ["']? \s* (?: [:=] \s* | \s ) ["']? ) (?! -?[0-9.]+(?:e[+-]?[0-9]+)?(?![\w+/=.-]) ) (?=[\w+/=.-]*[0-9]) [\w+/=.-]{20,}
+        | xox[abprs]-[\w-]{10,} | AKIA[0-9A-Z]{16} | AIza[\w-]{35} | wandb_v\d_\w{20,}
+        | eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]{10,} )
+    | (?P<name> (?i: api_?-?key | access_?-?key | wandb_?-?key | secret | password | passwd
+        | (?<![a-z_])token | _token | -token | authorization ["']? \s* [:=] \s* ["']? (?: basic | bearer | token ) )
+        ["']? \s* (?: [:=] \s* | \s ) ["']? )
+        (?! -?[0-9.]+(?:e[+-]?[0-9]+)?(?![\w+/=.-]) ) (?=[\w+/=.-]*[0-9]) [\w+/=.-]{20,}
     | (?P<word> (?i: password | passwd ) ["']? \s* [:=] \s* ["']? ) [^\s"',;(){}[\]]{8,}
     | (?P<scheme> \w+:// ) [^/\s@"']+ @
     """,
@@ -41,8 +42,9 @@ _KEYS = re.compile(
 _README = """Results of {runs} runs{of_group}, shared without their weights.
 
 table.csv       the scores, averaged over seeds
-<id>/           the save directory of one experiment: exp_dict.json (the experiment), config.json (with every default), env.json (code,
-                versions, machine), status.json, scores.jsonl (a row for each log step), score_list.pkl (the same for haven), logs
+<id>/           the save directory of one experiment: exp_dict.json (the experiment), config.json (with every
+                default), env.json (code, versions, machine), status.json, scores.jsonl (a row for each log step),
+                score_list.pkl (the same for haven), logs
 
 With the code at hand:  python -m results.table FOLDER      python -m results.plot FOLDER
 """
@@ -66,8 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def share(
     runs: Path, rows: Sequence[results.Row], output: Path, groups: Sequence[str] | None = None, wandb: bool = False
 ) -> tuple[int, list[str]]:
-    """Write the zip atomically; the same files give the same bytes. Returns its number of files, and remarks on omitted
-    and hidden content.
+    """Write the zip atomically; the same files give the same bytes.
+    Returns its number of files, and remarks on omitted and hidden content.
 
     Keys and passwords in texts become ***; a file that is no text and holds one is left out.
 

@@ -1,6 +1,5 @@
 # PYTHON_ARGCOMPLETE_OK
-"""The scores of a folder of runs as a table, mean ± deviation over seeds: `python -m results.table [RUN ..] [-e GROUP
-..]`."""
+"""The scores of runs as a table, mean ± deviation over seeds: `python -m results.table [RUN ..] [-e GROUP ..]`."""
 
 import argparse
 import csv
@@ -120,8 +119,7 @@ def tabulate(
     best: str | None = None,
     unfinished: bool = False,
 ) -> tuple[Table, list[str], list[str]]:
-    """Aggregated rows, best first, with the keys and the scores that are their columns; unfinished: see
-    `statistics.aggregate`.
+    """Aggregated rows, best first, with their columns of keys and scores; unfinished: see `statistics.aggregate`.
 
     by: dotted config keys; None takes those that vary, without the seed and keys that follow it. scores: None takes the
     headline ones, without the loop's diagnostics and without parts such as "em/nq"; ["all"] takes all.
@@ -147,8 +145,7 @@ def tabulate(
 
 
 def headline(scores: Sequence[str]) -> list[str]:
-    """`scores` in the order to look at them: the first of answers, with its control and gain; validation losses; the
-    rest."""
+    """`scores` in display order: the first of answers, with its control and gain; validation losses; the rest."""
     answers = [name for name in scores if name.startswith(f"{INFERENCE}/")]
     first = [answers[0], answers[0] + WRONG, answers[0] + GAIN] if answers else []
     ranks = {"val_loss": 1} | dict.fromkeys(answers, 4) | dict.fromkeys(first, 0)
@@ -185,8 +182,8 @@ def pivot_score(
 
 
 def best_rows(table: Table, metric: str | None, best: str | None = None) -> set[int]:
-    """The numbers of the rows with the best mean of `metric`; empty for fewer than two rows. best: "min", "max" or
-    None, by its name."""
+    """The numbers of the rows with the best mean of `metric`; empty for fewer than two rows.
+    best: "min", "max" or None, by its name."""
     values = [row[metric] for row in table if row[metric] is not None] if metric is not None else []
     if metric is None or len(table) < 2 or not values:
         return set()

@@ -1,5 +1,4 @@
-"""A table of scores that fits the terminal: scores first, digits by their spread, and a line that names the omitted
-columns."""
+"""A table of scores that fits the terminal: scores first, digits by their spread, and a line of omitted columns."""
 
 import json
 import math
@@ -24,8 +23,8 @@ _EDGES = 3
 
 @dataclass(frozen=True)
 class Column:
-    """One column. rank: of the columns with the highest rank, the last is left out first where the terminal is too
-    narrow."""
+    """One column.
+    rank: of the columns with the highest rank, the last is left out first where the terminal is too narrow."""
 
     name: str
     heading: str
@@ -102,8 +101,7 @@ def plain_score(name: str, candidates: Sequence[str]) -> str:
 
 
 def score_cells(table: Sequence[dict[str, Any]], name: str, interval: str, count: bool = False) -> list[str]:
-    """Means ± deviations of a score, with two digits of the smallest deviation, and "3 of 5" if the mean is not over
-    all runs.
+    """Means ± deviations of a score, to two digits of the smallest deviation, and "3 of 5" unless the mean is over all.
 
     count: add the number of runs also if the mean is over all.
     """
@@ -147,8 +145,8 @@ def fit(columns: Sequence[Column], width: int) -> tuple[list[Column], list[str]]
 
 
 def draw(columns: Sequence[Column], notes: Sequence[str], width: int | None = None) -> None:
-    """Print the columns that fit to stdout, and lines of `notes` below. width: None for the terminal's, or all columns
-    without one."""
+    """Print the columns that fit to stdout, and lines of `notes` below.
+    width: None for the terminal's, or all columns without one."""
     from rich.console import Console
 
     console = Console()

@@ -27,8 +27,8 @@ class PackedBatch(TokenBatch):
     Transformers derives from the positions which tokens are of one document. With an attention mask it does not."""
 
     position_ids: "Tensor"
-    """(B, T) int64: positions within each document, from 0. The padding at the end of a row is a document of its
-    own."""
+    """(B, T) int64: positions within each document, from 0.
+    The padding at the end of a row is a document of its own."""
 
 
 class RankedBatch(TokenBatch):
@@ -41,13 +41,12 @@ class RankedBatch(TokenBatch):
     scores: NotRequired["Tensor"]
     """(B,) float32: the score of each reply in the data, if all have one."""
     reference_logps: NotRequired["Tensor"]
-    """(B,) float32: summed log-probability of the learned tokens of each row under the initial model of the
-    training."""
+    """(B,) float32: summed log-probability of the learned tokens of rows under the initial model of the training."""
 
 
 class InterleavedBatch(PackedBatch):
-    """Packed rows of documents of text and images. N frames of all rows, E pixels of a side, S sources, K things that
-    are counted."""
+    """Packed rows of documents of text and images.
+    N frames of all rows, E pixels of a side, S sources, K things that are counted."""
 
     frames: "Tensor"
     """(N, 3, E, E) float32: the frames of all images, row by row, in order; N can be 0. There is no padding."""

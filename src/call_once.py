@@ -16,8 +16,8 @@ _results: dict[Any, Any] | None = None
 
 @contextlib.contextmanager
 def remember_calls() -> Iterator[None]:
-    """Within the block, `call_once` calls each method of equal components once. The files that they read must not
-    change meanwhile."""
+    """Within the block, `call_once` calls each method of equal components once.
+    The files that they read must not change meanwhile."""
     global _results  # noqa: PLW0603  a cache of one block, not of the process
     _results = {}
     try:

@@ -17,9 +17,8 @@ from src.errors import print_errors
 # Standard input is a pipe that closes when its writer dies. The shell and its watcher outlive the signals that end the
 # command.
 _BOUND = (
-    'exec 3<&0 < /dev/null; (trap "" TERM INT HUP USR1; read -r _ <&3; kill -s "$0" 0) & exec 3<&-; trap : TERM INT '
-    "HUP USR1;"
-    ' "$@"; code=$?; kill -KILL $!; exit $code'
+    'exec 3<&0 < /dev/null; (trap "" TERM INT HUP USR1; read -r _ <&3; kill -s "$0" 0) & exec 3<&-; '
+    'trap : TERM INT HUP USR1; "$@"; code=$?; kill -KILL $!; exit $code'
 )
 
 
@@ -32,8 +31,8 @@ def make_parser(module: str, description: str | None) -> argparse.ArgumentParser
 
 
 def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """What `parser` makes of `argv`. Where a shell asks to complete a command line, it is answered, and the process
-    ends."""
+    """What `parser` makes of `argv`.
+    Where a shell asks to complete a command line, it is answered, and the process ends."""
     if "_ARGCOMPLETE" in os.environ:
         import argcomplete
 
@@ -42,8 +41,8 @@ def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None)
 
 
 def run_command(action: Callable[[], int], level: int = logging.INFO) -> int:
-    """Run `action`; the exit code. A UserError is printed as lines `error: ...` and gives 1, Ctrl-C gives 130. level:
-    of logging."""
+    """Run `action`; the exit code.
+    A UserError is printed as lines `error: ...` and gives 1, Ctrl-C gives 130. level: of logging."""
     logging.basicConfig(format="%(message)s")
     ours = [logging.getLogger(name) for name in ("src", "__main__")]  # __main__: a module of ours that `python -m` runs
     before = [logger.level for logger in ours]
@@ -67,8 +66,8 @@ def aligned_lines(rows: Sequence[Sequence[str]]) -> list[str]:
 
 @contextlib.contextmanager
 def signals_raise() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP raise SystemExit, as SIGINT raises KeyboardInterrupt. An ignored signal (nohup) stays
-    ignored."""
+    """Let SIGTERM and SIGHUP raise SystemExit, as SIGINT raises KeyboardInterrupt.
+    An ignored signal (nohup) stays ignored."""
 
     def leave(number: int, _: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)
@@ -101,8 +100,7 @@ def start_bound(argv: Sequence[str], ending: signal.Signals, out: BinaryIO, err:
 
 
 def end_session(process: "subprocess.Popen[bytes]", seconds: float) -> None:
-    """End a process that leads its session, and all of the session: SIGTERM first, then SIGKILL after `seconds` at the
-    latest."""
+    """End a session leader and its session: SIGTERM first, then SIGKILL after `seconds` at the latest."""
     with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
         os.killpg(process.pid, signal.SIGTERM)
         process.wait(seconds)

@@ -51,8 +51,8 @@ def _absence(info: FieldInfo) -> list[Any]:
 
 
 class Config(BaseModel):
-    """Strict (`True` is not an int, `"1e-4"` is refused), frozen, and closed to unknown keys. An int is taken for a
-    float."""
+    """Strict (`True` is not an int, `"1e-4"` is refused), frozen, and closed to unknown keys.
+    An int is taken for a float."""
 
     model_config = ConfigDict(
         strict=True,
@@ -89,8 +89,8 @@ def fill_absences(saved: Any, config: Any) -> Any:
 
 
 def drop_absences(dumped: Any, config: Any) -> Any:
-    """Remove added fields at their value for absence from `dumped`, the JSON of `config`. A digest of it then stays the
-    same."""
+    """Remove added fields at their value for absence from `dumped`, the JSON of `config`.
+    A digest of it then stays the same."""
     if isinstance(dumped, dict) and isinstance(config, Config):
         absent = _absent_fields(config)
         return {

@@ -94,8 +94,8 @@ def is_main() -> bool:
 
 
 def data_rank() -> int:
-    """Number of this process's share of the data: neighbours that cut matrices between them read the same. The rank,
-    where none do."""
+    """Number of this process's share of the data: neighbours that cut matrices between them read the same.
+    The rank, where none do."""
     return rank() // _readers
 
 
@@ -105,8 +105,8 @@ def data_size() -> int:
 
 
 def share_data(readers: int) -> None:
-    """From here on so many neighbouring processes read the same data; see `data_rank`. Call it before data are planned
-    or read."""
+    """From here on so many neighbouring processes read the same data; see `data_rank`.
+    Call it before data are planned or read."""
     global _readers  # noqa: PLW0603  as world_size and rank, it is a fact of the process
     _readers = readers
 
@@ -129,8 +129,8 @@ def is_copy(tensor: Any) -> bool:
 
 @contextlib.contextmanager
 def session(deterministic: bool = False) -> Iterator[None]:
-    """Join the process group on entry and leave it gracefully on success; a failing process leaves at once. Makes
-    `torch_settings`.
+    """Join the process group on entry and leave it gracefully on success;
+    a failing process leaves at once. Makes `torch_settings`.
 
     Backend: nccl between GPUs where the machine has any, one for each process; gloo between CPUs.
 
@@ -175,8 +175,8 @@ def session(deterministic: bool = False) -> Iterator[None]:
 
 
 def ensure_group() -> None:
-    """Make a single-process group if the launcher has made none: some libraries require one. It ends with the
-    process."""
+    """Make a single-process group if the launcher has made none: some libraries require one.
+    It ends with the process."""
     import torch
     import torch.distributed as dist
     from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]  it is in torch's manual
@@ -206,8 +206,8 @@ def _end_with_parent() -> None:
 
 @contextlib.contextmanager
 def stoppable() -> Iterator[None]:
-    """Within the block a stop signal raises `TrainingStopped` once: immediately or, after `defer_stop`, where the
-    training checks for it.
+    """Within the block a stop signal raises `TrainingStopped` once:
+    immediately or, after `defer_stop`, where the training checks for it.
 
     Main thread only. A second Ctrl-C aborts immediately. An ignored SIGINT (nohup) stays ignored.
     """
@@ -281,8 +281,8 @@ def agreed_stop(step: int | None) -> TrainingStopped:
 
 
 def ignore_stops(_: int = 0) -> None:
-    """For worker processes: a signal to the process group stops the main process, and the workers end with it, also
-    where it is killed."""
+    """For worker processes: a signal to the process group stops the main process,
+    and the workers end with it, also where it is killed."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_after, args=(os.getppid(),), daemon=True).start()
@@ -312,8 +312,8 @@ def _on_signal(number: int, _: FrameType | None) -> None:
 
 @contextlib.contextmanager
 def raise_together() -> Iterator[None]:
-    """If any rank raises a UserError inside the block, every rank raises the first one. Collective; do not call
-    collectives inside."""
+    """If any rank raises a UserError inside the block, every rank raises the first one.
+    Collective; do not call collectives inside."""
     failures: list[UserError] = []
     try:
         yield

@@ -24,8 +24,7 @@ class ConfigError(UserError):
 
 
 def print_errors(main: Callable[P, int]) -> Callable[P, int]:
-    """Decorates the `main` of a command: a UserError is printed to stderr as lines `error: ...`, and the exit code is
-    1."""
+    """Decorates the `main` of a command: a UserError is printed to stderr as lines `error: ...`, with exit code 1."""
 
     @functools.wraps(main)
     def run(*args: P.args, **kwargs: P.kwargs) -> int:
@@ -47,8 +46,7 @@ def print_errors(main: Callable[P, int]) -> Callable[P, int]:
 
 
 def end_with_reader(action: Callable[P, int]) -> Callable[P, int]:
-    """`action`, which ends without a word and gives 141 (128 + SIGPIPE) where the reader of its output goes, as `|
-    head` does."""
+    """`action`; ends silently with 141 (128 + SIGPIPE) where the reader of its output goes, as `| head` does."""
 
     @functools.wraps(action)
     def run(*args: P.args, **kwargs: P.kwargs) -> int:
@@ -103,8 +101,8 @@ class RunError(UserError):
 
 
 class TrainingError(UserError):
-    """A training that must stop, for example because its loss is not finite. Based on values that all processes
-    share."""
+    """A training that must stop, for example because its loss is not finite.
+    Based on values that all processes share."""
 
     everywhere = True
 

@@ -140,8 +140,8 @@ def _open_private(path: str, flags: int) -> int:
 
 @contextlib.contextmanager
 def defer_sync(folder: Path) -> Iterator[None]:
-    """Within the block this thread's `write_atomic` does not sync; the end of the block syncs all. For thousands of
-    small files at once.
+    """Within the block this thread's `write_atomic` does not sync; the end of the block syncs all.
+    For thousands of small files at once.
 
     A crash of the process still leaves each file old or new. A power cut within the block can leave empty files, so use
     it only for files that are rewritten if they are damaged.
@@ -261,8 +261,7 @@ def new_directory(
     facts: dict[str, Any] | None = None,
     around: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> Iterator[Path]:
-    """Yield an empty folder to fill; on success it becomes `final` atomically, with a manifest of its files' sizes and
-    hashes.
+    """Yield an empty folder to fill; on success it becomes `final` atomically, with a manifest of sizes and hashes.
 
     An older `final` is replaced. At any moment, also after an error or a crash, `final` is the complete old or the
     complete new folder. If the system cannot exchange two names in one step (Linux can, on nearly every local file
@@ -310,8 +309,7 @@ def new_directory(
 
 
 def _claim(final: Path) -> tuple[Path, int | None]:
-    """A new empty folder next to `final`, and the lock that protects it from `_sweep`; None if locks are not
-    supported."""
+    """A new empty folder next to `final`, and the lock that protects it from `_sweep`; None without locks."""
     while True:
         beside = final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}")
         beside.mkdir(parents=True)
@@ -343,8 +341,8 @@ def _lock(directory: Path) -> int:
 
 
 def _sweep(final: Path) -> None:
-    """Delete leftovers of killed writers of `final`. Keep them if locks are not supported, since some can belong to
-    live writers."""
+    """Delete leftovers of killed writers of `final`.
+    Keep them if locks are not supported, since some can belong to live writers."""
     if not final.parent.is_dir():
         return
     pattern = re.compile(rf"\.{re.escape(final.name)}\.[0-9a-f]{{8}}(\.old)?")
@@ -359,8 +357,8 @@ def _sweep(final: Path) -> None:
 
 
 def defect(directory: Path, hashes: bool = True) -> str | None:
-    """The first defect of a folder made by `new_directory`: its manifest, or a missing, short or altered file. None if
-    it has no defect.
+    """The first defect of a folder made by `new_directory`: its manifest, or a missing, short or altered file.
+    None if it has no defect.
 
     hashes: False reads only the manifest, so an altered file of the right size goes unnoticed.
     """
@@ -389,8 +387,8 @@ def sha256(path: Path) -> str:
 
 
 def sample_digest(path: Path, edge: int = 2**20, pieces: int = 1024) -> str:
-    """sha256 of the first and last `edge` bytes of a file and of `pieces` of 4 KiB between, at even distances: few
-    reads of many gigabytes.
+    """sha256 of the first and last `edge` bytes of a file and of `pieces` of 4 KiB between, at even distances:
+    few reads of many gigabytes.
 
     A change of a contiguous 1 / `pieces` of the file or more is detected; a change of a few bytes often is not.
     """

@@ -114,8 +114,8 @@ KNOWN = {*_DECODERS, "t5", "idefics2", "idefics3", "smolvlm"}
 
 
 def t5_flops(config: Any, passages: tuple[int, int], answers: tuple[int, int], P: int, passes: Passes) -> int:
-    """Operations of a T5. passages: number and tokens of what the encoder reads; answers: of what the decoder does,
-    each with P positions.
+    """Operations of a T5.
+    passages: number and tokens of what the encoder reads; answers: of what the decoder does, each with P positions.
 
     The logits count for all tokens of the answers.
     """
@@ -131,8 +131,7 @@ def t5_flops(config: Any, passages: tuple[int, int], answers: tuple[int, int], P
 
 
 def forward_flops(config: Any, B: int, T: int, decoder_tokens: int = 0, passes: Passes = FORWARD) -> int:
-    """Operations of the forward pass over B sequences of T tokens by a model of a transformers `config`; of more
-    `passes` if given.
+    """Operations of a forward pass (or `passes`) over B sequences of T tokens by a model of a transformers `config`.
 
     decoder_tokens: of an encoder-decoder, whose encoder reads the T.
 
@@ -157,8 +156,8 @@ class Adapters(NamedTuple):
 
 
 def adapter_weights(model: "nn.Module") -> Adapters | None:
-    """The adapters of a model of which they alone are trained; none where all of it is. None where another part is
-    frozen."""
+    """The adapters of a model of which they alone are trained; none where all of it is.
+    None where another part is frozen."""
     trained = [(name, parameter.numel()) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if len(trained) == sum(1 for _ in model.parameters()):
         return Adapters()

@@ -60,8 +60,7 @@ def pick(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def pick_before(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """`values[:, :-1][mask[:, 1:]]`: (N, ...), what stands one before each True of the mask, such as what predicts a
-    token."""
+    """`values[:, :-1][mask[:, 1:]]`: (N, ...), one before each True of the mask, such as what predicts a token."""
     before = host_copy(mask_BT)[:, 1:]
     rows, columns = before.nonzero(as_tuple=True)
     return values_BT.flatten(0, 1)[upload(rows * values_BT.shape[1] + columns, values_BT.device)]
@@ -85,8 +84,8 @@ def read_together(*parts: Tensor) -> list[list[float]]:
 
 @contextmanager
 def nothing_hidden() -> Iterator[None]:
-    """In the block no mask for attention that transformers makes of two axes hides anything: it is not asked whether
-    one does."""
+    """In the block no mask for attention that transformers makes of two axes hides anything:
+    it is not asked whether one does."""
     token = _NOTHING_HIDDEN.set(True)
     try:
         yield
@@ -96,8 +95,7 @@ def nothing_hidden() -> Iterator[None]:
 
 @cache
 def answer_masks() -> None:
-    """From now on transformers asks the CPU, where that knows, whether a mask hides anything and whether rows are
-    packed.
+    """From now on transformers asks the CPU, where that knows, whether a mask hides anything and rows are packed.
 
     It then makes the masks that it would make. Of masks and positions without a copy it asks the device, as ever.
     """

@@ -1,5 +1,5 @@
-"""The interface of each kind of component: methods that recipes call, with their defaults. A new component overrides
-only some of them.
+"""The interface of each kind of component: methods that recipes call, with their defaults.
+A new component overrides only some of them.
 
 A component is a `Config` that an experiment names: `registry.bind` makes it from a dict. Nothing here imports torch;
 `build`, `run`, `score` and `submit` do, where they need it.
@@ -42,16 +42,16 @@ class ModelConfig(Component):
 
     @abstractmethod
     def build(self, places: Places) -> Any:
-        """The torch module with its weights, new ones from torch's global generator; `name_or_path` is where its
-        tokenizer is.
+        """The torch module with its weights, new ones from torch's global generator;
+        `name_or_path` is where its tokenizer is.
 
         Raises:
             UserError: a file it is built from is missing or damaged.
         """
 
     def build_unfilled(self, places: Places) -> Any:
-        """As `build`, for FSDP2: without those weights that each process can read its part of from files. By default
-        with all."""
+        """As `build`, for FSDP2: without those weights that each process can read its part of from files.
+        By default with all."""
         return self.build(places)
 
     def check(self, places: Places) -> None:
@@ -75,13 +75,12 @@ class ModelConfig(Component):
         return None
 
     def identity(self, places: Places) -> str | None:
-        """Digest of all weights that `build` loads, those of parents included; None if it loads none or they are not
-        trained yet."""
+        """Digest of all weights that `build` loads, those of parents included;
+        None if it loads none or they are not trained yet."""
         return self.fingerprint(places)
 
     def cache_bytes(self, places: Places, value_bytes: int) -> dict[str, int] | None:
-        """Bytes per token that must be cached of a context, by the name of the score; None if the sizes are not
-        known."""
+        """Bytes per token that must be cached of a context, by the name of the score; None if sizes are not known."""
         return None
 
     def tokenizer_folder(self, places: Places) -> Path | None:
@@ -98,8 +97,7 @@ class ModelConfig(Component):
         return base.new_token_ids(places) if isinstance(base := getattr(self, "base", None), ModelConfig) else ()
 
     def weight_type(self, places: Places) -> str | None:
-        """ "float32", "bfloat16" or "float16", of its weights or its base's in memory; None where its config does not
-        say."""
+        """ "float32", "bfloat16" or "float16", of its weights or its base's in memory; None if its config omits it."""
         return (
             base.weight_type(places)
             if isinstance(base := getattr(self, "base", None), ModelConfig)
@@ -107,8 +105,8 @@ class ModelConfig(Component):
         )
 
     def trained_type(self, places: Places) -> str | None:
-        """As `weight_type`, of the weights that training updates. Adapters and new layers are float32 whatever the
-        base's type."""
+        """As `weight_type`, of the weights that training updates.
+        Adapters and new layers are float32 whatever the base's type."""
         return (
             base.trained_type(places)
             if isinstance(base := getattr(self, "base", None), ModelConfig)
@@ -116,8 +114,8 @@ class ModelConfig(Component):
         )
 
     def frame_sizes(self, places: Places) -> tuple[int, int] | None:
-        """For a model that reads images: side of a frame in pixels, and tokens per frame. None if unknown before it is
-        loaded."""
+        """For a model that reads images: side of a frame in pixels, and tokens per frame.
+        None if unknown before it is loaded."""
         return base.frame_sizes(places) if isinstance(base := getattr(self, "base", None), ModelConfig) else None
 
     def is_frozen(self) -> bool:
@@ -133,8 +131,7 @@ class ModelConfig(Component):
         return False
 
     def require_kind(self, required: str, places: Places | None, field: str = "model") -> None:
-        """Raises ValueError where the model, which an experiment names in `field`, is known to be of another kind than
-        `wanted`."""
+        """Raises ValueError if the model that `field` names is known to be of another kind than `wanted`."""
         if (kind_of_model := self.kind(places)) not in (None, required):
             raise ValueError(
                 f"{field}: expected {KINDS[required]}; got {self.name!r}, which is of the kind {kind_of_model!r}."
@@ -154,8 +151,8 @@ class ModelConfig(Component):
 
 
 class Dataset(Protocol):
-    """Samples of one split. A sample is a pure function of (epoch, index), independent of earlier reads and of the
-    process."""
+    """Samples of one split.
+    A sample is a pure function of (epoch, index), independent of earlier reads and of the process."""
 
     fingerprint: str
     """Digest of the content, and of the options that change it."""
@@ -304,16 +301,14 @@ class DatasetConfig(Component):
         return self
 
     def check(self, places: Places) -> None:
-        """Raises a UserError where the data are missing or malformed, as far as it is known without reading the
-        rows."""
+        """Raises a UserError where the data are missing or malformed, as far as known without reading the rows."""
 
     def check_tokenizer(self, folder: Path | None) -> None:
-        """Raises a UserError if a token is missing in the tokenizer in `folder`, without loading it. None: not known
-        yet."""
+        """Raises a UserError if a token is missing in the tokenizer in `folder`, without loading it.
+        None: not known yet."""
 
     def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
-        """Raises ConfigError where a model of `max_positions` (None: unknown or no limit) cannot read a sample or write
-        `new_tokens`."""
+        """Raises ConfigError if `max_positions` (None: unknown, no limit) are too few for a sample or `new_tokens`."""
 
     def check_model(self, sizes: Architecture | None) -> None:
         """Raises ConfigError where a model of this architecture (None: unknown) would read the samples wrongly."""
@@ -322,8 +317,7 @@ class DatasetConfig(Component):
         """Raises a UserError if a ranked reply has no score."""
 
     def batch_lengths(self) -> tuple[int, ...] | None:
-        """Tokens of the sequences of every batch, such as those of inputs and targets; None where batches differ in
-        length."""
+        """Tokens of the sequences of every batch, such as those of inputs and targets; None if they differ."""
         return None
 
     def check_steps(self, steps: int) -> None:

@@ -20,8 +20,8 @@ class Rule(NamedTuple):
     aftermath: bool
     """Whether other ranks report it after one has failed for another reason."""
     patterns: list[tuple[bytes, "re.Pattern[bytes]"]]
-    """(text to search first, pattern around it), as bytes: logs need not be UTF-8. A pattern matches within one
-    line."""
+    """(text to search first, pattern around it), as bytes: logs need not be UTF-8.
+    A pattern matches within one line."""
 
 
 @cache

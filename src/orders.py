@@ -100,8 +100,8 @@ class OrderedDataset(Dataset, Protocol):
     """A data set with its own order: the samples of a step do not depend only on the step's number."""
 
     def order(self, seed: int, per_step: int, steps: int, branches: Sequence[Branch]) -> Order:
-        """The order of a training of `steps` steps of `per_step` sequences; `branches` are the rewinds that it went
-        through, oldest first.
+        """The order of a training of `steps` steps of `per_step` sequences;
+        `branches` are the rewinds that it went through, oldest first.
 
         Raises:
             UserError: no such training can read the data set.
@@ -172,8 +172,8 @@ def order_of(
 
 @dataclass(frozen=True)
 class IndexedOrder:
-    """Each epoch is a permutation of all indices. The samples of a step depend only on its number, so cursors are
-    empty.
+    """Each epoch is a permutation of all indices.
+    The samples of a step depend only on its number, so cursors are empty.
 
     "skip:K" of a branch skips the samples of K steps; "reshuffle" permutes the rest of the epoch again.
     """
@@ -250,8 +250,7 @@ class IndexedOrder:
 
 @dataclass(frozen=True)
 class GroupedOrder:
-    """An order that sorts samples by length within windows of `_WINDOW` steps and cuts them into groups that stay
-    together.
+    """An order that sorts samples by length in windows of `_WINDOW` steps and cuts them into groups that stay together.
 
     The groups of a window are dealt to its steps at random, so a step reads short and long samples. Within a step they
     are sorted by length, so that processes have samples of similar length at a time. The first step reads the longest

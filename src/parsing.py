@@ -1,5 +1,4 @@
-"""JSON text of files, lines, requests and answers: the only reader, so that no input of any kind ends in a
-traceback."""
+"""JSON text of files, lines, requests and answers: the only reader, so that no input ends in a traceback."""
 
 import json
 from pathlib import Path

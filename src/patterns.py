@@ -1,5 +1,4 @@
-"""Regular expressions that end: of the library RE2, whose time grows with the text alone, whatever is repeated within
-what is repeated.
+"""Linear-time regular expressions (RE2), however repetitions are nested.
 
 Python's own can take for ever, on what a model writes or a user types: `(a+)+b` on thirty letters a. RE2 has all but
 what needs a way back

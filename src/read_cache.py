@@ -1,5 +1,5 @@
-"""Values read from save directories, reused while a directory is unchanged: for a page that reads the same folder every
-few seconds."""
+"""Values read from save directories, reused while a directory is unchanged:
+for a page that reads the same folder every few seconds."""
 
 import os
 import time
@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 SETTLED_SECONDS = 2.0
-"""A more recent change can be followed by one with the same timestamp: clocks of file systems tick in milliseconds,
-some in seconds."""
+"""A more recent change can be followed by one with the same timestamp:
+clocks of file systems tick in milliseconds, some in seconds."""
 TURNS = 60
-"""Each value is read again after this many turns, because a file that is edited in place does not change its
-directory."""
+"""Each value is read again after this many turns, as a file edited in place does not change its directory."""
 T = TypeVar("T")
 Mark = tuple[int, int, int]
 """Modification time, change time and inode of a directory."""
@@ -21,8 +20,8 @@ Mark = tuple[int, int, int]
 
 @dataclass
 class ReadCache(Generic[T]):
-    """The values of one folder of runs. Only for runs that no process writes to: an appended file does not change its
-    directory."""
+    """The values of one folder of runs.
+    Only for runs that no process writes to: an appended file does not change its directory."""
 
     runs: Path
     _values: dict[str, tuple[Mark, T]] = field(default_factory=dict)

@@ -12,8 +12,7 @@ from src.config import Config, Problems, describe_value, is_operational, join, p
 
 @dataclass(frozen=True, eq=False)
 class ComponentTable:
-    """Names of one kind, each with the module that implements the interface of that kind (src/interfaces.py) as
-    `Config`."""
+    """Names of one kind, each with the module that implements its interface (src/interfaces.py) as `Config`."""
 
     kind: str
     modules: Mapping[str, str]
@@ -160,8 +159,7 @@ def resolved_dict(component: Config, key: str = "name") -> dict[str, Any]:
 
 
 def sparse_dict(value: Any) -> Any:
-    """The shortest JSON value from which a field gets `value`: of configs only the fields that are not at their
-    default."""
+    """The shortest JSON from which a field gets `value`: of configs only the fields that are not at their default."""
     if value is None:
         return {}
     if not isinstance(value, Config):
@@ -173,8 +171,7 @@ def sparse_dict(value: Any) -> Any:
 
 
 def canonical_dict(raw: dict[str, Any], recipe: Config) -> dict[str, Any]:
-    """`raw` as the id is computed from it: 1 written as 1.0 where the config takes a float, without operational
-    fields."""
+    """`raw` as its id is computed: 1 written as 1.0 where the config takes a float, without operational fields."""
     return _canonical(raw, recipe)
 
 
@@ -189,8 +186,8 @@ def _canonical(raw: Any, loaded: Any) -> Any:
 
 
 def operational_values(raw: Any, loaded: Any, path: str = "") -> dict[str, Any]:
-    """The operational values in `raw` by their dotted path: those that `canonical_dict` drops. Lists are not
-    searched."""
+    """The operational values in `raw` by their dotted path: those that `canonical_dict` drops.
+    Lists are not searched."""
     if not isinstance(raw, dict):
         return {}
     inner = vars(loaded) if isinstance(loaded, Config) else loaded if isinstance(loaded, dict) else {}

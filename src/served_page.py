@@ -44,8 +44,8 @@ def serve_page(
     title: str,
     documents: Mapping[str, Callable[[str], str]] | None = None,
 ) -> None:
-    """Serve what `make_page` gives each browser, a view of Panel, until interrupted; prints the address when it can be
-    opened.
+    """Serve what `make_page` gives each browser, a view of Panel, until interrupted;
+    prints the address when it can be opened.
 
     documents: more HTML pages by the pattern of their path, such as "run/(\\w+)"; each gets the match of the pattern.
 

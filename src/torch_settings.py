@@ -12,10 +12,9 @@ from typing import Any
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 """Timeout of a collective. Only rank 0 scores answers and writes checkpoints meanwhile."""
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Environment variables that configure the allocator of GPU memory: the name of torch 2.9 and later, and the older
-one."""
+"""Environment variables of the allocator of GPU memory: the name of torch 2.9 and later, and the older one."""
 ENVIRONMENT = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",  # a failed or late collective ends the process; else the GPU would wait forever
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",  # a failed or late collective ends the process; the GPU would wait forever
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
     "TORCH_FR_BUFFER_SIZE": "2000",
 }
@@ -55,8 +54,7 @@ def make(deterministic: bool = False) -> None:
 
 
 def place_flight_recorder(folder: Path) -> None:
-    """Have a collective that fails or is late leave <folder>/flight_recorder_RANK, unless the user has named another
-    place."""
+    """Have a failed or late collective leave <folder>/flight_recorder_RANK, unless the user names another place."""
     if not _dump_is_the_users:
         os.environ[DUMP] = str(folder.resolve() / "flight_recorder_")
 

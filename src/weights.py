@@ -1,5 +1,5 @@
-"""The trained weights of a model: those that a checkpoint stores, and loading them. Models whose weights are read
-later."""
+"""The trained weights of a model: those that a checkpoint stores, and loading them.
+Models whose weights are read later."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 STORED = "stored_tensors"
-"""Attribute of a model of transformers that was built unfilled: its tensors that are in the files of the folder
-`name_or_path`, by name."""
+"""Attribute of a model of transformers that was built unfilled:
+its tensors that are in the files of the folder `name_or_path`, by name."""
 
 
 def trained_weights(model: "nn.Module") -> "dict[str, Tensor]":
@@ -54,8 +54,8 @@ def load_trained(model: "nn.Module", file: Path) -> None:
 
 
 def matching_state(model: "nn.Module", file: Path, shapes: Mapping[str, Sequence[int]]) -> "dict[str, Tensor]":
-    """The entries of the state dict that `trained_weights` names, to copy into. shapes: of the tensors in `file`, by
-    name.
+    """The entries of the state dict that `trained_weights` names, to copy into.
+    shapes: of the tensors in `file`, by name.
 
     Raises:
         CheckpointError: these are not the names or the shapes of the trained weights of `model`.
@@ -83,8 +83,8 @@ def summarize_names(names: Iterable[str]) -> str:
 
 
 def build_unfilled(build: Callable[[], Any], folder: Path, files: Sequence[Path]) -> Any | None:
-    """What `build` makes of a pretrained model of transformers, with parameters that take no memory; its buffers have
-    their numbers.
+    """What `build` makes of a pretrained model of transformers, with parameters that take no memory;
+    its buffers have their numbers.
 
     FSDP2 cuts it first, and each process then reads its part of `files`, of which `folder` has no others.
     None where they cannot be read as they are: they are no safetensors, or lack a weight of the model by name or shape.
@@ -118,8 +118,8 @@ def build_unfilled(build: Callable[[], Any], folder: Path, files: Sequence[Path]
 
 
 def _untie(model: "nn.Module", holders: Mapping[str, Path]) -> None:
-    """Part weights that are tied, and that the files have with different numbers: transformers does so, and T5 v1.1
-    counts on it.
+    """Part weights that are tied, and that the files have with different numbers:
+    transformers does so, and T5 v1.1 counts on it.
 
     holders: the file of each weight, by name.
     """
@@ -145,8 +145,8 @@ def is_unfilled(model: "nn.Module") -> bool:
 
 
 def stored_names(model: "nn.Module") -> dict[Path, dict[str, str]]:
-    """Folders whose files have the weights that are not there yet: their names in the state dict of `model`, by those
-    in the files.
+    """Folders whose files have the weights that are not there yet:
+    their names in the state dict of `model`, by those in the files.
 
     Wrappers and adapters change names, but not the tensors.
     """
@@ -166,8 +166,8 @@ def stored_names(model: "nn.Module") -> dict[Path, dict[str, str]]:
 
 @contextmanager
 def appear_filled(model: "nn.Module") -> Iterator[None]:
-    """Inside this `with` weights that are not there yet seem to be on the CPU, where peft then puts its adapters. They
-    take no memory."""
+    """Inside this `with` weights that are not there yet seem to be on the CPU, where peft then puts its adapters.
+    They take no memory."""
     import torch
     from torch import nn
     from torch.utils import swap_tensors

@@ -55,9 +55,15 @@ def test_a_metric_and_an_experiment_as_shown(tmp_path: Path):
     done = toy.run(root, ["-e", "crossattn_tiny_prefix", "--with-parents"], tmp_path)
     assert done.returncode == 0, done.stderr
     table = subprocess.run(
-        [sys.executable, "-m", "results.table", str(tmp_path / "runs"), "-e", "crossattn_tiny_prefix", "--format", "json"],
-        cwd=root, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        [
+            *(sys.executable, "-m", "results.table", str(tmp_path / "runs")),
+            *("-e", "crossattn_tiny_prefix", "--format", "json"),
+        ],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert table.returncode == 0, table.stderr
     assert "prefix_match" in json.dumps(json.loads(table.stdout))
 

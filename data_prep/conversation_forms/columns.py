@@ -32,8 +32,8 @@ FILTERS: dict[str, Callable[[str], str]] = {
     "before_answer": lambda text: _CHOICE.sub("", text),
     "words": lambda text: " ".join(_BLANK_LINES.sub("\n", text).split(" ")[:MOST_WORDS]),
 }
-"""Changes of a text. words: the first 512, without blank lines. `any` selects one item of a list; without it the items
-are joined."""
+"""Changes of a text. words: the first 512, without blank lines.
+`any` selects one item of a list; without it the items are joined."""
 
 
 class Columns(Form):

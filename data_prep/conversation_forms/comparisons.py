@@ -64,8 +64,7 @@ class Scored(Form):
 
 
 class Wins(Form):
-    """Two summaries of a text and the choice of one. Summaries of a group of rows are ranked by the number of
-    choices."""
+    """Two summaries of a text and the choice of one. Summaries of a group of rows are ranked by number of choices."""
 
     texts: Sequence[str] = Field(min_length=1)
     """Columns of the text; the first that is not null counts."""
@@ -111,8 +110,7 @@ def _number(row: Row, name: str, where: str) -> float:
 
 
 class Dialogues(Form):
-    """{"chosen", "rejected"}: texts of a dialogue. Each turn starts with "Human:" or "Assistant:" after an empty
-    line."""
+    """{"chosen", "rejected"}: texts of a dialogue. Turns start with "Human:" or "Assistant:" after an empty line."""
 
     def read(self, row: Row, where: str) -> Iterator[Row]:
         """See `Form.read`. A paragraph without a speaker continues the previous turn."""
@@ -139,8 +137,7 @@ class Dialogues(Form):
 
 
 class Endings(Form):
-    """{"ctx", "endings", "label"}: the text with the right ending against the text with a wrong one. There is no
-    prompt."""
+    """{"ctx", "endings", "label"}: the text with the right ending against the text with a wrong one. No prompt."""
 
     def read(self, row: Row, where: str) -> Iterator[Row]:
         """See `Form.read`."""

@@ -62,8 +62,8 @@ class ShareGPT(Form):
 
 
 class Soda(Form):
-    """{"narrative", "dialogue", "speakers"}: two speakers in turn. The narrative and the name of the second precede the
-    first turn."""
+    """{"narrative", "dialogue", "speakers"}: two speakers in turn.
+    The narrative and the name of the second precede the first turn."""
 
     characters: int = Field(default=32_768, gt=0)
     """Maximum length of a turn; the rest is removed."""
@@ -170,8 +170,7 @@ class Rounds(Form):
 
 
 class Prosocial(Form):
-    """{"context", "rots", "safety_annotations", "safety_annotation_reasons"}: a statement, answered by each rule of
-    thumb."""
+    """{"context", "rots", "safety_annotations", "safety_annotation_reasons"}: a statement, answered by each rule."""
 
     explained: bool = False
     """Whether to ask for the reason of each annotation instead."""

@@ -1,5 +1,4 @@
-"""Layouts of many releases: messages, a prompt with its completion, Alpaca's, a chosen and a rejected reply, plain
-text."""
+"""Layouts of many releases: messages, prompt with completion, Alpaca's, a chosen and a rejected reply, plain text."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -77,8 +76,8 @@ class Alpaca(Form):
 
 
 class Pairs(Form):
-    """{"chosen", "rejected"} with {"prompt"} or {"conversations"}: texts, messages, or conversations that end with the
-    reply."""
+    """{"chosen", "rejected"} with {"prompt"} or {"conversations"}:
+    texts, messages, or conversations that end with the reply."""
 
     def read(self, row: Row, where: str) -> Iterator[Row]:
         """See `Form.read`."""
@@ -101,8 +100,7 @@ class Pairs(Form):
 
 
 def _scores(row: Row) -> tuple[float, ...]:
-    """Scores of the chosen and the rejected reply, from "score_chosen" and "score_rejected" or from "margin"; ()
-    without them."""
+    """Scores of chosen and rejected reply, from "score_chosen" and "score_rejected" or "margin"; () without them."""
     if row.get("score_chosen") is not None and row.get("score_rejected") is not None:
         return row["score_chosen"], row["score_rejected"]
     return (row["margin"], 0.0) if row.get("margin") is not None else ()

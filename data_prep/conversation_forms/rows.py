@@ -14,19 +14,19 @@ T = TypeVar("T")
 SPLIT_NAME = "split_name"
 """Column that is added to every row: the name of its split on the hub, or of its file."""
 CHANGES = ("joined", "removed", "shortened")
-"""Changes of a conversation. `add_change` counts them on a message; preparation sums the counts and removes them from
-the row."""
+"""Changes of a conversation.
+`add_change` counts them on a message; preparation sums the counts and removes them from the row."""
 _CHANGE = "\0"
 """Start of the key of such a count, so that no key of a published message equals it."""
 ROLES: Mapping[str, str] = {
-    "human": "user", "user": "user", "prompter": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
-    "bot": "assistant", "function_call": "assistant", "system": "system", "observation": "tool", "tool": "tool", "function": "tool",
+    "human": "user", "user": "user", "prompter": "user",
+    "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant", "bot": "assistant",
+    "function_call": "assistant", "system": "system", "observation": "tool", "tool": "tool", "function": "tool",
 }  # fmt: skip
 
 
 class Form(Config):
-    """A layout of published conversations or preferences; its fields are options of an entry of
-    resources/conversations.
+    """A layout of published conversations or preferences; its fields are options of entries in resources/conversations.
 
     src/data/conversations/entries.py describes prepared rows.
     """
@@ -96,8 +96,8 @@ def _list_of(row: Row, name: str, where: str, kind: type[T], noun: str) -> list[
 
 
 def messages_of(value: Any, where: str, role: str = "user") -> list[Row]:
-    """Messages of a text by `role`, of one message or of a list. Consecutive messages of one role are joined by a line
-    break."""
+    """Messages of a text by `role`, of one message or of a list.
+    Consecutive messages of one role are joined by a line break."""
     if isinstance(value, str):
         return [{"role": role, "content": value}]
     messages = list[Row]()
@@ -130,8 +130,8 @@ def _links_of(message: Row, role: str) -> Row:
 def add_message(
     messages: list[Row], role: str, text: str, calls: Any = None, more: Mapping[str, Any] | None = None
 ) -> None:
-    """Append a message, or join it to the last one if both have the same role and only text. calls: of tools. more:
-    further keys."""
+    """Append a message, or join it to the last one if both have the same role and only text.
+    calls: of tools. more: further keys."""
     last = messages[-1] if messages else {}
     if last.get("role") == role and role != "tool" and not calls and not more and "tool_calls" not in last:
         last["content"] += f"\n{text}"

@@ -1,5 +1,5 @@
-"""Pairs of texts in two languages as requests to translate one of them. Direction and wording depend on the pair of
-texts alone."""
+"""Pairs of texts in two languages as requests to translate one of them.
+Direction and wording depend on the pair of texts alone."""
 
 from collections.abc import Iterator
 from functools import lru_cache
@@ -19,8 +19,8 @@ _THREE_LETTERS = {"ara": "ar", "ita": "it", "nld": "nl", "tur": "tr", "ukr": "uk
 
 @lru_cache
 def load_requests() -> dict[str, Any]:
-    """{"english": requests in English, "languages": {code: {"name", "own": requests in the language}}}; {text} and
-    {language} in each."""
+    """{"english": requests in English, "languages": {code: {"name", "own": requests in the language}}};
+    {text} and {language} in each."""
     return read_yaml(REQUESTS, "requests")
 
 
@@ -52,8 +52,7 @@ class Translations(Form):
 
 
 class DiveMT(Form):
-    """{"subject_id": "ita_…", "src_text", "tgt_text"}: from English into the language of three letters before the
-    underscore."""
+    """{"subject_id": "ita_…", "src_text", "tgt_text"}: from English into the language before the underscore."""
 
     def read(self, row: Row, where: str) -> Iterator[Row]:
         """See `Form.read`."""
@@ -77,8 +76,8 @@ def _codes(pair: str) -> list[str]:
 
 
 def translate(texts: dict[str, str]) -> Iterator[Row]:
-    """A row that asks for one of two texts in the other language, unless one of them says nothing. texts: by the codes
-    of languages."""
+    """A row that asks for one of two texts in the other language, unless one of them says nothing.
+    texts: by the codes of languages."""
     if not all(text.strip() for text in texts.values()):
         return
     requests, codes = load_requests(), list(texts)

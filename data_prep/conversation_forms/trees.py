@@ -16,8 +16,8 @@ _LABELS = ("quality", "humor", "creativity")
 
 
 class Threads(Form):
-    """The threads from a prompt to each last answer. Of several that a person says after one answer and nobody has
-    answered, the first counts."""
+    """The threads from a prompt to each last answer.
+    Of several that a person says after one answer and nobody has answered, the first counts."""
 
     languages: Sequence[str] = Field(default=["en"], min_length=1)
     """Of prompts."""
@@ -128,8 +128,7 @@ def _message(message: Row) -> Row:
 
 
 def _label(labels: Row, name: str) -> Any:
-    """A label's value: of {name: {"value"}} as files have them, or of {"name": [...], "value": [...]} as the hub
-    does."""
+    """A label's value: of {name: {"value"}} in files, or of {"name": [...], "value": [...]} on the hub."""
     names, values = labels.get("name"), labels.get("value")
     if isinstance(names, list) and isinstance(values, list):
         return next((value for each, value in zip(names, values, strict=False) if each == name), None)

@@ -27,8 +27,8 @@ _MARKUP = re.compile(rb"<[^<>]*>|[\t\n\f\r <>]+")
 _TAG = re.compile(rb"<(/?)([A-Za-z][^\t\n\f\r />]*)(?=[\t\n\f\r />])")
 _ATTRIBUTE = re.compile(
     rb"""[\t\n\f\r /]*(?P<name>[^\t\n\f\r />][^\t\n\f\r />=]*)"""
-    rb"""(?:[\t\n\f\r ]*=[\t\n\f\r ]*(?:"(?P<double>[^"]*)"|'(?P<single>[^']*)'|(?P<bare>[^\t\n\f\r >"'][^\t\n\f\r >]*)|"""
-    rb"""["'](?s:.*)|(?=>)))?"""
+    rb"""(?:[\t\n\f\r ]*=[\t\n\f\r ]*(?:"(?P<double>[^"]*)"|'(?P<single>[^']*)'|"""
+    rb"""(?P<bare>[^\t\n\f\r >"'][^\t\n\f\r >]*)|["'](?s:.*)|(?=>)))?"""
 )
 _SIGN = re.compile(
     rb"[^A-Za-z\x80-\xff]*(?:[\x80-\xff]|[A-Za-z]{0,2}[\xb0-\xb9\xbc-\xbe][A-Za-z]{0,2})[^A-Za-z\x80-\xff]*"
@@ -193,8 +193,7 @@ def _meta_label(attributes: dict[bytes, bytes]) -> Iterator[str]:
 
 
 def _detect(page: bytes) -> str:
-    """Guess by bytes for UTF-16, ISO-2022-JP and UTF-8, by letters for Latin and East Asian scripts, else with
-    charset-normalizer."""
+    """Guess UTF-16, ISO-2022-JP, UTF-8 by bytes, Latin and East Asian text by letters, others by charset-normalizer."""
     import charset_normalizer
 
     zeros = [page[side::2].count(0) for side in range(2)]
@@ -252,8 +251,8 @@ def _decode_as(page: bytes, encoding: str) -> str:
 
 
 def _decode_undefined(error: UnicodeError) -> tuple[str, int]:
-    """Decode a byte that Python leaves undefined: in Windows code pages, 80 to 9F are control characters; in GB 18030,
-    80 is the euro."""
+    """Decode a byte that Python leaves undefined: in Windows code pages, 80 to 9F are control characters;
+    in GB 18030, 80 is the euro."""
     assert isinstance(error, UnicodeDecodeError)
     byte = error.object[error.start]
     if error.encoding.startswith("gb"):
@@ -267,8 +266,7 @@ _EUC_JP = re.compile("[\xa1-\xfe]{2}|\x8e[\xa1-\xdf]|\x8f[\xa1-\xfe]{2}|[\x80-\x
 
 @lru_cache(1)
 def _euc_jp_table() -> dict[str, str]:
-    """Map the bytes of EUC-JP to characters, including the extensions of Microsoft, which Python's codec does not
-    have."""
+    """Map the bytes of EUC-JP to characters, including the extensions of Microsoft, missing from Python's codec."""
     table = {f"\x8e{chr(byte)}": chr(0xFF61 - 0xA1 + byte) for byte in range(0xA1, 0xE0)}
     for row in range(94):
         for cell in range(94):

@@ -1,5 +1,4 @@
-"""What Wikipedia says of a website: the first sentence of the page that its host redirects to, or that bears its
-name."""
+"""Wikipedia on a website: the first sentence of the page that its host redirects to, or that bears its name."""
 
 import re
 import sqlite3

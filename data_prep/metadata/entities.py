@@ -1,5 +1,4 @@
-"""Entities in a text. A linker is an object with one verb, `link(text)`; here one that looks mentions up in a
-dictionary.
+"""Entities in a text. A linker is an object with one verb, `link(text)`; here one that looks them up in a dictionary.
 
 Another, such as REL or a model of one's own, is a class with the same verb and a line in `extraction.EXTRACTORS`.
 """
@@ -21,8 +20,7 @@ class Linker(Protocol):
     """Finds entities."""
 
     def link(self, text: str) -> list[Row]:
-        """Items of the key "entity", in their order: spans of `text`, and titles of Wikipedia with underscores as
-        values."""
+        """Items of the key "entity", in order: spans of `text`, and titles of Wikipedia with underscores as values."""
         ...
 
 

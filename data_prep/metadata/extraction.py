@@ -1,5 +1,4 @@
-"""Extract metadata from one file of pages: columns of its rows, written next to a digest of each row, all or
-nothing."""
+"""Extract metadata from a file of pages: columns of its rows, written next to a digest of each row, all or nothing."""
 
 import contextlib
 import glob

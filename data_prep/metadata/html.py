@@ -37,9 +37,9 @@ PARSED_AT_ONCE = 1 << 16
 MOST_ATTRIBUTES = 10_000
 """In one tag. The parser's time grows with their square, and it cannot be interrupted within a tag."""
 BLOCKS = _words(
-    "address article aside blockquote body button canvas caption "
-    "col colgroup dd div dl dt embed fieldset figcaption figure footer form h1 h2 h3 h4 h5 h6 header hgroup "
-    "hr li map noscript object ol output p pre progress section table tbody textarea tfoot th thead tr ul video"
+    "address article aside blockquote body button canvas caption col colgroup dd div dl dt embed fieldset figcaption "
+    "figure footer form h1 h2 h3 h4 h5 h6 header hgroup hr li map noscript object ol output p pre progress section "
+    "table tbody textarea tfoot th thead tr ul video"
 )
 """Elements on lines of their own."""
 SPACED = _words("cite details datalist iframe img input label legend optgroup q select summary td time")
@@ -252,8 +252,7 @@ class _Cleaner:
         return any(rule.min_chars <= length and (rule.max_chars is None or length <= rule.max_chars) for rule in rules)
 
     def _measure(self, body: Any) -> None:
-        """Collapse white space outside of preformatted text, as the reference's minifier does, and measure each
-        element."""
+        """Collapse white space outside of preformatted text, as the reference's minifier does, and measure elements."""
         depth_of_pre, length = 0, 0
         begins = list[int]()
         for event, element in etree.iterwalk(body, events=("start", "end")):

@@ -177,8 +177,7 @@ def _undecodable(record: Any, page: bytes) -> str:
 
 
 class _Gzip:
-    """A file that reports its end within a gzip stream as an error: warcio takes any EOFError for the end of the
-    records."""
+    """A file that reports its end within a gzip stream as an error: warcio takes EOFError for the end of records."""
 
     def __init__(self, file: Any) -> None:
         self._file = file

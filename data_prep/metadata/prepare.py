@@ -1,5 +1,4 @@
-"""Prepare rows with metadata: `python -m data_prep.metadata.prepare --name c4_html --train 'pages/*.warc.gz' --val
-held_out.warc.gz`.
+"""Prepare rows with metadata: `python -m data_prep.metadata.prepare --name c4_html --train FILE.. --val FILE..`.
 
 The result is a folder below --data_path with train.jsonl and val.jsonl for the data set `metadata`, and manifest.json.
 A SOURCE is a file, a folder or a pattern of WARC, Parquet or JSON lines, plain or with gzip. `--extract html url text`

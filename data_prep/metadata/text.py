@@ -1,5 +1,4 @@
-"""What a text and its tags tell: its lengths, its title and its paragraphs (BigScience's rules, mended where they lose
-text)."""
+"""Metadata from a text and its tags: lengths, title and paragraphs (BigScience's rules, fixed where they lose text)."""
 
 import re
 from bisect import bisect_right
@@ -20,10 +19,8 @@ COLUMNS = (
 PARAGRAPH_TAGS = frozenset(
     re.findall(
         r"\w+",
-        (
-            "p div li ul ol hr pre blockquote "
-            "dt dd dl menu figcaption figure h1 h2 h3 h4 h5 h6 nav article main section address aside"
-        ),
+        "p div li ul ol hr pre blockquote dt dd dl menu figcaption figure h1 h2 h3 h4 h5 h6 "
+        "nav article main section address aside",
     )
 )
 """Where one of these ends, a paragraph ends."""
@@ -100,8 +97,7 @@ def split_paragraphs(text: str, tags: Sequence[Mapping[str, Any]]) -> Iterator[R
 
 
 def place_entities(entities: Sequence[Mapping[str, Any]], paragraphs: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
-    """Each entity once for each paragraph that holds it, with places in their order where several are of one
-    paragraph."""
+    """Each entity once for each paragraph that holds it, with places in their order if several are in one paragraph."""
     seen = set[tuple[int, int, str]]()
     counts: dict[int, count[int]] = defaultdict(count)
     starts = [paragraph["char_start_idx"] for paragraph in paragraphs]

@@ -1,5 +1,4 @@
-"""Extract metadata from the address of a page: the address, its source and a date (BigScience's rules, fixed where they
-lose text)."""
+"""Metadata from a page's address: the address, source and date (BigScience's rules, fixed where they lose text)."""
 
 import calendar
 import re
@@ -41,8 +40,7 @@ def _item(key: str, value: str) -> Row:
 
 
 def datasource(url: str, compatible: bool = False) -> str:
-    """Return the host and the words of each part of the path, "host > part > part", without numbers at the ends of a
-    part.
+    """Return the host and the words of each part of the path, "host > part > part", without numbers at their ends.
 
     The result is empty for an invalid address. compatible: a part that starts with a number is empty, and an empty path
     leaves " > ".

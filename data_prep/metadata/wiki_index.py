@@ -1,5 +1,4 @@
-"""First paragraphs of Wikipedia's pages: `python -m data_prep.metadata.wiki_index enwiki-pages-articles.xml.bz2
---output wiki.sqlite`.
+"""First paragraphs of Wikipedia's pages: `python -m data_prep.metadata.wiki_index DUMP.xml.bz2 --output wiki.sqlite`.
 
 The dump is of MediaWiki's XML export, plain or with bzip2 (dumps.wikimedia.org); it is read once, a page at a time. The
 index is one SQLite file, for `data_prep.metadata.prepare --extract description --wiki_index`.

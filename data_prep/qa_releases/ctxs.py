@@ -1,5 +1,4 @@
-"""Questions with retrieved passages: the files of "Lost in the Middle" (Liu et al., 2023), oracle or not, and of
-Fusion-in-Decoder."""
+"""Questions with passages: files of "Lost in the Middle" (Liu et al., 2023), oracle or not, and Fusion-in-Decoder."""
 
 from collections.abc import Iterator
 from typing import Any

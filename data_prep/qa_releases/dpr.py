@@ -1,5 +1,4 @@
-"""Dense Passage Retrieval (Karpukhin et al., 2020): passages that hold the answer, and passages that a retriever
-confused with them."""
+"""Dense Passage Retrieval (Karpukhin et al., 2020): passages with the answer, and hard negatives of a retriever."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -19,8 +18,7 @@ def fits(record: dict[str, Any]) -> bool:
 
 
 def questions(record: dict[str, Any], where: str) -> Iterator[Question | Skipped]:
-    """One question: the positive passages are useful; of the others the hard ones come first, as they are ranked in the
-    file.
+    """One question: the positive passages are useful; of the others the hard ones come first, as ranked in the file.
 
     Raises:
         DataError: a field is missing or malformed.

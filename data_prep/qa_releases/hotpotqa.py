@@ -1,5 +1,4 @@
-"""HotpotQA, and 2WikiMultihopQA, which shares its layout: ten paragraphs a question, of which the supporting facts name
-the useful ones."""
+"""HotpotQA and 2WikiMultihopQA: ten paragraphs a question; the supporting facts name the useful ones."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,8 +7,8 @@ from data_prep.qa_releases.question import Passage, Question, Skipped, clean_ans
 from src.errors import DataError
 
 DESCRIPTION = (
-    'HotpotQA: [{"_id", "question", "answer", "supporting_facts": [[title, sentence]], "context": [[title, '
-    "[sentence]]]}]"
+    'HotpotQA: [{"_id", "question", "answer", "supporting_facts": [[title, sentence]], '
+    '"context": [[title, [sentence]]]}]'
 )
 SHUFFLED = True
 """The order of the paragraphs may reveal the useful ones."""

@@ -1,5 +1,4 @@
-"""Records of a JSON file of any size, one at a time: lines, a list, a list in an object, or columns; plain or
-compressed with gzip."""
+"""Records of a JSON file of any size, one at a time: lines, a list, a list in an object, or columns, plain or gzip."""
 
 import codecs
 import contextlib
@@ -34,8 +33,7 @@ Bytes = BinaryIO | gzip.GzipFile
 def records(
     path: Path, columns: Sequence[str] = (), counts: Counter[str] | None = None
 ) -> Iterator[tuple[str, Record]]:
-    """("FILE:LINE" or "FILE: item N", record) for all records of a file, in its order. One record is in memory at a
-    time.
+    """("FILE:LINE" or "FILE: item N", record) for all records of a file, in order. One record is in memory at a time.
 
     columns: members to read from a file of columns, {"name": {"0": value, "1": value}}. Each column has its keys in the
     same order.
@@ -60,8 +58,8 @@ def records(
 
 @contextlib.contextmanager
 def open_bytes(path: Path, packed: bool | None = None) -> Iterator[Bytes]:
-    """The bytes of a file, decompressed if it is `packed` (None: if it has the signature of gzip). Raises DataError if
-    it is damaged."""
+    """The bytes of a file, decompressed if it is `packed` (None: if it has the signature of gzip).
+    Raises DataError if it is damaged."""
     try:
         with reading(path, DataError):
             if packed is None:

@@ -1,5 +1,4 @@
-"""MS MARCO question answering, v1.1 (lines) and v2.1 (columns): ten passages a query, some selected by the
-annotator."""
+"""MS MARCO question answering, v1.1 (lines) and v2.1 (columns): ten passages a query, some selected by annotators."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -18,8 +17,8 @@ from data_prep.qa_releases.question import (
 from src.errors import DataError
 
 DESCRIPTION = (
-    'MS MARCO: {"query_id", "query", "passages": [{"is_selected", "passage_text", "url"}], "answers"}, in '
-    "lines or in columns"
+    'MS MARCO: {"query_id", "query", "passages": [{"is_selected", "passage_text", "url"}], "answers"}, '
+    "in lines or in columns"
 )
 COLUMNS = ("query_id", "query", "passages", "answers")
 NO_ANSWER = "no answer present."

@@ -1,5 +1,4 @@
-"""Natural Questions (Kwiatkowski et al., 2019): the simplified lines, the original lines of html tokens, and rows of
-the hub."""
+"""Natural Questions (Kwiatkowski et al., 2019): simplified lines, original lines of html tokens, rows of the hub."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,8 +44,7 @@ def fits(record: dict[str, Any]) -> bool:
 
 
 def questions(record: dict[str, Any], where: str) -> Iterator[Question | Skipped]:
-    """One question: the long answer is its context, short answers or yes or no its answers; with neither it is
-    UNANSWERABLE.
+    """One question: the long answer is its context, short answers, yes or no its answers; with neither, UNANSWERABLE.
 
     Text is tokens joined by spaces, without html. Of several annotators the first who gave an answer says the context;
     the answers of all are accepted. Without a long answer there is no context.

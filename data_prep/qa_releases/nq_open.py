@@ -1,5 +1,4 @@
-"""NQ-open: questions with accepted answers and no context, for a filter of Natural Questions or for reading without
-contexts."""
+"""NQ-open: questions with accepted answers and no context, to filter Natural Questions or to read without contexts."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,5 +1,4 @@
-"""Questions that are prepared already, in the fields of prepared data: as published with `datasets`, or by
-data_prep.prepare_qa."""
+"""Prepared questions, in the fields of prepared data: as published with `datasets`, or by data_prep.prepare_qa."""
 
 from collections.abc import Iterator
 from typing import Any

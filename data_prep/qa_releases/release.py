@@ -1,5 +1,4 @@
-"""One release as it is given on the command line: a file, a folder saved by `datasets`, a parquet file, or a set of the
-hub."""
+"""One release as given on the command line: a file, a folder saved by `datasets`, a parquet file, or a hub data set."""
 
 from collections.abc import Iterator
 from functools import partial

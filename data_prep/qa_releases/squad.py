@@ -1,5 +1,4 @@
-"""SQuAD 1.1 and 2.0, and all that share their layout, such as XQuAD: articles of paragraphs with questions; or one row
-a question."""
+"""SQuAD 1.1, 2.0 and sets of their layout, as XQuAD: articles of paragraphs with questions, or a row a question."""
 
 from collections.abc import Iterator
 from typing import Any

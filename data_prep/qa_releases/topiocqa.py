@@ -17,8 +17,8 @@ def fits(record: dict[str, Any]) -> bool:
 
 
 def questions(record: dict[str, Any], where: str) -> Iterator[Question | Skipped]:
-    """One turn. Its answer may be UNANSWERABLE, spelt as in the release. All turns of a conversation belong in one
-    split.
+    """One turn. Its answer may be UNANSWERABLE, spelt as in the release.
+    All turns of a conversation belong in one split.
 
     A file without gold passages tests whether a model remembers the conversation, not whether it reads; its first turns
     have nothing to read and are skipped.

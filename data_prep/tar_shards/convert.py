@@ -1,5 +1,4 @@
-"""Convert documents in other layouts into tars: `python -m data_prep.tar_shards.convert LAYOUT FILE... --output
-FOLDER`.
+"""Convert documents in other layouts to tars: `python -m data_prep.tar_shards.convert LAYOUT FILE... --output FOLDER`.
 
 Layouts: tars of huggingface/smollm's vision/m4: wd (pages), icp (an image and its caption), sft (turns),
 vqav2_task_finetuning and docvqa (question and answer), ocr (scanned or printed pages); JSON lines with --images FOLDER:
@@ -91,8 +90,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def convert(layout: str, inputs: Sequence[Path], output: Path, options: ReaderOptions, how: Writing) -> dict[str, int]:
-    """Write the documents of `inputs` as tars into `output`. Returns the counts of rows, documents and images, and of
-    drops by reason.
+    """Write the documents of `inputs` as tars into `output`.
+    Returns the counts of rows, documents and images, and of drops by reason.
 
     Raises:
         DataError: a file is missing or damaged, a row is not as its layout says, or no document is left.

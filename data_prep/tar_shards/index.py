@@ -106,7 +106,10 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="count the tokens of each text, so that a training plans its rows without reading a tar",
     )
-    mapping = """members by kind: '{"image": ["input.jpg", "left.jpg"], "text": "json:caption"}' (default: by suffix); needs --output"""
+    mapping = (
+        """members by kind: '{"image": ["input.jpg", "left.jpg"], "text": "json:caption"}' """
+        "(default: by suffix); needs --output"
+    )
     add("--fields", metavar="JSON", help=mapping)
     most = "larger images make a document bad, without decoding them (default: %(default)s)"
     add("--most_pixels", type=int, default=MOST_PIXELS, metavar="N", help=most)
@@ -136,8 +139,8 @@ def index_tars(tars: Sequence[Path], processes: int = 1, how: Making = PLAIN) ->
 def index_into(
     output: Path, listed: Sequence[Listed], processes: int = 1, part: slice = slice(None), how: Making = PLAIN
 ) -> list[Indexed]:
-    """Write the missing indexes into a folder, and shards.json once all are there. part: shards of the list to index
-    now.
+    """Write the missing indexes into a folder, and shards.json once all are there.
+    part: shards of the list to index now.
 
     Raises:
         DataError: as `index_tars`.
@@ -186,8 +189,8 @@ def _index_all(index: Callable[[Any], Indexed], tars: Sequence[Any], processes: 
 
 
 def index_tar(tar: Path, how: Making) -> Indexed:
-    """Write the index of a tar if it is missing. The index of a tar listed in shards.json is only replaced if it
-    changes.
+    """Write the index of a tar if it is missing.
+    The index of a tar listed in shards.json is only replaced if it changes.
 
     Raises:
         DataError: the tar cannot be read, or is verified and differs from the one that shards.json lists.
@@ -264,8 +267,8 @@ def _describe_local(tar: Path) -> dict[str, Any]:
 
 
 def _is_newer(tar: Path, place: Path) -> bool:
-    """Whether a tar was written, moved or copied to its path after its index at a place. A copy can have an old
-    modification time."""
+    """Whether a tar was written, moved or copied to its path after its index at a place.
+    A copy can have an old modification time."""
     return tar.stat().st_ctime_ns > place.with_name(place.name + tar_index.SUFFIX).stat().st_mtime_ns
 
 
@@ -300,8 +303,8 @@ def _fetch(source: Source, output: Path) -> Iterator[memoryview]:
 
 
 def _place(output: Path, one: Listed) -> Path:
-    """Path of an index in the folder, without ".idx". Tars with equal names in different places have different
-    paths."""
+    """Path of an index in the folder, without ".idx".
+    Tars with equal names in different places have different paths."""
     name = re.sub(r"[^\w.-]", "_", "pipe" if one.url.startswith(PIPE) else one.url.rpartition("/")[2])[-100:]
     return output / f"{name}-{hashlib.sha256(one.url.encode()).hexdigest()[:16]}"
 

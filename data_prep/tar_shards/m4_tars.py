@@ -1,5 +1,4 @@
-"""Documents in the tars of huggingface/smollm's vision/m4: pages of the web, turns, pairs of image and caption,
-questions with answers.
+"""Documents in the tars of huggingface/smollm's vision/m4: web pages, turns, captioned images, questions with answers.
 
 Members are KEY.POSITION.text.txt, KEY.POSITION.image.jpeg and KEY.metadata.txt, or KEY.image.jpeg with KEY.text.txt, or
 with KEY.question.txt and KEY.answer.txt. An incomplete document is dropped; a tar that is cut is refused.
@@ -61,8 +60,8 @@ def read_turns(path: Path, options: ReaderOptions) -> Iterator[Row]:
 
 
 def _documents(path: Path, options: ReaderOptions) -> Iterator[tuple[str, list[Member], str]]:
-    """Key, members by position, and why the document is bad, in which case it has no members. A key is the document's
-    number in the tar."""
+    """Key, members by position, and why the document is bad, in which case it has no members.
+    A key is the document's number in the tar."""
     with tar_index.open_tar(path) as tar:
         index = build(tar)
         if "cut" in index.facts:

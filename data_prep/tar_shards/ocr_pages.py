@@ -1,5 +1,5 @@
-"""Pages with the lines of their texts, in the layout `ocr` of vision/m4 (pixparse's pdfa and idl): KEY.json with
-KEY.png or KEY.pdf.
+"""Pages with the lines of their texts, in the layout `ocr` of vision/m4 (pixparse's pdfa and idl):
+KEY.json with KEY.png or KEY.pdf.
 
 The JSON has "pages", each with its lines in "text" or in "lines": {"text"}. Every page becomes a document of its own:
 its image, and its lines. The pages of a PDF are drawn with 150 dots per inch in grey, as m4 does, by pypdfium2

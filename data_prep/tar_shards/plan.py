@@ -1,5 +1,4 @@
-"""What to expect of a training on streamed documents, before it: `python -m data_prep.tar_shards.plan FOLDER...
---tokenizer FOLDER`.
+"""Forecast of a training on streamed documents: `python -m data_prep.tar_shards.plan FOLDER... --tokenizer FOLDER`.
 
 FOLDERs are splits with shards.json; the other options are those of the data set `streamed`. Printed are how well rows
 are filled, what is left out, the rows that one process reads in a second, how many tars are open, memory, how far

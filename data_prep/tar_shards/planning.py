@@ -24,8 +24,8 @@ OPEN_ROWS = (1, 2, 4, 8, 16, 32)
 _LANES = 8
 """Lanes of a step that are simulated, at most."""
 _SETTLED = 2
-"""Times as many rows as are open that a lane makes before its rows count: those that it makes first are fuller than all
-later ones."""
+"""Times as many rows as are open that a lane makes before its rows count:
+those that it makes first are fuller than all later ones."""
 ENOUGH = 0.005
 """Share of a row: fills that differ by less are the same."""
 _NO_LIMIT = 1 << 40
@@ -220,8 +220,7 @@ def shards_together(source: Source, documents: int) -> int:
 
 
 def moves(source: Source, sample: int) -> list[int]:
-    """How many places documents are from where the order of the tars has them, for places of an epoch at even
-    distances."""
+    """How many places documents are from where the order of the tars has them, for evenly spaced places of an epoch."""
     order = shard_order(source)
     begins = dict(zip(order, accumulate((source.sizes[shard] for shard in order), initial=0), strict=False))
     results, count = list[int](), min(sample, source.count)

@@ -49,8 +49,7 @@ def question_part(question: str, options: ReaderOptions) -> Part:
 
 
 def make_turns(key: str, images: Sequence[bytes], turns: Sequence[tuple[str, str]], options: ReaderOptions) -> Row:
-    """A conversation of (question, answer): each question is read, each answer is learned, with the end of its line
-    unless it is the last.
+    """A conversation of (question, answer): questions are read, answers are learned, with a line end except the last.
 
     The images replace `MARKER` in the texts, or precede the first turn.
     """

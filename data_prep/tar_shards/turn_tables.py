@@ -1,5 +1,4 @@
-"""Conversations about images in Parquet files with the columns "images" and "texts": FineVision's and the_cauldron's
-layout.
+"""Conversations about images in Parquet with columns "images" and "texts": FineVision's and the_cauldron's layout.
 
 "images" are lists of {"bytes", "path"}, "texts" lists of {"user", "assistant"}. An image without bytes is read from its
 path in the folder of images, if there is one.

@@ -24,8 +24,7 @@ def read_mmc4(path: Path, options: ReaderOptions) -> Iterator[Row]:
 
 
 def read_obelics(path: Path, options: ReaderOptions) -> Iterator[Row]:
-    """ "texts" and "images" of one length: at each place one of both has a value, the other None
-    (HuggingFaceM4/OBELICS)."""
+    """ "texts" and "images" of one length: at each place one has a value, the other None (HuggingFaceM4/OBELICS)."""
     return _read(path, lambda row, where: _obelics_parts(row, options, where))
 
 

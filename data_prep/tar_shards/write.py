@@ -68,8 +68,8 @@ class Writing:
 
 
 def write(folder: Path, documents: Iterable[Document], made_from: Mapping[str, Any], how: Writing) -> Manifest:
-    """Write documents, which need not fit into memory, into `folder`. made_from: JSON values on which their content
-    depends.
+    """Write documents, which need not fit into memory, into `folder`.
+    made_from: JSON values on which their content depends.
 
     Where they are permuted, they are written twice: tars can be read in any order.
 

@@ -26,8 +26,8 @@ def pad_tokens(
     left: bool = False,
     length: int | None = None,
 ) -> TokenBatch:
-    """Pad B sequences to (B, T): on the right, or on the left for generation. length: T, by default that of the
-    longest."""
+    """Pad B sequences to (B, T): on the right, or on the left for generation.
+    length: T, by default that of the longest."""
     input_ids, attention_mask = pad_ids(ids, pad_id, length or 0, left)
     loss_mask, _ = pad_ids(loss_masks, False, length or 0, left)
     return {"input_ids": input_ids, "attention_mask": attention_mask, "loss_mask": loss_mask.bool()}
@@ -49,8 +49,7 @@ def pack_tokens(
 
 
 def pad_chunks(samples: Sequence[Sequence[Sequence[int]]], pad_id: int) -> tuple[Tensor, Tensor]:
-    """Pad the context chunks of B samples on the right to ids (B, C, S) int64 and a mask (B, C, S), True on real
-    tokens.
+    """Pad context chunks of B samples on the right to ids (B, C, S) int64 and a mask (B, C, S), True on real tokens.
 
     A sample with fewer chunks gets all-False mask rows, never another sample's chunk.
     """
@@ -66,8 +65,8 @@ def seq2seq(
     start_id: int,
     lengths: tuple[int, ...] = (0, 0),
 ) -> Seq2SeqBatch:
-    """Pad B inputs to (B, S) and B targets to (B, T) on the right. The decoder reads `start_id`, then the targets but
-    the last.
+    """Pad B inputs to (B, S) and B targets to (B, T) on the right.
+    The decoder reads `start_id`, then the targets but the last.
 
     pad_id: what both read at padding; the labels there are `NOT_LEARNED`. lengths: S and T at least.
     """

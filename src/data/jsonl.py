@@ -113,8 +113,8 @@ def read_rows(
     group: "Callable[[dict[str, Any]], str] | None" = None,
     rules: str | None = None,
 ) -> "Rows":
-    """Rows of a JSONL file of a prepared data set, each a dict with at least `fields`. All are checked here, and parsed
-    again on access.
+    """Rows of a JSONL file of a prepared data set, each a dict with at least `fields`.
+    All are checked here, and parsed again on access.
 
     group: groups rows for `Rows.row_index`. rules: name and version of `check` and `group`. With it, one process checks
     the rows of a large file once, the rest wait, and later starts map the saved index.
@@ -168,8 +168,7 @@ def read_rows(
 
 
 class Rows(Sequence[dict[str, Any]]):
-    """Rows of a checked JSONL file, parsed on access: twelve bytes of memory each, however long they are, or none with
-    an index on disk.
+    """Rows of a checked JSONL file, parsed on access: twelve bytes of memory each, or none with an index on disk.
 
     Can be pickled, copied and shared by forked workers: every read gives its own position in the file. If the file is
     replaced, this object still reads the old one; a process that opens it again refuses other data.
@@ -278,8 +277,7 @@ def count_lines(path: Path) -> int | None:
 
 
 def select_validation_rows(total: int, count: int, path: Path) -> list[int]:
-    """`count` of the indices 0..total-1 in an order that depends only on `total`: all experiments are scored on the
-    same rows.
+    """`count` of the indices 0..total-1 in an order that depends only on `total`: all experiments score the same rows.
 
     Raises:
         DataError: there are fewer than `count` in `path`.

@@ -1,5 +1,5 @@
-"""An index of a JSONL file: the end and the group of each row. Written once, when the rows are checked; later starts
-map it."""
+"""An index of a JSONL file: the end and the group of each row.
+Written once, when the rows are checked; later starts map it."""
 
 import contextlib
 import fcntl
@@ -66,8 +66,7 @@ def read(path: Path, key: Mapping[str, Any]) -> RowIndex | None:
 
 @contextlib.contextmanager
 def one_builder(file: BinaryIO) -> Iterator[None]:
-    """Only one process at a time runs the block for this data file, if its file system has locks; NFS has no locks for
-    readers."""
+    """One process at a time runs the block for this file, if its file system has locks; NFS has none for readers."""
     with contextlib.suppress(OSError):
         fcntl.flock(file, fcntl.LOCK_EX)
     try:
@@ -80,8 +79,7 @@ def one_builder(file: BinaryIO) -> Iterator[None]:
 def write(
     path: Path, key: Mapping[str, Any], ends: "array[int]", groups: "array[int]", names: Sequence[str]
 ) -> RowIndex:
-    """Save an index next to `path`, or in the user's cache if that folder is not writable; return it mapped if it was
-    saved.
+    """Save an index next to `path`, or in the user's cache if that is not writable; return it mapped if it was saved.
 
     ends, groups: arrays of type "Q" and "I".
 
@@ -91,7 +89,7 @@ def write(
     header += b" " * (-(len(header) + 1) % 8) + b"\n"
     data = b"".join((header, memoryview(ends), memoryview(groups)))
     place = save(path, key, data)
-    return place and _map(place, key) or RowIndex(ends, groups, names)
+    return (place and _map(place, key)) or RowIndex(ends, groups, names)
 
 
 def save(path: Path, key: Mapping[str, Any], data: bytes) -> Path | None:
@@ -108,8 +106,8 @@ def save(path: Path, key: Mapping[str, Any], data: bytes) -> Path | None:
 
 
 def places(path: Path, key: Mapping[str, Any]) -> list[Path]:
-    """Where a file derived from `path` can be saved: beside it, or in the user's cache. The name has a hash of the
-    rules."""
+    """Where a file derived from `path` can be saved: beside it, or in the user's cache.
+    The name has a hash of the rules."""
     name = hashlib.sha256(json.dumps(key["rules"], sort_keys=True).encode()).hexdigest()[:8]
     whole = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "trainval"

@@ -1,5 +1,4 @@
-"""The largest micro-batch that a data set can make, known from its config alone: for plans on paper, before any data
-are prepared.
+"""The largest micro-batch of a data set, known from its config alone: for plans on paper, before any data are prepared.
 
 Each sequence is as long as the data allow, and each token is learned, so what is planned is never too little. Encoded
 contexts, which may be large, are on torch's meta device.

@@ -19,8 +19,8 @@ from src.kinds import CROSS_ATTENTION, FUSION_IN_DECODER
 
 @runtime_checkable
 class CollatedDataset(Dataset, Protocol):
-    """A data set with a `collation`. Data sets with equal ones can collate each other's samples, so parts of a mixture
-    share a batch."""
+    """A data set with a `collation`.
+    Data sets with equal ones can collate each other's samples, so parts of a mixture share a batch."""
 
     @property
     def collation(self) -> Hashable:
@@ -100,8 +100,8 @@ class PartsConfig(DatasetConfig):
         return lengths.pop() if len(lengths) == 1 else None
 
     def check_parts(self, check: Callable[[DatasetConfig], None]) -> None:
-        """Raises one ConfigError with what `check` finds wrong in any part. Its messages name fields by their full
-        path."""
+        """Raises one ConfigError with what `check` finds wrong in any part.
+        Its messages name fields by their full path."""
 
         def check_part(path: str, part: DatasetConfig) -> None:
             try:

@@ -103,8 +103,8 @@ class Config(PartsConfig):
 
 
 def phase_seed(seed: int, number: int) -> int:
-    """Of a phase's data and order. The first keeps `seed`, so that it is the training without phases up to where the
-    second begins."""
+    """Of a phase's data and order.
+    The first keeps `seed`, so that it is the training without phases up to where the second begins."""
     return part_seed(seed, f"phases[{number}]") if number else seed
 
 

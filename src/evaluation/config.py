@@ -31,8 +31,8 @@ class Decoding(Config):
     num_beams: int = added_field(1, ge=1)
     """Beginnings of an answer that are kept at each token; of the finished ones the best is taken. 1: greedy."""
     length_penalty: float = added_field(1.0)
-    """Of beams: log-probabilities are divided by length ** length_penalty, so above 0 long answers are preferred. T5
-    has 0.6."""
+    """Of beams: log-probabilities are divided by length ** length_penalty,
+    so above 0 long answers are preferred. T5 has 0.6."""
 
     @model_validator(mode="after")
     def _penalises_beams(self) -> Self:
@@ -68,8 +68,7 @@ class Answers(Decoding):
         return names + [name + answers.SHUFFLED for name in names if self.shuffled_context]
 
     def require(self, dataset: ContextDataset) -> None:
-        """Raises DataError if `dataset` has fewer questions than requested, ConfigError if it has no contexts to
-        shuffle."""
+        """Raises DataError if `dataset` has fewer questions than requested, ConfigError without contexts to shuffle."""
         if self.shuffled_context and not dataset.reads_contexts:
             raise ConfigError("answers.shuffled_context: these data are read without contexts. Leave it out.")
         if self.questions > dataset.num_questions:
@@ -79,8 +78,7 @@ class Answers(Decoding):
 
 
 class SampledAnswers(Config):
-    """Questions answered several times at each evaluation, by drawing from the model, and the metrics of the
-    answers."""
+    """Questions answered several times at each evaluation, by drawing from the model, and the answers' metrics."""
 
     questions: int = Field(gt=0)
     """The first ones of the validation set."""
@@ -92,8 +90,8 @@ class SampledAnswers(Config):
     temperature: float = Field(default=1.0, gt=0)
     top_p: float = Field(default=1.0, gt=0, le=1)
     generation_batch: int = added_field(64, gt=0)
-    """Answers that are drawn together. What is drawn depends on it, and not on the micro-batch or the number of
-    processes."""
+    """Answers that are drawn together.
+    What is drawn depends on it, and not on the micro-batch or the number of processes."""
 
     @model_validator(mode="after")
     def _scores_are_distinct(self) -> "SampledAnswers":
@@ -118,8 +116,7 @@ class SampledAnswers(Config):
 
 
 class Inference(Decoding):
-    """All or some questions of a split, answered by the trained model (<run>/inference/<split>.jsonl), and their
-    metrics.
+    """All or some questions of a split, answered by the model (<run>/inference/<split>.jsonl), and their metrics.
 
     Which questions: first those of the `index_file`, of these the ones of `datasets`, of these the first `rows`.
     """
@@ -133,13 +130,13 @@ class Inference(Decoding):
     datasets: list[str] | None = Field(default=None, min_length=1)
     """Only the rows of these sources, named as in "em/<source>"; None for all."""
     index_file: str | None = Field(default=None, pattern=r"^\w[\w.-]*$")
-    """A file in the folder of the prepared data, with the number of a row of the split on each line, counted from 0;
-    None for all rows."""
+    """A file in the folder of the prepared data, with the number of a row of the split on each line,
+    counted from 0; None for all rows."""
     best_answer: bool = False
     """Rows that ask one question on the same contexts count as one, with the best of their scores."""
     wrong_contexts: bool = added_field(False)
-    """A control: ask all questions again, each with another question's contexts: scores em_wrong_context, and em_gain,
-    the difference."""
+    """A control: ask all questions again, each with another question's contexts:
+    scores em_wrong_context, and em_gain, the difference."""
 
     @model_validator(mode="after")
     def _scores_are_distinct(self) -> "Inference":
@@ -192,12 +189,12 @@ class Answering(Decoding):
 
 
 class Predictions(Config):
-    """Rows of tasks that the trained model answers: <run>/predictions/<task>.<split>.jsonl, and of tests the files for
-    GLUE's server."""
+    """Rows of tasks that the trained model answers:
+    <run>/predictions/<task>.<split>.jsonl, and of tests the files for GLUE's server."""
 
     checkpoint: Literal["best", "last"] = added_field("best")
-    """Whose weights answer: best, of the evaluation with the best `loop.best_metric`; last, of the end of the
-    training."""
+    """Whose weights answer: best, of the evaluation with the best `loop.best_metric`;
+    last, of the end of the training."""
     splits: list[Literal["train", "val", "test"]] = Field(default=["val"], min_length=1)
     """Of every task that has them."""
     also: list[DatasetField] = []

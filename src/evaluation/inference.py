@@ -1,5 +1,4 @@
-"""The inference of a trained model: the questions of a split with its answers, <run>/inference/<split>.jsonl, and their
-scores.
+"""Inference of a trained model: questions of a split with its answers, <run>/inference/<split>.jsonl, and their scores.
 
 A line is a row of the prepared data and `answer_pred`.
 """
@@ -58,8 +57,8 @@ def prepare(config: Inference, dataset: ContextDataset, row_indices: list[int] |
 
 
 def make(run: Run, job: InferenceJob, generator: AnswerGenerator, inputs: Mapping[str, str]) -> dict[str, float]:
-    """Answer the questions that have no answer yet; returns the scores, {"inference/em": …, "inference/em/nq": …}.
-    Collective.
+    """Answer the questions that have no answer yet; returns the scores, {"inference/em":
+    …, "inference/em/nq": …}. Collective.
 
     With `wrong_contexts` also {"inference/em_wrong_context": …, "inference/em_gain": …}.
 

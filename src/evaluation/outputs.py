@@ -135,8 +135,7 @@ class ResumableOutputs:
         return texts
 
     def _in_whole_batches(self, count: int) -> int:
-        """How many of the first `count` outputs are in complete batches, so that batches are those of an uninterrupted
-        run."""
+        """How many of the first `count` outputs are in complete batches, as in an uninterrupted run."""
         total = 0
         for file in self.files:
             if count < file.count:

@@ -1,5 +1,5 @@
-"""The answers of a trained encoder-decoder to the rows of tasks: <run>/predictions/<task>.<split>.jsonl, and
-submissions to servers.
+"""The answers of a trained encoder-decoder to the rows of tasks:
+<run>/predictions/<task>.<split>.jsonl, and submissions to servers.
 
 A line is {"index", "input", "target", "prediction"} and, where there are classes, the number of the "class" (null: no
 label).
@@ -111,8 +111,7 @@ def _write_submissions(splits: Sequence[TaskSplit], folder: Path, texts: Sequenc
 
 
 def submission(some: TaskSplit, texts: Sequence[str]) -> str:
-    """A submission for GLUE's server, tab-separated "index" and "prediction" with a header, or for SuperGLUE's, JSON
-    lines.
+    """A file for GLUE's server, tab-separated "index" and "prediction" with a header, or for SuperGLUE's, JSON lines.
 
     An answer that is no label is written as class 0, and one that is no number as the lowest: the server takes nothing
     else.

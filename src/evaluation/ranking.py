@@ -52,8 +52,8 @@ class TaskPredictor:
 
     @torch.no_grad()
     def log_probabilities(self, dataset: TaskDataset, indices: Sequence[int]) -> Tensor:
-        """(B, A) float32: of each of the A answers of the task, end token included, in nats; per token if
-        `length_normalised`."""
+        """(B, A) float32: of each of the A answers of the task, end token included, in nats;
+        per token if `length_normalised`."""
         prompts = [dataset.prompt(i) for i in indices]
         encoded, columns = None, []
         for answer in dataset.answer_ids:

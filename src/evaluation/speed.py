@@ -50,8 +50,7 @@ def _first_token(generator: AnswerGenerator, batch: dict[str, Any]) -> float:
 
 
 def _flops(generator: AnswerGenerator, batch: dict[str, Any], tokens: int) -> float | None:
-    """FLOPs per token; None for a single token, when memory is short, and for quantised weights, which torch cannot
-    count."""
+    """FLOPs per token; None for a single token, if memory is short, and for quantised weights, not counted by torch."""
     if tokens < 2 or not all(parameter.is_floating_point() for parameter in generator.model.parameters()):
         return None
 

@@ -1,5 +1,4 @@
-"""The settings that Open-Assistant published for its models (model/model_training/configs of LAION-AI/Open-Assistant,
-January 2024).
+"""Open-Assistant's settings of its models (model/model_training/configs of LAION-AI/Open-Assistant, January 2024).
 
 A group is called by its section there, such as assistant_pythia-12b. Data sets are prepared by `python -m
 data_prep.prepare_conversations` under the names that they have here. Numbers of tokens, sequences, epochs and learning
@@ -18,8 +17,9 @@ DEVICES = 8
 """Among which the sequences of a step are meant to be shared, of all but the smallest models."""
 # The section "defaults", and its mixes.
 DEFAULT_MIX = (
-    "adversarial_qa", "cnn_dailymail", "dive_mt", "gsm8k", "joke", "multi_news", "samsum", "scitldr", "soda", "soda_dialogue", "squad_v2",
-    "ted_trans_de-ja", "ted_trans_nl-en", "trivia_qa_nocontext", "webgpt", "wmt2019_de-en", "wmt2019_ru-en", "wmt2019_zh-en", "xsum",
+    "adversarial_qa", "cnn_dailymail", "dive_mt", "gsm8k", "joke", "multi_news", "samsum", "scitldr", "soda",
+    "soda_dialogue", "squad_v2", "ted_trans_de-ja", "ted_trans_nl-en", "trivia_qa_nocontext", "webgpt",
+    "wmt2019_de-en", "wmt2019_ru-en", "wmt2019_zh-en", "xsum",
 )  # fmt: skip
 FEWER = {"gsm8k": 7473, "joke": 301, "samsum": 14732, "scitldr": 1992, "webgpt": 14251}
 """Training samples of the sets of the mixes that have fewer than `MOST`."""
@@ -108,8 +108,8 @@ def sft(section: str, corpora: Sequence[str] = DEFAULT_MIX, **model: Any) -> dic
 
 
 def loop(micro_batch: int, sequences: int, samples: int, warmup: int, rate: float) -> dict[str, Any]:
-    """Section "defaults", and what others change of it. sequences: of a step. samples: of all epochs; rows that are
-    packed make more.
+    """Section "defaults", and what others change of it. sequences: of a step.
+    samples: of all epochs; rows that are packed make more.
 
     warmup: steps.
     """
@@ -169,9 +169,13 @@ def reward(size: str) -> dict[str, Any]:
         "seed": 0,
         "model": {"name": "reward", "base": base},
         "data": {"name": "mixture", "parts": parts, "draw": REWARD_MIX},
-        "loop": {**loop(1, 4 * DEVICES, REWARD_SAMPLES * epochs, 50, rate), "group_by_length": True, "best_metric": "val_accuracy",
-                 "best_mode": "max"},
-    }  # fmt: skip
+        "loop": {
+            **loop(1, 4 * DEVICES, REWARD_SAMPLES * epochs, 50, rate),
+            "group_by_length": True,
+            "best_metric": "val_accuracy",
+            "best_mode": "max",
+        },
+    }
 
 
 def rlhf(policy: dict[str, Any], size: str) -> dict[str, Any]:
@@ -220,7 +224,8 @@ ROPE_SCALING = override(
     sft("llama-13b"),
     {
         "model": override(
-            lora("llama-13b")["model"], {"base.path": "meta-llama/Llama-2-13b-hf", "base.rope": {"kind": "linear", "factor": 2.0}}
+            lora("llama-13b")["model"],
+            {"base.path": "meta-llama/Llama-2-13b-hf", "base.rope": {"kind": "linear", "factor": 2.0}},
         ),
         "data": conversations(DEFAULT_MIX, 4048, packed=True),
     },

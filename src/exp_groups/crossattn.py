@@ -1,5 +1,4 @@
-"""Cross-attention layers in a frozen code model: the tiny pair of the demo, and the published configurations
-(XC-Cache)."""
+"""Cross-attention layers in a frozen code model: the tiny pair of the demo, and published configurations (XC-Cache)."""
 
 from src.experiments.grid import override, ref
 

@@ -1,5 +1,4 @@
-"""The demo: a tiny model answers which exception a piece of Python code raises, through cross-attention layers that
-alone read the code."""
+"""The demo: a tiny model tells which exception Python code raises, which only its cross-attention layers read."""
 
 from src.exp_groups.crossattn import BASE_TINY, CROSSATTN_TINY
 from src.experiments.grid import grid, override, ref

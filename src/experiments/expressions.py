@@ -1,5 +1,4 @@
-"""Conditions on rows, such as `model.stride > 2 and state == 'done'`: parsed by Python's parser, never evaluated by
-Python.
+"""Conditions on rows, such as `model.stride > 2 and state == 'done'`: parsed by Python, never evaluated.
 
 An expression is made of dotted names, numbers, texts, lists, None (or null), True and False (or true, false), the
 comparisons == != < <= > >= in, not in, also chained (0 < x < 1), and, or, not, parentheses, and two calls:

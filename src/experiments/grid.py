@@ -115,8 +115,8 @@ def seeds(experiments: Iterable[Experiment], seeds: int | Sequence[int]) -> list
 
 
 def ref(parent: Experiment, checkpoint: str = "last") -> dict[str, Any]:
-    """The model dict of the model that `parent` trained. It holds the parent's id, so a changed parent makes another
-    child.
+    """The model dict of the model that `parent` trained.
+    It holds the parent's id, so a changed parent makes another child.
 
     Raises:
         ConfigError: `parent` is not a valid experiment.
@@ -210,8 +210,8 @@ def parse_assignments(texts: Iterable[str]) -> list[list[tuple[str, Any]]]:
 
 
 def _values(path: str, text: str, value: Any) -> list[Any]:
-    """The values of a sweep, or the only one. text: the argument after "="; it is the value itself if it is not
-    JSON."""
+    """The values of a sweep, or the only one.
+    text: the argument after "="; it is the value itself if it is not JSON."""
     if value != text or "," not in text:
         return [value]
     try:
@@ -268,8 +268,8 @@ def _combine(base: Any, values: Iterable[tuple[str, Any]], must_exist: bool = Tr
 
 
 def _copy(value: Any) -> Any:
-    """A copy of JSON values, five times as fast as copy.deepcopy. Values of other types are refused later, by their
-    path."""
+    """A copy of JSON values, five times as fast as copy.deepcopy.
+    Values of other types are refused later, by their path."""
     if type(value) is dict:
         return {key: _copy(item) for key, item in value.items()}
     return [_copy(item) for item in value] if type(value) is list else value

@@ -1,5 +1,5 @@
-"""The id of an experiment: haven's hash of its dict. Only dicts that haven hashes faithfully and JSON can hold have
-one."""
+"""The id of an experiment: haven's hash of its dict.
+Only dicts that haven hashes faithfully and JSON can hold have one."""
 
 import hashlib
 import math

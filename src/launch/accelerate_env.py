@@ -47,15 +47,13 @@ class Choices:
     fsdp: bool = False
     """As --fsdp."""
     told: dict[str, str | float] = field(default_factory=dict)
-    """What the experiment decides, by name: precision, gradient_accumulation_steps and max_grad_norm, where something
-    was said."""
+    """What the experiment decides, by name: precision, gradient_accumulation_steps and max_grad_norm, if given."""
 
 
 def take_choices(
     environment: MutableMapping[str, str], processes: int, deepspeed: Path | None = None, fsdp: bool = False
 ) -> Choices:
-    """The choices of `accelerate launch` and of our own options `deepspeed` and `fsdp`, for one of `processes`
-    processes.
+    """The choices of `accelerate launch` and of our own options `deepspeed` and `fsdp`, for `processes` processes.
 
     Accelerate's variables leave `environment`, so that neither it nor transformers acts on them; `--cpu` hides the
     GPUs.

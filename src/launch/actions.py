@@ -47,8 +47,7 @@ class Request:
     root: Path
     """The folder that holds trainval.py."""
     command: Callable[[str], Sequence[str]]
-    """exp_id -> trainval.py and its arguments, never with a reset: a job can start several times and resumes each
-    time."""
+    """exp_id -> trainval.py and its arguments, never with a reset: a job can start again, and resumes each time."""
     python_binary: str | None = None
     reset: int = 0
     leave_out: Sequence[Path] = ()
@@ -195,8 +194,8 @@ def _jobs_to_await(request: Request, target: Resources, todo: Sequence[Planned])
 
 
 def _submit(request: Request, target: Resources, jobs: Sequence[Job], new: Sequence[Path]) -> list[str]:
-    """Record the intent, submit the jobs, record their ids. new: save directories to remove again if their jobs are
-    refused."""
+    """Record the intent, submit the jobs, record their ids.
+    new: save directories to remove again if their jobs are refused."""
     resolved = registry.resolved_dict(target.launcher, key="launcher")
     commands = {job.exp_id: job.args for job in jobs}
     submission = submissions.create(request.runs, resolved, target.name, jobs[0].cwd.name, commands)

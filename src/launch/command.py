@@ -162,22 +162,27 @@ def shell_line(job: Job, processes: Processes | None = None, environment: Mappin
     else:
         start = _NGPUS.sub("$GPUS_HERE", job.python_binary)
         before = [_COUNT_GPUS] if start != job.python_binary else []
-    stopping = f"""\
-JOB_STATUS={shlex.quote(str(job.run / STATUS))}; JOB_BEFORE=$(cat "$JOB_STATUS" 2> /dev/null); JOB_TOLD=; trap JOB_TOLD=1 TERM USR1;"""
+    stopping = (
+        f'JOB_STATUS={shlex.quote(str(job.run / STATUS))}; JOB_BEFORE=$(cat "$JOB_STATUS" 2> /dev/null); '
+        "JOB_TOLD=; trap JOB_TOLD=1 TERM USR1;"
+    )
     ending = f"""
 JOB_CODE=$?; JOB_AFTER=$(cat "$JOB_STATUS" 2> /dev/null)
 if [ $JOB_CODE -ne 0 ]; then
     [ "$JOB_AFTER" != "$JOB_BEFORE" ] || JOB_AFTER=
     case "$JOB_AFTER" in
         *'"state": "done"'*) JOB_CODE=0 ;;
-        *'"stopped_by": "person"'*'"state": "stopped"'* | *'"state": "stopped"'*'"stopped_by": "person"'*) JOB_CODE={INTERRUPTED} ;;
+        *'"stopped_by": "person"'*'"state": "stopped"'*) JOB_CODE={INTERRUPTED} ;;
+        *'"state": "stopped"'*'"stopped_by": "person"'*) JOB_CODE={INTERRUPTED} ;;
         *'"state": "stopped"'*) JOB_CODE={STOPPED} ;;
         *'"state": "failed"'*) ;;
         *) [ -z "$JOB_TOLD" ] || JOB_CODE={STOPPED} ;;
     esac
-    JOB_MOVE=-n; ! grep -qs '"exit code [0-9]* before its training began; its log says why"' "$JOB_STATUS" || JOB_MOVE=-f
+    JOB_MOVE=-n
+    ! grep -qs '"exit code [0-9]* before its training began; its log says why"' "$JOB_STATUS" || JOB_MOVE=-f
     case $JOB_CODE in {STOPPED} | {INTERRUPTED}) ;; *) [ -e "$JOB_STATUS" ] && [ $JOB_MOVE = -n ] || {{
-        printf '{{"state": "failed", "reason": "exit code %s before its training began; its log says why"}}\\n' $JOB_CODE > "$JOB_STATUS.$$"
+        printf '{{"state": "failed", "reason": "exit code %s before its training began; its log says why"}}\\n' \\
+            $JOB_CODE > "$JOB_STATUS.$$"
         mv $JOB_MOVE "$JOB_STATUS.$$" "$JOB_STATUS"
     }} 2> /dev/null ;; esac
 fi
@@ -189,8 +194,7 @@ exit $JOB_CODE"""
 
 
 def without_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
-    """`environment` without torchrun's variables: a job is no rank of the torchrun that may have started this
-    process."""
+    """`environment` without torchrun's variables: a job is no rank of the torchrun that started this process."""
     return {name: value for name, value in environment.items() if not _OF_TORCHRUN.fullmatch(name)}
 
 
@@ -234,8 +238,8 @@ def _starter_command(processes: Processes) -> tuple[list[str], str]:
             given = {word.partition("=")[0] for word in processes.arguments}
             many = "" if given & _SHARING else "--multi_gpu"
             before.append(
-                f'JOB_WORLD=$(({processes.nodes} * {each.strip(chr(34))})); JOB_MANY=; [ "$JOB_WORLD" -lt 2 ] || '
-                f"JOB_MANY={many};"
+                f"JOB_WORLD=$(({processes.nodes} * {each.strip(chr(34))})); JOB_MANY=; "
+                f'[ "$JOB_WORLD" -lt 2 ] || JOB_MANY={many};'
             )
             found = '--machine_rank "$NODE_RANK" --main_process_ip "$MASTER_ADDR" --main_process_port "$MASTER_PORT"'
             flags = (
@@ -250,8 +254,8 @@ def _starter_command(processes: Processes) -> tuple[list[str], str]:
             start = f"{_DEAF}{python} -m deepspeed.launcher.launch"
             world = f'--world_info="$({python} -c {shlex.quote(_WORLD_INFO)} "$NNODES" {each})"'
             flags = (
-                f'{world} --node_rank="$NODE_RANK" --master_addr="$MASTER_ADDR" --master_port="$MASTER_PORT" '
-                f"--no_local_rank"
+                f'{world} --node_rank="$NODE_RANK" --master_addr="$MASTER_ADDR" '
+                '--master_port="$MASTER_PORT" --no_local_rank'
             )
         else:
             before.append(f"{_WITHOUT_GPU} JOB_PORT=$({python} -c {shlex.quote(_FREE_PORT)});")

@@ -31,11 +31,10 @@ class Job:
     log_dir: Path
     """What the job prints is appended to <log_dir>/<exp_id>.out.log and <exp_id>.err.log."""
     python_binary: str | None = None
-    """Bash before `args`, such as "source activate ENV ; torchrun --nproc-per-node NGPUS ". None: as the launcher's
-    config says."""
+    """Bash before `args`, such as "source activate ENV ; torchrun --nproc-per-node NGPUS ".
+    None: as the launcher's config says."""
     after: tuple[str, ...] = ()
-    """Ids of experiments that must be completed before it starts; those not before it in the same submission are
-    ignored."""
+    """Ids of experiments that must be completed before it starts; those not before it in the submission are ignored."""
     after_jobs: tuple[str, ...] = ()
     """Job ids of the same launcher, from earlier submissions, that must be completed before it starts."""
     resources: "LauncherConfig | None" = None
@@ -69,8 +68,8 @@ class LauncherConfig(Component):
 
     @abstractmethod
     def submit(self, jobs: Sequence[Job], folder: Path, note: Note) -> list[str]:
-        """Queue `jobs`, parents before children; their job ids, in the same order. folder: of the submission, for the
-        launcher's files.
+        """Queue `jobs`, parents before children; their job ids, in the same order.
+        folder: of the submission, for the launcher's files.
 
         Calls `note` with the ids as soon as there are any, so that no queued job is forgotten. Each job appends its
         output to its logs.
@@ -108,8 +107,7 @@ class LauncherConfig(Component):
         """
 
     def forbid(self, folder: Path, exp_ids: Sequence[str]) -> None:
-        """Keep jobs that `find` did not find from starting: a request for them may still be on its way to the
-        scheduler.
+        """Keep jobs that `find` did not find from starting: a request may still be on its way to the scheduler.
 
         Raises:
             RunError: the disk refuses.
@@ -149,8 +147,8 @@ def bind_launcher(raw: object) -> LauncherConfig:
 
 
 def ask(calls: Sequence[Callable[[], T]], seconds: float | None) -> list[T | LaunchError]:
-    """What each call to a scheduler returns, or its LaunchError. Those that take longer than `seconds` are left alone;
-    None: none is."""
+    """What each call to a scheduler returns, or its LaunchError.
+    Those that take longer than `seconds` are left alone; None: none is."""
 
     def answer(call: Callable[[], T]) -> T | LaunchError:
         try:

@@ -17,8 +17,8 @@ UNALIKE = ("steps", "sequences_per_step", "micro_batch", "optimizer", "label_smo
 
 
 def plan_all(planned: Sequence[Planned], places: Places, machines: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Lines of the table, and what is wrong with experiments that have no plan. Experiments whose plans are alike share
-    a line.
+    """Lines of the table, and what is wrong with experiments that have no plan.
+    Experiments whose plans are alike share a line.
 
     Those that train nothing are left out, beside others that do.
     """

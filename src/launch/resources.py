@@ -47,8 +47,7 @@ class Resources:
         return None if raw is self.raw else bind_at(raw, self.where)
 
     def check_names(self, experiments: Iterable[Mapping[str, Any]]) -> None:
-        """Raises ConfigError, with the nearest name, if an override uses a name that is in none of the
-        `experiments`."""
+        """Raises ConfigError, with the nearest name, if an override uses a name that none of the `experiments` has."""
         names = {name for exp in experiments for name in flatten(exp)}
         for i, (where, _) in enumerate(self.overrides):
             for name in sorted(where.names - names):

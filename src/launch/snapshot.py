@@ -1,5 +1,5 @@
-"""A copy of the code from which jobs run, so that later edits do not change them. Named by its digest, so copied
-once."""
+"""A copy of the code from which jobs run, so that later edits do not change them.
+Named by its digest, so copied once."""
 
 import hashlib
 import json
@@ -138,8 +138,8 @@ def _git_files(root: Path, apart: Sequence[Path]) -> dict[str, Path] | None:
 
 
 def _walk(folder: Path, name: str, apart: Sequence[Path], above: tuple[Path, ...]) -> Iterator[tuple[str, Path]]:
-    """(name below the root, path) of every file below `folder`. Links are followed, but not into a folder that one is
-    in."""
+    """(name below the root, path) of every file below `folder`.
+    Links are followed, but not into a folder that one is in."""
     real = folder.resolve()
     if real in above or _is_below(real, apart):
         return
@@ -157,8 +157,8 @@ def _walk(folder: Path, name: str, apart: Sequence[Path], above: tuple[Path, ...
 
 
 def _is_in_environment(folder: Path, above: Path) -> bool:
-    """Whether `folder`, an entry of `above`, is an installation of Python or a link to a part of one. The code itself
-    can be in one."""
+    """Whether `folder`, an entry of `above`, is an installation of Python or a link to a part of one.
+    The code itself can be in one."""
     real, outside = folder.resolve(), {above.resolve(), *above.resolve().parents}
     return any(is_python_installation(each) for each in (real, *real.parents) if each not in outside)
 

@@ -48,8 +48,8 @@ class Row:
     job_id: str | None
     log: Path | None
     doubt: str = ""
-    """Why the scheduler could not be queried; empty if it could. The state is then the last known one, and nothing is
-    submitted."""
+    """Why the scheduler could not be queried; empty if it could.
+    The state is then the last known one, and nothing is submitted."""
 
 
 RowCache = ReadCache[tuple[Row, TrackedJob | None]]
@@ -57,8 +57,7 @@ RowCache = ReadCache[tuple[Row, TrackedJob | None]]
 
 
 def select_runs(path: Path, group: str | None = None) -> tuple[Path, list[str]]:
-    """The folder of save directories, and the selected ids: all in `path`, or `path` itself if it is one or the prefix
-    of an id.
+    """The folder of runs, and the selected ids: all in `path`, or `path` itself if it is one or the prefix of an id.
 
     Raises:
         ConfigError: no such folder, no run in it, or none of `group`.
@@ -124,8 +123,7 @@ def _has_parents(run: Path) -> bool:
 
 
 _reconciled: dict[Path, tuple[float, dict[str, str]]] = {}
-"""By folder of runs: when its interrupted submissions were last reconciled, and the unresolved experiments with a
-message."""
+"""By folder of runs: when interrupted submissions were last reconciled, and unresolved experiments with a message."""
 
 
 def _reconcile(runs: Path, question: Question) -> dict[str, str]:
@@ -152,8 +150,8 @@ def _is_settled(run: Path) -> bool:
 
 
 def _row(runs: Path, exp_id: str, tracked: TrackedJob | None, doubt: str) -> Row:
-    """The row of one experiment. Its save directory is read after the scheduler was queried, so that no end is
-    missed."""
+    """The row of one experiment.
+    Its save directory is read after the scheduler was queried, so that no end is missed."""
     run = runs / exp_id
     status: dict[str, Any] = {}
     beat = lease.heartbeat_seconds(run)
@@ -211,8 +209,7 @@ def _resolve_state(
     beat: float | None,
     doubt: str = "",
 ) -> tuple[State, str]:
-    """State and reason: "done" if the save directory says so; else the state from the scheduler; else that of the
-    directory.
+    """State and reason: "done" if the save directory says so; else the state from the scheduler; else the directory's.
 
     own: `metadata.state_of` the save directory. beat: `lease.heartbeat_seconds`. doubt: why the scheduler could not be
     queried.
@@ -288,8 +285,7 @@ def logs_of(runs: Path, exp_id: str) -> list[Path]:
 
 
 def tail(log: Path, lines: int, end: int | None = None) -> str:
-    """The last `lines` lines of a file, or of its first `end` bytes, without reading all of it; "" if there is no
-    file."""
+    """The last `lines` lines of a file, or of its first `end` bytes, without reading all of it; "" if missing."""
     piece = 64 * 1024
     try:
         with reading(log), open(log, "rb") as file:
@@ -306,8 +302,8 @@ def tail(log: Path, lines: int, end: int | None = None) -> str:
 
 
 def format_table(rows: Iterable[Row], differences: Mapping[str, str] | None = None) -> list[str]:
-    """The rows as lines of a table, with a header and without empty columns. differences: distinguishing settings by
-    id."""
+    """The rows as lines of a table, with a header and without empty columns.
+    differences: distinguishing settings by id."""
     distinctions = differences or {}
     head = ("id", "group", "state", "job", "node", "time", "starts", "step", "loss", "beat", "differs by", "reason")
     lines = [_cells(row, distinctions.get(row.exp_id, "")) for row in rows]

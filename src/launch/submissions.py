@@ -1,5 +1,4 @@
-"""The log of submissions, written before and after: an interrupted submission leaves neither orphaned nor duplicate
-jobs."""
+"""The log of submissions, written before and after: an interrupted one leaves neither orphaned nor duplicate jobs."""
 
 import contextlib
 import fcntl
@@ -138,8 +137,7 @@ def create(
 
 
 def _without_variables(launcher: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of a launcher without the variables of its jobs and the setup of their scripts, which can hold
-    secrets."""
+    """A launcher's config without the variables of its jobs and the setup of their scripts, which can hold secrets."""
     return {key: value for key, value in launcher.items() if key not in ("environment", "setup")}
 
 
@@ -205,8 +203,8 @@ def _submission_names(runs: Path) -> list[str]:
 
 
 def reconcile(runs: Path, seconds: float | None = None) -> list[UnresolvedSubmission]:
-    """Ask the launchers of interrupted submissions for their jobs, and note them; the ones left unresolved. Call it
-    under `lock`.
+    """Ask the launchers of interrupted submissions for their jobs, and note them;
+    the ones left unresolved. Call it under `lock`.
 
     seconds: how long to wait for their schedulers, all together; None: as long as the launchers do.
 

@@ -1,5 +1,4 @@
-"""The jobs of experiments, and what their schedulers say of them: one question to each scheduler for any number of
-jobs."""
+"""The jobs of experiments, and what their schedulers say of them: one query per scheduler for any number of jobs."""
 
 import threading
 import time
@@ -128,8 +127,8 @@ Answer = dict[str, SchedulerState] | LaunchError
 
 
 class _Memory:
-    """The last answer of each scheduler, for all threads of this process. One of them asks, the others wait for its
-    answer."""
+    """The last answer of each scheduler, for all threads of this process.
+    One of them asks, the others wait for its answer."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

@@ -16,8 +16,7 @@ INFERENCE = "inference"
 SHUFFLED = "_shuffled_context"
 """Ending of the names of scores at an evaluation, of answers that were given with another question's contexts."""
 WRONG, GAIN = "_wrong_context", "_gain"
-"""Ends of the names of scores: of answers that were given with another question's contexts, and of the difference to
-the right ones."""
+"""Ends of score names: of answers with another question's contexts, and of the difference to the right ones."""
 
 
 def make_prediction(row: Mapping[str, Any], prediction: str) -> Prediction:
@@ -36,8 +35,7 @@ def contexts(row: Mapping[str, Any]) -> list[str]:
 
 
 def source(row: Mapping[str, Any]) -> str:
-    """What scores are grouped by: the dataset a row came from, with its kind of question where it has one, as
-    "stdlib_calls"."""
+    """Group of scores: the dataset a row came from, with its kind of question if any, as "stdlib_calls"."""
     return f"{row['dataset']}_{row['kind']}" if row.get("kind") else row["dataset"]
 
 
@@ -69,8 +67,8 @@ def select_rows(
     sources: Sequence[str] | None,
     place: str,
 ) -> list[int]:
-    """Which of `count` rows: those that `numbers` lists, in its order, and of these the ones of one of `sources`. None:
-    all.
+    """Which of `count` rows: those that `numbers` lists,
+    in its order, and of these the ones of one of `sources`. None: all.
 
     Raises:
         DataError: one of `numbers` is out of range or repeated; names `place`.
@@ -149,8 +147,7 @@ def control_scores(scores: Mapping[str, float], control: Mapping[str, float]) ->
 
 
 def group_by_question(answers: Sequence[Prediction], best_answer: bool) -> tuple[list[list[int]], Sequence[Prediction]]:
-    """The indices of the answers to each question, in the order of first appearance; and the answers with all accepted
-    references.
+    """The indices of each question's answers, in order of appearance; and the answers with all accepted references.
 
     best_answer: rows of one source with one question on the same contexts are one question. An answer to any of them
     can match the references of all, and the highest score counts. Else each row is a question.

@@ -21,8 +21,8 @@ class Config(MetricConfig):
         return ("bleu",)
 
     def score(self, answers: Sequence[Prediction]) -> dict[str, list[float]]:
-        """{"bleu"} of each answer, between 0 and 1: sacrebleu's sentence BLEU, tokenizer "13a", exponential smoothing,
-        effective order.
+        """{"bleu"} of each answer, between 0 and 1:
+        sacrebleu's sentence BLEU, tokenizer "13a", exponential smoothing, effective order.
 
         Means of it are means of sentences: no corpus BLEU, whose counts are summed before they are divided. The
         effective order leaves out n-grams that an answer is too short to have. Of several references the one with the

@@ -1,5 +1,4 @@
-"""Scores of a whole set of answers that name a class or a number, as GLUE and SuperGLUE define them and T5 computes
-them.
+"""Scores of a whole set of answers that name a class or a number, as GLUE and SuperGLUE define and T5 computes them.
 
 An answer that is no label is of class -1, which is always wrong.
 """
@@ -39,8 +38,8 @@ class Config(MetricConfig):
         return tuple(self.scores)
 
     def score(self, answers: Sequence[Prediction]) -> dict[str, float | list[float]]:
-        """The scores that the config names. The one right answer is the first of the references; surrounding white
-        space is ignored.
+        """The scores that the config names.
+        The one right answer is the first of the references; surrounding white space is ignored.
 
         accuracy        of each answer: 1 where it is the reference, else 0.
         f1              from 0 to 1, of class 1; a class that is no label counts as the wrong one.

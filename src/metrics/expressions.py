@@ -1,5 +1,4 @@
-"""Whether an answer is an expression of given numbers with a given value, as this Python finds; and whether it is in
-parentheses."""
+"""Whether an answer is an expression of given numbers and value, as this Python finds; and whether in parentheses."""
 
 import ast
 import re
@@ -16,8 +15,8 @@ class Config(MetricConfig):
     """Nothing to choose."""
 
     def score(self, answers: Sequence[Prediction]) -> dict[str, list[float]]:
-        """{"solved", "in_parentheses"} of each answer. A question is as `ask` writes it; an answer to another is not
-        solved."""
+        """{"solved", "in_parentheses"} of each answer.
+        A question is as `ask` writes it; an answer to another is not solved."""
         return {
             "solved": [float(solves(answer.question, answer.text)) for answer in answers],
             "in_parentheses": [float(is_in_parentheses(answer.text)) for answer in answers],
@@ -42,8 +41,8 @@ def is_in_parentheses(answer: str) -> bool:
 
 
 def read_expression(text: str) -> tuple[int, list[int]] | None:
-    """The value of an expression of whole numbers with +, - and *, and its numbers; None where it is none. Nothing is
-    run."""
+    """The value of an expression of whole numbers with +, - and *, and its numbers;
+    None where it is none. Nothing is run."""
     if not _PLAIN.fullmatch(text.strip()):
         return None
     try:

@@ -20,8 +20,8 @@ class Config(MetricConfig):
     """Nothing to choose."""
 
     def score(self, answers: Sequence[Prediction]) -> dict[str, list[float]]:
-        """{"k_precision", "k_recall", "k_f1" and each with "_plus_plus"}, of each answer, between 0 and 1. References
-        do not count.
+        """{"k_precision", "k_recall", "k_f1" and each with "_plus_plus"}, of each answer, between 0 and 1.
+        References do not count.
 
         Words are those of `squad.normalise`, each as often as it occurs in both; the knowledge is all contexts of the
         question. Precision is over the words of the answer, recall over those of the knowledge. An answer without words

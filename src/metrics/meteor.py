@@ -1,5 +1,5 @@
-"""METEOR of generated text (Banerjee and Lavie 2005) with exact and stem matches, by the library nltk. It has no
-synonyms, see `score`."""
+"""METEOR of generated text (Banerjee and Lavie 2005) with exact and stem matches, by the library nltk.
+It has no synonyms, see `score`."""
 
 from collections.abc import Sequence
 

@@ -14,8 +14,7 @@ class Agreement(NamedTuple):
     kendall: float
     """(pairs in the right order - pairs in the wrong one) / pairs whose ranks differ; equal rewards are neither."""
     spearman: float
-    """Correlation of the places by reward and by rank, tied ones in the middle of theirs; 0 where all rewards are
-    equal."""
+    """Correlation of the places by reward and by rank, ties in the middle; 0 where all rewards are equal."""
     best_reward: float
     """Mean reward of the replies of the best rank."""
     worst_reward: float

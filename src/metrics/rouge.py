@@ -1,5 +1,4 @@
-"""ROUGE of generated text (Lin 2004, "ROUGE: a package for automatic evaluation of summaries"), by the library
-rouge-score."""
+"""ROUGE of generated text (Lin 2004, "ROUGE: a package for automatic evaluation of summaries"), by rouge-score."""
 
 import re
 from collections.abc import Sequence
@@ -24,8 +23,8 @@ class Config(MetricConfig):
         return _KINDS
 
     def score(self, answers: Sequence[Prediction]) -> dict[str, list[float]]:
-        """F-measures of unigrams, bigrams and the longest common subsequence; Lsum takes that line by line. Of each
-        answer, from 0 to 1.
+        """F-measures of unigrams, bigrams and the longest common subsequence; Lsum takes that line by line.
+        Of each answer, from 0 to 1.
 
         Of several references the one with the best value counts. Two texts without words agree if they are equal. On
         ASCII text these are the library's own values; its tokenizer drops all other letters, so here words are runs of

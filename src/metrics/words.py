@@ -1,5 +1,4 @@
-"""How many words of an answer stand at their places: for answers whose words are read one by one, such as digits from
-images."""
+"""How many words of an answer are in place: for answers read word by word, such as digits from images."""
 
 from collections.abc import Sequence
 
@@ -11,8 +10,8 @@ class Config(MetricConfig):
     """Nothing to choose."""
 
     def score(self, answers: Sequence[Prediction]) -> dict[str, list[float]]:
-        """{"word_accuracy"} of each answer: the share of its reference's words that it has at the same place; the best
-        over references.
+        """{"word_accuracy"} of each answer: the share of its reference's words that it has at the same place;
+        the best over references.
 
         Words are those of `squad.normalise`. Of a reference without words it is 1 where the answer has none either.
         """

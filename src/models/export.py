@@ -45,8 +45,8 @@ def export(
     with_base: bool = False,
     standalone: bool = False,
 ) -> None:
-    """Write the model of the run or checkpoint `source` to the new folder `target`. dtype: of the weights; None: as
-    trained.
+    """Write the model of the run or checkpoint `source` to the new folder `target`.
+    dtype: of the weights; None: as trained.
 
     with_base: write the weights of a cross-attention model's base beside those of its blocks. standalone: write all of
     it, with its code.

@@ -38,8 +38,8 @@ ON_GPU = ("flash_attention_2", "flex_attention")
 
 
 class RotaryScaling(StrictConfig):
-    """How a model with rotary positions reads more tokens than it was trained on. It is part of what `save_pretrained`
-    writes."""
+    """How a model with rotary positions reads more tokens than it was trained on.
+    It is part of what `save_pretrained` writes."""
 
     kind: Literal["linear", "dynamic", "yarn", "ntk"]
     """linear: positions are divided by `factor` (Chen et al. 2023, arXiv 2306.15595). ntk: the base of the frequencies
@@ -76,22 +76,21 @@ class Config(ModelConfig):
     """Which model, and the type of its weights in memory."""
 
     path: str = Field(min_length=1)
-    """Hub id such as "bigcode/starcoderbase-1b", or a folder made by save_pretrained: its name below `--data_path`, or
-    a path."""
+    """Hub id such as "bigcode/starcoderbase-1b", or a save_pretrained folder: below `--data_path`, or a path."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     revision: str | None = None
     """Branch, tag or commit of the hub id; None for main."""
     quantization: Literal["8bit", "4bit"] | None = None
-    """Matrices in 8 bits (LLM.int8(), arXiv 2208.07339) or in 4 (NF4, arXiv 2305.14314), by bitsandbytes: for a base
-    that is frozen."""
+    """Matrices in 8 bits (LLM.int8(), arXiv 2208.07339) or in 4 (NF4, arXiv 2305.14314), by bitsandbytes:
+    for a base that is frozen."""
     attention: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] | None = added_field(None)
     """Transformers' implementation of attention; None: its choice, which is sdpa where the family has it."""
     extra_tokens: list[str] | None = added_field(None)
     """Control tokens that are new in its vocabulary."""
 
     tokenizer: str | None = added_field(None, min_length=1)
-    """Folder below `--data_path` of a prepared tokenizer that has the model's own tokens and new ones; None: the
-    model's own tokenizer."""
+    """Folder below `--data_path` of a prepared tokenizer that has the model's own tokens and new ones;
+    None: the model's own tokenizer."""
     rope: RotaryScaling | None = added_field(None)
     """None: as config.json has them."""
 
@@ -174,8 +173,8 @@ class Config(ModelConfig):
         return model.requires_grad_(False)
 
     def build_unfilled(self, places: Places) -> "PreTrainedModel":
-        """As `build`, for FSDP2: without weights where each process can read its part of them from the files, as from
-        safetensors.
+        """As `build`, for FSDP2: without weights where each process can read its part of them from the files,
+        as from safetensors.
 
         Raises:
             UserError: as `build`.
@@ -355,8 +354,7 @@ class Config(ModelConfig):
         return kv_cache_size.decoder_bytes(self.architecture(places), value_bytes)
 
     def fingerprint(self, places: Places) -> str:
-        """sha256 over config.json and the weight files that `build` loads, the same for a hub id and for a copy of its
-        files.
+        """sha256 over config.json and weight files that `build` loads, the same for a hub id and a copy of its files.
 
         Of a weight file count name, size and `files.sample_digest`: 6 MiB at most are read of many gigabytes. Further
         training or merged adapters are detected; a change of a few bytes may not be.
@@ -402,8 +400,8 @@ class Config(ModelConfig):
 
 
 def _hub_cache() -> Path:
-    """Hugging Face's cache of the hub, by its own environment variables; importing huggingface_hub to ask takes a sixth
-    of a second."""
+    """Hugging Face's cache of the hub, by its own environment variables;
+    importing huggingface_hub to ask takes a sixth of a second."""
     home = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "huggingface"
     hub = Path(os.environ.get("HF_HOME", home)) / "hub"
     return Path(os.environ.get("HF_HUB_CACHE", hub)).expanduser()

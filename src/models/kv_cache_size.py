@@ -16,8 +16,7 @@ BLOCK_BYTES = 4
 
 
 def decoder_bytes(sizes: Architecture | None, value_bytes: int) -> dict[str, int] | None:
-    """{"cache_bytes_per_context_token"} of a decoder with the context in its prompt; None where its sizes are not
-    known.
+    """{"cache_bytes_per_context_token"} of a decoder with the context in its prompt; None if its sizes are not known.
 
     value_bytes: of one number in the decoder.
     """
@@ -27,8 +26,7 @@ def decoder_bytes(sizes: Architecture | None, value_bytes: int) -> dict[str, int
 def cross_attention_bytes(
     sizes: Architecture, num_blocks: int, block_key_values: int, value_bytes: int
 ) -> dict[str, int]:
-    """The same with cross-attention; and, for comparison, for the keys and values of its blocks and for the decoder
-    alone.
+    """The same with cross-attention; and, for comparison, for keys and values of its blocks and for the decoder alone.
 
     num_blocks: those with their own weights. block_key_values: numbers in keys and values of one block, 2 K' d'.
     """

@@ -24,8 +24,7 @@ PLACES = Places(ROOT / "results" / "data", ROOT / "results" / "runs")
 
 
 def load(source: str | Path, places: Places = PLACES) -> tuple[Any, Any]:
-    """The model of a checkpoint, or of the newest whole checkpoint of a run, to answer with: in eval mode; and its
-    tokenizer.
+    """The model of a checkpoint, or of the newest whole checkpoint of a run, in eval mode; and its tokenizer.
 
     New blocks, which are trained in float32, are in the type of their base.
 
@@ -92,8 +91,7 @@ def require_8bit(device: str | None) -> str:
 
 
 def quantize(model: Any, device: str) -> Any:
-    """A model of transformers with its matrices in 8 bits (LLM.int8()), on a device; adapters are merged into them
-    first.
+    """A model of transformers with its matrices in 8 bits (LLM.int8()), on a device; adapters are merged first.
 
     Raises:
         ConfigError: it is a model of another kind, or quantized already; or torch cannot use the device here.

@@ -77,8 +77,8 @@ class Config(ModelConfig):
         return self
 
     def build(self, places: Places) -> "nn.Module":
-        """The base, frozen, with adapters in it. A is drawn from torch's global generator, after the base's weights; B
-        is zero.
+        """The base, frozen, with adapters in it.
+        A is drawn from torch's global generator, after the base's weights; B is zero.
 
         Adapters that the base was trained with are merged into its weights first.
 
@@ -123,8 +123,8 @@ class Config(ModelConfig):
         return model
 
     def _new_rows(self, places: Places, decoder: Any) -> dict[str, list[int]] | None:
-        """Ids of the base's new tokens. Their rows are trained: in the embedding, and in the output matrix if not
-        tied."""
+        """Ids of the base's new tokens.
+        Their rows are trained: in the embedding, and in the output matrix if not tied."""
         ids = [*self.base.new_token_ids(places)]
         if not ids:
             return None
@@ -182,8 +182,8 @@ def _decoder(model: "nn.Module") -> Any:
 
 
 def _matrices(decoder: Any) -> Iterator[tuple[str, "nn.Module"]]:
-    """(dotted name, module) of the matrices that can be adapted: all except the output matrix, which can be tied to the
-    embedding."""
+    """(dotted name, module) of the matrices that can be adapted:
+    all except the output matrix, which can be tied to the embedding."""
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 

@@ -1,5 +1,4 @@
-"""A decoder that is kept from changing too much: dropout behind attention and feed-forward parts, and layers that are
-not trained.
+"""A decoder that changes little: dropout after attention and feed-forward parts, and untrained layers.
 
 Neither changes a weight's name: a checkpoint has the weights that are trained, and an exported model has all, without
 hooks.
@@ -30,13 +29,11 @@ class Config(ModelConfig):
     residual_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout of what each layer's attention and feed-forward part add to its input, in training."""
     dropout_by_layer: Literal["same", "growing"] = "same"
-    """growing: layer i of L, from 0 on, has i / (L - 1) of the rate (LIMA, Zhou et al. 2023, arXiv 2305.11206, section
-    3)."""
+    """growing: layer i of L, from 0 on, has i / (L - 1) of the rate (LIMA, arXiv 2305.11206, section 3)."""
     frozen_layers: int = Field(default=0, ge=0)
     """The first so many layers are not trained."""
     frozen_embeddings: bool = False
-    """Whether the embeddings are not trained, of tokens and of positions; nor the output matrix where it is the same
-    one."""
+    """Whether the embeddings are not trained, of tokens and of positions; nor the output matrix if it is the same."""
 
     @model_validator(mode="after")
     def _something_is_kept(self) -> "Config":

@@ -1,5 +1,4 @@
-"""Tokenizers in prepared folders, from which models with random weights get their vocabulary, and how a vocabulary
-grows."""
+"""Tokenizers in prepared folders, from which models with random weights get their vocabulary, and how it grows."""
 
 import os
 from collections.abc import Sequence
@@ -39,8 +38,7 @@ def require(folder: Path) -> None:
 
 
 def end_ids(tokenizer: Any) -> list[int]:
-    """Its end token, and the control token that its chat template writes behind an answer, where that is another
-    one."""
+    """Its end token, and the control token that its chat template writes behind an answer, if that is another one."""
     from jinja2 import TemplateError
 
     ends, mark = [tokenizer.eos_token_id], "\x02"
@@ -59,8 +57,8 @@ def end_ids(tokenizer: Any) -> list[int]:
 
 
 def write_ends(folder: Path) -> None:
-    """Let generation by the model in `folder` end where its tokenizer's chat template does, if it has one; for programs
-    that serve it."""
+    """Let generation by the model in `folder` end where its tokenizer's chat template does, if it has one;
+    for programs that serve it."""
     path, tokenizer = folder / "generation_config.json", load(folder)
     if not path.is_file() or tokenizer.chat_template is None:
         return

@@ -42,8 +42,7 @@ class Config(ModelConfig):
         return from_checkpoint(folder, f"parent {self.exp_id}", places)
 
     def identity(self, places: Places) -> str | None:
-        """Digest of the weights that `build` loads and of the models below them; None where the parent is not trained
-        yet.
+        """Digest of the weights that `build` loads and of the models below them; None if the parent is not trained yet.
 
         Raises:
             CheckpointError: a checkpoint is gone or damaged.
@@ -114,8 +113,8 @@ class Config(ModelConfig):
 
 
 def from_checkpoint(folder: Path, who: str, places: Places) -> "nn.Module":
-    """The model of a checkpoint, with its weights; its `name_or_path` is the checkpoint's tokenizer. who: the subject
-    of error messages.
+    """The model of a checkpoint, with its weights; its `name_or_path` is the checkpoint's tokenizer.
+    who: the subject of error messages.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or does not fit its own description.

@@ -68,8 +68,8 @@ def find(name: str, runs: Path) -> Path:
 
 
 def change(run: Path, decide: "Decide", is_same: "IsSame", dry_run: bool) -> list[str]:
-    """Under the lease of `run`: finish an interrupted change, then make the one that `decide` plans, unless it
-    `is_same` as the other.
+    """Under the lease of `run`: finish an interrupted change,
+    then make the one that `decide` plans, unless it `is_same` as the other.
 
     Raises:
         RunError: the run is alive.

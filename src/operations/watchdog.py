@@ -1,5 +1,5 @@
-"""Watches trainings: which is hung, dead or diverging, and what their logs say. Each incident is recorded once, in
-<run>/events.jsonl.
+"""Watches trainings: which is hung, dead or diverging, and what their logs say.
+Each incident is recorded once, in <run>/events.jsonl.
 
 python -m src.operations.watchdog results/runs --once                  for cron
 python -m src.operations.watchdog results/runs -e base_tiny --every 60 --notify 'mail -s "$WATCHDOG_RULE $WATCHDOG_RUN"
@@ -104,8 +104,8 @@ def pace(run: Path, beat: heartbeat.Beat | None) -> Pace:
 
 
 def judge(run: Path, row: Row, limits: Limits) -> Verdict:
-    """Judge the run in the save directory `run`, given its row of the status table. Raises RunError if status.json is
-    damaged."""
+    """Judge the run in the save directory `run`, given its row of the status table.
+    Raises RunError if status.json is damaged."""
     state, reason, step = row.state, row.reason, row.step
     if state == "lost":
         state, reason = "dead", reason or "its process is gone, and has not said why"

@@ -23,8 +23,7 @@ class Config(QuestionAnswering):
         return context_lm_loss
 
     def checks(self, places: Places) -> list[Callable[[], object]]:
-        """The checks of every question-answering recipe, and that contexts encoded in advance were encoded by this
-        base."""
+        """The checks of every question-answering recipe, and that contexts encoded in advance are of this base."""
         return [*super().checks(places), lambda: call_once(self._check_base, places)]
 
     def run(self, run: Run) -> None:

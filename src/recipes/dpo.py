@@ -1,5 +1,4 @@
-"""Recipe `dpo`: direct preference optimisation (Rafailov et al. 2023, arXiv 2305.18290) on the best and the worst
-reply."""
+"""Recipe `dpo`: direct preference optimisation (Rafailov et al. 2023, arXiv 2305.18290) on the best and worst reply."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -75,8 +74,7 @@ class Config(Pretraining):
         return self
 
     def prepare(self, model: Any, train: Any, val: Any, run: Run) -> tuple[Any, Any]:
-        """Add the log-probabilities of the initial model, the reference, unless the reference is the model without its
-        adapters."""
+        """Add the log-probabilities of the initial model, the reference, unless that is the model without adapters."""
         if self.preference.reference == "adapters_off":
             return train, val
         from src.training.preferences.reference import WithReference, with_references
@@ -105,8 +103,8 @@ class Config(Pretraining):
             differ = places(change_both(lambda ranks: ranks[::2] != ranks[1::2], batch["ranks"]))
 
             def pairs(values: torch.Tensor) -> list[torch.Tensor]:
-                """Values of the chosen and of the rejected answers, without ties. With shuffled ranks some are
-                swapped."""
+                """Values of the chosen and of the rejected answers, without ties.
+                With shuffled ranks some are swapped."""
                 both = values[::2], values[1::2]
                 return [torch.where(first < second, *order)[differ] for order in (both, both[::-1])]
 

@@ -1,5 +1,4 @@
-"""Recipe `fid`: Fusion-in-Decoder answers questions: an encoder reads each passage separately, the decoder reads all of
-them together."""
+"""Recipe `fid`: Fusion-in-Decoder: the encoder reads each passage separately, the decoder all of them together."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar

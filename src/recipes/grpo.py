@@ -1,5 +1,4 @@
-"""Recipe `grpo`: a policy learns from the better of several answers to the same prompt (Shao et al. 2024, arXiv
-2402.03300).
+"""Recipe `grpo`: a policy learns from the better of several answers to a prompt (Shao et al. 2024, arXiv 2402.03300).
 
 The settings cover its variants: Dr. GRPO is by_deviation False with normalisation "room"; DAPO normalisation "tokens"
 with clip_high above clip_low; GSPO ratio "sequence"; RLOO baseline "others", by_deviation False, ratio "sequence_sum",
@@ -36,11 +35,10 @@ class Settings(StrictConfig):
     kl_weight: float = Field(default=0.0, ge=0)
     """Weight of the divergence from the reference; 0: there is no reference."""
     kl_in: Literal["loss", "reward"] = added_field("loss")
-    """Where the divergence is subtracted: as k3 in the loss of each token, or as k1, summed over the answer, from its
-    reward."""
+    """Where the divergence is subtracted: as k3 in each token's loss, or as summed k1 from the answer's reward."""
     corrected_kl: bool = added_field(False)
-    """Whether to weight each token's divergence in the loss by its ratio: without bias after several steps on the same
-    rollouts."""
+    """Whether to weight each token's divergence in the loss by its ratio:
+    without bias after several steps on the same rollouts."""
     dual_clip: float | None = added_field(None, gt=1)
     """Maximum ratio where the advantage is negative, for example 3; None for no maximum."""
     reference: Literal["copy", "adapters_off"] = "copy"
@@ -80,8 +78,7 @@ class Config(PolicyTraining):
 
     @property
     def needs_sampled_logps(self) -> bool:
-        """Not where an iteration is one step: the policy that learns is the one that has sampled, and all ratios are
-        1."""
+        """Not where an iteration is one step: the policy that learns is the one that has sampled, all ratios are 1."""
         if self.grpo.kl_weight and self.grpo.kl_in == "reward":
             return True
         return self.loop is None or self.rollouts.passes * self.rollouts.rollouts > self.loop.sequences_per_step
@@ -117,8 +114,8 @@ class Config(PolicyTraining):
         return count(batch["learned"], self.grpo.normalisation, self.rollouts.max_new_tokens)
 
     def token_losses(self, model: Any, batch: "Mapping[str, torch.Tensor]") -> Any:
-        """The clipped loss, less the entropy; over learned tokens: clipped, entropy, and kl where there is a
-        reference."""
+        """The clipped loss, less the entropy; over learned tokens:
+        clipped, entropy, and kl where there is a reference."""
         from src.rl import losses
         from src.rl.policy import score_tokens
 

@@ -75,8 +75,8 @@ class Config(Pretraining):
         )
 
     def begin(self, train: Dataset, val: Any, run: Run) -> Mapping[str, str]:
-        """Check what is asked, and pass over what the run has found to be unreadable. Returns digests of samples of the
-        tars."""
+        """Check what is asked, and pass over what the run has found to be unreadable.
+        Returns digests of samples of the tars."""
         if self.answers:
             self.answers.require(val)
         if not isinstance(train, streamed.StreamedDataset):
@@ -105,8 +105,7 @@ class Config(Pretraining):
             )
 
     def more_scores(self, val: Any, scorer: Scorer) -> dict[str, float]:
-        """val_loss_shuffled_context: that of the same documents with other documents' images; and the scores of
-        `answers`."""
+        """val_loss_shuffled_context: the same documents with others' images; and the scores of `answers`."""
         if not val.reads_contexts:
             return scorer.answers(self.answers, val) if self.answers else {}
         shuffled = val.with_shuffled_contexts()

@@ -1,5 +1,4 @@
-"""Recipe `ppo`: proximal policy optimisation (Schulman et al. 2017, arXiv 1707.06347) of a policy that answers
-prompts."""
+"""Recipe `ppo`: proximal policy optimisation (Schulman et al. 2017, arXiv 1707.06347) of a policy on prompts."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -88,8 +87,7 @@ class Config(PolicyTraining):
         return model.base
 
     def estimate(self, rollouts: "Rollouts", cursor: "Cursor") -> "Estimates":
-        """Generalised advantages of the scaled rewards less the KL; the next weight of the KL, and the scale of the
-        rewards."""
+        """Generalised advantages of the scaled rewards less the KL; the next KL weight, and the reward scale."""
         import torch
 
         from src.rl import advantages
@@ -153,8 +151,8 @@ class Config(PolicyTraining):
         ), state
 
     def token_losses(self, model: Any, batch: "Mapping[str, torch.Tensor]") -> Any:
-        """Clipped losses of policy and values, less the entropy; over learned tokens: kl, clipped, entropy,
-        value_loss."""
+        """Clipped losses of policy and values, less the entropy; over learned tokens:
+        kl, clipped, entropy, value_loss."""
         from src.rl import losses
         from src.rl.policy import score_tokens
 
@@ -162,8 +160,14 @@ class Config(PolicyTraining):
         scored = score_tokens(model, batch, self.rollouts.sampling.temperature, entropy_gradient=ppo.entropy_weight > 0)
         assert scored.values is not None, "the model is 'with_values'"
         policy = losses.policy_loss(
-            scored.logps, batch["logps"], batch["advantages"], learned, clip_low=ppo.clip, clip_high=ppo.clip, dual_clip=ppo.dual_clip
-        )  # fmt: skip
+            scored.logps,
+            batch["logps"],
+            batch["advantages"],
+            learned,
+            clip_low=ppo.clip,
+            clip_high=ppo.clip,
+            dual_clip=ppo.dual_clip,
+        )
         value = losses.value_loss(scored.values, batch["values"], batch["returns"], learned, ppo.value_clip)
         entropy = losses.token_sum(scored.entropies, learned, "tokens")
         loss = policy.loss + ppo.value_weight * value - ppo.entropy_weight * entropy

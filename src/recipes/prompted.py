@@ -1,5 +1,5 @@
-"""Recipe `prompted`: a decoder answers questions about contexts in its prompt. Fully fine-tuned, trained with adapters,
-or not trained."""
+"""Recipe `prompted`: a decoder answers questions about contexts in its prompt.
+Fully fine-tuned, trained with adapters, or not trained."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar

@@ -22,8 +22,7 @@ class Ranking(StrictConfig):
     l2: float = Field(default=0.001, ge=0)
     """Weight of the squared rewards."""
     margin: Annotated[float, Field(ge=0)] | Literal["scores"] = 0.0
-    """How far the reward of the better reply should be ahead; "scores": by the difference of the replies' "score" in
-    the data."""
+    """How far the reward of the better reply should be ahead; "scores": by the difference of their "score"."""
     centring: float = Field(default=0.0, ge=0)
     """Weight of the squared sums of both rewards of a pair."""
 
@@ -59,8 +58,14 @@ class Config(Pretraining):
             conversations_R, ranks_R = batch["sample_of_row"], batch["ranks"]
             margin = batch["scores"] if settings.margin == "scores" else settings.margin
             summed = ranking_loss(
-                rewards_R, conversations_R, ranks_R, by=settings.by, l2=settings.l2, margin=margin, centring=settings.centring
-            )  # fmt: skip
+                rewards_R,
+                conversations_R,
+                ranks_R,
+                by=settings.by,
+                l2=settings.l2,
+                margin=margin,
+                centring=settings.centring,
+            )
             if not correlated:
                 *sums, count = agreement(rewards_R, conversations_R, ranks_R)
                 return summed, {

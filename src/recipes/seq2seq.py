@@ -1,5 +1,4 @@
-"""Recipe `seq2seq`: an encoder-decoder is fine-tuned and evaluated on tasks written as text, such as GLUE and
-SuperGLUE."""
+"""Recipe `seq2seq`: an encoder-decoder is fine-tuned and evaluated on text tasks, such as GLUE and SuperGLUE."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -224,8 +223,8 @@ def score_names(tasks: "Sequence[NamedTask]") -> list[str]:
 
 
 def _name_scores(found: dict[str, dict[str, float]], several: bool = False) -> dict[str, float]:
-    """Scores by task as one dict: those of one task as they are, of several under "accuracy/<task>", with means of what
-    all have."""
+    """Scores by task as one dict: those of one task as they are,
+    of several under "accuracy/<task>", with means of what all have."""
     if len(found) == 1 and not several:
         return dict(next(iter(found.values())))
     scores = {f"{name}/{task}": value for task, own in found.items() for name, value in own.items()}

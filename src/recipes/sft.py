@@ -20,8 +20,7 @@ class Config(Pretraining):
     measures_accuracy: ClassVar[bool] = True
 
     answers: Answers | None = None
-    """The last answers of conversations of the validation set, generated and scored at each evaluation; None for
-    none."""
+    """The last answers of validation conversations, generated and scored at each evaluation; None for none."""
     sampled: SampledAnswers | None = added_field(None)
     """The same by drawing from the model, several answers to each."""
     poly_epsilon: float = Field(default=0.0, ge=0)

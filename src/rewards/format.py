@@ -10,8 +10,8 @@ class Config(RewardConfig):
     """The form, and scores of answers with and without it."""
 
     pattern: str
-    """Regular expression (RE2) that the answer must match from start to end, without outer whitespace; `.` also matches
-    a newline."""
+    """Regular expression (RE2) that the answer must match from start to end, without outer whitespace;
+    `.` also matches a newline."""
     right: float = 1.0
     wrong: float = 0.0
 

@@ -19,13 +19,12 @@ class Rollout:
     """An answer of a policy to a prompt, as rewards read it."""
 
     messages: Sequence[Mapping[str, Any]]
-    """The prompt as in rows: {"role", "content"}, "tool_calls" and "reasoning_content" of each message. The policy
-    answers the last."""
+    """The prompt as in rows: {"role", "content"}, "tool_calls" and "reasoning_content" of each message.
+    The policy answers the last."""
     text: str
     """The answer, without control tokens."""
     row: Mapping[str, Any]
-    """The row of the prepared data that the prompt is from: what more it has, such as "answer" or "tests", is for
-    rewards."""
+    """The prompt's row of the prepared data: more keys, such as "answer" or "tests", are for rewards."""
     ids: Sequence[int]
     """Token ids of prompt and answer, as the policy reads them."""
     sampled: int
@@ -52,11 +51,10 @@ class RewardSetting:
     load_tokenizer: Callable[[str, Sequence[str]], Any]
     """(folder, control tokens to add) -> a tokenizer."""
     write_with: Callable[[Any, str], Callable[[Rollout], list[int]]]
-    """(tokenizer, template) -> how a rollout is written as text, for a model with another vocabulary than the
-    policy's."""
+    """(tokenizer, template) -> how a rollout is written as text, for a model of another vocabulary."""
     wait: Callable[[str, float], None]
-    """Called at least every second during a wait, with its name and the time.monotonic() of its start. Raises if the
-    run must stop."""
+    """Called at least every second during a wait, with its name and the time.monotonic() of its start.
+    Raises if the run must stop."""
 
 
 class RewardConfig(Component):

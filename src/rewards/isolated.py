@@ -100,8 +100,8 @@ class _Names(dict[str, object]):
 
 
 def judge(inbound: int, outbound: int) -> None:
-    """Run the tests of descriptor 0. Write its nonce and the number of each test that passes, and "end" after the last
-    test."""
+    """Run the tests of descriptor 0.
+    Write its nonce and the number of each test that passes, and "end" after the last test."""
     order = json.loads(b"".join(iter(lambda: os.read(0, 1 << 16), b"")))
     verdicts = os.dup(1)
     _close_standard_streams()

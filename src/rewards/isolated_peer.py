@@ -1,5 +1,5 @@
-"""The connection between the two sandboxes of src/rewards/isolated.py. Runs inside them: it imports only the standard
-library.
+"""The connection between the two sandboxes of src/rewards/isolated.py.
+Runs inside them: it imports only the standard library.
 
 Each end can ask the other one about its objects, also while it answers a question itself: a program does so when it
 calls a function that a test passed to it.
@@ -69,8 +69,7 @@ class Peer:
         self._numbers: dict[int, int] = {}
         self._proxies: dict[int, Any] = {}
         self._shared: dict[int, tuple[Any, Any]] = {}
-        """Lists, dicts and sets of the program that both ends change, by number: each with its JSON at the last
-        exchange."""
+        """Lists, dicts and sets that both ends change, by number: each with its JSON at the last exchange."""
         self.printed = io.StringIO()
         self.trusted: set[int] = set()
         """`id` of objects that a test constructed, and of their classes."""
@@ -253,8 +252,7 @@ def _is_private(name: str) -> bool:
 
 
 def describe(value: Any) -> tuple[bool, str, Any, Any]:
-    """(whether it is a class, its name, its bases or its class, the plain value or the arguments of an exception), for
-    `Peer`."""
+    """(whether it is a class, name, bases or class, plain value or arguments of an exception), for `Peer`."""
     if isinstance(value, type):
         return True, value.__name__, list(value.__bases__), None
     plain = (

@@ -1,5 +1,5 @@
-"""Objects that live in the other sandbox of src/rewards/isolated.py. Runs inside the sandboxes: it imports only the
-standard library.
+"""Objects that live in the other sandbox of src/rewards/isolated.py.
+Runs inside the sandboxes: it imports only the standard library.
 
 A `Remote` is such an object. It passes on every operation. A program must neither learn the value that it is compared
 with nor decide a comparison with plain data:

@@ -1,5 +1,5 @@
-"""Values as JSON, between the two sandboxes of src/rewards/isolated.py. Runs inside them, so it imports only the
-standard library.
+"""Values as JSON, between the two sandboxes of src/rewards/isolated.py.
+Runs inside them, so it imports only the standard library.
 
 The reader of a message trusts none of it: it gets exact plain types, values of the standard library in `STANDARD`, and
 nothing else.
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 PLAIN_BASES = (int, float, complex, str, bytes, tuple, frozenset, list, dict, set, bytearray)
 """Types of plain values, which a program can subclass."""
-TYPES: dict[str, type] = {
-    kind.__name__: kind for kind in (object, type(None), bool, range, slice, *PLAIN_BASES)
-} | {name: kind for name, kind in vars(builtins).items() if isinstance(kind, type) and issubclass(kind, BaseException)}  # fmt: skip
+TYPES: dict[str, type] = {kind.__name__: kind for kind in (object, type(None), bool, range, slice, *PLAIN_BASES)} | {
+    name: kind for name, kind in vars(builtins).items() if isinstance(kind, type) and issubclass(kind, BaseException)
+}
 """Classes that both sides know by name."""
 
 STANDARD: dict[str, tuple[str, Callable[[Any], tuple[Any, ...]]]] = {

@@ -61,8 +61,8 @@ class Tensor:
 
 
 class Connection(Protocol):
-    """A connection to one server. A call raises Away or NotLoaded for a temporary problem and a UserError for a
-    permanent one."""
+    """A connection to one server.
+    A call raises Away or NotLoaded for a temporary problem and a UserError for a permanent one."""
 
     def infer(
         self, rows: Sequence[Sequence[int]], masks: Sequence[Sequence[int]], output: str, seconds: float
@@ -339,8 +339,7 @@ def _little_endian(values: "array[Any]") -> "array[Any]":
 
 @cache
 def _messages() -> dict[str, Any]:
-    """Classes of the messages, with those of their fields that are used, as numbered in KServe's and Triton's
-    grpc_service.proto."""
+    """Classes of messages, with the used fields, as numbered in KServe's and Triton's grpc_service.proto."""
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
     tensor = "name:1:s datatype:2:s shape:3:*i"

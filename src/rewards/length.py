@@ -11,8 +11,8 @@ class Config(RewardConfig):
     free_tokens: int = Field(ge=0)
     """Sampled tokens that cost nothing."""
     worst_tokens: int = Field(gt=0)
-    """Tokens from which the score is -1; between the two it falls linearly (DAPO, Yu et al. 2025, arXiv 2503.14476,
-    equation 13)."""
+    """Tokens from which the score is -1;
+    between the two it falls linearly (DAPO, Yu et al. 2025, arXiv 2503.14476, equation 13)."""
 
     @model_validator(mode="after")
     def _falls(self) -> "Config":

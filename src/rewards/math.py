@@ -1,5 +1,4 @@
-"""Whether an answer equals the row's "answer" as mathematics: 1/2 is 0.5 and \\frac{1}{2}, x + 1 is 1 + x (library
-math-verify).
+"""Whether an answer equals "answer" as mathematics: 1/2 is 0.5 and \\frac{1}{2}, x + 1 is 1 + x (library math-verify).
 
 Words and letters, such as "yes" or the choice "A", are compared as text. An answer can end as GSM8K's do, in `#### 42`.
 
@@ -192,8 +191,8 @@ def _first_group(match: re.Match[str]) -> str:
 
 
 def _judge_all(pairs: Sequence[Sequence[str]], seconds: float) -> list[str]:
-    """The verdict on each pair: at first with little processor time, and on the slow ones at the same time until one
-    limit."""
+    """The verdict on each pair: at first with little processor time,
+    and on the slow ones at the same time until one limit."""
     verdicts = [_WRONG] * len(pairs)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     slow = _judge(pairs, range(len(pairs)), verdicts, min(_QUICK_SECONDS, seconds), cores, None)
@@ -237,8 +236,8 @@ def _judge(
 
 
 def _fork(pair: Sequence[str], cpu_seconds: float) -> tuple[int, int]:
-    """A child process that writes its verdict to a pipe: its descriptor and its id. The timer has no handler, so it
-    ends the child."""
+    """A child process that writes its verdict to a pipe: its descriptor and its id.
+    The timer has no handler, so it ends the child."""
     outlet, inlet = os.pipe()
     child = os.fork()
     if child:

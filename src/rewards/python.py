@@ -44,8 +44,8 @@ class Config(RewardConfig):
     """How a program is judged. A truncated answer is wrong."""
 
     by: Literal["value", "tests"]
-    """value: its last expression, or else its last printed line, is the row's "answer". tests: it passes the row's
-    "tests"."""
+    """value: its last expression, or else its last printed line, is the row's "answer".
+    tests: it passes the row's "tests"."""
     right: float = 1.0
     wrong: float = 0.0
     share: bool = False
@@ -119,8 +119,8 @@ def _find_nothing(kind: str, _: Any) -> NoReturn:
 
 
 def agrees(value: Any, expected: Any) -> bool:
-    """Whether two values are equal: numbers also as texts, and with a fraction to nine digits; else of one type, or as
-    one text."""
+    """Whether two values are equal: numbers also as texts, and with a fraction to nine digits;
+    else of one type, or as one text."""
     one, other = _number(value), _number(expected)
     if one is not None and other is not None:
         whole = one.denominator == other.denominator == 1

@@ -1,5 +1,4 @@
-"""A model that servers run, several instances of it where there are several: rewards and log-probabilities of token
-ids.
+"""A model that servers run, maybe several instances of it: rewards and log-probabilities of token ids.
 
 A server that is away is waited for. One that serves another model, or answers what cannot be right, ends the run with
 one line.
@@ -24,8 +23,8 @@ REQUEST_SECONDS = 120.0
 FAILURES = 3
 """Failures in a row after which an instance is skipped for a while."""
 SHORT_PAUSE, FIRST_REST, LONGEST_REST = 0.1, 1.0, 10.0
-"""Seconds: before the second try of an instance, twice that before the third; after FAILURES; and at most, as it
-doubles each time."""
+"""Seconds: before the second try of an instance, twice that before the third; after FAILURES;
+and at most, as it doubles each time."""
 BEAT_SECONDS = 1.0
 """How often `wait` is called while nothing answers."""
 
@@ -70,8 +69,8 @@ class RemoteModel:
         return [float(value) for value in answer.values]
 
     def logps(self, ids: Sequence[Sequence[int]], sampled: Sequence[int]) -> list[list[float]]:
-        """Log-probabilities of the last `sampled[i]` tokens of each sequence, all in one batch. The first one of a
-        sequence has none.
+        """Log-probabilities of the last `sampled[i]` tokens of each sequence, all in one batch.
+        The first one of a sequence has none.
 
         Raises:
             UserError: another model is served, or the answer cannot be right.

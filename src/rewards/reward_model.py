@@ -29,8 +29,8 @@ class Config(RewardConfig):
     model: ModelField
     """Such as ref(...) to an experiment of recipe 'reward'."""
     squash: float | None = Field(default=None, gt=0)
-    """The score is the tanh of the reward divided by this, between -1 and 1, so that outliers gain
-    little; None: the reward."""
+    """The score is the tanh of the reward divided by this, between -1 and 1,
+    so that outliers gain little; None: the reward."""
     template: str | None = None
     """How conversations are written for a model with another vocabulary than the policy's: "oasst", "chatml" or
     "tokenizer". None: it reads the policy's token ids."""

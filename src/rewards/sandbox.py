@@ -52,13 +52,15 @@ _STARTS = 3
 # Numbers of system calls on x86_64 and aarch64 (None: missing), from the kernel's tables. `clone` stays for threads.
 _NUMBERS: dict[str, tuple[int | None, int | None]] = {
     "fork": (57, None), "vfork": (58, None), "socket": (41, 198), "ptrace": (101, 117), "kcmp": (312, 272),
-    "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190),
-    "mq_open": (240, 180), "memfd_create": (319, 279), "memfd_secret": (447, 447), "unshare": (272, 97), "setns": (308, 268),
-    "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "open_tree": (428, 428),
-    "move_mount": (429, 429), "fsopen": (430, 430), "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433),
-    "mount_setattr": (442, 442), "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "add_key": (248, 217),
+    "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "shmget": (29, 194), "msgget": (68, 186),
+    "semget": (64, 190), "mq_open": (240, 180), "memfd_create": (319, 279), "memfd_secret": (447, 447),
+    "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41),
+    "chroot": (161, 51), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430),
+    "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433), "mount_setattr": (442, 442),
+    "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "add_key": (248, 217),
     "request_key": (249, 218), "keyctl": (250, 219), "io_uring_setup": (425, 425), "io_uring_enter": (426, 426),
-    "io_uring_register": (427, 427), "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265), "personality": (135, 92),
+    "io_uring_register": (427, 427), "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265),
+    "personality": (135, 92),
 }  # fmt: skip
 _MACHINES = {"x86_64": (0, 0xC000003E, 56), "aarch64": (1, 0xC00000B7, 220)}
 """Column of the table, the kernel's name of the machine (AUDIT_ARCH), `clone`."""
@@ -94,8 +96,7 @@ class Program:
     """A program to run."""
 
     role: Literal["serve", "judge"]
-    """Role of src/rewards/isolated.py: `serve` answers one request; `judge` runs tests of a program in another
-    sandbox."""
+    """Role of src/rewards/isolated.py: `serve` answers one request; `judge` tests a program in another sandbox."""
     order: bytes
     """Its standard input."""
 
@@ -305,8 +306,8 @@ def _code() -> bytes:
 
 @cache
 def _filter_rules() -> bytes:
-    """The program for seccomp: other machines' calls kill; calls of the table fail with EPERM, and so does a clone that
-    is no thread."""
+    """The program for seccomp: other machines' calls kill;
+    calls of the table fail with EPERM, and so does a clone that is no thread."""
     column, machine, clone = _MACHINES[platform.machine()]
     refusal = _REFUSE | errno.EPERM
     rules = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, machine), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]

@@ -16,8 +16,7 @@ Baseline = Literal["group", "others"]
 
 
 def kl_terms(logps_BT: Tensor, reference_logps_BT: Tensor, estimate: KLEstimate = "k1") -> Tensor:
-    """(B, T) what each sampled token says of the divergence of the policy from the reference, in nats; its mean is
-    unbiased.
+    """(B, T) each sampled token's estimate of the divergence from the reference, in nats; its mean is unbiased.
 
     With r = log p_reference - log p: k1 is -r, k3 is exp(r) - 1 - r, never negative and of less variance (Schulman
     2020, "Approximating KL divergence"; http://joschu.net/blog/kl-approx.html).
@@ -50,8 +49,7 @@ class Estimates(NamedTuple):
 def generalized_advantages(
     values_BT: Tensor, rewards_BT: Tensor, sampled_BT: Tensor, gamma: float, lam: float
 ) -> Estimates:
-    """Generalised advantage estimation (Schulman et al. 2016, arXiv 1506.02438, equation 16) from sampled token to
-    sampled token.
+    """Generalised advantage estimation (Schulman et al. 2016, arXiv 1506.02438, equation 16) between sampled tokens.
 
     delta_t = r_t + gamma * V_next - V_t and A_t = delta_t + gamma * lam * A_next, where `next` is the next sampled
     token of the rollout, and V and A behind the last one are 0; returns are A + V. So neither padding nor what others
@@ -100,8 +98,7 @@ class Moments:
 
 
 def whiten(advantages_BT: Tensor, sampled_BT: Tensor, moments: Moments) -> Tensor:
-    """(B, T) advantages of mean 0 and deviation 1 over the sampled tokens that `moments` is of, which may be those of
-    all processes."""
+    """(B, T) advantages of mean 0 and deviation 1 over the sampled tokens of `moments`, maybe of all processes."""
     scaled = (advantages_BT.double() - moments.mean) / (moments.deviation + 1e-8)
     return torch.where(sampled_BT, scaled, 0.0).to(advantages_BT.dtype)
 
@@ -109,8 +106,8 @@ def whiten(advantages_BT: Tensor, sampled_BT: Tensor, moments: Moments) -> Tenso
 def group_advantages(
     scores_B: Tensor, group_size: int, baseline: Baseline = "group", by_deviation: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """((B,) advantages, (B,) whether the rollout's group has scores that differ). Rollouts of one prompt stand
-    together, `group_size` each.
+    """((B,) advantages, (B,) whether the rollout's group has scores that differ).
+    Rollouts of one prompt stand together, `group_size` each.
 
     group: what each is better than the mean of its group, divided by the deviation (with G - 1) where `by_deviation`
     says so (GRPO, Shao et al. 2024, arXiv 2402.03300, section 4.1; without: Liu et al. 2025, arXiv 2503.20783). others:

@@ -66,8 +66,7 @@ class Estimates(NamedTuple):
 Estimate = Callable[[Rollouts, Cursor], Estimates]
 """Computes advantages. The cursor is that before the iteration."""
 Reference = Callable[[Any, Mapping[str, Tensor]], Tensor]
-"""(the model that trains, a batch with "input_ids", "attention_mask" and "sampled") -> (B, T) log-probabilities under
-the reference."""
+"""(training model, batch with "input_ids", "attention_mask" and "sampled") -> (B, T) reference log-probabilities."""
 Record = Callable[[int, int, Sequence[Rollout], Sequence[Mapping[str, float]]], None]
 """(finished steps, iteration, rollouts, facts of each): saves them for people to read. Called on rank 0."""
 
@@ -130,8 +129,8 @@ class Experience:
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - before
 
     def roll_out(self, step: int, iteration: int, cursor: Cursor) -> Cursor:
-        """Make the buffer of an iteration, after `step` finished steps; returns the changed entries of the cursor.
-        Collective.
+        """Make the buffer of an iteration, after `step` finished steps;
+        returns the changed entries of the cursor. Collective.
 
         Raises:
             RunError: a reward gives no numbers.

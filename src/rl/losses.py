@@ -1,5 +1,5 @@
-"""Losses of a policy and of values on tokens that an earlier policy has sampled. All are sums; `Normalisation` is the
-divisor.
+"""Losses of a policy and of values on tokens that an earlier policy has sampled.
+All are sums; `Normalisation` is the divisor.
 
 Shapes: B rollouts, T tokens of the longest. `sampled_BT` is true on tokens that the policy has sampled; the rest have
 no loss.
@@ -46,8 +46,7 @@ def policy_loss(  # noqa: PLR0913  each is named
     kl_weight: float = 0.0,
     corrected_kl: bool = False,
 ) -> PolicyLoss:
-    """Sum of -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A) (PPO, Schulman et al. 2017, arXiv
-    1707.06347, equation 7).
+    """Sum of -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A) (PPO, arXiv 1707.06347, equation 7).
 
     sampled_logps: under the policy that sampled. ratio "sequence": the geometric mean over the tokens of a rollout
     (GSPO, Zheng et al. 2025, arXiv 2507.18071, equation 7); "sequence_sum": the product over its tokens (RLOO, Ahmadian
@@ -91,16 +90,15 @@ def token_sum(numbers_BT: Tensor, sampled_BT: Tensor, normalisation: Normalisati
 
 
 def value_loss(values_BT: Tensor, old_values_BT: Tensor, returns_BT: Tensor, sampled_BT: Tensor, clip: float) -> Tensor:
-    """Sum over sampled tokens of half the larger squared error: of the value, or of the value within `clip` of the old
-    one."""
+    """Sum over sampled tokens: half the larger squared error: of the value, or of that within `clip` of the old one."""
     near = old_values_BT + (values_BT - old_values_BT).clamp(-clip, clip)
     errors = 0.5 * torch.max((values_BT - returns_BT).square(), (near - returns_BT).square())
     return torch.where(sampled_BT, errors, 0.0).sum()
 
 
 def count(sampled_BT: Tensor, normalisation: Normalisation, room: int) -> float:
-    """The divisor of `policy_loss`; rollouts without a sampled token do not count. room: maximum number of tokens of a
-    rollout."""
+    """The divisor of `policy_loss`; rollouts without a sampled token do not count.
+    room: maximum number of tokens of a rollout."""
     if normalisation == "tokens":
         return float(sampled_BT.sum())
     return float(sampled_BT.any(dim=1).sum()) * (room if normalisation == "room" else 1.0)

@@ -20,8 +20,8 @@ from src.host_copies import change_both
 
 
 class TokenScores(NamedTuple):
-    """What a model finds of each token of sequences (B, T), from the tokens before it; 0 for the first, which follows
-    from nothing."""
+    """What a model finds of each token of sequences (B, T), from the tokens before it;
+    0 for the first, which follows from nothing."""
 
     logps: Tensor
     """Log-probabilities, in nats, float32."""

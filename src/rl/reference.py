@@ -23,8 +23,8 @@ from src.training.preferences.reference import adapters_off
 SERVERS = "TRITON_HOST_REF"
 """Environment variable with the addresses of servers that have the reference."""
 ReferenceKind = Literal["none", "copy", "adapters_off"]
-"""copy: the policy as the training begins, beside it in memory. adapters_off: the policy without its adapters, which
-takes no memory."""
+"""copy: the policy as the training begins, beside it in memory.
+adapters_off: the policy without its adapters, which takes no memory."""
 
 
 def find_reference_server(config: ModelConfig, setting: RewardSetting, temperature: float) -> RemoteModel | None:

@@ -56,8 +56,7 @@ SECRET_FILES = (
 )
 """Names of files that are likely to hold secrets: their content is never recorded."""
 SECRET_WORDS = {"secret", "secrets", "token", "password", "passwords", "passwd", "apikey", "credential", "credentials"}
-"""A file with one of these words in its name is a likely secret (wandb_token.txt, my-secrets.yaml), except modules
-(token.py)."""
+"""Files with such a word in their name are likely secrets (wandb_token.txt, secrets.yaml), not modules (token.py)."""
 SECRET_MODULES = {"secret.py", "secrets.py", "credentials.py", "password.py", "passwords.py"}
 _SECRET_FOLDERS = {".ssh", ".aws", ".gnupg", ".kube", ".docker", "secrets", ".secrets", "credentials"}
 _IS_SECRET_FILE = re.compile("|".join(map(translate, SECRET_FILES)))
@@ -209,8 +208,8 @@ def _add_version(facts: dict[str, Any], root: Path, leave_out: Sequence[Path]) -
 def _add_changes(
     changes: _Changes, git: _Git, base: str | None, inside: str, prefix: str, leave_out: Sequence[Path]
 ) -> None:
-    """Add the changes from the commit `base` to the files below `inside`. prefix: of the repository below the top, with
-    a final slash."""
+    """Add the changes from the commit `base` to the files below `inside`.
+    prefix: of the repository below the top, with a final slash."""
     tree = base or git.try_read("hash-object", "-t", "tree", "-w", "/dev/null") or ""
     _clear_flags(git)
     recorded = _entries(git, "ls-tree", "-r", "-z", "--full-tree", tree)
@@ -276,8 +275,7 @@ def _parts(git: _Git, tree: str, inside: str, prefix: str) -> Iterable[tuple[str
 def _add_submodule(
     changes: _Changes, git: _Git, name: str, recorded: tuple[str, str] | None, prefix: str, leave_out: Sequence[Path]
 ) -> None:
-    """Add the changes in a submodule, or in a repository that is not committed, from the commit that the outer one
-    recorded."""
+    """Add the changes in a submodule, or an uncommitted repository, from the commit that the outer one recorded."""
     folder = git.folder / name
     base = recorded[1] if recorded and recorded[0] == "160000" else None
     if not (folder / ".git").exists():
@@ -360,8 +358,8 @@ def _describe(path: Path, name: str, reason: str) -> dict[str, Any]:
 
 
 def _fit(changes: _Changes) -> bytes:
-    """The patch. Drops the largest parts if it exceeds `MAX_DIFF_BYTES`, and lists their files, so that the rest can be
-    applied."""
+    """The patch.
+    Drops the largest parts if it exceeds `MAX_DIFF_BYTES`, and lists their files, so that the rest can be applied."""
     total, dropped = 0, set()
     for name, part in sorted(changes.patch, key=lambda each: len(each[1])):
         total += len(part)

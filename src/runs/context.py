@@ -44,25 +44,24 @@ class Options:
     log_every: int | None = None
     """Optimizer steps between score rows; None: BRIEF_ROW_EVERY. Each evaluation has one in any case."""
     save_every: int | None = None
-    """Optimizer steps between checkpoints; None: at each evaluation, and at each multiple of `log_every` if that is
-    given."""
+    """Optimizer steps between checkpoints; None: at each evaluation, and each multiple of `log_every` if given."""
     wandb: Wandb | None = None
     deepspeed: Path | None = None
     """Settings of DeepSpeed ZeRO; None: every rank has the full model."""
     fsdp: bool = False
     """Shard the model over the ranks (FSDP2)."""
     fsdp_replicas: int = 1
-    """Parts of the ranks, each of which has a sharded model of its own (HSDP): the nodes, say, so that layers are
-    gathered within one."""
+    """Parts of the ranks, each of which has a sharded model of its own (HSDP):
+    the nodes, say, so that layers are gathered within one."""
     fsdp_sharded_gradients: bool = False
-    """Share the gradients out after each pass of a step, not after the last: less memory, more messages, sums that
-    round differently."""
+    """Share the gradients out after each pass of a step, not after the last:
+    less memory, more messages, sums that round differently."""
     tensor_parallel: int = 1
-    """Neighbouring ranks that cut the matrices of each layer between them and read the same data, within a part that
-    `fsdp` shards."""
+    """Neighbouring ranks that cut the matrices of each layer between them and read the same data,
+    within a part that `fsdp` shards."""
     gradient_checkpointing: str | None = None
-    """Recompute layers in the backward pass: the same bits, less memory. "full": a third more time; "selective": all
-    but products."""
+    """Recompute layers in the backward pass: the same bits, less memory.
+    "full": a third more time; "selective": all but products."""
     offload_activations: bool = False
     """Keep activations in the host's memory until the backward pass: the same bits."""
     statistics_every: int = 50
@@ -73,8 +72,8 @@ class Options:
     keep: RotationRule = field(default_factory=RotationRule)
     """The rule for which checkpoints stay."""
     launcher_settings: Mapping[str, str | float] = field(default_factory=dict)
-    """Settings of accelerate's launcher, by name: `LoopConfig.check_accelerate` refuses those that contradict the
-    experiment."""
+    """Settings of accelerate's launcher, by name:
+    `LoopConfig.check_accelerate` refuses those that contradict the experiment."""
     after_step: Callable[[int], object] = lambda step: None
     """Called by each process with the number of optimizer steps that are finished, after each."""
 

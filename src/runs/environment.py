@@ -95,8 +95,8 @@ def slurm_job(variables: Mapping[str, str]) -> str | None:
 
 @functools.cache
 def code_digest(root: Path = _ROOT) -> str:
-    """Digest of the modules of src that a training can run, without `_OTHER_ROOMS`. The same in a checkout and in a
-    snapshot of it."""
+    """Digest of the modules of src that a training can run, without `_OTHER_ROOMS`.
+    The same in a checkout and in a snapshot of it."""
     digest = hashlib.sha256()
     for path in sorted((root / "src").rglob("*.py")):
         name = path.relative_to(root / "src")
@@ -108,8 +108,7 @@ def code_digest(root: Path = _ROOT) -> str:
 
 
 def redact(command: Sequence[str]) -> list[str]:
-    """`command` with the values of secrets hidden: `--api_key x`, `--api_key=x`, `WANDB_API_KEY=x`,
-    `https://user:x@host`."""
+    """`command` with secrets hidden: `--api_key x`, `--api_key=x`, `WANDB_API_KEY=x`, `https://user:x@host`."""
     shown: list[str] = []
     hide_next = False
     for word in command:
@@ -125,8 +124,7 @@ def redact(command: Sequence[str]) -> list[str]:
 
 
 def installed_packages(paths: Iterable[str]) -> dict[str, str]:
-    """Name -> version of every installed distribution, from the names of the metadata folders: faster than opening 200
-    files."""
+    """Name -> version of every installed distribution, from metadata folder names: faster than opening 200 files."""
     packages: dict[str, str] = {}
     for path in paths:
         try:

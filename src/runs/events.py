@@ -1,5 +1,5 @@
-"""Incidents of a run: <run>/events.jsonl, filled from its logs by `log_rules` as they grow, from its ledger and by the
-watchdog, each once.
+"""Incidents of a run: <run>/events.jsonl,
+filled from its logs by `log_rules` as they grow, from its ledger and by the watchdog, each once.
 
 events.cursors.json holds how far each log was read. A log that shrank, or was replaced by another file, is read from
 its start. A lost or
@@ -106,8 +106,8 @@ def scan_ledger(run: Path, attempt: int = 0) -> list[Event]:
 
 
 def latest_problem(run: Path, attempt: int) -> Event | None:
-    """The last unresolved warning or error of the start `attempt`, if any. A cause takes precedence over its
-    consequences.
+    """The last unresolved warning or error of the start `attempt`, if any.
+    A cause takes precedence over its consequences.
 
     Raises:
         DataError, RunError: events.jsonl is damaged, or cannot be read.
@@ -176,8 +176,8 @@ def _match_new_lines(file: Any, name: str, cursor: dict[str, Any], ended: bool, 
 
 
 def _pieces(file: Any, offset: int, ended: bool) -> Iterator[tuple[int, bytes]]:
-    """(offset, complete lines) of at most a MiB from `offset` on. A line without end counts when `ended`, or when it is
-    too long."""
+    """(offset, complete lines) of at most a MiB from `offset` on.
+    A line without end counts when `ended`, or when it is too long."""
     while True:
         text = os.pread(file.fileno(), _PIECE, offset)
         if not text:

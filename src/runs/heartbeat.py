@@ -73,8 +73,8 @@ class Beat:
 
 
 def read(run: Path) -> Beat | None:
-    """The heartbeat of the save directory `run`; None if it is missing or unreadable. Compares the clock of the disk
-    with ours."""
+    """The heartbeat of the save directory `run`; None if it is missing or unreadable.
+    Compares the clock of the disk with ours."""
     path = run / HEARTBEAT
     try:
         written = path.stat().st_mtime

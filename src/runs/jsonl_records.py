@@ -1,5 +1,4 @@
-"""JSON lines files: atomic appends, truncation after a step, and reads from the start, from the end, or from a known
-position."""
+"""JSON lines files: atomic appends, truncation after a step, and reads from the start, the end, or a known position."""
 
 import contextlib
 import errno
@@ -65,8 +64,8 @@ def open_locked(path: Path, mend: bool = True) -> Iterator[Records]:
 
 
 def append(path: Path, rows: Iterable[Mapping[str, Any]], durable: bool = True, allow_nan: bool = False) -> None:
-    """Append lines to a file that only this process writes, created if missing. durable: they are on the disk when this
-    returns.
+    """Append lines to a file that only this process writes, created if missing.
+    durable: they are on the disk when this returns.
 
     Raises:
         RunError: the disk refuses. The file is unchanged.
@@ -146,8 +145,8 @@ def complete_lines(path: Path) -> list[bytes]:
 
 
 def lines_from_end(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(position after its newline, line without newline) of each complete line, the last first. Nothing if there is no
-    file.
+    """(position after its newline, line without newline) of each complete line, the last first.
+    Nothing if there is no file.
 
     Raises:
         RunError: the file cannot be read.
@@ -189,8 +188,8 @@ class AppendedLines(NamedTuple):
 
 
 def read_appended(path: Path, size: int = 0, tail: str = _EMPTY) -> AppendedLines:
-    """The complete lines after the first `size` bytes of a file, if these still end with `tail`; else all. Empty if
-    there is no file.
+    """The complete lines after the first `size` bytes of a file, if these still end with `tail`; else all.
+    Empty if there is no file.
 
     Relies on what `Scores` does: a file is only appended to, or replaced by one that differs near its end.
 

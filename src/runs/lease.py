@@ -1,5 +1,5 @@
-"""The exclusive lock of a save directory: a file with a counter that its holder increments; a dead holder's lease is
-taken over.
+"""The exclusive lock of a save directory: a file with a counter that its holder increments;
+a dead holder's lease is taken over.
 
 Every access to the file `lease` holds an flock on `lease.guard`, so check-and-set is atomic. A holder in the same boot
 and pid
@@ -44,8 +44,8 @@ log = logging.getLogger(__name__)
 
 
 class Lease:
-    """Held from `acquire` to `release`. A daemon thread increments the counter; `lost` becomes True when another
-    process took over."""
+    """Held from `acquire` to `release`.
+    A daemon thread increments the counter; `lost` becomes True when another process took over."""
 
     def __init__(self, path: Path, stale_seconds: float, beat_seconds: float) -> None:
         self.path = path
@@ -127,8 +127,8 @@ class Lease:
         self._thread.join()
 
     def _try_acquire(self, silent: bytes | None) -> bytes | None:
-        """Take the lease if it is free, dead, or still the `silent` bytes. Else return the bytes of a holder that must
-        be observed.
+        """Take the lease if it is free, dead, or still the `silent` bytes.
+        Else return the bytes of a holder that must be observed.
 
         Raises:
             RunError: the holder is known to be alive.
@@ -174,8 +174,7 @@ class Lease:
 
 
 def holder_is_dead(path: Path) -> bool | None:
-    """Whether the save directory `path` has no holder or a dead one; None for a holder that cannot be judged from
-    here."""
+    """Whether the save directory `path` has no holder or a dead one; None if that cannot be judged from here."""
     try:
         content = _read(path)
     except RunError:
@@ -199,8 +198,7 @@ def heartbeat_seconds(path: Path) -> float | None:
 
 
 def lost_contact(path: Path) -> str:
-    """ "lost contact 49 min ago" for a holder on another machine that was silent for `SILENT_SECONDS`; "" in any other
-    case.
+    """ "lost contact 49 min ago" for a holder on another machine that was silent for `SILENT_SECONDS`; else "".
 
     Sufficient to count the run as not running, not to delete anything: `holder_is_dead` decides that.
     """
@@ -213,8 +211,7 @@ def lost_contact(path: Path) -> str:
 
 
 def holder_host(path: Path) -> str:
-    """The machine of the process that holds the save directory `path`; "" if nobody does, or the lease is
-    unreadable."""
+    """The machine of the process that holds the save directory `path`; "" if none does, or the lease is unreadable."""
     try:
         return str(_parse(_read(path)).get("host") or "")
     except RunError:
@@ -222,8 +219,7 @@ def holder_host(path: Path) -> str:
 
 
 def this_process() -> dict[str, Any]:
-    """Identifies this process: host, boot, pid namespace, pid and, as pids are reused, start time in clock ticks since
-    boot."""
+    """Identifies this process: host, boot, pid namespace, pid and (pids are reused) start time in clock ticks."""
     return {
         "host": socket.gethostname(),
         "boot_id": _boot_id(),
@@ -244,8 +240,8 @@ def process_start(pid: int) -> int | None:
 
 @contextlib.contextmanager
 def directory_lock(path: Path, create: bool = True) -> Iterator[None]:
-    """Hold the guard of the save directory `path`, for files that any process can write without the lease. Not
-    reentrant.
+    """Hold the guard of the save directory `path`, for files that any process can write without the lease.
+    Not reentrant.
 
     create: make the directory if it is missing.
 

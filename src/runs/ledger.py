@@ -138,8 +138,8 @@ def commit() -> str | None:
 
 
 def last_start(run: Path) -> dict[str, str | None]:
-    """ "commit" (see `commit`) and the scheduler's "job" of the last start of the save directory `run`, from env.json;
-    None if not known.
+    """ "commit" (see `commit`) and the scheduler's "job" of the last start of the save directory `run`,
+    from env.json; None if not known.
 
     Raises:
         RunError: env.json is damaged.

@@ -79,8 +79,8 @@ def read_foreign_dict(path: Path) -> dict[str, Any]:
 
 
 def is_foreign(path: Path) -> bool:
-    """Whether another program made the directory `path`, and named it by another hash of its dict: there is nothing of
-    ours in it."""
+    """Whether another program made the directory `path`, and named it by another hash of its dict:
+    there is nothing of ours in it."""
     if any((path / name).exists() for name in (CONFIG, ENV, STATUS, GROUPS, "scores.jsonl")):
         return False
     try:
@@ -108,8 +108,8 @@ def read_status(path: Path) -> dict[str, Any]:
 
 
 def state_of(path: Path, status: Mapping[str, Any] | None = None) -> str:
-    """State of the save directory `path`: new, running, done, failed, stopped; or lost: running with a dead holder, or
-    without contact.
+    """State of the save directory `path`: new, running, done, failed, stopped; or lost:
+    running with a dead holder, or without contact.
 
     A holder on another machine counts as alive until `lost_contact`. status: `read_status(path)`, if it was just read.
 
@@ -246,8 +246,8 @@ def write_job(path: Path, job_id: str, command: str, submission: str = "") -> No
 
 
 def read_job(path: Path) -> dict[str, str] | None:
-    """The last job submitted for the experiment in `path`: "job_id", "command" and "submission" ("" if haven wrote it);
-    None if none.
+    """The last job submitted for the experiment in `path`:
+    "job_id", "command" and "submission" ("" if haven wrote it); None if none.
 
     Raises:
         RunError: job_dict.json is damaged, or cannot be read.

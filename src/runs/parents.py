@@ -95,8 +95,8 @@ def order(selected: Mapping[str, Experiment], known: Mapping[str, Experiment], w
 
 
 def missing_parents(exp: Experiment, places: Places, ahead: Container[str] = (), seen: Seen | None = None) -> list[str]:
-    """One message for each parent of `exp` that is not in `ahead` and has no usable checkpoint: its id, the problem,
-    and the remedy.
+    """One message for each parent of `exp` that is not in `ahead` and has no usable checkpoint:
+    its id, the problem, and the remedy.
 
     Only sizes of files are compared; `checkpoints.last` and `best` compare hashes when a checkpoint is used.
     seen: a cache, filled here, so that each parent of many children is checked once. For equal `places` only.

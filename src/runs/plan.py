@@ -114,8 +114,8 @@ def replace_micro_batch(item: Planned, micro_batch: int | None) -> Planned:
 
 
 def load_groups(groups: Groups, names: Sequence[str], assignments: Sequence[tuple[str, Any]]) -> list[Planned]:
-    """Every experiment of the groups `names`, with the assignments of --set applied. "lm[3]" names one experiment of
-    the group "lm".
+    """Every experiment of the groups `names`, with the assignments of --set applied.
+    "lm[3]" names one experiment of the group "lm".
 
     What assignments make equal is planned once.
 
@@ -178,8 +178,8 @@ def _select(groups: Groups, text: str) -> tuple[str, Sequence[int]]:
 
 
 def _assign(exp: Experiment, assignments: Sequence[tuple[str, Any]], group: str, where: str) -> Experiment:
-    """`exp` with the assignments applied. Errors name the group: a path rarely fails for only one of its
-    experiments."""
+    """`exp` with the assignments applied.
+    Errors name the group: a path rarely fails for only one of its experiments."""
     if assignments:
         check_values(exp, where)
     for path, value in assignments:
@@ -221,8 +221,8 @@ def _join_groups(planned: list[Planned], made_equal: bool) -> list[Planned]:
 
 
 def find(prefix: str, known: Mapping[str, Planned], runs: Path) -> Planned:
-    """The experiment with an id that starts with `prefix`, from exp_configs.py or its save directory, with the groups
-    recorded there.
+    """The experiment with an id that starts with `prefix`, from exp_configs.py or its save directory,
+    with the groups recorded there.
 
     Raises:
         ConfigError: neither has it, or there are several.
@@ -310,8 +310,7 @@ def merge_problems(lacks: Mapping[str, Sequence[str]], known: Mapping[str, Plann
 
 
 def merge_mistakes(lines: Iterable[str]) -> list[str]:
-    """Each cause once, with its first place and how many more there are: "lm[0].model and 7 more: unknown key
-    'stride'"."""
+    """Each cause once, with its first place and how many more: "lm[0].model and 7 more: unknown key 'stride'"."""
     places: dict[tuple[str, str], list[str]] = {}
     for line in dict.fromkeys(lines):
         match = _MISTAKE.fullmatch(line)

@@ -51,8 +51,8 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class RunDir:
-    """Opened for writing by one process (`open`), or for reading by any (`attach`). As a context manager it unlocks on
-    exit."""
+    """Opened for writing by one process (`open`), or for reading by any (`attach`).
+    As a context manager it unlocks on exit."""
 
     path: Path
     exp_id: str
@@ -246,8 +246,8 @@ class RunDir:
 
 
 def start_over(path: Path) -> None:
-    """Move the content of the save directory `path` to <runs>/deleted, as `RunDir.open` with reset does, and forget its
-    submitted job.
+    """Move the content of the save directory `path` to <runs>/deleted, as `RunDir.open` with reset does,
+    and forget its submitted job.
 
     For a job that will be submitted, and can start several times. The recorded groups remain.
 

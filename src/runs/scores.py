@@ -1,5 +1,4 @@
-"""The scores of one run: append-only JSON lines that survive a kill in the middle of a line, and haven's
-score_list.pkl."""
+"""The scores of one run: append-only JSON lines that survive a kill within a line, and haven's score_list.pkl."""
 
 import contextlib
 import io
@@ -39,8 +38,8 @@ class Scores:
         self._unsynced = False
 
     def append(self, row: Mapping[str, Any], durable: bool = True) -> None:
-        """Append a row of numbers with an int "step" greater than that of the last row. durable: it is on the disk when
-        this returns.
+        """Append a row of numbers with an int "step" greater than that of the last row.
+        durable: it is on the disk when this returns.
 
         NaN and infinity become null, as JSON has neither: one undefined metric must not end a training.
 
@@ -179,8 +178,8 @@ def last_row(path: Path) -> Row | None:
 
 
 def read_score_list(path: Path) -> list[dict[str, Any]]:
-    """The rows of a score_list.pkl that haven wrote, with numpy's scalars as Python numbers, and `Opaque` for all that
-    is no plain value.
+    """The rows of a score_list.pkl that haven wrote, with numpy's scalars as Python numbers,
+    and `Opaque` for all that is no plain value.
 
     Nothing that the file names is imported or called, so an untrusted file cannot run code.
 
@@ -203,8 +202,8 @@ def read_score_list(path: Path) -> list[dict[str, Any]]:
 
 
 class Opaque:
-    """A value, function or class of a pickle that is not read, as `<numpy.ndarray>`. Its content in the pickle is
-    dropped."""
+    """A value, function or class of a pickle that is not read, as `<numpy.ndarray>`.
+    Its content in the pickle is dropped."""
 
     def __init__(self, name: str) -> None:
         self.name = name

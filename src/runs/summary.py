@@ -1,5 +1,5 @@
-"""The last value of each score of a run, so that a table need not read histories. Valid while scores.jsonl starts with
-the same bytes."""
+"""The last value of each score of a run, so that a table need not read histories.
+Valid while scores.jsonl starts with the same bytes."""
 
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -26,8 +26,8 @@ class Summary:
     """The last value of each score, in order of first appearance; None for a score that ended in NaN or infinity."""
 
     def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Add later rows. Null, NaN or infinity replaces an earlier value; a missing key does not. Values of other
-        types are ignored."""
+        """Add later rows. Null, NaN or infinity replaces an earlier value; a missing key does not.
+        Values of other types are ignored."""
         for row in rows:
             if is_finite(step := row.get("step")):  # haven's rows can hold anything
                 self.step = step

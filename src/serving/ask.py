@@ -138,8 +138,8 @@ class PromptAnswerer:
 
 
 def load_answerer(source: Path, places: Places, max_new_tokens: int | None = None) -> Answerer | PromptAnswerer:
-    """The model of a source that `pretrained.SOURCE` describes. max_new_tokens: None for the experiment's setting, or
-    32.
+    """The model of a source that `pretrained.SOURCE` describes.
+    max_new_tokens: None for the experiment's setting, or 32.
 
     Raises:
         ConfigError: the model answers no questions.

@@ -1,5 +1,5 @@
-"""Models without a chat template: they continue a text. Models that were trained with metadata do so under given
-metadata."""
+"""Models without a chat template: they continue a text.
+Models that were trained with metadata do so under given metadata."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any

@@ -35,8 +35,8 @@ from src.errors import ConfigError, UserError
 BACKLOG = 2048
 """Connections that wait to be accepted. The kernel lowers this to net.core.somaxconn."""
 DRAINED_BYTES = 1 << 28
-"""Bytes of a refused body that are read and dropped: with unread bytes, TCP resets the connection and the client never
-sees the reason."""
+"""Bytes of a refused body that are read and dropped:
+with unread bytes, TCP resets the connection and the client never sees the reason."""
 IDLE_SECONDS, STOP_SECONDS = 60, 5
 
 Item = TypeVar("Item")
@@ -97,8 +97,7 @@ class Endpoint(NamedTuple):
     method: str
     path: str
     answer: Callable[..., Awaitable[Any]]
-    """Returns the JSON of the response; gets the parsed body if there is one, and the parameters of the path by
-    name."""
+    """Returns the JSON of the response; gets the parsed body if any, and the parameters of the path by name."""
     body: type[BaseModel] | None = None
     """Type of the request's JSON. None ignores the body."""
 

@@ -53,8 +53,8 @@ class Conversation:
         """Replies to the last message, until one is preferred."""
 
     def ask(self, text: str, shows: Sequence[Callable[[str], object]]) -> list[str]:
-        """The reply of each side; none to a message that restarts the conversation. shows: of each side, given the
-        reply piece by piece.
+        """The reply of each side; none to a message that restarts the conversation.
+        shows: of each side, given the reply piece by piece.
 
         Raises:
             ConfigError: the conversation has become longer than a model can read. Nothing is changed.
@@ -84,8 +84,8 @@ class Conversation:
         self.messages, self._replies = [], ()
 
     def prefer(self, number: int) -> None:
-        """Write that reply `number` to the last message is the best, and continue with it. The row is on the disk when
-        this returns.
+        """Write that reply `number` to the last message is the best, and continue with it.
+        The row is on the disk when this returns.
 
         Raises:
             ConfigError: one is preferred already, or all say the same.

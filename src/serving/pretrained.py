@@ -42,8 +42,7 @@ def source_name(source: Path, places: Places) -> str:
 
 
 def load_pretrained(source: Path) -> tuple[Any, Any]:
-    """The model and the tokenizer of `is_pretrained`; in float32 on a machine without a GPU, as saved on one with a
-    GPU.
+    """The model and the tokenizer of `is_pretrained`; in float32 without a GPU, as saved on one with a GPU.
 
     Raises:
         ConfigError: it cannot be loaded as a model that generates text.

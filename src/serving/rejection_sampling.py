@@ -1,5 +1,4 @@
-"""Keeps the best of the answers in a sampling report: `python -m src.serving.rejection_sampling REPORT REWARD_RUN
---output FOLDER`.
+"""Keeps the best sampled answers: `python -m src.serving.rejection_sampling REPORT REWARD_RUN --output FOLDER`.
 
 REPORT is a file of src.serving.sampling_report; REWARD_RUN a save directory of recipe `reward`, a prefix of its id, or
 a checkpoint. Select the --best answers of the highest reward per prompt, the best first. Equal answers count once.
@@ -69,8 +68,8 @@ def read_report(path: Path) -> list[Answer]:
 
 
 def select_best(answers: Sequence[Answer], best: int) -> tuple[list[Answer], list[Answer]]:
-    """(selected, rejected) answers, prompt by prompt, each by falling reward. Of equal answers to a prompt the first
-    counts."""
+    """(selected, rejected) answers, prompt by prompt, each by falling reward.
+    Of equal answers to a prompt the first counts."""
     prompts: dict[int, dict[str, Answer]] = {}
     for answer in answers:
         prompts.setdefault(answer.number, {}).setdefault(answer.output, answer)

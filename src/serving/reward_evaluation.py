@@ -1,5 +1,4 @@
-"""Measures how well a reward model agrees with ranked replies: `python -m src.serving.reward_evaluation RUN FOLDER
---report FILE`.
+"""Measures a reward model on ranked replies: `python -m src.serving.reward_evaluation RUN FOLDER --report FILE`.
 
 RUN is a save directory of recipe `reward`, a prefix of its id, or a checkpoint. FOLDER is a prepared folder of ranked
 replies, below --data_path or anywhere else. The report is JSON with the scores of an evaluation in training: accuracy

@@ -1,5 +1,5 @@
-"""Serves scores of a trained model over HTTP, for machines without Triton: rewards of a reward model, log-probabilities
-of a decoder.
+"""Serves scores of a trained model over HTTP, for machines without Triton:
+rewards of a reward model, log-probabilities of a decoder.
 
 python -m src.serving.reward_server RUN --port 8010
 TRITON_HOST_RM='http://127.0.0.1:8010/RUN?token=...' python trainval.py -e ...      # the address that the first command

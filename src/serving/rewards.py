@@ -52,8 +52,7 @@ class Judge:
         return rewards
 
     def agreement(self, places: Places, corpus: str, split: str) -> tuple[int, Mapping[str, float]]:
-        """Conversations with ranked replies of a prepared folder, and the scores of the recipe's evaluations on them by
-        name.
+        """Conversations with ranked replies of a prepared folder, and the recipe's evaluation scores on them by name.
 
         Raises:
             DataError: the folder is missing or malformed, or ranks nothing.

@@ -1,5 +1,4 @@
-"""Sample answers to prompts in several ways: `python -m src.serving.sampling_report MODEL --prompts FILE --report
-FILE`.
+"""Sample answers to prompts in many ways: `python -m src.serving.sampling_report MODEL --prompts FILE --report FILE`.
 
 MODEL is a run that was trained on conversations (its save directory or a prefix of its id), a checkpoint, an export, a
 folder of save_pretrained, or an id on the hub. Each line of --prompts is JSON: a text, or an object with "prompt" or,
@@ -67,8 +66,8 @@ class Sampling(configs.Config):
 
 
 def read_samplings(path: Path, names: Sequence[str] | None) -> list[Sampling]:
-    """The configurations of a file, merged with its default. Without do_sample the sampling arguments of the default
-    are dropped.
+    """The configurations of a file, merged with its default.
+    Without do_sample the sampling arguments of the default are dropped.
 
     names: the configurations to take; None: all.
 

@@ -40,8 +40,7 @@ class ServedModel:
         self.module: torch.nn.Module = _make_rewards(model) if output == OUTPUTS[REWARD] else _make_logps(model)
 
     def score(self, input_ids: "Tensor", attention_mask: "Tensor") -> "Tensor":
-        """(B,) rewards, or (B, T) log-probabilities of each token after those before it, 0 for the first, float32 on
-        the CPU.
+        """(B,) rewards, or (B, T) log-probabilities of tokens after those before, 0 for the first, float32 on the CPU.
 
         input_ids: (B, T) of any integer type, padded on the right. attention_mask: of the same shape, 0 on padding.
 
@@ -123,8 +122,8 @@ def find_run(source: Path, places: Places) -> tuple[Path, Places]:
 
 
 def fingerprint_of(run: Path, places: Places) -> str:
-    """Identity of the model of a finished run, as an experiment that names it by `ref` knows it. places: as of
-    `find_run`.
+    """Identity of the model of a finished run, as an experiment that names it by `ref` knows it.
+    places: as of `find_run`.
 
     Raises:
         ConfigError: it is not trained yet.

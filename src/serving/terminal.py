@@ -43,8 +43,8 @@ class Terminal:
         self._texts: list[str] = []
 
     def answer(self, text: str) -> None:
-        """Write the answer to standard output as it is generated. Ctrl-C stops it; the part that was written stays in
-        the conversation.
+        """Write the answer to standard output as it is generated.
+        Ctrl-C stops it; the part that was written stays in the conversation.
 
         Raises:
             UserError: the text, or the conversation with it, cannot be read by the model.
@@ -62,8 +62,8 @@ class Terminal:
                 sys.stderr.write("(stopped)\n")
 
     def run(self) -> None:
-        """Answer lines of standard input until its end or /quit. A terminal gets a prompt, line editing and a
-        history."""
+        """Answer lines of standard input until its end or /quit.
+        A terminal gets a prompt, line editing and a history."""
         is_terminal = sys.stdin.isatty()
         if is_terminal:
             import readline  # noqa: F401  gives `input` line editing and a history

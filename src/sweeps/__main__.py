@@ -169,8 +169,8 @@ def _trial_count(trials: int | None, sweep: Sweep) -> int:
 
 
 def _run_workers(args: argparse.Namespace, total: int) -> None:
-    """Run `args.workers` processes of this command, and wait for them. If one dies, the remaining ones take over its
-    trials."""
+    """Run `args.workers` processes of this command, and wait for them.
+    If one dies, the remaining ones take over its trials."""
     command = [sys.executable, "-m", "src.sweeps", str(args.file), "--trials", str(total)]
     command += ["-sb", str(args.savedir_base), "--data_path", str(args.data_path)]
     devices = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]

@@ -41,8 +41,7 @@ class Command:
     where: str
 
     def argv(self, exp_id: str, places: Places, values: Sequence[str] = ()) -> list[str]:
-        """The command line of one trial: the same program and arguments, with an id in place of the chosen
-        experiment."""
+        """The command line of one trial: the same program and arguments, with an id for the chosen experiment."""
         paths = ["-sb", str(places.runs.resolve()), "--data_path", str(places.data.resolve())]
         return [*self.start, "--exp_id", exp_id, *paths, *values, *self.rest]
 

@@ -1,5 +1,5 @@
-"""The Optuna study of a sweep, in SQLite, shared by any number of workers. Optuna's heartbeats reveal the trials of
-dead ones."""
+"""The Optuna study of a sweep, in SQLite, shared by any number of workers.
+Optuna's heartbeats reveal the trials of dead ones."""
 
 import contextlib
 import json

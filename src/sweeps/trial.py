@@ -1,5 +1,5 @@
-"""One trial of a sweep: an ordinary training in its own save directory, run as a child process and followed through its
-scores."""
+"""One trial of a sweep: an ordinary training in its own save directory,
+run as a child process and followed through its scores."""
 
 import os
 import shutil
@@ -41,8 +41,7 @@ class TrialResult:
 
 @dataclass
 class Training:
-    """Follows the training in the save directory `run`, which `argv` starts unless another process trains there
-    already.
+    """Follows the training in the save directory `run`, which `argv` starts unless another process trains there.
 
     If this process dies, the training that it started is stopped.
     """

@@ -51,8 +51,8 @@ class Band:
     """Runs that have a finite value."""
 
     def half_width(self, interval: str = "std") -> "np.ndarray":
-        """Half the width of the band: "std", or "ci95", the 95 % confidence interval of the mean. NaN where there is
-        one run."""
+        """Half the width of the band: "std", or "ci95", the 95 % confidence interval of the mean.
+        NaN where there is one run."""
         import numpy as np
 
         if interval == "std":
@@ -61,8 +61,8 @@ class Band:
         return self.std * np.array([wide.get(int(n), np.nan) for n in self.count])
 
     def smooth(self, weight: float) -> "Band":
-        """With exponential moving averages of means and deviations: `weight`, in [0, 1), of those before, without a
-        bias at the start."""
+        """With exponential moving averages of means and deviations:
+        `weight`, in [0, 1), of those before, without a bias at the start."""
         return (
             replace(self, mean=_moving_average(self.mean, weight), std=_moving_average(self.std, weight))
             if weight
@@ -109,8 +109,8 @@ def histories(runs: Path, names: Iterable[str], scores: Sequence[str]) -> tuple[
 def choose_values(
     runs: Path, rows: Sequence[Row], value: str = "last", at_step: int | None = None
 ) -> tuple[list[Row], list[str]]:
-    """The rows with a different value of each score than the last, and warnings: of unreadable histories, and of runs
-    without the step.
+    """The rows with a different value of each score than the last, and warnings:
+    of unreadable histories, and of runs without the step.
 
     value: one of `VALUES`, over all steps; the best is that by `loop.best_mode` of the dict for its `loop.best_metric`,
     and by the name for other scores. A score that ended in NaN or infinity has no best, max or min either: such a run

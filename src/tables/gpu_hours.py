@@ -1,5 +1,4 @@
-"""What runs have cost: hours of GPUs over all their attempts, also those that failed or whose steps were trained
-again."""
+"""What runs have cost: hours of GPUs over all their attempts, also failed ones and steps trained again."""
 
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -17,8 +16,7 @@ _BY_THE_RUN = ("start", "save", "divergence", "stop")
 
 
 def gpu_hours(run: Path) -> float:
-    """Hours times GPUs of the save directory `run`: from each start to its stop, or to the last sign of life of what
-    was killed.
+    """Hours times GPUs of the save directory `run`: from each start to its stop, or a killed one's last sign of life.
 
     Signs of life are checkpoints and, of the last attempt, the heartbeat: of an earlier one that was killed, the time
     since its last checkpoint is missing. A process has one GPU, or its part of one that jobs share, or none where
@@ -45,8 +43,8 @@ def gpu_hours(run: Path) -> float:
 
 
 def _gpus_of_attempts(run: Path) -> Iterator[tuple[str, float, float]]:
-    """When each attempt began, how many GPUs it had as a whole, and, where that was not told, how much of one each of
-    its processes."""
+    """When each attempt began, how many GPUs it had as a whole, and, where that was not told,
+    how much of one each of its processes."""
     for path in (run / "attempts").glob(f"*/{ENV}"):
         env = read_json(path, RunError)
         if isinstance(env, dict) and isinstance(env.get("time"), str):

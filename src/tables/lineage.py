@@ -21,8 +21,8 @@ class Node:
 
     exp_id: str
     state: str
-    """That of `metadata.state_of`, or "haven": written by haven; "missing": known only as a parent; "damaged":
-    unreadable."""
+    """That of `metadata.state_of`, or "haven": written by haven; "missing": known only as a parent;
+    "damaged": unreadable."""
     group: str = ""
     recipe: str = ""
     step: int | None = None
@@ -45,8 +45,8 @@ class Edge:
 
 @dataclass(frozen=True)
 class Lineage:
-    """Experiments by id, and their parents. There is no cycle: an id is the hash of a dict that holds its parents'
-    ids."""
+    """Experiments by id, and their parents.
+    There is no cycle: an id is the hash of a dict that holds its parents' ids."""
 
     nodes: Mapping[str, Node]
     edges: tuple[Edge, ...]
@@ -83,8 +83,8 @@ class Lineage:
         return matches[0]
 
     def family(self, members: Iterable[str]) -> "Lineage":
-        """`members` with all ancestors and descendants, and their problems. Unknown ids, such as those of damaged runs,
-        are skipped."""
+        """`members` with all ancestors and descendants, and their problems.
+        Unknown ids, such as those of damaged runs, are skipped."""
         import networkx
 
         members = [name for name in members if name in self.nodes]

@@ -1,5 +1,5 @@
-"""Experiments as rows for tables and plots, finished or running. Reads only the save directories, not
-exp_configs.py."""
+"""Experiments as rows for tables and plots, finished or running.
+Reads only the save directories, not exp_configs.py."""
 
 import json
 import re
@@ -51,8 +51,8 @@ DIAGNOSTICS = ("grad_norm", "clip_rate", "skipped_steps", "learning_rate", "toke
 
 
 class Row(dict[str, Any]):
-    """One run, flat: the keys of `FACTS`, the config by dotted key, and the last value of each score, None if that was
-    NaN or infinity."""
+    """One run, flat: the keys of `FACTS`, the config by dotted key, and the last value of each score,
+    None if that was NaN or infinity."""
 
     scores: tuple[str, ...] = ()
     """The keys that are scores, in order of first appearance."""
@@ -190,8 +190,8 @@ def distinguishing_keys(rows: Sequence[Row], seed: str = SEED) -> list[str]:
 
 
 def describe_differences(experiments: Mapping[str, tuple[str, Mapping[str, Any]]]) -> dict[str, str]:
-    """The values that differ between the experiments of a group: {id: "seed=1 learning_rate=0.001"}. experiments: {id:
-    (group, dict)}."""
+    """The values that differ between the experiments of a group: {id: "seed=1 learning_rate=0.001"}.
+    experiments: {id: (group, dict)}."""
     result: dict[str, str] = {}
     for group in {group for group, _ in experiments.values()}:
         rows = {name: Row(flatten(exp)) for name, (of, exp) in experiments.items() if of == group}
@@ -219,8 +219,8 @@ def score_names(rows: Iterable[Row]) -> list[str]:
 
 
 def headline_scores(names: Sequence[str]) -> list[str]:
-    """The most interesting scores: no diagnostics, no parts such as "em/nq" or "inference/em/nq"; all scores if none of
-    them remains."""
+    """The most interesting scores: no diagnostics, no parts such as "em/nq" or "inference/em/nq";
+    all scores if none of them remains."""
     return [name for name in names if name not in DIAGNOSTICS and "/" not in name.removeprefix("inference/")] or list(
         names
     )
@@ -232,8 +232,8 @@ def lower_is_better(name: str) -> bool:
 
 
 def sort_best_first(rows: Iterable[dict[str, Any]], metric: str, lowest: bool | None = None) -> list[dict[str, Any]]:
-    """Rows sorted by `metric`; those without it last. lowest: put the lowest first; None decides by the metric's
-    name."""
+    """Rows sorted by `metric`; those without it last.
+    lowest: put the lowest first; None decides by the metric's name."""
     lowest = lower_is_better(metric) if lowest is None else lowest
 
     def place(row: dict[str, Any]) -> tuple[bool, float]:
@@ -244,8 +244,8 @@ def sort_best_first(rows: Iterable[dict[str, Any]], metric: str, lowest: bool | 
 
 
 def short_names(keys: Sequence[str]) -> Mapping[str, str]:
-    """Each dotted key with its shortest unique suffix: {"model.stride": "stride"}. None is a column of tables, such as
-    "runs"."""
+    """Each dotted key with its shortest unique suffix: {"model.stride": "stride"}.
+    None is a column of tables, such as "runs"."""
     return _short_names(tuple(keys))
 
 
@@ -271,8 +271,7 @@ def select(
     question: str | None = None,
     names: Collection[str] | None = None,
 ) -> tuple[list[Row], list[str]]:
-    """`load_rows`, then only the runs with the ids `names`, then `filter_rows`; at least one row, unless none can be
-    read.
+    """`load_rows`, then only runs with the ids `names`, then `filter_rows`; at least one row, unless none can be read.
 
     Raises:
         DataError: there is no such folder, or it holds no run.
@@ -307,8 +306,8 @@ def select(
 
 
 def filter_rows(rows: Sequence[Row], text: str, place: str = "--where") -> list[Row]:
-    """The rows for which the expression `text` holds: see `expressions`. "status" means "state", unless it is a config
-    key.
+    """The rows for which the expression `text` holds: see `expressions`.
+    "status" means "state", unless it is a config key.
 
     Without rows any name is accepted. place: the start of each message.
 

@@ -1,5 +1,5 @@
-"""One record for each run in a folder, from its small files; read again only if they have changed. Reads no histories:
-see `summary`."""
+"""One record for each run in a folder, from its small files; read again only if they have changed.
+Reads no histories: see `summary`."""
 
 import json
 import os
@@ -46,8 +46,8 @@ class RunRecord:
 
     groups: list[str]
     state: str
-    """As in status.json, so "running" can be a lost run; "haven" if haven wrote the directory, "foreign" if its id is
-    another hash."""
+    """As in status.json, so "running" can be a lost run;
+    "haven" if haven wrote the directory, "foreign" if its id is another hash."""
     config: dict[str, Any]
     """The experiment dict by dotted key."""
     summary: Summary
@@ -57,8 +57,8 @@ class RunRecord:
 
 
 class RunIndex:
-    """The records of runs in a folder. names: the ids of all, from `list_names`; unread: those that `read` is called
-    for (default: all)."""
+    """The records of runs in a folder.
+    names: the ids of all, from `list_names`; unread: those that `read` is called for (default: all)."""
 
     def __init__(self, runs: Path, names: Sequence[str], unread: Sequence[str] | None = None) -> None:
         self.runs, self.names = runs, names
@@ -110,8 +110,8 @@ def _is_other(path: Path) -> bool:
 
 
 def _file_key(path: Path) -> tuple[str, bool]:
-    """A text that changes whenever one of the files does; and whether the last change is so old that the next one will
-    show.
+    """A text that changes whenever one of the files does;
+    and whether the last change is so old that the next one will show.
 
     Raises:
         OSError: a file cannot be examined.

@@ -1,5 +1,4 @@
-"""Groups of runs that differ only in their seed: mean, standard deviation, confidence interval, and tables of two
-keys."""
+"""Groups of runs that differ only in seed: mean, standard deviation, confidence interval, and tables of two keys."""
 
 import math
 import statistics
@@ -52,8 +51,8 @@ def mean(rows: Sequence[Row], score: str, unfinished: bool = False) -> float | N
 def aggregate(
     rows: Sequence[Row], by: Sequence[str], scores: Sequence[str], unfinished: bool = False
 ) -> list[dict[str, Any]]:
-    """One row for each combination of `by`; its means are over the finished runs, or with `unfinished` over all that
-    have the score.
+    """One row for each combination of `by`;
+    its means are over the finished runs, or with `unfinished` over all that have the score.
 
     Its keys: those of `by`; "exp_ids", "tags" and "note" of its runs; "runs", their number; "done", how many are
     finished; "state", such as "done" or "2 done, 1 failed"; "over", the runs that count: "done", "all" or "step 10";
@@ -102,8 +101,8 @@ def nan_remarks(rows: Sequence[Row], scores: Sequence[str], unfinished: bool = F
 
 
 def missing_seeds(rows: Sequence[Row], by: Sequence[str], seed: str = SEED) -> list[str]:
-    """A sentence for each combination of `by` without a value of `seed` that another has: its mean is over different
-    runs."""
+    """A sentence for each combination of `by` without a value of `seed` that another has:
+    its mean is over different runs."""
     if seed in by:
         return []
     result = []
@@ -193,8 +192,8 @@ def t_975(freedom: int) -> float:
 
 
 def deviation(values: Sequence[float]) -> float:
-    """The sample standard deviation of at least two values; `statistics.stdev` does the same with fractions, in ten
-    times the time."""
+    """The sample standard deviation of at least two values;
+    `statistics.stdev` does the same with fractions, in ten times the time."""
     mean = statistics.fmean(values)
     return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
 

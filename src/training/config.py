@@ -1,5 +1,5 @@
-"""Settings of the training loop, or of an evaluation without training. How often to log is not part of an
-experiment."""
+"""Settings of the training loop, or of an evaluation without training.
+How often to log is not part of an experiment."""
 
 from collections.abc import Collection, Mapping
 from importlib.util import find_spec
@@ -20,8 +20,7 @@ _ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
 
 
 class EarlyStopping(Config):
-    """Stop after `patience` evaluations in a row that do not better the best value of `loop.best_metric` by more than
-    `min_gain`."""
+    """Stop after `patience` evaluations in a row that improve `loop.best_metric` by no more than `min_gain`."""
 
     patience: int = Field(gt=0)
     min_gain: float = Field(default=0.0, ge=0)
@@ -37,8 +36,8 @@ class LoopConfig(Config):
     sequences_per_step: int = Field(gt=0)
     micro_batch: int = Field(gt=0)
     optimizer: Literal["adamw", "adamw_scale", "adafactor"] = "adamw"
-    """See src/training/optim/optimizers.py. The learning rate of the other two is a share of the size of the
-    weights."""
+    """See src/training/optim/optimizers.py.
+    The learning rate of the other two is a share of the size of the weights."""
     learning_rate: float = Field(gt=0)
     schedule: Literal[
         "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
@@ -47,8 +46,8 @@ class LoopConfig(Config):
     warmup_rate: float = Field(default=0.0, ge=0, lt=1)
     """Share of `steps` during which the learning rate rises, from 0 where `warmup_start` says nothing else."""
     warmup_start: float = Field(default=0.0, ge=0, le=1)
-    """Share of `learning_rate` at the start of the warm-up. T5's schedule, 1/sqrt(max(step, warm-up)), is inverse_sqrt
-    with 1."""
+    """Share of `learning_rate` at the start of the warm-up.
+    T5's schedule, 1/sqrt(max(step, warm-up)), is inverse_sqrt with 1."""
     final_rate: float = Field(default=0.0, ge=0, le=1)
     """Share of `learning_rate` at which linear and cosine end."""
     weight_decay: float = Field(default=0.0, ge=0)
@@ -71,8 +70,8 @@ class LoopConfig(Config):
     tensor, or (slower, more exact) one for each row. Needs bfloat16 and a GPU; without `compile` it takes more time
     than it saves."""
     group_by_length: bool = added_field(False)
-    """Whether micro-batches have samples of similar length, for less padding: the samples of 50 steps are sorted by
-    length."""
+    """Whether micro-batches have samples of similar length, for less padding:
+    the samples of 50 steps are sorted by length."""
     compile: bool = False
     """Whether the model's layers are compiled for training passes. Another rounding, and other draws of dropout."""
     eval_every: int = Field(gt=0)
@@ -149,8 +148,8 @@ class LoopConfig(Config):
             )
 
     def check_accelerate(self, options: Mapping[str, str | float]) -> None:
-        """Refuse options of `accelerate launch` that contradict the experiment. options: from
-        `src.launch.accelerate_env`.
+        """Refuse options of `accelerate launch` that contradict the experiment.
+        options: from `src.launch.accelerate_env`.
 
         Raises:
             ConfigError: names both values.
@@ -177,8 +176,8 @@ class LoopConfig(Config):
 
 
 SHORT_TYPES = ("bfloat16", "float16")
-"""Types that lose small updates by rounding: an Adam step of 1e-5 is below half the spacing of bfloat16 at weights
-above 0.005."""
+"""Types that lose small updates by rounding:
+an Adam step of 1e-5 is below half the spacing of bfloat16 at weights above 0.005."""
 
 
 class Evaluation(Config):
@@ -205,8 +204,8 @@ class Evaluation(Config):
 
 
 def check_weight_type(precision: str, field: str, model: ModelConfig, places: Places) -> None:
-    """Raises ConfigError where weights in one of the short types would be computed with in the other: each layer rounds
-    twice."""
+    """Raises ConfigError where weights in one of the short types would be computed with in the other:
+    each layer rounds twice."""
     of_weights = model.weight_type(places)
     if {precision, of_weights} == {"bfloat16", "float16"}:
         raise ConfigError(

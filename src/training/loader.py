@@ -33,8 +33,8 @@ class Step:
     batches: Sequence[Mapping[str, Tensor]]
     """On the CPU."""
     sources: Sequence[Tensor | None]
-    """Per micro-batch (B,) int64 on the CPU: the index of each sequence's source in `sources`. None for less than two
-    sources."""
+    """Per micro-batch (B,) int64 on the CPU: the index of each sequence's source in `sources`.
+    None for less than two sources."""
     count: float
     """This rank's part of the divisor of the summed losses."""
     loss_tokens: int
@@ -128,8 +128,7 @@ def sources(dataset: Dataset) -> Sequence[str]:
 
 
 class _BatchSampler(Sampler):
-    """Passes the keys of micro-batches to a DataLoader, which reads ahead, and holds their cursors and counters
-    meanwhile."""
+    """Passes the keys of micro-batches to a DataLoader, which reads ahead, and holds their cursors and counters."""
 
     def __init__(self, micro_batches: Iterator[MicroBatch]) -> None:
         self.micro_batches = micro_batches

@@ -137,8 +137,7 @@ class Loop:
         self.names: list[str] | None = None  # of the loss's named sums, from the first pass on
         self.generated = 0  # blocks of `Engine.generating` since the last step, start or checkpoint
         self.other_micro_batch = config.micro_batch != micro_batch_of_run
-        """Whether this start has another micro-batch than the experiment (--micro_batch), not verified yet by a
-        pass."""
+        """Whether this start has another micro-batch than the experiment (--micro_batch), not yet verified."""
         self.stopping = False  # True once any process received a stop signal; the same on every rank
 
     def due(self, every: int) -> bool:
@@ -154,15 +153,13 @@ class Loop:
         return bool(self.brief_every and self.state.step % self.brief_every == 0 and self.state.since_brief_row.steps)
 
     def save_due(self) -> bool:
-        """Whether a checkpoint is due: also of the best evaluation so far, and where early stopping ends the
-        training."""
+        """Whether a checkpoint is due: also of the best evaluation so far, and where early stopping ends it."""
         return (
             any(map(self.due, self.save_every)) or self.selection.best_step == self.state.step or self.selection.stop()
         )
 
     def attempt(self) -> contextlib.AbstractContextManager[None]:
-        """Records this attempt in the ledger: its first data, as the order describes its cursor, and its
-        micro-batch."""
+        """Records this attempt in the ledger: its first data, as the order describes its cursor, and micro-batch."""
         cursor = dict(self.order.describe(self.state.step, self.state.cursor))
         facts = {"engine": self.engine.name, "cursor": cursor, "micro_batch": self.config.micro_batch}
         return ledger.attempt(self.run.path, lambda: self.state.step, **facts)
@@ -244,8 +241,7 @@ class Loop:
         return total / count
 
     def _loss(self, batch: Mapping[str, Tensor], sources_B: Tensor | None) -> tuple[Tensor, NamedSums]:
-        """The summed loss of a micro-batch, and named sums: the loss's own, and the loss by source where the data name
-        sources."""
+        """Summed loss of a micro-batch, and named sums: the loss's own, and the loss by source if the data have any."""
         watching = (
             contextlib.nullcontext(()) if sources_B is None else watch_groups(batch, sources_B, len(self.sources))
         )
@@ -259,8 +255,8 @@ class Loop:
         }
 
     def _check_names(self, names: list[str]) -> None:
-        """Refuse named sums that hide a score, or are not those of the first pass of rank 0. Collective in a start's
-        first pass."""
+        """Refuse named sums that hide a score, or are not those of the first pass of rank 0.
+        Collective in a start's first pass."""
         first = self.names is None
         if first:
             self.names = distributed.broadcast_from_rank0(lambda: names)
@@ -279,14 +275,14 @@ class Loop:
                 )
 
     def _seed_generation(self) -> None:
-        """Seed the random numbers of a block of `Engine.generating`: different in each block and process, the same
-        after a restart."""
+        """Seed the random numbers of a block of `Engine.generating`:
+        different in each block and process, the same after a restart."""
         self._seed_dropout(seeds.generation_seed(self.seed, self.state.step, self.generated, distributed.data_rank()))
         self.generated += 1
 
     def _seed_dropout(self, seed: int) -> None:
-        """Seed dropout on the training device. torch.manual_seed probes every kind of accelerator, which takes a
-        hundred times as long."""
+        """Seed dropout on the training device.
+        torch.manual_seed probes every kind of accelerator, which takes a hundred times as long."""
         torch.default_generator.manual_seed(seed)
         if self.accelerator.device.type == "cuda":
             torch.cuda.manual_seed(seed)
@@ -383,8 +379,8 @@ class Loop:
         self.generated = 0  # as after a restart from here
 
     def restore(self) -> None:
-        """Continue from the newest complete checkpoint, if there is one. Scores after it are dropped and computed
-        again."""
+        """Continue from the newest complete checkpoint, if there is one.
+        Scores after it are dropped and computed again."""
         folder = distributed.broadcast_from_rank0(lambda: checkpoints.newest_whole(self.run.path))
         experience: dict[str, Tensor] = {}
         with distributed.raise_together():

@@ -14,8 +14,7 @@ NOT_LEARNED = -100
 NamedSums = Mapping[str, tuple[Tensor, Tensor]]
 """Sum and count of what is reported as a mean, by name: the same names in every call."""
 Loss = Callable[[nn.Module, Mapping[str, Tensor]], Tensor | tuple[Tensor, NamedSums]]
-"""(model, batch) -> summed loss, to be divided by `TrainSpec.count` over the global batch, and sums to report if it has
-any."""
+"""(model, batch) -> summed loss, to divide by `TrainSpec.count` over the global batch, and sums to report if any."""
 DEPTH_MASKS = {
     "attention_mask": "encoder_mask",
     "decoder_attention_mask": "decoder_mask",
@@ -40,8 +39,8 @@ def watch_cross_entropy(seen: Seen) -> Iterator[None]:
 
 @contextlib.contextmanager
 def watch_groups(batch: Mapping[str, Tensor], groups_B: Tensor, num_groups: int) -> Iterator[Tensor]:
-    """Within the block, add each cross entropy of `batch` to the yielded (num_groups, 2) float64: loss in nats, tokens,
-    by group.
+    """Within the block, add each cross entropy of `batch` to the yielded (num_groups, 2) float64:
+    loss in nats, tokens, by group.
 
     groups_B: the group of each sample, or (B, T) of each token. Losses are without label smoothing; infinite ones are
     left out.
@@ -71,8 +70,7 @@ def watch_groups(batch: Mapping[str, Tensor], groups_B: Tensor, num_groups: int)
 def cross_entropy(
     logits_NV: Tensor, targets_N: Tensor, label_smoothing: float = 0.0, z_loss: float = 0.0, poly_epsilon: float = 0.0
 ) -> Tensor:
-    """Sum over N targets of the cross entropy in nats, in float32, with the uniform smoothing of Szegedy et al. 2016
-    (section 7).
+    """Sum over N targets of cross entropy in nats, float32, with uniform smoothing (Szegedy et al. 2016, section 7).
 
     z_loss: weight of the squared logarithm of the softmax's denominator, which keeps the logits near 0 (PaLM, Chowdhery
     et al. 2022, section 5). poly_epsilon: weight of 1 - p of each target, where p is its probability: Poly-1 of Leng et
@@ -96,8 +94,7 @@ def cross_entropy(
 def context_lm_loss(
     model: nn.Module, batch: Mapping[str, Tensor], label_smoothing: float = 0.0, z_loss: float = 0.0
 ) -> Tensor:
-    """Summed loss, on the tokens where `loss_mask` is True, of a model that reads contexts too and gives logits for
-    these tokens alone."""
+    """Summed loss where `loss_mask` is True, of a model that reads contexts and gives logits only for these tokens."""
     targets_N = pick(batch["input_ids"], batch["loss_mask"])
     return sum_loss(
         model,
@@ -114,8 +111,8 @@ def causal_lm_loss(
     z_loss: float = 0.0,
     poly_epsilon: float = 0.0,
 ) -> Tensor:
-    """Summed next-token loss of a Hugging Face causal LM on the tokens where `loss_mask` is True; never so for the
-    first of a sequence.
+    """Summed next-token loss of a Hugging Face causal LM on the tokens where `loss_mask` is True;
+    never so for the first of a sequence.
 
     The model gets the `position_ids` of a PackedBatch instead of an attention mask: with both, documents would read
     each other. Logits are not picked by the mask, which would copy them and their gradient, and have a GPU wait for the
@@ -140,8 +137,8 @@ def causal_lm_loss(
 def interleaved_lm_loss(
     model: nn.Module, batch: Mapping[str, Tensor], label_smoothing: float = 0.0, z_loss: float = 0.0
 ) -> Tensor:
-    """Summed next-token loss of a model that reads images, on an InterleavedBatch; each token's times its weight where
-    there are some.
+    """Summed next-token loss of a model that reads images, on an InterleavedBatch;
+    each token's times its weight where there are some.
 
     A batch without an image reads one frame that nobody sees: see `models.vision_language.config`.
     """
@@ -189,8 +186,7 @@ def seq2seq_loss(
 def depth_loss(
     model: nn.Module, batch: Mapping[str, Tensor], label_smoothing: float = 0.0, z_loss: float = 0.0
 ) -> Tensor:
-    """Summed loss of a T5 on the `labels` of a DepthBatch that are learned, each times its weight where there are
-    `loss_weights`.
+    """Summed loss of a T5 on the learned `labels` of a DepthBatch, each times its weight if there are `loss_weights`.
 
     It is the reconstruction loss plus lambda times the sentence loss of Bamberger et al. 2024 (arXiv 2405.07788), each
     as a sum over

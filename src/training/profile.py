@@ -55,8 +55,8 @@ class Profiled(distributed.TrainingStopped):
 
 
 class StepProfiler:
-    """Measures `steps` optimizer steps after the first of a start, which allocates memory and compiles, into files of
-    `folder`."""
+    """Measures `steps` optimizer steps after the first of a start, which allocates memory and compiles,
+    into files of `folder`."""
 
     def __init__(self, folder: Path, steps: int) -> None:
         self.folder, self.steps = folder, steps
@@ -101,8 +101,8 @@ class StepProfiler:
 
 
 def choose_checkpoint(run: Path, last: int, steps: int) -> Path | None:
-    """The newest whole checkpoint that at least `steps` + 1 of `last` steps follow; None: the run must be trained from
-    its start.
+    """The newest whole checkpoint that at least `steps` + 1 of `last` steps follow; None:
+    the run must be trained from its start.
 
     Raises:
         RunError: it has fewer steps than that.
@@ -117,8 +117,8 @@ def choose_checkpoint(run: Path, last: int, steps: int) -> Path | None:
 
 @contextlib.contextmanager
 def open_copy(run: Path, item: plan.Planned, checkpoint: Path | None, folder: Path) -> Iterator[RunDir]:
-    """A run in `folder` that goes on from `checkpoint`, whose files are linked; it is deleted at the end.
-    Collective."""
+    """A run in `folder` that goes on from `checkpoint`, whose files are linked;
+    it is deleted at the end. Collective."""
     target = folder / COPY / item.exp_id
     opened: list[RunDir] = []
 

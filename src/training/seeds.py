@@ -13,8 +13,8 @@ def dropout_seed(seed: int, step: int, micro_batch: int) -> int:
 
 
 def generation_seed(seed: int, step: int, block: int, rank: int) -> int:
-    """Seed of what process `rank` draws in a block of `Engine.generating`, `block` of them after the last step: 63
-    bits."""
+    """Seed of what process `rank` draws in a block of `Engine.generating`,
+    `block` of them after the last step: 63 bits."""
     return int(np.random.SeedSequence([seed, step, block, rank, 1]).generate_state(1, np.uint64)[0] >> 1)
 
 

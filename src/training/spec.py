@@ -55,15 +55,14 @@ class TrainSpec:
     evaluate: Callable[[Accelerator], Mapping[str, float]]
     """Scores of the model as it stands, the same on every rank. Called on every rank, in eval mode."""
     finish: Callable[[Accelerator], Mapping[str, float]] | None = None
-    """Like `evaluate`, but called once after training, when the last checkpoint is written; called again if it was
-    interrupted."""
+    """Like `evaluate`, but called once after training, when the last checkpoint is written;
+    called again if it was interrupted."""
     finish_with_best: bool = False
-    """Whether `finish` is called with the weights of the best evaluation by `loop.best_metric`, instead of the last
-    ones."""
+    """Whether `finish` is called with the best weights by `loop.best_metric`, instead of the last ones."""
     count: Callable[[Mapping[str, Tensor]], float] = count_loss_tokens
     """What the loss of a batch is a sum over: its tokens, or its conversations, pairs or weights. A step minimises the
     sum of losses over the sum of counts of the global batch, however that is cut into micro-batches."""
     experience: Experience | None = None
     dropout: bool = True
-    """Whether the model trains in training mode. A policy does not: its ratios would be of other distributions than it
-    has sampled from."""
+    """Whether the model trains in training mode.
+    A policy does not: its ratios would be of other distributions than it has sampled from."""

@@ -34,14 +34,14 @@ class IntervalTotals:
     grad_norm: float = 0.0
     clipped: int = 0
     skipped: int = 0
-    """Steps that moved nothing: a gradient overflowed float16, or the batch was left out. They have no gradient
-    norm."""
+    """Steps that moved nothing: a gradient overflowed float16, or the batch was left out.
+    They have no gradient norm."""
     sums: dict[str, list[float]] = field(default_factory=dict)
     """[sum, count] of further values that are reported as means, by name."""
 
     def add_step(self, loss: float, tokens: float, grad_norm: float | None, clipped: bool) -> None:
-        """Add an optimizer step, but for its `sums`. loss: summed over the `tokens`. grad_norm: None where it moved
-        nothing."""
+        """Add an optimizer step, but for its `sums`. loss: summed over the `tokens`.
+        grad_norm: None where it moved nothing."""
         self.steps += 1
         if math.isfinite(loss):
             self.tokens += tokens
@@ -59,8 +59,8 @@ class IntervalTotals:
                 self.sums[name] = [a + b for a, b in zip(self.sums.get(name, (0.0, 0.0)), pair, strict=True)]
 
     def scores(self) -> dict[str, float]:
-        """Means over the interval, sorted by name, as a restart adds them in a different order. The loss is NaN if no
-        step's is finite."""
+        """Means over the interval, sorted by name, as a restart adds them in a different order.
+        The loss is NaN if no step's is finite."""
         moved = max(1, self.steps - self.skipped)
         loss = {"train_loss": self.loss / self.tokens if self.tokens else math.nan} if self.steps else {}
         loss |= {name: total / count for name, (total, count) in sorted(self.sums.items()) if count}
@@ -102,8 +102,8 @@ class State:
         self.since_brief_row.add_sums(totals)
 
     def to_json(self) -> dict[str, Any]:
-        """A copy as JSON values, without the fields in `ADDED` that have their default: checkpoints without them stay
-        as they were."""
+        """A copy as JSON values, without the fields in `ADDED` that have their default:
+        checkpoints without them stay as they were."""
         fields = asdict(self)
         for name in TOTALS:
             totals = getattr(self, name)

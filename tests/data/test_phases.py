@@ -138,8 +138,11 @@ def test_a_phase_is_what_its_data_would_be_in_a_training_of_their_own(case: int)
     begins = [*data.config.begins(STEPS), STEPS]
     for number, part in enumerate(data.phases):
         begin, end = begins[number : number + 2]
-        over = [b.model_copy(update={"data": f"skip:{b.from_step + b.skipped_steps - begin}", "from_step": 0}) for b in branches
-                if b.from_step < begin < b.from_step + b.skipped_steps]  # fmt: skip
+        over = [
+            b.model_copy(update={"data": f"skip:{b.from_step + b.skipped_steps - begin}", "from_step": 0})
+            for b in branches
+            if b.from_step < begin < b.from_step + b.skipped_steps
+        ]
         own = over + [
             b.model_copy(update={"from_step": b.from_step - begin}) for b in branches if begin <= b.from_step < end
         ]
@@ -256,9 +259,15 @@ def test_a_phase_may_have_keys_of_one_value():
 
 
 def test_the_fingerprint_is_of_all_phases_and_where_they_begin():
-    made = [phased(*given).fingerprint for given in (
-        ([0.5], [Words(3), Words(4)]), ([0.5], [Words(4), Words(3)]), ([0.5], [Words(3), Words(5)]), ([0.6], [Words(3), Words(4)])
-    )]  # fmt: skip
+    made = [
+        phased(*given).fingerprint
+        for given in (
+            ([0.5], [Words(3), Words(4)]),
+            ([0.5], [Words(4), Words(3)]),
+            ([0.5], [Words(3), Words(5)]),
+            ([0.6], [Words(3), Words(4)]),
+        )
+    ]
     assert len(set(made)) == 4
 
 

@@ -301,10 +301,11 @@ def turns(*texts: str) -> list[dict[str, str]]:
         ("sharegpt", {"conversations": turns("{n}", "x", "bye")}, "removed", 1),
         ("sharegpt", {"conversations": turns("{n}", "x" * 32_769)}, "shortened", 1),
         ("soda", {"narrative": "{n}", "dialogue": ["a", "x" * 32_769], "speakers": ["A", "B"]}, "shortened", 1),
-        ("dialogues", {name: (f"\n\nHuman: {{n}}\n\nHuman: b\n\nAssistant: "
-                             f"{name}") for name in ("chosen", "rejected")}, "joined", 1),
+        ("dialogues", {name: f"\n\nHuman: {{n}}\n\nHuman: b\n\nAssistant: {name}" for name in ("chosen", "rejected")},
+         "joined", 1),
         ("pairs", {"prompt": "{n}", "chosen": chat("a", "b", "c", "d")["messages"], "rejected": "e"}, "removed", 3),
-        ("pairs", {"prompt": "{n}", "chosen": [{"role": "assistant", "content": "a"}] * 2, "rejected": "e"}, "joined", 1),
+        ("pairs", {"prompt": "{n}", "chosen": [{"role": "assistant", "content": "a"}] * 2, "rejected": "e"},
+         "joined", 1),
     ],
 )  # fmt: skip
 def test_changed_conversations_are_counted(form: str, row: dict[str, Any], change: str, count: int, tmp_path: Path):

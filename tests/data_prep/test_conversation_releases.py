@@ -65,7 +65,8 @@ def test_every_release_has_rows():
     assert sorted(listed) == sorted(releases)
     assert conversation_table.names() == sorted(listed)
     assert conversation_table.names("rm") == [
-        "anthropic_rlhf", "augment_oasst", "hellaswag", "hf_summary", "hf_summary_pairs", "oasst_export", "shp", "webgpt", "webgpt_ranked",
+        "anthropic_rlhf", "augment_oasst", "hellaswag", "hf_summary", "hf_summary_pairs", "oasst_export",
+        "shp", "webgpt", "webgpt_ranked",
     ]  # fmt: skip
 
 
@@ -187,8 +188,11 @@ def test_an_earlier_conversation_is_an_example_now_and_then():
 def test_conversations_are_joined_until_they_are_long_enough():
     joiner = Joiner(6, 0.0)
     talks = [("s", "ab", "cd"), ("t", "ab", "cd"), ("s", "ef", "gh"), ("s", "ij", "kl")]
-    rows = [{"messages": [{"role": role, "content": text} for role, text in zip(("system", "user", "assistant"), talk, strict=True)]}
-            for talk in talks]  # fmt: skip
+    roles = ("system", "user", "assistant")
+    rows = [
+        {"messages": [{"role": role, "content": text} for role, text in zip(roles, talk, strict=True)]}
+        for talk in talks
+    ]
     assert [show(row) for source in rows for row in joiner.add(source)] == ["s:s u:ab a:cd u:ef a:gh"]
     assert [show(row) for row in joiner.flush()] == ["s:t u:ab a:cd", "s:s u:ij a:kl"]
     assert [show(row) for row in joiner.flush()] == []

@@ -180,9 +180,13 @@ def test_mistakes_are_told_and_nothing_is_lost(
     monkeypatch.chdir(tmp_path)
     tree = json.dumps(trees()[0])
     content = {
-        "trees": tree, "messages": json.dumps(trees()[0]["prompt"]), "neither": '{"text": "x"}', "torn": f'{tree}\n{{"message',
-        "mute": '{"message_id": "x", "role": "prompter"}', "out": "before",
-    }  # fmt: skip
+        "trees": tree,
+        "messages": json.dumps(trees()[0]["prompt"]),
+        "neither": '{"text": "x"}',
+        "torn": f'{tree}\n{{"message',
+        "mute": '{"message_id": "x", "role": "prompter"}',
+        "out": "before",
+    }
     for name, text in content.items():
         Path(name).write_text(text + "\n")
     assert oasst_trees.main(words) == 1

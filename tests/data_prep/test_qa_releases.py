@@ -51,8 +51,11 @@ HOTPOT = {
     "type": "comparison",
     "level": "hard",
 }
-# Tokens:      0    1    2      3   4     5     6   7 8    9  10   11 12     13
-NQ_WORDS = ['<H1>', 'Ann', '</H1>', '<P>', 'Ann', 'sails', 'since', '1990', '.', '</P>', '<P>', 'Then', 'Rome', '</P>']  # fmt: skip
+NQ_WORDS = [
+    *("<H1>", "Ann", "</H1>"),  # tokens from 0
+    *("<P>", "Ann", "sails", "since", "1990", ".", "</P>"),  # from 3
+    *("<P>", "Then", "Rome", "</P>"),  # from 10
+]
 NQ = {
     "question_text": "since when does ann sail",
     "example_id": -42,

@@ -156,7 +156,8 @@ def test_the_exit_code_is_that_of_the_command(tmp_path: Path):
 PRINT = """
 import json, os, sys
 from pathlib import Path
-names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NAMED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_MIXED_PRECISION")
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NAMED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED",
+         "ACCELERATE_MIXED_PRECISION")
 facts = {name: os.environ.get(name) for name in names}
 Path(f"got.{facts['RANK'] or 0}").write_text(json.dumps([facts, sys.argv[1:]]))
 """
@@ -450,7 +451,8 @@ from pathlib import Path
 Path("run").mkdir(exist_ok=True)
 if sys.argv[1]:
     state, _, by = sys.argv[1].partition(" by ")
-    Path("run/status.json").write_text(json.dumps({"state": state, "stopped_by": by, "at": time.time()}, indent=4, sort_keys=True))
+    status = {"state": state, "stopped_by": by, "at": time.time()}
+    Path("run/status.json").write_text(json.dumps(status, indent=4, sort_keys=True))
 raise SystemExit(int(sys.argv[2]))
 """
 

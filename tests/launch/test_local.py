@@ -265,8 +265,10 @@ def test_a_failed_job_is_tried_again_and_one_that_stopped_goes_on(world: World):
         from pathlib import Path
         starts = Path("starts-" + sys.argv[1])
         starts.write_text(starts.read_text() + "x" if starts.exists() else "x")
-        ends = {{"stops": [{STOPPED}, {STOPPED}, 1, {STOPPED}, 0], "fails": [1, 2, 0], "mends": [1, 0], "person": [130, 0]}}[sys.argv[1]]
-        raise SystemExit(ends[len(starts.read_text()) - 1])
+        ends = {{
+            "stops": [{STOPPED}, {STOPPED}, 1, {STOPPED}, 0], "fails": [1, 2, 0], "mends": [1, 0], "person": [130, 0]
+        }}
+        raise SystemExit(ends[sys.argv[1]][len(starts.read_text()) - 1])
     """
     found = world.run(
         world.config(retries=1), [world.job(name, code) for name in ("stops", "fails", "mends", "person")]
@@ -343,7 +345,8 @@ HOLD = """
     import os, signal, subprocess, sys, time
     from pathlib import Path
     def save(*_):
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one would wait for the lock of helper.wait, which this one holds
+        # A second one would wait for the lock of helper.wait, which this one holds.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         time.sleep(0.3)
         Path(sys.argv[1] + ".saved").touch()
         helper.terminate(); helper.wait(); raise SystemExit(143)
@@ -549,7 +552,8 @@ PARENT = """
     from src.launch.local import launcher as local
     from src.launch.job import Job
     here = Path(sys.argv[1])
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs the tests in the background has it ignored
+    # A shell that runs the tests in the background has it ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     config = local.Config(slots=2, grace_seconds=float(sys.argv[3]), submissions=str(here / "submissions"))
     folder = here / "submissions" / "one"
     folder.mkdir(parents=True)

@@ -189,7 +189,8 @@ def test_a_killed_experiment_that_does_not_stop_is_killed_with_all_that_it_start
     deaf = """
         import os, signal, subprocess, sys, time
         signal.signal(signal.SIGTERM, lambda *_: open("told", "w").close())
-        rank = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); open('rank', 'w').close(); time.sleep(600)"
+        rank = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+        rank += "open('rank', 'w').close(); time.sleep(600)"
         child = subprocess.Popen([sys.executable, "-c", rank], start_new_session=True)
         open("pid", "w").write(str(child.pid))
         while True:

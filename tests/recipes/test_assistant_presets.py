@@ -172,8 +172,14 @@ def test_the_commands_that_open_assistants_readme_has(places: Places):
             continue  # from the hub: tests/data_prep prepares each release from a file
         done = subprocess.run(
             [sys.executable, *PROGRAMS[program], *words, *more],
-            cwd=toy.ROOT, env=toy.environment(), input="Hello\n", capture_output=True, text=True, timeout=toy.LONGEST, check=False,
-        )  # fmt: skip
+            cwd=toy.ROOT,
+            env=toy.environment(),
+            input="Hello\n",
+            capture_output=True,
+            text=True,
+            timeout=toy.LONGEST,
+            check=False,
+        )
         assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
         if "-e" in words and not run:
             (path,) = (places.runs / "runs").glob("*/status.json")

@@ -17,8 +17,9 @@ pytestmark = needs_bubblewrap
 FOLDER = Path(__file__).parent
 _RIGHT = yaml.safe_load((FOLDER / "right_programs.yaml").read_text())
 RIGHT = {
-    name: (_RIGHT["shared"].get(entry["program"], entry["program"]), entry["tests"]) for name, entry in _RIGHT["programs"].items()
-}  # fmt: skip
+    name: (_RIGHT["shared"].get(entry["program"], entry["program"]), entry["tests"])
+    for name, entry in _RIGHT["programs"].items()
+}
 HOSTILE = yaml.safe_load((FOLDER / "hostile_programs.yaml").read_text())
 LIMITS = Limits(seconds=60, cpu_seconds=20)
 

@@ -246,8 +246,16 @@ def test_losses_equal_those_of_trl_with_random_numbers():
     kl = ((reference - logps).exp() - (reference - logps) - 1) * ratio
     token = -torch.min(ratio.clamp(max=2.0) * spread, ratio.clamp(0.8, 1.28) * spread) + 0.04 * kl
     result = policy_loss(
-        logps, old, spread, sampled, **both, dual_clip=2.0, reference_logps_BT=reference, kl_weight=0.04, corrected_kl=True
-    )  # fmt: skip
+        logps,
+        old,
+        spread,
+        sampled,
+        **both,
+        dual_clip=2.0,
+        reference_logps_BT=reference,
+        kl_weight=0.04,
+        corrected_kl=True,
+    )
     torch.testing.assert_close(result.loss, token[sampled].sum())
 
     product = ((logps - old) * sampled).sum(dim=1).exp()
@@ -267,7 +275,8 @@ def test_the_corrected_kl_has_no_bias_under_the_earlier_policy():
     for corrected in (True, False):
         result = policy_loss(
             new.log()[:, None], old.log()[:, None], torch.zeros(3, 1), torch.ones(3, 1, dtype=torch.bool),
-            clip_low=0.2, clip_high=0.2, reference_logps_BT=reference.log()[:, None], kl_weight=1.0, corrected_kl=corrected,
+            clip_low=0.2, clip_high=0.2, reference_logps_BT=reference.log()[:, None],
+            kl_weight=1.0, corrected_kl=corrected,
         )  # fmt: skip
         means.append(result.loss.item() / 3)  # the earlier policy draws each token equally often
     assert means[0] == pytest.approx(true.item(), abs=1e-6)

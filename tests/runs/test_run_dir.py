@@ -330,7 +330,8 @@ import sys, time
 from pathlib import Path
 from src.runs.run_dir import RunDir
 while True:
-    with RunDir.open(Path(sys.argv[1]), {"a": 1}, {"a": 1, "b": 2}, reset=int(sys.argv[2]), facts={"groups": ["g"]}) as run:
+    reset, facts = int(sys.argv[2]), {"groups": ["g"]}
+    with RunDir.open(Path(sys.argv[1]), {"a": 1}, {"a": 1, "b": 2}, reset=reset, facts=facts) as run:
         print("open", flush=True)
         run.set_status("done")
 """

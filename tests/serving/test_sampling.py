@@ -17,7 +17,10 @@ from tests import toy
 from tests.recipes.train_assistants import REWARD, SFT, write_data
 
 WAYS = """
-default: {generate_args: {max_new_tokens: 6, do_sample: true, temperature: 3.0, top_k: 5}, pre_text: "Say: ", system_profile: terse}
+default:
+  generate_args: {max_new_tokens: 6, do_sample: true, temperature: 3.0, top_k: 5}
+  pre_text: "Say: "
+  system_profile: terse
 configurations:
   - {name: greedy, generate_args: {do_sample: false}}
   - {name: wild, generate_args: {top_k: 0}, pre_text: "", system_profile: ""}

@@ -23,10 +23,13 @@ import json, sys
 from haven import haven_jobs
 from haven.haven_jobs import slurm_manager
 
-slurm_manager.sanity_check = lambda: None  # as shipped it runs sbatch without a script, which waits for one for ever, or fails
+# As shipped it runs sbatch without a script, which waits for one forever, or fails.
+slurm_manager.sanity_check = lambda: None
 experiments, runs, root, command, option = json.loads(sys.argv[1])
 resources = {"account_id": "lab", "time": 5, "cpus-per-task": 2}
-manager = haven_jobs.JobManager(exp_list=experiments, savedir_base=runs, workdir=root, job_config=resources, job_scheduler="slurm")
+manager = haven_jobs.JobManager(
+    exp_list=experiments, savedir_base=runs, workdir=root, job_config=resources, job_scheduler="slurm"
+)
 manager.launch_menu(command=command, job_option=option)
 print(json.dumps([row["job_state"] for row in manager.get_summary_list()]))
 """

@@ -58,7 +58,8 @@ TRAINER = """
         if step == 3 and exp["seed"] == 15 and (attempts(run.path) == 1 or "ALWAYS" in os.environ):
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
-        run.scores.append({"step": step, "train_loss": 1.0, "val_loss": abs(log10(loop["learning_rate"]) + 2) + 1 / step})
+        val_loss = abs(log10(loop["learning_rate"]) + 2) + 1 / step
+        run.scores.append({"step": step, "train_loss": 1.0, "val_loss": val_loss})
         while step == 2 and "HOLD" in os.environ and not Path(os.environ["HOLD"]).exists():
             time.sleep(0.02)
         time.sleep(float(os.environ.get("PAUSE", 0)) if loop["learning_rate"] > 0.1 else 0)

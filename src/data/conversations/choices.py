@@ -1,5 +1,4 @@
-"""What an epoch reads of a conversation: what is told about its answers, and which part of a long one, by (seed, epoch,
-index)."""
+"""The part of a conversation that an epoch reads, and what it tells of answers, by (seed, epoch, index)."""
 
 import hashlib
 import re
@@ -30,8 +29,8 @@ class Tags(StrictConfig):
     """Whether the length is told, too: a fifth of the words, and one."""
 
     def write(self, message: Message, draw: Random | None) -> str:
-        """Lines "key: value" about a message, which end with an end of line; "" if there is nothing to tell. draw: None
-        to tell all.
+        """Lines "key: value" about a message, which end with an end of line;
+        "" if there is nothing to tell. draw: None to tell all.
 
         Where some are dropped they are shuffled, but for the context, which comes last. Shares have one decimal.
         """

@@ -58,8 +58,7 @@ class ConversationConfig(ShuffledConfig):
     """Source and format of conversations; shared by the data sets of answers and of ranked replies."""
 
     corpus: str = Field(min_length=1)
-    """Folder below `--data_path` with train.jsonl and val.jsonl; src/data/conversations/entries.py describes their
-    rows."""
+    """Folder below `--data_path` with train.jsonl and val.jsonl; rows: see src/data/conversations/entries.py."""
     sequence_tokens: int = Field(gt=1)
     """Maximum tokens per sample."""
     writing: Writing = Writing()
@@ -78,8 +77,7 @@ class ConversationConfig(ShuffledConfig):
             call_once(self._check_writing, folder)
 
     def _check_writing(self, folder: Path) -> None:
-        """Raises DataError if the tokenizer has no end token, or its template cannot be trained with or takes no system
-        message."""
+        """Raises DataError if the tokenizer has no end token, or its template fits no training or system message."""
         from src.data.text import tokenizers
 
         if self.writing.template != "tokenizer" and tokenizers.names_end_token(folder):
@@ -157,8 +155,8 @@ class Conversations:
     def __init__(
         self, config: Config, rows: ConversationRows, renderer: Renderer, seed: int | None, digest: str, name: str
     ) -> None:
-        """seed: draws the part of a conversation that an epoch reads; None: always the same. name: of the data, in
-        messages."""
+        """seed: draws the part of a conversation that an epoch reads; None: always the same.
+        name: of the data, in messages."""
         self.config, self.renderer, self.fingerprint, self.shuffle = config, renderer, digest, config.shuffle
         self._rows, self._seed, self._name = rows, seed, name
         self._chosen = self._choose()

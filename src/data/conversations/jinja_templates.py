@@ -1,5 +1,4 @@
-"""Jinja templates of tokenizers, rendered with the real messages, so that the text equals that of
-`apply_chat_template`.
+"""Jinja templates of tokenizers, rendered with the real messages, so the text equals that of `apply_chat_template`.
 
 Control tokens that a message spells are masked before rendering and restored as plain text after it. An answer starts
 where the generation
@@ -21,8 +20,8 @@ log = logging.getLogger(__name__)
 WHERE = "data.writing.template"
 _CONTROL = r"<\|[^|\s]+\|>"
 _MASK = "\x7f"
-"""Surrounds the number of a masked text; twice before "m" and the number of a marked message. JSON does not escape
-it."""
+"""Surrounds the number of a masked text; twice before "m" and the number of a marked message.
+JSON does not escape it."""
 _MARK = re.compile(f"{_MASK}{_MASK}m([0-9]+){_MASK}")
 _GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")
 _DATE = {
@@ -118,8 +117,8 @@ class Jinja:
     """A Jinja template of a tokenizer."""
 
     def __init__(self, source: str, tokens: Mapping[str, str], controls: Sequence[str] = ()) -> None:
-        """tokens: control tokens by the names that the template uses, such as eos_token. controls: further ones of the
-        vocabulary.
+        """tokens: control tokens by the names that the template uses, such as eos_token.
+        controls: further ones of the vocabulary.
 
         Raises:
             DataError: the template omits or repeats a message, the generation prompt is not a prefix of the
@@ -137,8 +136,8 @@ class Jinja:
         self._check()
 
     def spans(self, messages: Sequence[Message], tags: Sequence[str] = (), answering: bool = False) -> list[Span]:
-        """See `rendering.Template`. An earlier answer that the template changes once another message follows is not
-        learned.
+        """See `rendering.Template`.
+        An earlier answer that the template changes once another message follows is not learned.
 
         Raises:
             DataError: the template refuses the messages, omits or repeats one, or the last answer cannot be learned.
@@ -194,8 +193,8 @@ class Jinja:
         regions: Sequence[tuple[int, int]],
         answering: bool,
     ) -> _Answer | None:
-        """Message `number` within `text`; None if the template changes it once another message follows. answering: it
-        is only read.
+        """Message `number` within `text`; None if the template changes it once another message follows.
+        answering: it is only read.
 
         Raises:
             _Unlearnable: even as the last message it does not continue its generation prompt, or nothing ends it.
@@ -343,8 +342,8 @@ class Jinja:
         return texts[0], regions[0] if self.marks_answers else []
 
     def _check(self) -> None:
-        """Raises DataError if the template cannot be trained with. Tries two turns and one, plain and with
-        reasoning."""
+        """Raises DataError if the template cannot be trained with.
+        Tries two turns and one, plain and with reasoning."""
         turns = [Message(("user", "assistant")[number % 2], f"Probe {number}.") for number in range(4)]
         try:
             self._set_parts(turns)
@@ -383,8 +382,8 @@ class Jinja:
             )
 
     def _set_parts(self, turns: Sequence[Message]) -> None:
-        """Find out whether contents must be lists of parts. Raises DataError if the template omits or repeats a message
-        either way."""
+        """Find out whether contents must be lists of parts.
+        Raises DataError if the template omits or repeats a message either way."""
         raw, errors = [_Mask(self._controls).message(turn) for turn in (*self.opening, *turns)], list[DataError]()
         for self._in_parts in (False, True):
             try:
@@ -407,8 +406,8 @@ class Jinja:
         raise errors[0]
 
     def _learns_earlier(self, turns: Sequence[Message]) -> bool:
-        """Whether both answers of a conversation are learned. Raises DataError if the last is not, with or without the
-        first two turns."""
+        """Whether both answers of a conversation are learned.
+        Raises DataError if the last is not, with or without the first two turns."""
         learned = [span.text for span in self.spans([*self.opening, *turns]) if span.role is Role.ASSISTANT]
         self.spans([*self.opening, *turns[:2]])
         return any(turns[1].content in text for text in learned)

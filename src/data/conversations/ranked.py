@@ -29,8 +29,8 @@ class Config(ConversationConfig):
     max_replies: int = Field(default=5, gt=1)
     """Replies of a conversation: the best, the worst, and some between them, drawn again in each epoch."""
     min_prompt_tokens: int = Field(default=256, ge=0)
-    """Tokens of a long conversation before a long reply, truncated from the left; then the reply is truncated. Limited
-    to half a sample."""
+    """Tokens of a long conversation before a long reply, truncated from the left; then the reply is truncated.
+    Limited to half a sample."""
     shuffled_ranks: bool = False
     """Whether to shuffle the ranks of each conversation's replies in training: a control."""
 
@@ -43,8 +43,8 @@ class Config(ConversationConfig):
             rows = self.read(places, split)
             if without := rows.numbers_of(RANKED):
                 raise DataError(
-                    f'{rows.location(without[0])}: replies: no "score" ({len(without)} of {len(rows)} rows). Add one '
-                    f"to each reply."
+                    f'{rows.location(without[0])}: replies: no "score" ({len(without)} of {len(rows)} rows). '
+                    "Add one to each reply."
                 )
 
     def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "RankedReplies":
@@ -111,8 +111,7 @@ class RankedReplies:
         return self._render(epoch, index)[0]
 
     def _render(self, epoch: int, index: int) -> tuple[list[Rendered], list[int], list[float | None]]:
-        """The conversation with each reply, the ranks and the scores. Replies that are equal once truncated are a
-        tie."""
+        """The conversation with each reply, the ranks and the scores. Replies equal once truncated are a tie."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         row = self._chosen[index]

@@ -154,8 +154,7 @@ class Renderer:
 
     @cached_property
     def _answer_forms(self) -> list[tuple[str, str]]:
-        """(text before the reasoning, or before the content; text between both, or "") as the template writes
-        answers."""
+        """(text before the reasoning, or before the content; text between both, or "") as the template writes them."""
         forms, marks = list[tuple[str, str]](), ("\u2042reasoning", "\u2042content")
         for reasoning in (marks[0], ""):
             try:
@@ -236,8 +235,8 @@ class Renderer:
     def _add_text(
         self, rendered: Rendered, text: str, ends: Sequence[tuple[int, Role]], continues: bool = False
     ) -> None:
-        """Append the ids of text without control tokens. ends: end and role of each part. continues: the text continues
-        the last token."""
+        """Append the ids of text without control tokens. ends: end and role of each part.
+        continues: the text continues the last token."""
         begins = not rendered.ids
         if len(ends) <= 1:  # the usual case: control tokens separate the roles
             ids = self.safe.encode(text, begins, continues)

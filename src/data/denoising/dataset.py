@@ -1,5 +1,5 @@
-"""Data sets whose samples are inputs and targets drawn from rows of text. Draws are functions of (seed, epoch,
-index)."""
+"""Data sets whose samples are inputs and targets drawn from rows of text.
+Draws are functions of (seed, epoch, index)."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypedDict

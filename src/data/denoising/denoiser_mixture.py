@@ -47,8 +47,8 @@ class DenoiserMixture(DenoisingDataset):
         most: int | None,
         config: ShuffledConfig,
     ) -> None:
-        """most: how many samples are used, the same ones for every experiment; None for all. config: its shuffle and
-        lengths of batches.
+        """most: how many samples are used, the same ones for every experiment; None for all.
+        config: its shuffle and lengths of batches.
 
         Raises:
             DataError: there is less text than one sample, or than `most` samples.

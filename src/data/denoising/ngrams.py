@@ -1,5 +1,4 @@
-"""Masks of whole n-grams: word sequences of a vocabulary, and single words (PMI-masking, Levine et al. 2021, arXiv
-2010.01825).
+"""Masks of n-grams: sequences of a vocabulary, and single words (PMI-masking, Levine et al. 2021, arXiv 2010.01825).
 
 A row is split into units: the n-grams of the vocabulary that occur in it (of overlapping ones the longest; ties at
 random), and single words. As many runs are masked as in span corruption, with exactly as many tokens together, so
@@ -108,8 +107,8 @@ class Ngrams:
         return mask, starts
 
     def units(self, row: "np.ndarray", rng: "np.random.Generator") -> "tuple[np.ndarray, np.ndarray]":
-        """(first token, tokens) of each unit of a row in order, each (units,) int64. Control tokens are in none, and
-        end n-grams."""
+        """(first token, tokens) of each unit of a row in order, each (units,) int64.
+        Control tokens are in none, and end n-grams."""
         import numpy as np
 
         bounds = np.append(self._words.starts(row).nonzero()[0], len(row))
@@ -126,8 +125,8 @@ class Ngrams:
         return begins[real], sizes[real]
 
     def _find_ngrams(self, spelled: list[str], rng: "np.random.Generator") -> list[tuple[int, int]]:
-        """(first, last) words, the last not included, of all n-grams that occur: longest first, equally long ones in
-        random order."""
+        """(first, last) words, the last not included, of all n-grams that occur:
+        longest first, equally long ones in random order."""
         found, (ngrams, beginnings, _) = [], self._vocabulary
         likely = [first for first, word in enumerate(spelled) if word.lstrip() in beginnings]
         for first in likely:
@@ -158,8 +157,8 @@ def split_longest(spans: int, first: "np.ndarray", sizes: "np.ndarray") -> "tupl
 
 
 def draw_first_units(sizes: "np.ndarray", wanted: noise.Counts, rng: "np.random.Generator") -> "np.ndarray":
-    """(spans,) int64: units that begin runs, in random order; together at most `wanted.noise` tokens if exchanges can
-    achieve it."""
+    """(spans,) int64: units that begin runs, in random order;
+    together at most `wanted.noise` tokens if exchanges can achieve it."""
     import numpy as np
 
     order = rng.permutation(len(sizes))
@@ -229,8 +228,7 @@ def shorten(sizes: "np.ndarray", tokens: int) -> "np.ndarray":
 
 
 def grow(mask: "np.ndarray", starts: "np.ndarray", control: "np.ndarray", tokens: int) -> None:
-    """Mask `tokens` more: each time the token after a masked one, preferably no control token; else the token
-    before."""
+    """Mask `tokens` more: each time the token after a masked one, preferably no control token; else the one before."""
     import numpy as np
 
     for _ in range(tokens):

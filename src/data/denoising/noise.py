@@ -1,5 +1,4 @@
-"""Noise masks, sentinels and exact lengths of T5's span corruption (Raffel et al. 2020, arXiv 1910.10683, section
-3.1.4).
+"""Noise masks, sentinels and lengths of T5's span corruption (Raffel et al. 2020, arXiv 1910.10683, section 3.1.4).
 
 Counts and draws, and their order, are those of Google's text-to-text-transfer-transformer (t5/data/preprocessors.py).
 """
@@ -33,8 +32,8 @@ class Counts(NamedTuple):
 
 
 def counts(length: int, density: float, mean_span: float) -> Counts:
-    """Counts of a row of `length` tokens, rounded half to even. Density 0 masks nothing; any other masks at least one
-    token.
+    """Counts of a row of `length` tokens, rounded half to even.
+    Density 0 masks nothing; any other masks at least one token.
 
     Raises:
         ConfigError: the kept tokens are too few to separate the runs, or a value is out of range.
@@ -55,8 +54,7 @@ def counts(length: int, density: float, mean_span: float) -> Counts:
 
 
 def lengths(inputs: int, density: float, mean_span: float) -> tuple[int, int]:
-    """(raw tokens of a row, tokens of its targets), of the longest row whose corrupted inputs have at most `inputs`
-    tokens.
+    """(raw tokens of a row, tokens of its targets) of the longest row with corrupted inputs of at most `inputs` tokens.
 
     End tokens are counted. Source: `random_spans_helper` of the same file, which starts at inputs - 1, where others
     start at `inputs` and give one token too many for spans of one token.
@@ -124,8 +122,8 @@ def composition(items: int, parts: int, rng: "Random") -> "np.ndarray":
 
 
 def noise_mask(length: int, density: float, mean_span: float, rng: "Random", roll: bool = False) -> "np.ndarray":
-    """(length,) bool, True on tokens to mask. Drawn uniformly from those that begin with a kept and end with a masked
-    one.
+    """(length,) bool, True on tokens to mask.
+    Drawn uniformly from those that begin with a kept and end with a masked one.
 
     roll: rotate it by a random number of positions, so that it may begin and end with either.
 

@@ -1,5 +1,5 @@
-"""Prefix language modelling of packed text: the encoder reads the beginning of a row, the decoder writes the rest
-(Raffel et al. 2020)."""
+"""Prefix language modelling of packed text:
+the encoder reads the beginning of a row, the decoder writes the rest (Raffel et al. 2020)."""
 
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
@@ -49,8 +49,8 @@ class Config(DenoisingConfig):
     def build(
         self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int
     ) -> SingleObjectiveDataset:
-        """The rows of one split. Training's cuts are functions of (seed, epoch, index), those of other splits of the
-        index alone.
+        """The rows of one split.
+        Training's cuts are functions of (seed, epoch, index), those of other splits of the index alone.
 
         Raises:
             DataError: the data set is missing, incomplete, malformed, or too small for one sequence or for
@@ -67,8 +67,8 @@ class Config(DenoisingConfig):
 def cut_row(
     row: "np.ndarray", rng: "np.random.Generator", eos_id: int, prefix_tokens: int | None = None
 ) -> "tuple[np.ndarray, np.ndarray]":
-    """(inputs, targets) of a row of at least 2 tokens, each ended by `eos_id`. prefix_tokens: of the inputs; None:
-    random."""
+    """(inputs, targets) of a row of at least 2 tokens, each ended by `eos_id`.
+    prefix_tokens: of the inputs; None: random."""
     import numpy as np
 
     cut = int(rng.integers(1, len(row))) if prefix_tokens is None else prefix_tokens

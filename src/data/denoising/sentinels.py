@@ -47,8 +47,7 @@ def require_in_folder(folder: Path | None, needed: int, field: str) -> None:
 
 
 def read_added_tokens(folder: Path | None) -> dict[str, tuple[int, bool]] | None:
-    """Id of each added token in tokenizer.json, and whether it is special; None where the file is missing or
-    damaged."""
+    """Id of each added token in tokenizer.json, and whether special; None where the file is missing or damaged."""
     if folder is None or not (folder / "tokenizer.json").is_file():
         return None
     try:

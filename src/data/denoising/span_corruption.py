@@ -1,5 +1,4 @@
-"""T5's span corruption of packed text: runs of tokens are masked, and the decoder learns to write them (Raffel et al.
-2020).
+"""T5's span corruption of packed text: token runs are masked, the decoder learns to write them (Raffel et al. 2020).
 
 Documents are joined and cut to exactly as many tokens as leave `input_tokens` when runs of them are replaced by
 sentinels, so that nothing is padded or lost. Both sides end with the end token.
@@ -66,8 +65,8 @@ class Config(DenoisingConfig):
     def build(
         self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int
     ) -> SingleObjectiveDataset:
-        """The rows of one split. The masks of training are functions of (seed, epoch, index), those of other splits of
-        the index alone.
+        """The rows of one split.
+        The masks of training are functions of (seed, epoch, index), those of other splits of the index alone.
 
         Raises:
             DataError: the tokenizer has no sentinels, or marks no words for `ngrams`; these are missing or malformed;

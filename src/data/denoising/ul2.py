@@ -33,8 +33,7 @@ class Denoiser(StrictConfig):
     rate: float = Field(gt=0)
     """Its share of the samples, in proportion to the other rates."""
     mode: str = ""
-    """First text of its inputs, such as "[NLU]": one token where the tokenizer has it as a control token, else its
-    characters."""
+    """First text of its inputs, such as "[NLU]": one token if a control token of the tokenizer, else its characters."""
     mean_span_tokens: float | None = Field(default=None, ge=1)
     noise_density: float | None = Field(default=None, gt=0, lt=1)
 
@@ -65,8 +64,7 @@ class Lengths(NamedTuple):
 
 
 def _published_denoisers() -> list[Denoiser]:
-    """The denoisers of UL2 (table 1 of the paper) with the shares of FAT5: two regular ones, the prefix, and four
-    extreme ones."""
+    """The denoisers of UL2 (table 1 of the paper) with FAT5's shares: two regular, the prefix, four extreme."""
     regular = [(3.0, 0.15), (8.0, 0.15)]
     extreme = [(3.0, 0.5), (8.0, 0.5), (64.0, 0.15), (64.0, 0.5)]
     return [
@@ -89,11 +87,10 @@ class Config(DenoisingConfig):
     input_tokens: int = Field(default=512, gt=3)
     """Most tokens of an input, with mode, sentinels and end token, and of a prefix."""
     denoisers: list[Denoiser] = Field(default_factory=_published_denoisers, min_length=1)
-    """With 100 sentinels, spans of 3 at density 0.5 allow no more than 400 input tokens; 512 need 128
-    (data_prep.t5_tokenizer --sentinels)."""
+    """With 100 sentinels, spans of 3 at density 0.5 allow no more than 400 input tokens;
+    512 need 128 (data_prep.t5_tokenizer --sentinels)."""
     fixed_length: bool = added_field(False)
-    """Pad every batch to the longest inputs and targets of all denoisers, rather than to its own longest, for
-    `loop.compile`."""
+    """Pad each batch to the longest inputs and targets of all denoisers, not to its own longest, for `loop.compile`."""
 
     @model_validator(mode="after")
     def _has_room(self) -> "Config":

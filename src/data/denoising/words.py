@@ -1,5 +1,4 @@
-"""Where words begin among the tokens of a row, by the marks of the tokenizer: SentencePiece's "▁", or byte-level BPE's
-"Ġ"."""
+"""Where words begin in a row of tokens, by the marks of the tokenizer: SentencePiece's "▁", or byte-level BPE's "Ġ"."""
 
 import json
 import re
@@ -49,8 +48,8 @@ class Words:
         return starts
 
     def word_texts(self, ids: "np.ndarray", bounds: "np.ndarray") -> list[str]:
-        """Lower-case text of each word, with the space before it. bounds: (words + 1,) where words begin, and the
-        length of the row."""
+        """Lower-case text of each word, with the space before it.
+        bounds: (words + 1,) where words begin, and the length of the row."""
         cuts = bounds.tolist()
         texts = [self.texts[index] for index in ids.tolist()]
         words = [texts[start] if end - start == 1 else "".join(texts[start:end]) for start, end in pairwise(cuts)]

@@ -58,8 +58,7 @@ class Item(NamedTuple):
     """Span in the text, half open; None for global metadata."""
     end: int | None = None
     start_place: int | None = None
-    """Rank of the start marker among all markers of this key at that character, starts and ends; None if the row has no
-    order."""
+    """Rank of the start marker among all markers of this key at that character, starts and ends; None without order."""
     end_place: int | None = None
     attributes: tuple[tuple[str, str], ...] = ()
     """Names and values of the attributes of an HTML tag."""
@@ -194,8 +193,8 @@ def key_of(column: str) -> str:
 
 
 def read_date(value: str) -> datetime:
-    """Parse a date in ISO notation, with or without a time. A bare number is refused: it could be a year, a day or
-    seconds.
+    """Parse a date in ISO notation, with or without a time.
+    A bare number is refused: it could be a year, a day or seconds.
 
     Raises:
         DataError: it is not a date.

@@ -35,8 +35,8 @@ class Config(DatasetConfig):
     sequence_tokens: int = Field(gt=1)
     """Maximum number of tokens in a block, prefix included."""
     open_rows: int = Field(default=0, ge=0)
-    """0: each block is a padded row. Above 0: blocks are packed into rows, like in `packed`, and do not attend to each
-    other."""
+    """0: each block is a padded row.
+    Above 0: blocks are packed into rows, like in `packed`, and do not attend to each other."""
     columns: list[str] | None = None
     """Columns to read, which every row must have. None: all columns."""
     probability: float = Field(default=1.0, ge=0, le=1)
@@ -175,8 +175,8 @@ class Sample(TypedDict):
 
 
 class MetadataDataset:
-    """The training split. A key is (epoch, document, piece, epoch, document, piece, ...), or (epoch, document) for its
-    first piece."""
+    """The training split.
+    A key is (epoch, document, piece, epoch, document, piece, ...), or (epoch, document) for its first piece."""
 
     def __init__(self, documents: Documents, seed: int) -> None:
         self.documents, self.seed, self.config = documents, seed, documents.config

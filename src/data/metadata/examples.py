@@ -52,8 +52,8 @@ class Writing(Config):
     special_tokens: bool = False
     """Whether `run_starts` and `run_ends` are special tokens, which the tokenizer must have."""
     prefix_share: float = Field(default=0.5, gt=0, lt=1)
-    """Maximum share of a row for the prefix, without the space after it. A longer prefix is truncated before its
-    separator."""
+    """Maximum share of a row for the prefix, without the space after it.
+    A longer prefix is truncated before its separator."""
 
     @model_validator(mode="after")
     def _keys_are_known(self) -> "Writing":
@@ -109,8 +109,8 @@ class ExampleMaker:
     def __init__(
         self, writing: Writing, encoder: SafeTokenizer, room: int, metadata_loss: bool = False, end_token: bool = True
     ) -> None:
-        """Prepare the tokens of separators. metadata_loss: markers are in the loss. end_token: documents end with the
-        end token.
+        """Prepare the tokens of separators. metadata_loss: markers are in the loss.
+        end_token: documents end with the end token.
 
         Raises:
             ConfigError: the tokenizer has no token for a special token or the separator, or the rows are too short.
@@ -270,8 +270,8 @@ class ExampleMaker:
         return ids
 
     def _compatible_text(self, document: Annotated, space: str) -> Tokens:
-        """Tokenise text and markers together. A token with a character of a marker is metadata; the space before the
-        text belongs to it."""
+        """Tokenise text and markers together.
+        A token with a character of a marker is metadata; the space before the text belongs to it."""
         text, mask = insert(document.text, self._markers(document))
         text, mask = space + text, [False] * len(space) + mask
         marked = [0, *accumulate(mask)]  # characters of markers before each

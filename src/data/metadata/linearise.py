@@ -165,8 +165,7 @@ def _order_places(sides: list[_Side]) -> list[_Side]:
 
 
 def _insert_empty(sides: Sequence[_Side], default: int, empty: Sequence[_Side]) -> list[_Side]:
-    """Insert the sides of empty spans by the places of their key; without any, between the ends and the starts: at
-    `default`."""
+    """Insert the sides of empty spans by their key's places; without any, between ends and starts: at `default`."""
     places = defaultdict[str, list[tuple[int, int]]](list)
     for index, side in enumerate(sides):
         if side.place is not None:
@@ -182,8 +181,7 @@ def _insert_empty(sides: Sequence[_Side], default: int, empty: Sequence[_Side]) 
 
 
 def _escape(text: str, markers: Sequence[Marker], keys: Iterable[str], around: Mapping[str, Markers]) -> list[Marker]:
-    """Add an escape before everything in `text` that looks like an escape, a marker of one of `keys` or a text `around`
-    its runs.
+    """Escape everything in `text` that looks like an escape, a marker of one of `keys` or a text `around` its runs.
 
     The search includes the markers: "[" in the text before a marker "[html: b]" looks like "[[".
     """

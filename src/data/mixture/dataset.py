@@ -76,13 +76,12 @@ class Config(PartsConfig, ShuffledConfig):
     cap: int | None = Field(default=None, gt=0)
     """Without rates: examples beyond so many do not count (T5's K)."""
     temperature: float = Field(default=1.0, ge=1)
-    """Without rates: the root that is taken of the proportions (T5's T); 1 leaves them, a large one makes parts
-    equal."""
+    """Without rates: the root that is taken of the proportions (T5's T); 1 keeps them, a large one equalizes parts."""
     samples_per_epoch: int | None = Field(default=None, gt=0)
     """None: as many as the parts have together."""
     draw: dict[str, Draw] | None = added_field(None, min_length=1)
-    """Samples in an epoch by part, instead of rates; a part without an entry is read whole. The next epoch goes on
-    where a part stopped."""
+    """Samples in an epoch by part, instead of rates; a part without an entry is read whole.
+    The next epoch goes on where a part stopped."""
 
     @field_validator("rates")
     @classmethod
@@ -193,8 +192,8 @@ class MixtureDataset:
         pad_id: int,
         shuffle: Shuffle = "numpy",
     ) -> None:
-        """counts: samples of each part in an epoch. seed: of the orders in which they are read; None: in their own,
-        part by part."""
+        """counts: samples of each part in an epoch.
+        seed: of the orders in which they are read; None: in their own, part by part."""
         self.parts, self.shuffle = parts, shuffle
         self.fingerprint = hashlib.sha256(
             json.dumps({name: part.fingerprint for name, part in parts.items()}).encode()
@@ -244,8 +243,7 @@ class MixtureDataset:
         return Sample(self.sources.index(name), self.parts[name].sample(own_epoch, position))
 
     def collate(self, samples: Sequence[Sample]) -> "Mapping[str, Tensor]":
-        """The batches of the parts, one of all that collate alike, joined in the order of `samples`, padded to the
-        longest of them."""
+        """The parts' batches, one for equal collations, joined in the order of `samples`, padded to the longest."""
         groups: dict[Hashable, list[int]] = {}
         for i, sample in enumerate(samples):
             groups.setdefault(self._collations[sample.part], []).append(i)

@@ -8,8 +8,7 @@ _SLOT = 32
 
 
 def rates(examples: Sequence[float], cap: int | None, temperature: float) -> list[float]:
-    """Shares of parts in proportion to their examples: r_m = min(e_m, K)^(1/T), divided by the sum (arXiv 1910.10683,
-    section 3.5.2)."""
+    """Shares of parts by their examples: r_m = min(e_m, K)^(1/T) over the sum (arXiv 1910.10683, section 3.5.2)."""
     weights = [min(count, cap or count) ** (1 / temperature) for count in examples]
     return [weight / sum(weights) for weight in weights]
 
@@ -25,8 +24,8 @@ def shares(weights: Sequence[float], total: int) -> list[int]:
 
 
 class Interleaving:
-    """The order of an epoch with `counts[p]` samples of part p: sample k of part p belongs at the time (k + 1/2) /
-    counts[p] of 0..1.
+    """The order of an epoch with `counts[p]` samples of part p:
+    sample k of part p belongs at the time (k + 1/2) / counts[p] of 0..1.
 
     So among any n consecutive samples a part has its share of n, to within one sample. Samples with equal times are in
     the order of the parts.

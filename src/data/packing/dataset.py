@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 FAMILIES = ("gpt2", "gpt_bigcode", "gpt_neox", "llama", "mistral", "qwen2")
 """Families in which packed documents do not read each other: tests/models/test_packed_rows.py trains each both ways."""
 ATTENTIONS = ("eager", "sdpa")
-"""Implementations for which that was tested. With flash_attention_2, transformers 5.23 looks at positions only in
-batches of one row."""
+"""Implementations for which that was tested.
+With flash_attention_2, transformers 5.23 looks at positions only in batches of one row."""
 
 
 class Config(PartsConfig):
@@ -43,8 +43,8 @@ class Config(PartsConfig):
     open_rows: int = Field(default=16, gt=0)
     """Rows that each sequence of a step keeps open for documents that fit: with more, less padding."""
     too_long: Literal["cut", "drop"] = "cut"
-    """A document of more tokens than a row is cut into several, which do not read each other, or is left out. cut: for
-    text alone."""
+    """A document of more tokens than a row is cut into several, which do not read each other,
+    or is left out. cut: for text alone."""
 
     @model_validator(mode="after")
     def _documents_can_be_packed(self) -> "Config":
@@ -125,8 +125,8 @@ class Sample(TypedDict):
 
 
 class PackedDataset:
-    """Rows of whole documents. A key is (epoch, document, piece, epoch, document, piece, ...), or (epoch, document) for
-    its first piece."""
+    """Rows of whole documents.
+    A key is (epoch, document, piece, epoch, document, piece, ...), or (epoch, document) for its first piece."""
 
     def __init__(self, config: Config, documents: Dataset) -> None:
         self.config, self.documents = config, documents

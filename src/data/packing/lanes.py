@@ -1,5 +1,5 @@
-"""Pack complete documents into rows, in lanes: row v of each step is the next row of lane v, at any world size and
-after any restart.
+"""Pack complete documents into rows, in lanes:
+row v of each step is the next row of lane v, at any world size and after any restart.
 
 A lane takes every V-th document of an endless sequence of epochs, V being the sequences of a step. It puts each
 document into its first open row with room. If no row has room, it emits the row that is closest to one of its limits
@@ -19,13 +19,12 @@ from src.runs.history.branches import Branch
 HEADER = "of"
 """The entry of a cursor with the number of lanes and the digest of the documents; written by the process of lane 0."""
 MAX_AGE = 8
-"""Without it a row can wait for ever: one of 600 of 1,000 tokens, when every document has 650 and so makes a fuller
-row."""
+"""Without it a row can wait forever: one of 600 of 1,000 tokens, when every document has 650 and makes a fuller row."""
 Size = tuple[int, ...]
 """Tokens, then any other quantity with a limit per row, such as frames."""
 Sizes = Callable[[int, int], Sequence[Size]]
-"""(epoch, document) -> size of each piece that is packed, none above the room of a row; empty where the document is
-left out."""
+"""(epoch, document) -> size of each piece that is packed, none above the room of a row;
+empty where the document is left out."""
 
 
 class Arrangement(Protocol):
@@ -55,8 +54,7 @@ def permute_rest(
     reshuffles: Sequence[Sequence[int]],
     permute: Callable[[int, int, int], int],
 ) -> int:
-    """The number of the document that comes in place of document `number` of a lane, after reshuffles of the rest of
-    its epoch.
+    """The number of the document in place of document `number` of a lane, after reshuffles of the rest of its epoch.
 
     share: (lane, lanes, documents of an epoch). reshuffles: see `Arrangement.document`. permute: maps (place, size,
     branch) to a place.
@@ -128,8 +126,7 @@ class Lane:
         """Pieces of the next document that are in rows."""
         self.left_out: int = left_out
         self.reshuffles: list[Sequence[int]] = list(reshuffles)
-        """(first document, number of the branch): from this document on, the rest of its epoch comes in another
-        order."""
+        """(first document, number of the branch): from this document on, its epoch comes in another order."""
         self.rows: list[list[int]] = [list(row) for row in rows]
         """Open rows, oldest first, each a flat list of (document number, piece number) pairs."""
         self.ages: list[int] = list(ages)
@@ -251,8 +248,8 @@ class Lane:
 
 @dataclass(frozen=True)
 class LaneOrder:
-    """An `orders.Order` of packed rows, one lane for each sequence of a step. The cursor has the state of each lane by
-    its number.
+    """An `orders.Order` of packed rows, one lane for each sequence of a step.
+    The cursor has the state of each lane by its number.
 
     "skip:K" drops K rows of each lane; "reshuffle" permutes the rest of each lane's epoch. Both apply after
     `Branch.from_step`: its checkpoint does not include them, later checkpoints do.
@@ -263,8 +260,8 @@ class LaneOrder:
     branches: Sequence[Branch] = ()
 
     def micro_batches(self, first_step: int, share: RankShare, cursor: Cursor) -> Iterator[MicroBatch]:
-        """See `orders.Order`. Its counters: the documents that were left out, among all, and the tokens of padding,
-        among all.
+        """See `orders.Order`.
+        Its counters: the documents that were left out, among all, and the tokens of padding, among all.
 
         Raises:
             RunError: the cursor is of other documents or another number of lanes.
@@ -302,8 +299,7 @@ class LaneOrder:
             step += 1
 
     def describe(self, step: int, cursor: Cursor) -> Mapping[str, Any]:
-        """The epoch of the lane that is least far; documents in finished rows, and those that were left out, over all
-        lanes."""
+        """The epoch of the lane that is least far; documents in finished rows, and those left out, over all lanes."""
         self._require_own(step, cursor)
         lanes = [Lane(self.packing, v, self.lanes, (*cursor[str(v)][:4], (), ())) for v in range(self.lanes) if cursor]
         still_open = sum(

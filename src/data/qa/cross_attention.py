@@ -30,13 +30,12 @@ class Config(questions.DecoderConfig):
     chunked_contexts: bool = False
     """Encode each of a row's contexts on its own, rather than all joined by spaces."""
     include_contexts: bool = False
-    """The training set is seen twice: then as a language model of the useful contexts, half of them with the middle to
-    fill in."""
+    """The training set is seen twice: then as a language model of the useful contexts,
+    half of them with the middle to fill in."""
     too_long: encoder_inputs.TooLong = "truncate"
     """A context of more tokens loses its end, becomes several chunks, or is refused when the data are read."""
     encoded_contexts: bool = False
-    """Read the hidden states that data_prep.preproc_nq wrote beside the rows; else contexts are encoded at each
-    step."""
+    """Read the hidden states that data_prep.preproc_nq wrote beside the rows; else encode contexts at each step."""
 
     @property
     def reader(self) -> str:
@@ -166,8 +165,7 @@ class QADataset(questions.DecoderQuestions):
         return {**tokens, "context_ids": context_ids, "context_mask": context_mask}
 
     def _context_sample(self, epoch: int, index: int) -> Sample:
-        """The useful contexts of a row as text to predict, cut to the length of an encoder input; if not cut, with the
-        end token."""
+        """A row's useful contexts as text to predict, cut to an encoder input's length; if uncut, with end token."""
         most = self._config.context_tokens
         row = index - len(self._rows)
         ids = self._prompter.context(" ".join(questions.useful_contexts(self._rows[row])), "", most)

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 RECORD = np.dtype([("key", "V32"), ("first", "<i8"), ("tokens", "<i4"), ("states_crc", "<u4"), ("record_crc", "<u4")])
-"""key: sha256 of the ids. first: token of the file at which the sequence begins. Checksums: crc32 of the vectors, and
-of the record."""
+"""key: sha256 of the ids. first: token of the file at which the sequence begins.
+Checksums: crc32 of the vectors, and of the record."""
 STATES, INDEX = ".states", ".index"
 DTYPES = {"bfloat16": np.dtype("<u2"), "float16": np.dtype("<u2"), "float32": np.dtype("<u4")}
 """Types of the states, and the integers that hold their bits in numpy, which has no bfloat16."""
@@ -127,8 +127,8 @@ def read_index(folder: Path, name: str, entries: int | None = None) -> np.ndarra
 
 
 def recover(folder: Path, name: str, row_bytes: int, compared: int = 64) -> np.ndarray:
-    """Repair the shard of a killed writer: cut off an incomplete end, delete a shard without records. Returns its
-    records.
+    """Repair the shard of a killed writer:
+    cut off an incomplete end, delete a shard without records. Returns its records.
 
     row_bytes: of the vector of one token. compared: number of last records whose vectors are compared with their
     checksums; earlier ones were committed.

@@ -95,8 +95,8 @@ def describe_base(base: Mapping[str, Any]) -> str:
 
 
 def read_store(folder: Path) -> dict[str, Any]:
-    """store.json: {"model", "hidden_size", "dtype", "shards": {name: {"entries", "tokens"}}, "prepared": [...]}. Reads
-    no shard.
+    """store.json: {"model", "hidden_size", "dtype", "shards": {name:
+    {"entries", "tokens"}}, "prepared": [...]}. Reads no shard.
 
     Raises:
         DataError: it is missing, of another format or incomplete, or a shard is not there as it was written.
@@ -131,8 +131,8 @@ def defects(folder: Path, store: Mapping[str, Any]) -> dict[str, str]:
 
 
 def check(folder: Path, rules: EncodingOptions, corpus: str) -> dict[str, Any]:
-    """The store in `folder`, if it is complete for `rules` and the rows with the fingerprint `corpus`. Reads no rows
-    and no states.
+    """The store in `folder`, if it is complete for `rules` and the rows with the fingerprint `corpus`.
+    Reads no rows and no states.
 
     Raises:
         DataError: it is missing, unfinished or damaged, or of other rows.

@@ -63,8 +63,8 @@ class EncoderInputs:
         return self._split(text, question, whole), True
 
     def _split(self, text: str, question: str, whole: list[int]) -> list[list[int]]:
-        """The context in pieces, each after the same template. A long question leaves half of the room to the
-        context."""
+        """The context in pieces, each after the same template.
+        A long question leaves half of the room to the context."""
         most, prompter = self.rules.context_tokens, self._prompter
         ids = whole[len(prompter.context("", question, _ALL)) :]
         fixed = prompter.fixed_context_tokens

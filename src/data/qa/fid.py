@@ -1,5 +1,4 @@
-"""Questions for Fusion-in-Decoder: the encoder reads the question with one passage at a time, the decoder writes the
-answer.
+"""Questions for Fusion-in-Decoder: the encoder reads question and one passage at a time, the decoder writes the answer.
 
 Passages are written as in Izacard & Grave 2021 (arXiv 2007.01282): "question: … title: … context: …", and the end
 token.
@@ -27,20 +26,18 @@ class Config(RowsConfig):
     """How passages and answers are written."""
 
     contexts: Literal["all", "useful", "none"]
-    """Which of a row's contexts become passages. useful: all of them where none is marked. none: one passage, of the
-    question alone."""
+    """Which of a row's contexts become passages. useful: all of them where none is marked.
+    none: one passage, of the question alone."""
     num_passages: int | None = Field(default=None, gt=0)
     """Most passages of a question: the first ones. None: all."""
     keep_useful: bool = added_field(False)
-    """Where `num_passages` leaves some out in training: these are contexts that are not marked as useful, as far as
-    possible."""
+    """Where `num_passages` leaves some out in training: these are contexts not marked as useful, if possible."""
     passage_tokens: int = Field(gt=0)
     """Most tokens of one passage, with question, title and end token. Where that is too few, a question of more than
     half of them loses its beginning, a title of more than a quarter its end, and then the context as `too_long`
     says."""
     too_long: Literal["truncate", "split"] = "truncate"
-    """A context that is too long for a passage loses its end, or goes on in further passages, each with question and
-    title."""
+    """A context that is too long for a passage loses its end, or continues in passages with question and title."""
     answer_tokens: int = Field(gt=0)
     """Most tokens of an answer and its end token; a longer one loses its end."""
 
@@ -79,8 +76,8 @@ class Config(RowsConfig):
 
 
 class Sample(questions.Sample):
-    """One training sample, or one prompt. `input_ids`: a first token, which the model replaces by its own, and the
-    answer."""
+    """One training sample, or one prompt.
+    `input_ids`: a first token, which the model replaces by its own, and the answer."""
 
     passages: list[list[int]]
     """At least one."""

@@ -27,15 +27,15 @@ def fim_tokens(encoder: SafeTokenizer) -> FimTokens:
 def maybe_fill_in_the_middle(
     ids: Sequence[int], tokens: FimTokens, max_tokens: int, seed: int, epoch: int, index: int
 ) -> list[int]:
-    """`fill_in_the_middle` with probability 1/2. Whether, where and in which order is a pure function of (seed, epoch,
-    index)."""
+    """`fill_in_the_middle` with probability 1/2.
+    Whether, where and in which order is a pure function of (seed, epoch, index)."""
     rng = Random(f"fim/{seed}/{epoch}/{index}")
     return fill_in_the_middle(ids, tokens, rng, max_tokens) if rng.random() < _RATE else list(ids)
 
 
 def fill_in_the_middle(ids: Sequence[int], tokens: FimTokens, rng: Random, max_tokens: int, skip: int = 4) -> list[int]:
-    """Cut `ids` at two random points after the first `skip` and put the middle last; PSM or SPM with probability 1/2
-    each.
+    """Cut `ids` at two random points after the first `skip` and put the middle last;
+    PSM or SPM with probability 1/2 each.
 
     PSM is [prefix] P [suffix] S [middle] M; SPM is variant 2 of Bavarian et al. 2022 (arXiv:2207.14255, section 3 and
     appendix D), [prefix] [suffix] S [middle] P M. At most `max_tokens` come out: the suffix loses its end. A sequence

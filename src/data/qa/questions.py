@@ -73,8 +73,8 @@ def useful_indices(row: Row) -> list[int]:
 
 
 class TruncationCounter:
-    """Counts the contexts of which this process cut the end off. Warns at the first, the 100th, the 10,000th and so
-    on."""
+    """Counts the contexts of which this process cut the end off.
+    Warns at the first, the 100th, the 10,000th and so on."""
 
     def __init__(self, name: str, why: str) -> None:
         self._name, self._why = name, why
@@ -99,8 +99,8 @@ class TruncationCounter:
 
 @cache
 def truncation_counter(name: str, field: str, most: int) -> TruncationCounter:
-    """The counter that all data sets of `name` in this process share. field: the config field that allows `most`
-    tokens."""
+    """The counter that all data sets of `name` in this process share.
+    field: the config field that allows `most` tokens."""
     return TruncationCounter(name, f"data.{field} is {most}, and data.too_long 'truncate'")
 
 
@@ -134,8 +134,7 @@ class Questions:
         return self._rows[index]
 
     def source(self, index: int) -> str:
-        """What scores are grouped by: the dataset a row came from, with its kind of question where it has one, as
-        "stdlib_calls"."""
+        """Group of scores: the dataset a row came from, with its kind of question if any, as "stdlib_calls"."""
         return answers.source(self._rows[index % len(self._rows)])
 
     def sample_source(self, epoch: int, index: int) -> str:
@@ -196,14 +195,13 @@ class DecoderConfig(RowsConfig):
 
     same_length_advice: ClassVar[str] = "Write data.fixed_length: true, or leave loop.compile out."
     sequence_tokens: int = Field(gt=0)
-    """Most tokens of question and answer. A longer question loses its beginning; an answer that alone is too long loses
-    its end."""
+    """Most tokens of question and answer.
+    A longer question loses its beginning; an answer that alone is too long loses its end."""
     loss_on: Literal["answer", "all"]
     """Score the answer and the end token, or every token but the first."""
     template: templates.Name = "assistant"
     fixed_length: bool = False
-    """Pad every batch to the length of the longest possible sequence, rather than of its own longest, for
-    `loop.compile`."""
+    """Pad every batch to the length of the longest possible sequence, not of its own longest, for `loop.compile`."""
 
     @abstractmethod
     def longest(self) -> int:

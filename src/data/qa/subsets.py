@@ -22,8 +22,7 @@ Row = dict[str, Any]
 
 
 class RowsConfig(ShuffledConfig):
-    """A prepared folder of rows {"context", "question", "answer", "dataset"} in train.jsonl and val.jsonl, and which of
-    them are used.
+    """A folder of rows {"context", "question", "answer", "dataset"} in train.jsonl and val.jsonl, and their selection.
 
     Other splits are used whole.
     """
@@ -46,8 +45,8 @@ class RowsConfig(ShuffledConfig):
         return names
 
     def check(self, places: Places) -> None:
-        """Also refuses sources that the manifest of the data set does not count: {"counts": {split: {"rows": {source:
-        number}}}}.
+        """Also refuses sources that the manifest of the data set does not count: {"counts": {split:
+        {"rows": {source: number}}}}.
 
         A manifest without counts is left to `build`, which looks for the sources among the rows.
         """

@@ -69,8 +69,8 @@ class Prompter:
         """Tokens that a context in the prompt takes besides its own."""
 
     def prompt(self, question: str, max_tokens: int, context: str | None = None, context_tokens: int = 0) -> list[int]:
-        """Ids up to where the answer begins: at most `max_tokens`, and `context_tokens` more for a context, read before
-        the question.
+        """Ids up to where the answer begins:
+        at most `max_tokens`, and `context_tokens` more for a context, read before the question.
 
         A longer question loses its beginning, a longer context its end; neither gets the room that the other leaves.
         """
@@ -86,13 +86,11 @@ class Prompter:
         return self._assemble(kept, [], None if context_ids is None else context_ids[:context_room])
 
     def answer(self, answer: str, max_tokens: int) -> list[int]:
-        """Ids of the answer and the end token; an answer longer than `max_tokens` loses its end, and the end token with
-        it."""
+        """Ids of the answer and the end token; a longer answer than `max_tokens` loses its end and the end token."""
         return [*self._encoder.encode(self._template.before_answer + answer), self._encoder.eos_id][:max_tokens]
 
     def context(self, context: str, question: str, max_tokens: int) -> list[int]:
-        """Encoder input: the template with <|C|> for the question, `question` (or "") before it, the context for the
-        answer.
+        """Encoder input: template with <|C|> for the question, `question` (or "") before it, context for the answer.
 
         At most `max_tokens`: a longer context loses its end, then the question its beginning.
         """
@@ -116,8 +114,8 @@ class Prompter:
         return ids + self._encoder.encode(run)
 
     def _pieces(self, question: str, marker: str, context: str | None) -> list[tuple[str, bool]]:
-        """The text in order, each piece with whether it is ours rather than a user's. context: None where there is
-        none."""
+        """The text in order, each piece with whether it is ours rather than a user's.
+        context: None where there is none."""
         ours = self._template
         before = [(piece, True) for piece in (ours.before if context is None else ours.before_context)]
         if context is not None:

@@ -41,8 +41,8 @@ class Sampling(StrictConfig):
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Draw among the likeliest tokens that have so much of the probability together."""
     top_k: int = Field(default=0, ge=0)
-    """Draw among so many of the likeliest tokens; 0: among all. The log-probabilities that the loss compares know
-    neither it nor top_p."""
+    """Draw among so many of the likeliest tokens; 0: among all.
+    The log-probabilities that the loss compares know neither it nor top_p."""
     batching: Literal["static", "continuous"] = added_field("static")
     """continuous: an answer that has ended makes room for the next prompt at once, for GPUs and answers of uneven
     lengths (transformers' generate_batch). When a prompt is taken in is a matter of time, so that a restart may not
@@ -134,8 +134,7 @@ class Rollouts:
         self.fingerprint = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
         self.config, self.prompts = config, prompts
         self.buffer: dict[str, Tensor] = {}
-        """Of all N rollouts of an iteration: "input_ids" and more (N, T), "lengths" (N,), "facts" (N, K), and
-        "iteration" ()."""
+        """An iteration's rollouts: "input_ids" and more (N, T), "lengths" (N,), "facts" (N, K), and "iteration" ()."""
         self.fill: Callable[[int, int, Cursor], Cursor] | None = None
         """Put in by the recipe: see `RolloutOrder.roll_out`."""
 

@@ -1,5 +1,4 @@
-"""The order of rollouts: an iteration makes a buffer of them, and steps read it in some permutations before the next
-one is made."""
+"""The order of rollouts: an iteration makes a buffer, and steps read it in some permutations before the next."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -34,8 +34,8 @@ _LOOKED_AT = 1000
 
 
 def check_beginning(path: Path, keys: Sequence[str]) -> None:
-    """Raises DataError if a prompt in the first thousand rows of a file has no value for one of `keys`; names the
-    row."""
+    """Raises DataError if a prompt in the first thousand rows of a file has no value for one of
+    `keys`; names the row."""
     with open(path, "rb") as file:
         for number, line in enumerate(itertools.islice(file, _LOOKED_AT if keys else 0), 1):
             where = f"{path}:{number}"

@@ -32,8 +32,8 @@ class Source:
     """Documents among which `window` mixes."""
     seed: str
     _ends: dict[int, tuple[list[int], list[int]]] = field(default_factory=dict, repr=False)
-    """By epoch, for the last epochs used: the shards in order, and the places where they end. Lanes can be in two
-    epochs at a time."""
+    """By epoch, for the last epochs used: the shards in order, and the places where they end.
+    Lanes can be in two epochs at a time."""
 
     def __post_init__(self) -> None:
         self.count = sum(self.sizes)
@@ -61,8 +61,8 @@ class Source:
 
 
 class Joined:
-    """An `Arrangement` of the documents of several sources as one: an epoch has each document once, the sources evenly
-    spread."""
+    """An `Arrangement` of the documents of several sources as one:
+    an epoch has each document once, the sources evenly spread."""
 
     def __init__(self, sources: Sequence[Source]) -> None:
         self.sources = sources
@@ -149,8 +149,8 @@ def arrange(sources: Sequence[Source], rates: Sequence[float]) -> "Joined | Stre
 
 
 def _block(source: Source, lanes: int) -> int:
-    """Documents of a lane in a window, or in a shard. A reshuffle moves such blocks, so that it opens no more shards
-    than before."""
+    """Documents of a lane in a window, or in a shard.
+    A reshuffle moves such blocks, so that it opens no more shards than before."""
     together = source.window if source.shuffle == "window" else source.count // len(source.sizes)
     return max(1, together // lanes)
 
@@ -160,8 +160,8 @@ def _block_permutation(block: int, seed: str) -> Callable[[int, int, int], int]:
 
 
 def _permute_blocks(position: int, size: int, block: int, key: str) -> int:
-    """Image of a position under a permutation of 0..size-1 that moves complete blocks and mixes each; a shorter last
-    block stays last."""
+    """Image of a position under a permutation of 0..size-1 that moves complete blocks and mixes each;
+    a shorter last block stays last."""
     number, place = divmod(position, block)
     whole = size // block
     if number < whole:

@@ -1,5 +1,4 @@
-"""Report which documents a training on streamed data has read: python -m src.data.streaming.audit RUN [--step N]
-[--documents FILE].
+"""Report the documents that a training has read: python -m src.data.streaming.audit RUN [--step N] [--documents FILE].
 
 The cursor of a checkpoint says how far each lane of rows has come. From that, the branches of the run and the indexes
 of the tars the rows of every step are made again, without reading a document; at the end the lanes must be where the

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from src.data.streaming.validation import ValidationRows
 
 COUNTED = ("documents", "images", "image_tokens", "text_tokens", "left_out_parts", "unreadable")
-"""Counts of each source. A document, and its parts that are larger than a row, count in the row where the document
-ends."""
+"""Counts of each source.
+A document, and its parts that are larger than a row, count in the row where the document ends."""
 SPLITS = ("train", "val")
 
 
@@ -48,8 +48,8 @@ class SourceConfig(StrictConfig):
     path: str = Field(min_length=1)
     """Folder below `--data_path`, with the lists of shards train/shards.json and val/shards.json."""
     rate: float | None = Field(default=None, gt=0)
-    """Share of the documents that are read; rates need not sum to 1. None for all sources: each document once in an
-    epoch of all."""
+    """Share of the documents that are read; rates need not sum to 1.
+    None for all sources: each document once in an epoch of all."""
     fields: Fields | None = added_field(None)
     """Members by kind, as the index was made with --fields; None: whatever the index says."""
     loss_weight: float = Field(default=1.0, gt=0)
@@ -70,8 +70,8 @@ class Config(DatasetConfig):
     open_rows: int = Field(default=16, gt=0)
     """Rows of each lane to fill at a time: more rows, less padding."""
     shuffle: Literal["none", "shards", "window"] = "window"
-    """The order of an epoch of a source. shards: in each epoch another order of the tars. window: and the documents of
-    `window` mixed."""
+    """The order of an epoch of a source. shards: in each epoch another order of the tars.
+    window: and the documents of `window` mixed."""
     window: int = Field(default=10_000, gt=1)
     """Documents that are mixed with each other. Their tars are open at the same time."""
     rules: Rules = Rules()
@@ -180,8 +180,8 @@ class Sample:
 
 
 class StreamedDataset:
-    """Rows of documents. A key is (epoch, document, piece, epoch, document, piece, ...), or (epoch, document) for its
-    first piece.
+    """Rows of documents.
+    A key is (epoch, document, piece, epoch, document, piece, ...), or (epoch, document) for its first piece.
 
     Documents are numbered through the sources, by name.
     """

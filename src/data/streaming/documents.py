@@ -121,8 +121,8 @@ class Documents:
         self.elements = lru_cache(_PLANNED)(self._make_elements)
         """Document number -> its elements, in order; empty if the document is dropped."""
         self.pieces = lru_cache(_PLANNED)(self._make_pieces)
-        """(document, (tokens, frames) of a row) -> its pieces in rows. Reads no document if the index has counts of
-        tokens."""
+        """(document, (tokens, frames) of a row) -> its pieces in rows.
+        Reads no document if the index has counts of tokens."""
 
     def __getstate__(self) -> dict[str, object]:
         return {
@@ -205,8 +205,8 @@ class Documents:
     def _split_text(
         text: Element, prompts: Sequence[Element], groups: list[list[Element]], fit: Callable[[Sequence[Element]], bool]
     ) -> None:
-        """Add the tokens of a text to the last group while they fit, then to new ones. prompts: at the end of the last
-        group, its own."""
+        """Add the tokens of a text to the last group while they fit, then to new ones.
+        prompts: at the end of the last group, its own."""
         while text.tokens:
             room = bisect_right(
                 range(1, text.tokens + 1), False, key=lambda n: not fit([*groups[-1], text._replace(tokens=n)])

@@ -22,8 +22,8 @@ FAKE, IMAGE, GLOBAL = "<fake_token_around_image>", "<image>", "<global-img>"
 RESERVED = (FAKE, IMAGE, GLOBAL)
 """A text with one of these is left out."""
 MEAN = STD = 0.5
-"""Frames are (x / 255 - MEAN) / STD. No value of 8 bits becomes 0 by them: transformers takes a frame of zeros as
-padding."""
+"""Frames are (x / 255 - MEAN) / STD.
+No value of 8 bits becomes 0 by them: transformers takes a frame of zeros as padding."""
 
 
 class Grid(NamedTuple):
@@ -48,8 +48,8 @@ class ImagesConfig(StrictConfig):
     image_tokens: int = Field(gt=0)
     """Tokens of a frame."""
     max_size: int = Field(gt=0)
-    """Pixels of the longer side, above which an image is made smaller. A multiple of `frame_size`; equal to it, no
-    image is cut."""
+    """Pixels of the longer side, above which an image is made smaller.
+    A multiple of `frame_size`; equal to it, no image is cut."""
     enlarge: bool = False
     """Whether a smaller image is enlarged to `max_size`, as transformers does by default."""
 
@@ -102,8 +102,8 @@ class ImagesConfig(StrictConfig):
         return [*sizes, (width, height)]
 
     def frames(self, content: bytes, most_pixels: int = MOST_PIXELS) -> "np.ndarray":
-        """(frames, 3, frame_size, frame_size) float32: the frames of an encoded image, from -1 to 1; transparent pixels
-        are white.
+        """(frames, 3, frame_size, frame_size) float32: the frames of an encoded image, from -1 to 1;
+        transparent pixels are white.
 
         Raises:
             ImageError: it has more than `most_pixels` pixels, or cannot be decoded.
@@ -153,8 +153,8 @@ class ImageTokens:
 
     @property
     def shared_tokens(self) -> int:
-        """Number of tokens shared by two adjacent images: Idefics2 writes the last token of one and the first of the
-        next once."""
+        """Number of tokens shared by two adjacent images:
+        Idefics2 writes the last token of one and the first of the next once."""
         return int(self.config.style == "idefics2")
 
     @cached_property

@@ -35,8 +35,7 @@ class Shard:
     """A tar of documents."""
 
     url: str
-    """Where its bytes are: a path, relative to the folder of the list or absolute; "s3://bucket/key"; or
-    "pipe:COMMAND"."""
+    """Where its bytes are: a path, relative to the list's folder or absolute; "s3://bucket/key"; or "pipe:COMMAND"."""
     index: str
     """File of its index, relative to the folder."""
     documents: int
@@ -49,8 +48,8 @@ class Shard:
     index_digest: str | None = None
     """Digest of its index."""
     mtime_ns: int | None = None
-    """Modification time of a local tar when it was indexed. None for tars that this project wrote: those are older than
-    their index."""
+    """Modification time of a local tar when it was indexed.
+    None for tars that this project wrote: those are older than their index."""
     sample: str | None = None
     """`sample_tar` of a local tar when it was indexed. A tar with another modification time must still have it."""
 
@@ -114,8 +113,7 @@ def sample_tar(path: Path) -> str:
 
 
 def sample_digest(manifest: Manifest) -> str:
-    """Digest of samples of the tars that are files here, of some of them where they are many: of one that is changed in
-    place it differs.
+    """Digest of samples of the tars that are files here, or of some of many; it changes if one is changed in place.
 
     Raises:
         DataError: one of them cannot be read.

@@ -27,8 +27,8 @@ class ReadAhead:
         count: int,
         cache: ShardCache,
     ) -> None:
-        """share: of this process. shard_of: the tar of a document. count: tars of documents to come that are requested
-        at a time."""
+        """share: of this process. shard_of: the tar of a document.
+        count: tars of documents to come that are requested at a time."""
         self._arrangement, self._share, self._shard_of, self._count = arrangement, share, shard_of, count
         self._lanes = [
             _Lane(v) for g in share.numbers for v in range(g * share.micro_batch, (g + 1) * share.micro_batch)

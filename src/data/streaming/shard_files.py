@@ -36,8 +36,8 @@ class ShardFiles:
         patience: float = PATIENCE,
         max_cached: int = _OPEN,
     ) -> None:
-        """folder: of the manifest, where relative paths start. patience: seconds without a new byte until a shard
-        counts as unavailable.
+        """folder: of the manifest, where relative paths start.
+        patience: seconds without a new byte until a shard counts as unavailable.
 
         max_cached: references to files of the cache at a time. Files without a reference can be deleted to make room
         for the next ones.

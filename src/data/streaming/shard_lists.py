@@ -1,5 +1,4 @@
-"""List shards from the words of a user: files, URLs, patterns, ranges such as s-{000..123}.tar, text files, prepared
-folders."""
+"""List shards from words: files, URLs, patterns, ranges such as s-{000..123}.tar, text files, prepared folders."""
 
 import glob
 import re
@@ -31,8 +30,8 @@ class Listed(NamedTuple):
 
 
 def list_shards(words: Sequence[str]) -> list[Listed]:
-    """List the shards of `words`, in order: each word is a path, "s3://BUCKET/KEY" or "pipe:COMMAND", or several of
-    them as
+    """List the shards of `words`, in order:
+    each word is a path, "s3://BUCKET/KEY" or "pipe:COMMAND", or several of them as
 
     - a file NAME.txt with one on each line; paths go from the folder of that file;
     - a folder with shards.json;
@@ -104,8 +103,8 @@ def _match(text: str, folder: Path, place: str) -> list[Listed]:
     if text.endswith(_COMPRESSED):
         reader = "gzip -dc FILE" if text.endswith("gz") else "COMMAND"
         raise DataError(
-            f'{place}: {text}: a compressed tar cannot be read in any order. Give "pipe:{reader}", which unpacks it, '
-            f"or unpack it."
+            f"{place}: {text}: a compressed tar cannot be read in any order. "
+            f'Give "pipe:{reader}", which unpacks it, or unpack it.'
         )
     if text.startswith(objects.SCHEMES):
         urls = _list_keys(text) if _PATTERN.search(text) else [text]

@@ -1,5 +1,4 @@
-"""The index of a tar of documents: where each document and each of its parts is, so that any of them can be read
-directly.
+"""The index of a tar of documents: where each document and each of its parts is, so that any can be read directly.
 
 A document is a run of members with the same key at the start of their names. Its parts are named
 KEY.POSITION.KIND.EXTENSION, such as 7_ab.0.text.txt, KEY.POSITION.EXTENSION, KEY.EXTENSION or KEY.KIND.EXTENSION; a

@@ -22,8 +22,8 @@ class TextTokens:
     """Ids of the texts of documents, by one tokenizer."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerFast", style: str = "idefics3") -> None:
-        """style: of images, see `ImagesConfig`. With that of Idefics2, a text after an image also starts with a
-        space."""
+        """style: of images, see `ImagesConfig`.
+        With that of Idefics2, a text after an image also starts with a space."""
         self._spaced = style == "idefics2"
         self._safe = SafeTokenizer(tokenizer)
         bos = tokenizer.bos_token_id
@@ -32,8 +32,7 @@ class TextTokens:
         self.end = [self._safe.eos_id]
         rules = f"{RULES}/{self.begin}/{self.end}/{_rules_of(tokenizer)}{'/spaced' if self._spaced else ''}"
         self.digest = hashlib.sha256(rules.encode()).hexdigest()[:16]
-        """Digest of the rules and of the tokenizer's treatment of plain text, on which control tokens have no
-        effect."""
+        """Digest of the rules and of the tokenizer's treatment of plain text, unaffected by control tokens."""
 
     def encode(self, kinds: Sequence[int], contents: Sequence[bytes | None]) -> list[list[int]]:
         """Ids of each part of a document; empty for images and for texts that are left out.

@@ -1,5 +1,4 @@
-"""Every document of a validation split once, in rows; the questions that documents ask; and both with other documents'
-images."""
+"""Every document of a validation split once, in rows; their questions; and both with other documents' images."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -163,8 +162,7 @@ class ValidationRows:
         return None
 
     def _shuffle_images(self, documents: Sequence[int]) -> Swaps:
-        """Of the images of one number of tiles each is swapped with the one that follows after all of its own
-        document's."""
+        """Each image is swapped with the next one of as many tiles, after all of its own document's."""
         groups: dict[Any, list[tuple[int, int]]] = defaultdict(list)
         for document in documents:
             source, own = self.data.locate(document)

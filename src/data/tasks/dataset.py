@@ -29,8 +29,7 @@ OPTIONAL = {"label": str, "index": int, "answers": list[str], "group": str}
 
 
 class Config(DatasetConfig):
-    """A folder made by data_prep.prepare_task, with train.jsonl, val.jsonl and maybe test.jsonl, as a task of
-    resources/tasks."""
+    """A folder of data_prep.prepare_task, with train.jsonl, val.jsonl maybe test.jsonl: a task of resources/tasks."""
 
     task: str = Field(min_length=1)
     """Name of an entry, as "rte"."""
@@ -41,13 +40,12 @@ class Config(DatasetConfig):
     target_tokens: int = Field(default=64, gt=1)
     """Most tokens of a target and its end token."""
     long_targets: Literal["refuse", "cut", "drop"] = added_field("refuse")
-    """What becomes of a longer text: refuse: the data are refused. cut: it loses its end. drop: its row is left out, in
-    every split."""
+    """What becomes of a longer text: refuse: the data are refused. cut: it loses its end.
+    drop: its row is left out, in every split."""
     max_new_tokens: int | None = added_field(None, gt=0)
     """Most tokens of a generated answer; None: target_tokens."""
     sentinel: bool = added_field(False)
-    """Whether inputs end and targets begin with <extra_id_0>, as in pre-training: the tasks `*_1_sentinel` of T5's
-    code."""
+    """Whether inputs end and targets begin with <extra_id_0>, as in pre-training: tasks `*_1_sentinel` of T5."""
     val_samples: int | None = Field(default=None, gt=0)
     """Rows of the validation split that are used, the same ones whatever the seed; None for all."""
 
@@ -129,8 +127,7 @@ class Sample(TypedDict):
 
 
 def _require_columns(task: tasks.NamedTask, path: Path) -> None:
-    """Raises DataError where the first row of a file lacks a column of the task: most likely the file is of another
-    task."""
+    """Raises DataError where the first row of a file lacks a column of the task: likely the file of another task."""
     with reading(path, DataError), open(path, "rb") as file:
         row = jsonl.parse(file.readline(), f"{path}:1")
     for column in task.task.columns:

@@ -48,8 +48,7 @@ _STEPS = 5  # of a regression's label, per 1.0
 
 
 class Submission(Config):
-    """The file that a server takes: GLUE's has lines of "index", "prediction", SuperGLUE's objects with "idx" and
-    "label"."""
+    """A server's file: GLUE's has lines of "index", "prediction", SuperGLUE's objects with "idx" and "label"."""
 
     file: str = Field(pattern=r"^\w[\w.-]*\.(tsv|jsonl)$")
     label: Literal["text", "number", "lower"]
@@ -87,8 +86,7 @@ class Task(Config):
     names: dict[str, list[str]] = {}
     """What a column, "label" or "index" is called in releases where it has another name."""
     plain: list[list[str]] = []
-    """Columns of the lines of a tsv file without a header, "_" for one that is not read; one list for each number of
-    columns."""
+    """Columns of a tsv file without a header, "_" for one that is not read; one list for each number of columns."""
     form: Literal["multirc", "record", "wsc", "wsc_simple", "dpr"] | None = None
     """Conversion of a row of the release, by its name in `data_prep.superglue.FORMS`."""
     submission: Submission | None = None
@@ -178,8 +176,8 @@ class NamedTask:
         return f"{self.task.prefix or self.name} {pairs}"
 
     def target(self, label: str | float | None) -> str:
-        """Text that the model should write. label: a class, an answer, or the number of a regression; None: no
-        label."""
+        """Text that the model should write.
+        label: a class, an answer, or the number of a regression; None: no label."""
         if label is None:
             return UNLABELLED
         if self.task.kind == "regression":

@@ -22,8 +22,8 @@ class Config(documents.TextConfig):
     sequence_tokens: int = Field(gt=1)
     """Tokens of every sequence."""
     apart: bool = added_field(False)
-    """Whether the documents of a sequence do not read each other, as those of `packed`. A sequence may still begin and
-    end inside one."""
+    """Whether the documents of a sequence do not read each other, as those of `packed`.
+    A sequence may still begin and end inside one."""
 
     def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
         require_fit("data.sequence_tokens", self.sequence_tokens + new_tokens, max_positions)

@@ -1,5 +1,4 @@
-"""Documents as token ids: memory-mapped from a folder made by data_prep.tokenize, or a plain text corpus tokenised in
-memory."""
+"""Documents as token ids: memory-mapped from a folder made by data_prep.tokenize, or plain text tokenised in memory."""
 
 import hashlib
 import importlib.metadata
@@ -31,8 +30,7 @@ _SAVED_IDS = "token ids 1"
 
 
 class TextConfig(ShuffledConfig):
-    """Plain text: documents made by data_prep.tokenize, or rows {"text"} in train.jsonl and val.jsonl, which are
-    tokenised when read."""
+    """Text: documents of data_prep.tokenize, or rows {"text"} in train.jsonl and val.jsonl, tokenised when read."""
 
     corpus: str = Field(min_length=1)
     """Folder below `--data_path`."""
@@ -75,8 +73,8 @@ def read(places: Places, corpus: str, tokenizer: "PreTrainedTokenizerFast", spli
 
 
 def _tokenize(rows: jsonl.Rows, encoder: SafeTokenizer, digest: str) -> token_files.Shard:
-    """The documents of a text file of 1 MiB to 1 GiB are tokenized once: one process saves their ids beside it, others
-    load them."""
+    """The documents of a text file of 1 MiB to 1 GiB are tokenized once:
+    one process saves their ids beside it, others load them."""
 
     def tokenize() -> token_files.Shard:
         # An empty document would leave an end token alone.
@@ -149,8 +147,8 @@ def _check_tokenizer(folder: Path, made: dict[str, Any], fingerprint: str, eos_i
 
 
 class Documents:
-    """Documents of one split in their order. `documents[i]` are the ids of one, (tokens,) int32, without its end
-    token."""
+    """Documents of one split in their order.
+    `documents[i]` are the ids of one, (tokens,) int32, without its end token."""
 
     def __init__(self, shards: Sequence[token_files.Shard], eos_id: int, fingerprint: str, path: Path) -> None:
         """path: named in messages."""
@@ -184,8 +182,8 @@ class Documents:
         return shard, int(shard.ends[place]), int(shard.ends[place + 1])
 
     def slice_tokens(self, first: int, last: int) -> "np.ndarray":
-        """Tokens `first` to `last` (not included) of all documents joined, each ended by the end token: (last - first,)
-        int32, a copy."""
+        """Tokens `first` to `last` (not included) of all documents joined, each ended by the end token:
+        (last - first,) int32, a copy."""
         import numpy as np
 
         if not 0 <= first <= last <= self.num_tokens:
@@ -200,8 +198,8 @@ class Documents:
 
 
 class StoredDocuments(Documents):
-    """Documents of token files. A copy in another process maps the same files, and refuses to read others in their
-    place."""
+    """Documents of token files.
+    A copy in another process maps the same files, and refuses to read others in their place."""
 
     def __init__(self, folder: Path, split: str, eos_id: int) -> None:
         """Raises DataError where a file is missing or damaged."""
@@ -219,8 +217,8 @@ class StoredDocuments(Documents):
 
 
 class PackedRows:
-    """The joined documents cut into rows of `length` tokens; a longer document continues in the next. The remainder is
-    dropped."""
+    """The joined documents cut into rows of `length` tokens; a longer document continues in the next.
+    The remainder is dropped."""
 
     def __init__(self, documents: Documents, length: int, most: int | None = None) -> None:
         """most: how many rows are used, the same ones in every experiment; None for all.

@@ -114,8 +114,8 @@ def _map_file(path: Path, dtype: "np.dtype", count: int) -> "np.ndarray":
 
 
 class Writer:
-    """Writes a new shard, document by document; a context manager. Overwrites what an earlier writer left under its
-    name."""
+    """Writes a new shard, document by document; a context manager.
+    Overwrites what an earlier writer left under its name."""
 
     def __init__(self, folder: Path, name: str, dtype: str) -> None:
         """Raises RunError where the disk refuses."""
@@ -136,8 +136,8 @@ class Writer:
         self._ends.close()
 
     def append(self, ids: "np.ndarray", lengths: "np.ndarray") -> None:
-        """Add documents. ids: of all of them, each followed by the end token. lengths: (documents,), with their end
-        tokens.
+        """Add documents. ids: of all of them, each followed by the end token.
+        lengths: (documents,), with their end tokens.
 
         Raises:
             RunError: the disk refuses.
@@ -153,8 +153,8 @@ class Writer:
         self.tokens += len(ids)
 
     def close(self) -> dict[str, Any] | None:
-        """Sync the files; returns the shard's entry in the manifest. Without documents: removes the files and returns
-        None.
+        """Sync the files; returns the shard's entry in the manifest.
+        Without documents: removes the files and returns None.
 
         Raises:
             RunError: the disk refuses.

@@ -1,5 +1,4 @@
-"""Loads tokenizers from a folder or the local hub cache, and encodes text so that it can never become control
-tokens."""
+"""Loads tokenizers from a folder or the local hub cache, and encodes text so that it never becomes control tokens."""
 
 import json
 import os
@@ -20,8 +19,8 @@ _BATCH = 256
 
 
 def load(source: str | Path, extra: Sequence[str] = (), end_token: str | None = None) -> "PreTrainedTokenizerFast":
-    """The tokenizer in a folder, or that of a hub id in the local cache, with the control tokens `extra`. Downloads
-    nothing.
+    """The tokenizer in a folder, or that of a hub id in the local cache, with the control tokens `extra`.
+    Downloads nothing.
 
     end_token: of its vocabulary, in the place of the one that it names.
 
@@ -54,8 +53,7 @@ def load(source: str | Path, extra: Sequence[str] = (), end_token: str | None = 
 
 
 def names_end_token(folder: Path) -> bool:
-    """Whether the settings of a tokenizer name an end token, without loading it; False also where they cannot be
-    read."""
+    """Whether the settings of a tokenizer name an end token, without loading it; False if they cannot be read."""
     try:
         return bool(read_json(folder / "tokenizer_config.json", DataError)["eos_token"])
     except (DataError, LookupError, TypeError):
@@ -130,8 +128,8 @@ class SafeTokenizer:
             backend.encode_special_tokens = True  # pickling loses it
 
     def encode(self, text: str, first: bool = True, continues: bool = False) -> list[int]:
-        """Encode user text, without control tokens. first: False after a control token. continues: the text follows
-        other text."""
+        """Encode user text, without control tokens. first: False after a control token.
+        continues: the text follows other text."""
         return self._backend_for(first, continues).encode(text, add_special_tokens=False).ids if text else []
 
     def _backend_for(self, first: bool, continues: bool) -> "Tokenizer":
@@ -168,8 +166,7 @@ class SafeTokenizer:
 
 
 def _split_spelled_controls(backend: "Tokenizer", controls: Iterable[str]) -> None:
-    """Split text that spells a control token after its first character, if the model of `backend` would make it one
-    piece.
+    """Split text that spells a control token after its first character, if the model of `backend` makes it one piece.
 
     Unigram models with control tokens among their pieces do so, as those of transformers' T5Tokenizer. Other text is
     split as before.
@@ -200,8 +197,8 @@ def _split_spelled_controls(backend: "Tokenizer", controls: Iterable[str]) -> No
 
 
 def _inner_backend(backend: "Tokenizer") -> "Tokenizer":
-    """A tokenizer for text after a control token. It differs for Metaspace with prepend_scheme "first", as Llama's
-    has."""
+    """A tokenizer for text after a control token.
+    It differs for Metaspace with prepend_scheme "first", as Llama's has."""
     return _replace_settings(backend, {'"prepend_scheme":"first"': '"prepend_scheme":"never"'})
 
 

@@ -1,5 +1,4 @@
-"""Whole documents for a language model, one a sample: padded to the longest of a batch, or packed into rows by the data
-set `packed`."""
+"""Documents for a language model, one a sample: padded to a batch's longest, or packed into rows by `packed`."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING

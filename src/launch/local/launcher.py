@@ -1,5 +1,4 @@
-"""Runs jobs on this machine: a scheduler process starts as many at a time as there are slots, and outlives the
-terminal."""
+"""Runs jobs on this machine: a scheduler process starts one per slot, and outlives the terminal."""
 
 import fcntl
 import logging
@@ -47,8 +46,7 @@ class Config(LauncherConfig):
     """How many of `gpus` a job gets for itself. 1/2, 1/3, 1/4, 1/6 or 1/12 (also as 0.33): so many jobs share one,
     which is not cut up: they must fit into its memory together."""
     stop_after_failures: int = added_field(5, ge=0)
-    """So many experiments in a row that failed within a minute of their start end the submission: what waits is not
-    started. 0: never."""
+    """End the submission after so many experiments in a row that failed within a minute of their start. 0: never."""
     retries: int = Field(default=0, ge=0)
     """How often a failed job is started again. One that stopped gracefully (exit code 75) always is."""
     wait: bool = True
@@ -154,8 +152,8 @@ class Config(LauncherConfig):
         return list(indices.items())
 
     def kill(self, job_ids: Sequence[str]) -> None:
-        """Ask the jobs to stop, kill them after the grace, and return when they have ended. Raises LaunchError if some
-        do not."""
+        """Ask the jobs to stop, kill them after the grace, and return when they have ended.
+        Raises LaunchError if some do not."""
         for queue, indices in self._group_by_queue(job_ids):
             queue.check_host()
             for index in indices:
@@ -170,8 +168,7 @@ class Config(LauncherConfig):
             raise LaunchError(f"{', '.join(left)}: killed, but still there after {_KILL_SECONDS:g} s.")
 
     def _wait_until_ended(self, job_ids: Sequence[str], seconds: float, hard: bool) -> list[str]:
-        """Stop (or, if `hard`, kill) running jobs until all have ended or the time is up; the ids of those that have
-        not."""
+        """Stop (or, if `hard`, kill) running jobs until all have ended or the time is up; the ids still running."""
         until, signalled = time.monotonic() + seconds, set[int]()
         while True:
             alive = [

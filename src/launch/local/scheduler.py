@@ -114,8 +114,8 @@ class _Scheduler:
         return within and all(self._outside_state(job_id) == "completed" for job_id in entry.job["after_jobs"])
 
     def _outside_state(self, job_id: str) -> str:
-        """State of a job of another submission, at most a second old; in its place why it is not known, where its files
-        are damaged."""
+        """State of a job of another submission, at most a second old;
+        in its place why it is not known, where its files are damaged."""
         if time.monotonic() - self.outside.get(job_id, (-1.0, ""))[0] > 1.0:
             try:
                 found = local_state.find_job(self.queue.folder.parent, job_id, self.queues)

@@ -159,8 +159,7 @@ class Queue:
 
 
 def descendants(pid: int) -> list[int]:
-    """All descendants of the process `pid`, whatever their sessions: torchrun starts its ranks in sessions of their
-    own."""
+    """All descendants of the process `pid`, whatever their sessions: torchrun's ranks have their own."""
     children: dict[int, list[int]] = defaultdict(list)
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -204,8 +203,8 @@ def kill_descendants(pid: int) -> None:
 
 
 def find_job(submissions: Path, job_id: str, queues: dict[str, Queue]) -> tuple[Queue, int] | None:
-    """The submission and the index that a job id names; None if there is no such job. queues: the submissions read so
-    far."""
+    """The submission and the index that a job id names; None if there is no such job.
+    queues: the submissions read so far."""
     match = JOB_ID.fullmatch(job_id)
     if match is None or not (submissions / match["submission"] / QUEUE).exists():
         return None

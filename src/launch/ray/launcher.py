@@ -69,12 +69,12 @@ end $code
 
 
 class Config(LauncherConfig):
-    """The cluster, and what one job gets of it. A job runs on one node, which sees the folders of code, data and runs
-    at the same paths."""
+    """The cluster, and what one job gets of it.
+    A job runs on one node, which sees the folders of code, data and runs at the same paths."""
 
     address: str = ""
-    """Of the dashboard, such as "http://127.0.0.1:8265". Empty: as RAY_API_SERVER_ADDRESS or RAY_ADDRESS says, else
-    that one."""
+    """Of the dashboard, such as "http://127.0.0.1:8265".
+    Empty: as RAY_API_SERVER_ADDRESS or RAY_ADDRESS says, else that one."""
     num_cpus: float = Field(default=1, ge=0)
     """Processors that Ray counts for a job. With no resource at all it runs on the head node."""
     num_gpus: float = Field(default=0, ge=0)
@@ -84,8 +84,7 @@ class Config(LauncherConfig):
     resources: dict[Annotated[str, Field(min_length=1)], Annotated[float, Field(gt=0)]] = {}
     """Custom resources of Ray, such as {"accelerator_type:H100": 0.001}."""
     stop_after_failures: int = added_field(5, ge=0)
-    """So many experiments in a row that failed within a minute of their start end the submission: what waits is not
-    started. 0: never."""
+    """End the submission after so many experiments in a row that failed within a minute of their start. 0: never."""
     retries: int = Field(default=0, ge=0)
     """How often a failed job is started again on its node. One that stopped gracefully (exit code 75) always is."""
     grace_seconds: int = Field(default=60, ge=1)
@@ -159,8 +158,8 @@ class Config(LauncherConfig):
         return {name: self._state(name, listed[name]) for name in job_ids if name in listed}
 
     def kill(self, job_ids: Sequence[str]) -> None:
-        """Tell the jobs to stop. Ray kills them after the grace; one that still waits for resources is kept from
-        starting by a file."""
+        """Tell the jobs to stop.
+        Ray kills them after the grace; one that still waits for resources is kept from starting by a file."""
         listed = self._list_jobs() if job_ids else {}
         alive = [name for name in dict.fromkeys(job_ids) if name in listed and listed[name].get("status") not in _ENDED]
         for name in alive:
@@ -274,8 +273,8 @@ class Config(LauncherConfig):
 
 
 def _refuse_deadlock(exp_id: str, own: Config, parent: str, of_parent: Config) -> None:
-    """A waiting child holds its resources. What its parent needs more of, it could wait for until its children give
-    up."""
+    """A waiting child holds its resources.
+    What its parent needs more of, it could wait for until its children give up."""
     needs, most = (
         {**c.resources, "num_cpus": c.num_cpus, "num_gpus": c.num_gpus, "mem_gb": c.mem_gb} for c in (own, of_parent)
     )

@@ -99,11 +99,10 @@ class Config(LauncherConfig):
     """Number of experiments that run in parallel in one task and share its processors, memory and GPUs. A parent of
     another experiment of the submission has its own task."""
     stop_after_failures: int = added_field(5, ge=0)
-    """So many experiments in a row that failed within a minute of their start end the submission: what waits is not
-    started. 0: never."""
+    """End the submission after so many experiments in a row that failed within a minute of their start. 0: never."""
     signal_seconds: int = Field(default=120, ge=0, le=65535)
-    """How long before the time limit the job writes a checkpoint and is requeued. Slurm can signal up to a minute
-    early. 0: never."""
+    """How long before the time limit the job writes a checkpoint and is requeued.
+    Slurm can signal up to a minute early. 0: never."""
     requeue: bool = True
     """Whether a job is requeued near its time limit, after a preemption and when its node fails.
     Near its time limit, not if two starts in a row wrote no new checkpoint."""
@@ -200,8 +199,8 @@ class Config(LauncherConfig):
                     raise
 
     def hold(self, job_ids: Sequence[str]) -> None:
-        """Keep `job_ids` from starting, or starting again. Raises LaunchError if Slurm refuses, as for jobs that have
-        ended."""
+        """Keep `job_ids` from starting, or starting again.
+        Raises LaunchError if Slurm refuses, as for jobs that have ended."""
         ask(["scontrol", "hold", ",".join(_whole_tasks(job_ids))], self.patience_seconds)
 
     def release(self, job_ids: Sequence[str]) -> None:
@@ -243,8 +242,7 @@ class Config(LauncherConfig):
         return {exp_id: job_ids_by_experiment[exp_id] for exp_id in exp_ids if exp_id in job_ids_by_experiment}
 
     def check(self) -> None:
-        """Raises LaunchError if Slurm's commands are not on PATH, the controller does not answer, or it has no such
-        partition."""
+        """Raises LaunchError if Slurm's commands are missing, its controller is silent, or has no such partition."""
         check_programs("sbatch", "squeue", "scancel", "scontrol")
         lines = ask(["scontrol", "--oneliner", "show", "partition"], self.patience_seconds).splitlines()
         partitions = re.findall(r"^PartitionName=(\S+)", "\n".join(lines), re.MULTILINE)
@@ -253,8 +251,8 @@ class Config(LauncherConfig):
                 raise LaunchError(f"partition: {unknown_text('partition', name, partitions)}")
 
     def _group_into_arrays(self, jobs: Sequence[Job], largest: int) -> "list[Array]":
-        """Arrays of jobs with equal resources and parents. Parents' arrays come first, as a group's first job comes
-        after its parents.
+        """Arrays of jobs with equal resources and parents.
+        Parents' arrays come first, as a group's first job comes after its parents.
 
         A parent does not share a task: its children would wait for every experiment in it, and not start if another one
         fails.

@@ -26,13 +26,14 @@ _SCRIPT_TEXT = (
     (
         """\
 #!/bin/bash
-# One experiment of an array: number $3, or that of the task. The file $1 holds six fields for each, each ended by a zero byte:
-# its experiment, its save directory, where its output and its errors go, whether it may be queued again, the bash that it runs.
-# Near the time limit Slurm sends USR1 to this script alone: the task is told to stop, and queued again once it has written its
-# checkpoint. So is one that stopped at a limit of its own.
+# One experiment of an array: number $3, or that of the task. The file $1 holds six fields for each, each ended by a
+# zero byte: its experiment, its save directory, where its output and its errors go, whether it may be queued again,
+# the bash that it runs.
+# Near the time limit Slurm sends USR1 to this script alone: the task is told to stop, and queued again once it has
+# written its checkpoint. So is one that stopped at a limit of its own.
 # Slurm's TERM (a preemption, scancel) reaches every process by itself; what follows then is Slurm's to decide.
-# One that shares its task (see jobs.sh) writes its exit code into $4.code, or that it asks for another start. If there is $4.kill, it is
-# told to stop, and killed after a grace.
+# One that shares its task (see jobs.sh) writes its exit code into $4.code, or that it asks for another start.
+# If there is $4.kill, it is told to stop, and killed after a grace.
 this=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
 index=${3:-$SLURM_ARRAY_TASK_ID} shared=$4 ended= watch=
 if [ -n "$shared" ]; then
@@ -73,7 +74,8 @@ tell() {
     # srun would kill its tasks if it were told itself.
     local i
     for i in 1 2 3 4 5 6 7 8 9 10; do
-        if squeue --noheader --steps="$this.0" --format=%i 2> /dev/null | grep -q . && scancel --signal=TERM "$this.0"; then return; fi
+        if squeue --noheader --steps="$this.0" --format=%i 2> /dev/null | grep -q . &&
+            scancel --signal=TERM "$this.0"; then return; fi
         kill -0 "$step" 2> /dev/null || return
         sleep 1
     done
@@ -133,8 +135,8 @@ if { [ "$told" = USR1 ] || [ -n "$limit" ]; } && [ "${task[4]}" = 1 ]; then
             if [ "$(newest)" != "$had" ]; then
                 rm -f "$fruitless"
             elif [ -e "$fruitless" ]; then
-                echo "slurm: two starts in a row reached their limit without a new checkpoint, so it is not queued again." \
-                    "Raise 'time' of the job config, then submit it again" >&2
+                echo "slurm: two starts in a row reached their limit without a new checkpoint," \
+                    "so it is not queued again. Raise 'time' of the job config, then submit it again" >&2
                 exit $code
             else
                 touch "$fruitless"
@@ -181,8 +183,8 @@ def write_tasks(tasks: Path, jobs: Sequence[Job], lines: Sequence[str], requeue:
 def task_line(job: Job, processes: Processes, environment: Mapping[str, str], setup: Sequence[str]) -> str:
     """Bash that each node runs for `job`.
 
-    Bash itself outlives the stop signal. Only the first node exits with `STOPPED`: srun would kill it, with the checkpoint
-    half written, as soon as another node exited with a code other than 0.
+    Bash itself outlives the stop signal. Only the first node exits with `STOPPED`: srun would kill it, with the
+    checkpoint half written, as soon as another node exited with a code other than 0.
     """
     return "\n".join(
         [

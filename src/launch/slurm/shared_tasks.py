@@ -1,9 +1,9 @@
-"""Tasks that run several experiments side by side: their script, their job ids, and how each experiment ended, or why it never began.
+"""Tasks that run several experiments side by side: script, job ids, and how each experiment ended, or never started.
 
-Slurm knows the task alone. Of each experiment the folder `shared_tasks` beside the submissions has up to three files, called by its job
-id: `.code` with its exit code, once it has ended; `.kill`, if it was killed; `.why`, also of one with a task of its own, which says why it
-was not started, until its next start. Their names hold that of the submission, as a cluster that was installed anew counts from 1 again;
-job ids of earlier versions lack it.
+Slurm knows only the task. For each experiment the folder `shared_tasks` next to the submissions has up to three files,
+named by its job id: `.code` with its exit code, once it has ended; `.kill`, if it was killed; `.why`, also for one with
+a task of its own, which says why it was not started, until its next start. Their names include that of the submission,
+as a reinstalled cluster counts from 1 again; job ids of earlier versions lack it.
 """
 
 import re
@@ -22,9 +22,9 @@ _ID = re.compile(r"(?P<task>\d+_\d+)\+(?P<place>\d+)of(?P<count>\d+)(?P<submissi
 _SCRIPT_TEXT = (
     """\
 #!/bin/bash
-# One task of an array with at most $3 experiments in each: starts SCRIPT for each of them, side by side, and waits for all.
-# The files $4/JOB_ID.code and $4/JOB_ID.kill of each experiment tell how it ended, and whether it was killed. What has ended for good
-# is not started again with its neighbours.
+# One task of an array with at most $3 experiments in each: starts SCRIPT for each, side by side, and waits for all.
+# The files $4/JOB_ID.code and $4/JOB_ID.kill of each experiment tell how it ended, and whether it was killed.
+# What has ended for good is not started again with its neighbours.
 this=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
 SUBMISSION=${1%/*} SUBMISSION=${SUBMISSION##*/}
 first=$(($3 * SLURM_ARRAY_TASK_ID))
@@ -83,7 +83,7 @@ exit $code
 
 
 def write_shared_script(folder: Path, outcomes: Path) -> Path:
-    """Write the script that the shared tasks of the submission in `folder` run, and make the folder of their `outcomes`.
+    """Write the script of the shared tasks of the submission in `folder`, and make the folder of their `outcomes`.
 
     Raises:
         RunError: the disk refuses.
@@ -96,15 +96,14 @@ def write_shared_script(folder: Path, outcomes: Path) -> Path:
 
 
 def job_ids(array_id: str, experiments: int, jobs_per_task: int, folder: Path) -> list[str]:
-    """The job id of each experiment of an array of the submission in `folder`: "7_3" where it has the task for itself, else
-    "7_3+0of2.SUBMISSION".
+    """The job id of each experiment of an array of the submission in `folder`:
+    "7_3" where it has the task for itself, else "7_3+0of2.SUBMISSION".
     """
     if jobs_per_task == 1:
         return [f"{array_id}_{i}" for i in range(experiments)]
     with reading(folder):
-        end = (
-            f".{folder.name}" if "SUBMISSION" in (folder / SHARED_SCRIPT).read_text() else ""
-        )  # written by an earlier version
+        # A script of an earlier version does not name it.
+        end = f".{folder.name}" if "SUBMISSION" in (folder / SHARED_SCRIPT).read_text() else ""
     counts = [min(jobs_per_task, experiments - first) for first in range(0, experiments, jobs_per_task)]
     return [f"{array_id}_{task}+{place}of{count}{end}" for task, count in enumerate(counts) for place in range(count)]
 
@@ -127,7 +126,7 @@ def with_outcomes(ids: Iterable[str], tasks: dict[str, SchedulerState], outcomes
 
 
 def forget_notes(array_id: str, folder: Path, outcomes: Path) -> None:
-    """Remove what other submissions than that in `folder` noted of an array of this id, on a cluster that was installed anew since."""
+    """Remove the notes of other submissions than `folder` on an array of this id: the cluster was reinstalled since."""
     for path in outcomes.glob(f"{array_id}_*.why"):
         if not path.stem.endswith(f".{folder.name}"):
             with writing(path):
@@ -166,7 +165,7 @@ def _read_code(file: Path) -> str | None:
 
 
 def kill(ids: Sequence[str], outcomes: Path) -> list[str]:
-    """Let the experiments of shared tasks end, and not start again; the other ids, and the tasks that have nothing left to run.
+    """Let the experiments of shared tasks end, and not start again; the other ids, and tasks with nothing left to run.
 
     Raises:
         RunError: the disk refuses.

@@ -50,8 +50,7 @@ _OLD = "1970-01-01"
 
 
 def scheduler_states(job_ids: Sequence[str], patience_seconds: float) -> dict[str, SchedulerState]:
-    """The states of `job_ids`, with at most two calls, and one short one where jobs were killed, of the memory that
-    they used.
+    """The states of `job_ids`, with at most two calls, and one for the memory of killed jobs.
 
     - The controller knows an id until some minutes after its end; after that accounting has the final state.
     - If accounting says that a job waits or runs but the controller does not know it, or accounting does not answer:
@@ -91,8 +90,8 @@ def _find_states(requested: set[str], patience_seconds: float) -> dict[str, Sche
 
 
 def array_ids_by_name(names: Sequence[str], patience_seconds: float, ended: bool = True) -> dict[str, list[str]]:
-    """{name of an array: its ids, newest last} of the arrays that Slurm knows. ended: also those that the controller
-    has forgotten.
+    """{name of an array: its ids, newest last} of the arrays that Slurm knows.
+    ended: also those that the controller has forgotten.
 
     Raises:
         LaunchError: the controller, or accounting, does not answer.
@@ -116,8 +115,7 @@ def array_ids_by_name(names: Sequence[str], patience_seconds: float, ended: bool
 
 
 def _arrays(job_ids: Iterable[str]) -> str:
-    """For --jobs: the arrays of `job_ids`; empty if that would be too long, so that all jobs of the user must be
-    listed."""
+    """For --jobs: the arrays of `job_ids`; empty if that would be too long, so that all jobs must be listed."""
     listed = ",".join(sorted({job_id.partition("_")[0] for job_id in job_ids}))
     return listed if len(listed) < _LONGEST_ARGUMENT else ""
 
@@ -171,8 +169,7 @@ def _ask_accounting(arrays: str, patience_seconds: float) -> dict[str, Scheduler
 
 
 def _ask_memory(job_ids: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """{job id: (peak memory of its steps, requested memory)} as Slurm writes them: "531620K", "500M"; {} without an
-    answer."""
+    """{job id: (peak memory of steps, requested memory)} in Slurm's form: "531620K", "500M"; {} without an answer."""
     try:
         argv = ["sacct", "-n", "--parsable2", f"--jobs={','.join(job_ids)}", "--format=JobID,MaxRSS,ReqMem"]
         lines = ask_once(argv, _MEMORY_SECONDS).splitlines() if job_ids else []

@@ -50,8 +50,8 @@ class Waves:
             self._waves[key][-1].append((array, array_id))
 
     def _running(self, wave: Sequence[tuple[Array, str]], array: Array, same_limit: bool) -> int:
-        """Upper limit of running tasks of `wave` and `array`; same_limit: only of arrays with the limit of `array`. 0
-        for a new wave."""
+        """Upper limit of running tasks of `wave` and `array`; same_limit:
+        only of arrays with the limit of `array`. 0 for a new wave."""
         arrays = [each for each, _ in wave if not same_limit or each.config.max_running == array.config.max_running]
         limits = [[each.tasks, each.config.max_running, self._max_running] for each in (*arrays, array)]
         return sum(min(filter(None, each)) for each in limits) if wave else 0

@@ -1,5 +1,4 @@
-"""The two transports to the toolkit: the program `eai`, and haven's code with its closed client
-`eai_toolkit_client`."""
+"""Two transports to the toolkit: the program `eai`, and haven's code with its closed client `eai_toolkit_client`."""
 
 import contextlib
 import json
@@ -143,10 +142,8 @@ class Eai:
 # Messages of failed calls, in lower case. A bare number proves nothing: it can be part of a name, a path or a job's own
 # output.
 _NOT_REACHED = re.compile(
-    (
-        r"dial tcp|connection refused|no such host|i/o timeout|tls handshake timeout|network is "
-        r"unreachable|(?:error|http)s?:.*: eof"
-    ),
+    r"dial tcp|connection refused|no such host|i/o timeout|tls handshake timeout|network is unreachable|"
+    r"(?:error|http)s?:.*: eof",
     re.DOTALL,
 )
 _NOT_KNOWN = re.compile(
@@ -327,8 +324,7 @@ def find_packages() -> tuple[Any, Any]:
 
 
 def _connect(client: Any, token: str) -> Any:
-    """Replaces haven's get_api, which fails with a token, and without one exits the process if its own server is
-    absent."""
+    """Replaces haven's get_api, which fails with a token, and without one exits the process if its server is absent."""
     configuration = client.Configuration()
     configuration.host = _HOST
     connection = client.ApiClient(configuration)

@@ -41,8 +41,8 @@ class Config(JobConfig):
     """`JobConfig` with what a launcher does."""
 
     def submit(self, jobs: Sequence[Job], folder: Path, note: Note) -> list[str]:
-        """Queue each job under the name hv_<exp id>_<submission>. Calling it again with the same folder queues nothing
-        twice.
+        """Queue each job under the name hv_<exp id>_<submission>.
+        Calling it again with the same folder queues nothing twice.
 
         A child is queued at once and waits inside its job (see script.py), as the toolkit knows no dependencies.
 
@@ -87,8 +87,8 @@ class Config(JobConfig):
         return [made[job.exp_id] for job in jobs]
 
     def states(self, job_ids: Sequence[str]) -> dict[str, SchedulerState]:
-        """One call for all jobs that are listed, and one for each that is not. If only the latter fails, the job is
-        "unknown"."""
+        """One call for all jobs that are listed, and one for each that is not.
+        If only the latter fails, the job is "unknown"."""
         wanted = list(dict.fromkeys(job_ids))
         if not wanted:
             return {}
@@ -116,8 +116,8 @@ class Config(JobConfig):
         return seen | {name: answer for name, answer in answers.items() if answer}
 
     def kill(self, job_ids: Sequence[str]) -> None:
-        """End the jobs and wait until they have ended. Raises LaunchError with the ids of those not known to have
-        ended."""
+        """End the jobs and wait until they have ended.
+        Raises LaunchError with the ids of those not known to have ended."""
         wanted = list(dict.fromkeys(job_ids))
         if not wanted:
             return
@@ -148,8 +148,8 @@ class Config(JobConfig):
                 time.sleep(min(2.0, self.kill_seconds / 20))
 
     def find(self, folder: Path, exp_ids: Sequence[str]) -> dict[str, str]:
-        """Of several jobs of an experiment, the one that is alive, else the last. Jobs older than the toolkit's list, a
-        day, are missed."""
+        """Of several jobs of an experiment, the one that is alive, else the last.
+        Jobs older than the toolkit's list, a day, are missed."""
         service = self._service()
         listed = call_with_retries(
             self, lambda: service.list_jobs(max(PAGE, 4 * len(exp_ids)), tag=(SUBMISSION, folder.name))
@@ -161,8 +161,7 @@ class Config(JobConfig):
         return {exp_id: job.job_id for exp_id, job in found.items()}
 
     def check(self) -> None:
-        """Raises LaunchError if the program `eai`, or haven's client, is missing, or the account's variable is not
-        set."""
+        """Raises LaunchError if `eai` or haven's client is missing, or the account's variable is not set."""
         self.account_id()
         if self.via == "eai":
             eai.find_program()
@@ -176,8 +175,7 @@ class Config(JobConfig):
         return job.resources if isinstance(job.resources, Config) else self
 
     def _state(self, job: ListedJob) -> SchedulerState:
-        """Its state; that of one which did not start, as the queue was stopped, with the reason that its script
-        left."""
+        """Its state; that of one which did not start, as its queue stopped, with the reason that its script left."""
         seen = scheduler_state(self, job)
         submission, exp_id = job.tags.get(SUBMISSION, ""), job.tags.get(EXPERIMENT, "")
         if seen.state == "failed" and self.submissions and re.fullmatch(r"[\w-]+/[\w-]+", f"{submission}/{exp_id}"):

@@ -1,5 +1,4 @@
-"""The bash script of a toolkit job: it waits for parents, appends to the logs, and stops the training before the time
-limit."""
+"""Bash script of a toolkit job: waits for parents, appends to logs, and stops the training before the time limit."""
 
 import hashlib
 import shlex
@@ -108,8 +107,8 @@ def render_script(job: Job, parents: Mapping[str, Path], config: JobConfig) -> s
 
 
 def parents_to_await(job: Job, submitted: Sequence[str]) -> dict[str, Path]:
-    """Save directories of the parents to wait for: those `submitted` before it, and all if some are queued from an
-    earlier submission."""
+    """Save directories of the parents to wait for:
+    those `submitted` before it, and all if some are queued from an earlier submission."""
     ahead = set(submitted[: submitted.index(job.exp_id)])
     return {parent: job.run.parent / parent for parent in job.after if parent in ahead or job.after_jobs}
 

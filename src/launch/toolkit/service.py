@@ -98,15 +98,14 @@ class JobConfig(LauncherConfig):
     """True: the toolkit restarts it after a preemption, and it goes on from its last checkpoint."""
     bid: int | None = Field(default=None, ge=0, le=9999)
     stop_after_failures: int = added_field(5, ge=0)
-    """So many experiments in a row that failed within a minute of their start end the submission: what waits is not
-    started. 0: never."""
+    """End the submission after so many experiments in a row that failed within a minute of their start. 0: never."""
     max_run_seconds: int = Field(ge=60)
     """The toolkit ends the job after this; the time that a child waits for its parents counts."""
     stop_before_seconds: int = Field(default=300, ge=1)
     """How long before `max_run_seconds` are over the training is told to write a checkpoint and end."""
     parent_poll_seconds: float = Field(default=30.0, gt=0)
-    """How often a child looks at its parents' states. A waiting child holds its resources: submit parents alone if that
-    is expensive."""
+    """How often a child looks at its parents' states.
+    A waiting child holds its resources: submit parents alone if that is expensive."""
     parent_patience_seconds: int = Field(default=600, ge=0)
     """How long a parent may be failed or stopped, and be retried meanwhile, before its child gives up."""
     parent_wait_seconds: int = Field(default=86_400, ge=0)
@@ -180,8 +179,8 @@ class ListedJob:
 
 
 class Service(Protocol):
-    """A transport to the toolkit. Each method makes one call, and raises one of the errors above, or LaunchError for a
-    refusal."""
+    """A transport to the toolkit.
+    Each method makes one call, and raises one of the errors above, or LaunchError for a refusal."""
 
     def create(self, spec: Spec) -> str: ...
 
@@ -197,8 +196,8 @@ class Service(Protocol):
 
 
 def create(config: JobConfig, service: Service, spec: Spec) -> str:
-    """Queue one job exactly once: after a call of unknown outcome, the job is looked up by its name before the call is
-    repeated.
+    """Queue one job exactly once: after a call of unknown outcome,
+    the job is looked up by its name before the call is repeated.
 
     The service takes no name twice, so that even a request that arrives late cannot queue a second job.
     """
@@ -266,8 +265,8 @@ def _pauses(config: JobConfig) -> Iterator[float]:
 
 
 def call_with_retries(config: JobConfig, call: Callable[[], T]) -> T:
-    """Repeat an idempotent call until it is answered. Raises LaunchError if refused, or not answered at the last
-    try."""
+    """Repeat an idempotent call until it is answered.
+    Raises LaunchError if refused, or not answered at the last try."""
     pauses = _pauses(config)
     while True:
         try:

@@ -29,8 +29,8 @@ class Family:
     layers: str
     """Attribute path of the list of decoder layers."""
     gated: bool
-    """True: blocks with RMSNorm, rotary positions, grouped keys and values, gated MLP. False: LayerNorm, biases, plain
-    MLP."""
+    """True: blocks with RMSNorm, rotary positions, grouped keys and values, gated MLP.
+    False: LayerNorm, biases, plain MLP."""
     norm_eps: str | float
     """Config field, or the value if the config has no such field."""
     activation: str
@@ -72,8 +72,8 @@ FAMILIES = {
     "stablelm": replace(_LLAMA, norm_eps="layer_norm_eps", residual_dropout="hidden_dropout"),
     "starcoder2": Family("model.layers", False, "norm_epsilon", "hidden_act", "residual_dropout", "attention_dropout"),
 }
-"""By the `model_type` of the base. A new family is a row here and a line in
-tests/models/cross_attention/test_families.py."""
+"""By the `model_type` of the base.
+A new family is a row here and a line in tests/models/cross_attention/test_families.py."""
 
 
 class Config(ModelConfig):

@@ -1,5 +1,4 @@
-"""Cache of encoded contexts on disk, for serving: a context is encoded once and read by every later question, in any
-process.
+"""Cache of encoded contexts on disk, for serving: encode a context once, for every later question in any process.
 
 A folder holds the contexts of one base, named in cache.json, in one file each. Files are renamed into place and checked
 when read; damaged ones are deleted and encoded again. The least recently read are evicted to stay below `max_bytes`.
@@ -46,8 +45,8 @@ _ABANDONED_SECONDS = 3600.0
 
 
 def base_digest(base: Any) -> str:
-    """Identity of a transformers model in memory: sha256 over config, and names, shapes, types and evenly spaced values
-    of parameters.
+    """Identity of a transformers model in memory:
+    sha256 over config, and names, shapes, types and evenly spaced values of parameters.
 
     Independent of where its files are and how it was loaded; different for other weights, types, adapters or settings.
     """

@@ -35,8 +35,8 @@ def encode(
     passes: Callable[[int], int] = lambda needed: needed,
     together: int | None = None,
 ) -> Tensor:
-    """Hidden states (N, S, D) of sequences (N, S), each on its own; zero where a sequence has no token. Those without
-    any are skipped.
+    """Hidden states (N, S, D) of sequences (N, S), each on its own; zero where a sequence has no token.
+    Those without any are skipped.
 
     passes: number of passes to make if this many are needed: more where ranks must make equally many.
     together: sequences in a pass (ENCODED_TOGETHER).

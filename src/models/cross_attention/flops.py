@@ -16,8 +16,7 @@ PROJECTED = 2
 
 
 def training_flops(model: "CrossAttentionLM") -> Callable[[Mapping[str, Tensor]], int]:
-    """A function from a batch to the operations of one training pass over it: padding of the questions included, of the
-    contexts not.
+    """A function from a batch to the operations of a training pass: padding of questions included, of contexts not.
 
     With `cache_contexts` contexts are encoded once and read many times: encoding them does not count.
     """

@@ -28,8 +28,8 @@ from src.models.cross_attention.kv_cache import ActiveContext, Context
 from src.models.wrapper import Wrapper
 
 _READING: ContextVar[Mapping[int, ActiveContext | None]] = ContextVar("reading", default={})  # noqa: B039  never changed in place
-"""What each model reads, by its id: of each thread its own, so that requests that are answered at once keep their
-contexts apart."""
+"""What each model reads, by its id:
+of each thread its own, so that requests that are answered at once keep their contexts apart."""
 
 
 def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
@@ -78,8 +78,8 @@ class CrossAttention(nn.Module):
         return k.transpose(1, 2), v.transpose(1, 2)
 
     def forward(self, h: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, positions: Tensor | None) -> Tensor:
-        """Attention output for the decoder states h (B * R, T, D), in the same shape; zero for a sample without a
-        readable position.
+        """Attention output for the decoder states h (B * R, T, D), in the same shape;
+        zero for a sample without a readable position.
 
         mask: (B, P) bool, True on readable positions; None: on all. positions: (B * R or 1, T), of the decoder tokens;
         None without rotary positions.
@@ -126,8 +126,8 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm cross-attention and MLP. Its weights are float32 whatever the base's: they are the ones that are
-    trained."""
+    """Pre-norm cross-attention and MLP.
+    Its weights are float32 whatever the base's: they are the ones that are trained."""
 
     def __init__(self, config: Config, base: Any, sizes: Plan) -> None:
         super().__init__()
@@ -159,8 +159,8 @@ class Block(nn.Module):
 
 
 def _rope_theta(parameters: Mapping[str, Any]) -> float:
-    """The base of the wavelengths; where it differs by the type of layer (Gemma 3), that of the layers which read
-    everything."""
+    """The base of the wavelengths; where it differs by the type of layer (Gemma 3),
+    that of the layers which read everything."""
     return parameters.get("full_attention", parameters)["rope_theta"]
 
 
@@ -179,8 +179,8 @@ class CrossAttentionLM(Wrapper):
     """
 
     def __init__(self, config: Config, base: PreTrainedModel, plan: Plan | None = None) -> None:
-        """Attach the blocks of `config` to `base`, as hooks that do nothing until a context is read. plan: None for
-        that of `config`.
+        """Attach the blocks of `config` to `base`, as hooks that do nothing until a context is read.
+        plan: None for that of `config`.
 
         Raises:
             ConfigError: `base` is of no known family, or the blocks do not fit it.
@@ -197,8 +197,7 @@ class CrossAttentionLM(Wrapper):
         self.blocks = nn.ModuleDict(blocks)
         """By the index of the decoder layer, or one for all of them."""
         self.num_passes: Callable[[int], int] = lambda needed: needed
-        """Passes through the base that `encode` makes if it needs this many: more where ranks must make equally
-        many."""
+        """Passes through the base that `encode` makes if it needs this many: more if ranks must make equally many."""
         self._encode = EncodedInMemory().encode if config.cache_contexts else encode
         for i in sizes.layer_indices:
             block = blocks["shared" if config.shared_weights else str(i)]
@@ -248,8 +247,8 @@ class CrossAttentionLM(Wrapper):
         loss_mask: Tensor | None = None,
         context_hidden: Tensor | None = None,
     ) -> Tensor:
-        """Logits of the tokens (B, T), read with their contexts. Masks are True on real tokens; padding may be on
-        either side.
+        """Logits of the tokens (B, T), read with their contexts.
+        Masks are True on real tokens; padding may be on either side.
 
         Contexts are those of a ContextBatch or of an EncodedBatch.
 
@@ -272,8 +271,8 @@ class CrossAttentionLM(Wrapper):
         context_hidden: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Continue left-padded prompts (B, T); returns prompts and continuations. `kwargs` are those of transformers'
-        generate.
+        """Continue left-padded prompts (B, T); returns prompts and continuations.
+        `kwargs` are those of transformers' generate.
 
         Without a context it reads that of the enclosing `reading`. Call it in eval mode: train mode drops positions of
         the context.
@@ -300,8 +299,7 @@ class CrossAttentionLM(Wrapper):
     def make_context(
         self, context_ids: Tensor | None, context_mask: Tensor, context_hidden: Tensor | None = None
     ) -> Context:
-        """Encode (B, C, S) ids and mask, or wrap states (B, P, D) that were encoded in advance, with their mask (B,
-        P)."""
+        """Encode (B, C, S) ids and mask, or wrap states (B, P, D) encoded in advance, with their mask (B, P)."""
         if context_hidden is not None:
             return Context(context_hidden, change_both(Tensor.bool, context_mask))
         assert context_ids is not None
@@ -309,8 +307,8 @@ class CrossAttentionLM(Wrapper):
 
     @contextmanager
     def reading(self, context: Context | None) -> Iterator[None]:
-        """Let every forward of the base inside this `with`, and in this thread, read `context`. Row b of it is read by
-        R consecutive rows.
+        """Let every forward of the base inside this `with`, and in this thread, read `context`.
+        Row b of it is read by R consecutive rows.
 
         Keys and values are computed at first use and cached, so weights must not change inside. None: the base reads no
         context.
@@ -356,8 +354,8 @@ class CrossAttentionLM(Wrapper):
 
 
 def output_logits(base: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """Logits of states after the final norm, as the base computes them: Cohere and Granite scale them, Gemma 2 caps
-    them."""
+    """Logits of states after the final norm, as the base computes them:
+    Cohere and Granite scale them, Gemma 2 caps them."""
     head, config = base.get_output_embeddings(), base.config.get_text_config()
     assert head is not None
     logits = head(hidden)

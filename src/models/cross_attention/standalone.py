@@ -1,5 +1,4 @@
-"""A cross-attention model as transformers loads it, without this project: the classes, and the folder that has their
-code in it.
+"""A cross-attention model as transformers loads it, without this project: the classes, and the folder with their code.
 
 The code in such a folder is that of this room: the modules in SOURCES one after another, without their imports from the
 project.
@@ -64,8 +63,8 @@ class CrossAttentionForCausalLM(PreTrainedModel):
 
     @torch.no_grad()
     def encode_context(self, context_ids: Tensor, context_mask: Tensor | None = None) -> "Context":
-        """Encode ids (B, S) or (B, C, S), to be read by several calls. context_mask: True on real tokens; None: all
-        are."""
+        """Encode ids (B, S) or (B, C, S), to be read by several calls.
+        context_mask: True on real tokens; None: all are."""
         ids = context_ids[:, None] if context_ids.dim() == 2 else context_ids
         mask = torch.ones_like(ids, dtype=torch.bool) if context_mask is None else context_mask.view_as(ids).bool()
         return self._reader.encode(ids, mask)

@@ -1,5 +1,4 @@
-"""Fusion-in-Decoder on an encoder-decoder: passages are encoded each on its own, and the decoder reads all of them at
-once.
+"""Fusion-in-Decoder on an encoder-decoder: each passage is encoded on its own, the decoder reads all at once.
 
 Shapes: B samples, T tokens of the longest decoder input, C passages of the sample with most, S tokens of the longest
 passage, P = C * S.
@@ -25,8 +24,7 @@ class FusionInDecoder(Wrapper):
         self.base = base
 
     def training_flops(self) -> Callable[[Mapping[str, Tensor]], int]:
-        """A function from a batch to the operations of one training pass over it, padding included except for absent
-        passages."""
+        """A function from a batch to the operations of a training pass, padding included except for absent passages."""
         adapters = adapter_weights(self.base) or Adapters()
         passes = FROZEN if any(adapters) else TRAINED
 
@@ -38,8 +36,7 @@ class FusionInDecoder(Wrapper):
         return flops
 
     def encode(self, context_ids: Tensor, context_mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Hidden states (B, P, D) of passages (B, C, S) and their mask (B, P), True on real tokens; zeros where it is
-        False.
+        """Hidden states (B, P, D) of passages (B, C, S) and their mask (B, P), True on real tokens; zeros if False.
 
         context_mask: (B, C, S) bool, True on real tokens. A passage without any is padding and is not encoded.
         """
@@ -82,8 +79,7 @@ class FusionInDecoder(Wrapper):
     def generate(
         self, input_ids: Tensor, attention_mask: Tensor, context_ids: Tensor, context_mask: Tensor, **kwargs: Any
     ) -> Tensor:
-        """Continue decoder inputs (B, T), all of one length; returns them, begun with the start token, and what
-        follows.
+        """Continue decoder inputs (B, T), all of one length; returns them, from the start token on, and what follows.
 
         `kwargs` are those of transformers' generate.
         """

@@ -17,8 +17,8 @@ class Config(ModelConfig):
     """Which decoder, and what of it the reward is read from."""
 
     base: ModelField
-    """The decoder, such as ref(...) to a fine-tuned one. It is trained, too; with 'lora' around the reward model only
-    adapters and head."""
+    """The decoder, such as ref(...) to a fine-tuned one.
+    It is trained, too; with 'lora' around the reward model only adapters and head."""
     pooling: Literal["last", "mean"] = "last"
     """last: the hidden state of the last token. mean: the mean over all tokens."""
 
@@ -30,8 +30,7 @@ class Config(ModelConfig):
         return self
 
     def build(self, places: Places) -> "RewardModel":
-        """The base without its output matrix, and a new head, drawn from torch's global generator after the base's
-        weights.
+        """The base without its output matrix, and a new head, drawn from torch's generator after the base's weights.
 
         Raises:
             UserError: whatever is wrong with the base, or it is no decoder.

@@ -28,8 +28,8 @@ class RewardModel(Wrapper):
         nn.init.normal_(self.head.weight, std=_HEAD_STD)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Rewards (B,) float32 of sequences (B, T). attention_mask: (B, T) bool, True on real tokens, on whichever side
-        padding is."""
+        """Rewards (B,) float32 of sequences (B, T).
+        attention_mask: (B, T) bool, True on real tokens, on whichever side padding is."""
         hidden_BTD = self.base(
             input_ids=input_ids, attention_mask=change_both(Tensor.long, attention_mask), use_cache=False
         ).last_hidden_state

@@ -1,5 +1,4 @@
-"""A T5 encoder-decoder: pretrained from a folder or the local hub cache, or from random weights, T5 v1.1 or the
-original."""
+"""A T5 encoder-decoder: pretrained from a folder or the hub cache, or from random weights, T5 v1.1 or the original."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 CLASSES = {
     "t5": "T5ForConditionalGeneration",
     "mt5": "T5ForConditionalGeneration",
-    "longt5": "LongT5ForConditionalGeneration",  # whose encoder attends to its neighbourhood (Guo et al. 2022, arXiv 2112.07916)
+    "longt5": "LongT5ForConditionalGeneration",  # its encoder attends to neighbours (Guo et al. 2022, arXiv 2112.07916)
 }
 """Families that can be read, by `model_type`, and transformers' class of each."""
 

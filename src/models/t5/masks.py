@@ -15,8 +15,8 @@ CROSS_MASK = "cross_attention_mask"
 
 
 def accept(model: "T5ForConditionalGeneration") -> None:
-    """From now on `model(..., cross_attention_mask=(B, 1, T, S))` is what its decoder sees of its encoder. Mutates
-    `model`.
+    """From now on `model(..., cross_attention_mask=(B, 1, T, S))` is what its decoder sees of its encoder.
+    Mutates `model`.
 
     Masks of four axes, `attention_mask` (B, 1, S, S) and `decoder_attention_mask` (B, 1, T, T), are taken as they are,
     so that the decoder's must be causal itself. bool, True where a token (third axis) sees another (fourth). Without
@@ -45,8 +45,7 @@ def _with_cross_mask(
 
 
 def _to_additive(stack: Any, given: dict[str, Any], *names: str) -> dict[str, Any]:
-    """`given`, with masks of four axes as the attention of `stack` takes them: eager attention adds them to its
-    logits."""
+    """`given`, with masks of four axes as `stack`'s attention takes them: eager attention adds them to its logits."""
     import torch
 
     if stack.config._attn_implementation == "eager":

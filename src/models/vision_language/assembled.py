@@ -1,5 +1,5 @@
-"""A model that reads images, put together from a pretrained encoder of images and a pretrained decoder; what connects
-them is new."""
+"""A model that reads images, put together from a pretrained encoder of images and a pretrained decoder;
+what connects them is new."""
 
 import hashlib
 from typing import TYPE_CHECKING, Any, Literal
@@ -30,8 +30,7 @@ class Config(ModelConfig):
     """Which two models, and sizes of what is between them. The decoder's tokenizer gets tokens of images."""
 
     vision: str = Field(min_length=1)
-    """Hub id such as "google/siglip-base-patch16-512", or a folder made by save_pretrained: below `--data_path`, or a
-    path."""
+    """Hub id such as "google/siglip-base-patch16-512", or a save_pretrained folder: below `--data_path`, or a path."""
     text: str = Field(min_length=1)
     """Of the decoder, likewise, such as "HuggingFaceTB/SmolLM2-135M"."""
     scale_factor: int | None = Field(default=None, gt=0)

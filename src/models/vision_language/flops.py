@@ -1,5 +1,5 @@
-"""Floating-point operations of models that read images, by the rules of src/flops.py. The lowest part that is trained
-counts whole.
+"""Floating-point operations of models that read images, by the rules of src/flops.py.
+The lowest part that is trained counts whole.
 
 Shapes: B rows, T tokens, N frames, P patches of a frame, L tokens of a frame.
 """
@@ -62,8 +62,8 @@ def training_flops(model: Any) -> "Callable[[Mapping[str, Tensor]], int]":
 
 
 def passes_by_part(model: Any) -> dict[str, Passes]:
-    """How often the products of each part are computed: no gradients pass into what is below the lowest weight that is
-    trained."""
+    """How often the products of each part are computed:
+    no gradients pass into what is below the lowest weight that is trained."""
     passes, below = dict[str, Passes](), False
     for part, parameters in parameters_by_part(model).items():
         trained = [name for name, parameter in parameters if parameter.requires_grad]

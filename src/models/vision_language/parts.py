@@ -18,13 +18,13 @@ IMAGE = "<image>"
 _EVERY = 997
 """Of a frame's numbers one of so many is looked at first."""
 Part = Literal["vision", "connector", "embeddings", "text"]
-"""The encoder of frames; what makes tokens of its patches; embeddings of tokens and the matrix of the logits; the
-decoder's layers."""
+"""The encoder of frames; what makes tokens of its patches; embeddings of tokens and the matrix of the logits;
+the decoder's layers."""
 
 
 class Resampler(StrictConfig):
-    """Sizes of what makes tokens of patches in Idefics2 (Laurençon et al. 2024, arXiv 2405.02246): learned queries that
-    read them."""
+    """Sizes of what makes tokens of patches in Idefics2 (Laurençon et al. 2024, arXiv 2405.02246):
+    learned queries that read them."""
 
     tokens: int = Field(gt=0)
     """Of a frame."""
@@ -70,8 +70,8 @@ def build_random(
     image_id: int,
     tied: bool,
 ) -> Any:
-    """An Idefics3, or with a resampler an Idefics2, with random weights. vision, text: configs as transformers writes
-    them."""
+    """An Idefics3, or with a resampler an Idefics2, with random weights.
+    vision, text: configs as transformers writes them."""
     from transformers import (
         Idefics2Config,
         Idefics2ForConditionalGeneration,
@@ -101,8 +101,7 @@ def build_random(
 
 
 def complete(model: Any, frozen: Sequence[Part] = ()) -> Any:
-    """The transformers model, changed in place: its encoder always runs, parts are frozen, and it tells its
-    operations."""
+    """The transformers model, changed in place: its encoder always runs, parts are frozen, it tells its operations."""
     _require_encoder_passes(model.model)
     _encode_real_frames(model.model)
     for part in frozen:
@@ -165,8 +164,8 @@ def _find_images(inner: Any, input_ids: "Tensor", states: "Tensor") -> "Tensor |
 
 
 def _encode_real_frames(inner: Any) -> None:
-    """Have one row of frames be encoded as it is, where none is padding: transformers would ask the device for those
-    that are.
+    """Have one row of frames be encoded as it is, where none is padding:
+    transformers would ask the device for those that are.
 
     It still looks for padding, which is all 0, in several rows, and in frames of which the CPU has no copy.
     """
@@ -192,8 +191,8 @@ def _encode_real_frames(inner: Any) -> None:
 
 
 def _all_real(frames: "Tensor") -> bool:
-    """Whether the CPU knows of frames (N, 3, E, E) that none is all 0. Looks at a few pixels of each, and at all where
-    these are 0."""
+    """Whether the CPU knows of frames (N, 3, E, E) that none is all 0.
+    Looks at a few pixels of each, and at all where these are 0."""
     if frames.device.type != "cpu":
         return False
     flat = frames.flatten(1)

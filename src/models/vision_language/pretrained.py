@@ -1,5 +1,4 @@
-"""A pretrained model that reads images, from a folder or from the local Hugging Face cache: SmolVLM, Idefics3 or
-Idefics2."""
+"""A pretrained model that reads images, from a folder or the Hugging Face cache: SmolVLM, Idefics3 or Idefics2."""
 
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,8 +20,8 @@ class Config(ModelConfig):
     """Which model, and what of it is not trained."""
 
     path: str = Field(min_length=1)
-    """Hub id such as "HuggingFaceTB/SmolVLM-256M-Instruct", or a folder made by save_pretrained: below `--data_path`,
-    or a path."""
+    """Hub id such as "HuggingFaceTB/SmolVLM-256M-Instruct", or a folder made by save_pretrained:
+    below `--data_path`, or a path."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Of the weights in memory."""
     revision: str | None = None
@@ -30,8 +29,8 @@ class Config(ModelConfig):
     frozen: list[Part] = []
     """Parts that are not trained."""
     attention: Literal["sdpa", "eager"] | None = added_field(None)
-    """Of every part, as of the model 'hf'. Those that it has besides do not tell the documents of a row apart by their
-    positions."""
+    """Of every part, as of the model 'hf'.
+    Those that it has besides do not tell the documents of a row apart by their positions."""
 
     @field_validator("frozen")
     @classmethod

@@ -1,5 +1,4 @@
-"""The files by which transformers' processors make the ids and the pixels that a model that reads images was trained
-on."""
+"""The files by which transformers' processors make the ids and the pixels that an image model was trained on."""
 
 import logging
 from pathlib import Path
@@ -16,7 +15,8 @@ LANCZOS = 1
 CHAT_TEMPLATE = """{%- set last = namespace(is_text=false) -%}
 {{- BEGIN -}}
 {%- for message in messages -%}
-{%- set parts = [{'type': 'text', 'text': message['content']}] if message['content'] is string else message['content'] -%}
+{%- set parts = [{'type': 'text', 'text': message['content']}] if message['content'] is string \
+else message['content'] -%}
 {%- for part in parts -%}
 {%- if part['type'] == 'image' -%}
 {{- '<image>' -}}
@@ -28,8 +28,8 @@ CHAT_TEMPLATE = """{%- set last = namespace(is_text=false) -%}
 {%- endfor -%}
 {%- endfor -%}
 """
-"""What the parts of a document become in a row: texts that follow each other have a space between them, and nobody has
-a role."""
+"""What the parts of a document become in a row:
+texts that follow each other have a space between them, and nobody has a role."""
 
 
 def save(folder: Path, checkpoint: Path, tokenizer: Any) -> None:

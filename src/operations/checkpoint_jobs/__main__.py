@@ -1,5 +1,5 @@
-"""Runs the convert, evaluate, upload and clean-up stages of a plan over checkpoints. Any number of workers may run
-concurrently, anywhere.
+"""Runs the convert, evaluate, upload and clean-up stages of a plan over checkpoints.
+Any number of workers may run concurrently, anywhere.
 
 python -m src.operations.checkpoint_jobs results/runs --plan resources/checkpoint_jobs.yaml --dry-run
 python -m src.operations.checkpoint_jobs results/runs --plan resources/checkpoint_jobs.yaml --every 300
@@ -51,8 +51,8 @@ class StageStatus:
 
 
 def plan_stages(run: Path, plan: Plan) -> list[list[CheckpointStage]]:
-    """For each checkpoint of the run that the plan selects, by step, its stages in their order. Damaged checkpoints are
-    left out.
+    """For each checkpoint of the run that the plan selects, by step, its stages in their order.
+    Damaged checkpoints are left out.
 
     Raises:
         CheckpointError, RunError: best.json, branch.json or status.json is damaged.
@@ -78,8 +78,8 @@ def plan_stages(run: Path, plan: Plan) -> list[list[CheckpointStage]]:
 def stage_status(
     unit: CheckpointStage, siblings: Sequence[CheckpointStage], retry: bool = False, ours: bool = False
 ) -> StageStatus:
-    """The status of `unit`. siblings: all stages of its checkpoint. retry: what was given up may be tried again. ours:
-    we hold its lease.
+    """The status of `unit`. siblings: all stages of its checkpoint. retry: what was given up may be tried again.
+    ours: we hold its lease.
 
     Raises:
         DataError, RunError: a file of the run is damaged.
@@ -187,8 +187,8 @@ def _attempt(unit: CheckpointStage, lease: Lease) -> None:
 def run_once(
     runs: Path, exp_ids: Sequence[str], plan: Plan, retry: bool, pins: Pins | None
 ) -> Iterator[tuple[CheckpointStage, StageStatus]]:
-    """Work through all runs once: each stage with its status afterwards. A run that cannot be read is named, and the
-    others go on.
+    """Work through all runs once: each stage with its status afterwards.
+    A run that cannot be read is named, and the others go on.
 
     pins: None: only look.
     """
@@ -233,8 +233,8 @@ def _status_or_error(
 def _split_by_end(
     planned: Sequence[Sequence[CheckpointStage]], statuses: Sequence[Sequence[StageStatus]]
 ) -> tuple[list[Path], list[Path]]:
-    """The checkpoints that the plan is done with, and the others. If an upload was given up it is not done: there is no
-    other copy."""
+    """The checkpoints that the plan is done with, and the others.
+    If an upload was given up it is not done: there is no other copy."""
     ended, others = [], []
     for siblings, known in zip(planned, statuses, strict=True):
         pairs = zip(siblings, known, strict=True)

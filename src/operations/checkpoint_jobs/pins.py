@@ -1,5 +1,4 @@
-"""Keeps the checkpoints that a plan means from being deleted, by their training or by a cleaning, until the plan is
-done with them.
+"""Keeps a plan's checkpoints from deletion, by their training or by cleaning, until the plan is done with them.
 
 One process that works through a plan holds one lease for all runs, <runs>/checkpoint_jobs/<name>/, and has a pin in
 each (see src.runs.checkpoints.pins): of the multiples of `checkpoints.every` those to come are pinned, too. What it
@@ -39,8 +38,8 @@ class Pins:
         self._lease = Lease.acquire(runs / FOLDER / self._name)
 
     def renew(self, run: Path, ended: Sequence[Path], others: Sequence[Path]) -> None:
-        """Pin what is not done in `run`: the checkpoints `others`, and those to come, unless it is done. The `ended`
-        are free.
+        """Pin what is not done in `run`: the checkpoints `others`, and those to come, unless it is done.
+        The `ended` are free.
 
         Raises:
             RunError: the disk refuses, or status.json is damaged.

@@ -1,5 +1,5 @@
-"""A plan of what is done with the checkpoints of a run: convert, evaluate, upload, clean up. Read from YAML and checked
-as a whole.
+"""A plan of what is done with the checkpoints of a run: convert, evaluate, upload, clean up.
+Read from YAML and checked as a whole.
 
 Commands are templates for /bin/sh; what stands for a placeholder is quoted. A brace that is none is written twice: {{
 }}.
@@ -89,8 +89,8 @@ class Evaluate(configs.Config):
 
 
 class Upload(Trials):
-    """Copies folders elsewhere, file by file, and reads size and sha256 of each back. Either `to`, or `command` and
-    `readback`."""
+    """Copies folders elsewhere, file by file, and reads size and sha256 of each back.
+    Either `to`, or `command` and `readback`."""
 
     folders: list[Folder] = Field(default=["checkpoint"], min_length=1)
     to: str | None = None
@@ -98,8 +98,7 @@ class Upload(Trials):
     command: str | None = Field(default=None, min_length=1)
     """Copies the file {file} to {name} there."""
     readback: str | None = Field(default=None, min_length=1)
-    """Prints the sha256 and the size in bytes of what lies there as {name}, read from there; fails where there is
-    nothing."""
+    """Prints sha256 and size in bytes of what is there as {name}, read from there; fails if nothing is."""
     after: list[Literal["convert", "evaluate"]] | None = None
 
     @model_validator(mode="after")

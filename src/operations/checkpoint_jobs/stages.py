@@ -181,8 +181,8 @@ def run_stage(unit: CheckpointStage, log: Path, check: Check) -> CommandResult:
 
 
 def run_bound(command: str, log: Path, timeout_seconds: float, check: Callable[[], object]) -> CommandResult:
-    """Run a shell command to its end, or to ours, with its output in `log`. check: called all the while; what it raises
-    ends the command.
+    """Run a shell command to its end, or to ours, with its output in `log`.
+    check: called all the while; what it raises ends the command.
 
     Raises:
         RunError: the disk refuses. The command was not started.

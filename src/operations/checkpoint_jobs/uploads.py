@@ -57,8 +57,7 @@ class Local:
             raise RunError(f"{target}: cannot copy {file} there: {error.strerror or error}.") from error
 
     def read_back(self, name: str) -> FileDigest | None:
-        """Size and sha256 of what lies there as `name`, read from the disk where the system lets us ask for that; None
-        for nothing.
+        """Size and sha256 of uploaded `name`, read from the disk where the system allows it; None if missing.
 
         Raises:
             RunError: the folder is not there, or the file cannot be read.
@@ -153,8 +152,8 @@ def file_digests(folder: Path) -> dict[str, FileDigest]:
 
 
 def upload(folder: Path, prefix: str, there: Destination, check: Check) -> dict[str, FileDigest]:
-    """Copy the files of a folder with a manifest to <prefix>/<name>; the manifest goes last. Returns what was read
-    back, by name there.
+    """Copy the files of a folder with a manifest to <prefix>/<name>; the manifest goes last.
+    Returns what was read back, by name there.
 
     What is there already, as it should be, is not sent again.
 

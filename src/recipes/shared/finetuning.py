@@ -88,8 +88,7 @@ class Finetuning(RecipeConfig):
         return stage.precision, f"{name}.precision"
 
     def check_precision(self, places: Places) -> None:
-        """Raises ConfigError where the weights are of the other 16-bit type, or are trained in 16 bits, or where float8
-        finds no matrix."""
+        """Raises ConfigError if weights are of the other 16-bit type or trained in 16 bits, or float8 fits none."""
         check_weight_type(*self._precision, self.model, places)
         if self.loop:
             check_trained_type(self.model, places)
@@ -118,8 +117,7 @@ class Finetuning(RecipeConfig):
             self.data.check_compiled()
 
     def training_loss(self, loss: Callable[..., Any]) -> Callable[..., Any]:
-        """(model, batch) -> summed loss with the loop's label smoothing and z-loss, which `loss` takes as further
-        arguments."""
+        """(model, batch) -> summed loss with the loop's label smoothing and z-loss, as arguments of `loss`."""
         options = (self.loop.label_smoothing, self.loop.z_loss) if self.loop else ()
         return self.in_chunks(lambda model, batch: loss(model, batch, *options))
 
@@ -138,8 +136,8 @@ class Finetuning(RecipeConfig):
         return take_chunks
 
     def plan_memory(self, places: Places, **machines: Any) -> "MemoryPlan":
-        """Memory of the training on a GPU, and its duration. machines: fields of `memory_plan.Machines`. No weights are
-        loaded.
+        """Memory of the training on a GPU, and its duration.
+        machines: fields of `memory_plan.Machines`. No weights are loaded.
 
         Raises:
             ConfigError: nothing is trained, or the plan does not know a part of it.
@@ -169,8 +167,8 @@ class Finetuning(RecipeConfig):
                 )
 
     def build_model(self, run: Run, used_before: bool = False) -> Any:
-        """The model; for a training with FSDP2 without pretrained weights, where each process can read its part of them
-        later.
+        """The model; for a training with FSDP2 without pretrained weights,
+        where each process can read its part of them later.
 
         used_before: whether it computes anything before the training, and so needs them at once.
         """

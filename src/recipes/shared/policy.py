@@ -1,5 +1,4 @@
-"""Training a policy on its own answers, shared by `ppo` and `grpo`: each adds how advantages are found, and the
-loss."""
+"""Training a policy on its own answers, shared by `ppo` and `grpo`: each adds its advantages and its loss."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence

@@ -1,5 +1,5 @@
-"""Training on text, shared by `lm`, `metadata_lm` and `t5_pretrain`. Each adds its types of model and data, and the
-loss."""
+"""Training on text, shared by `lm`, `metadata_lm` and `t5_pretrain`.
+Each adds its types of model and data, and the loss."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -35,8 +35,7 @@ class Pretraining(Finetuning):
     measures_accuracy: ClassVar[bool] = False
     """Whether an evaluation counts the tokens that the model finds the likeliest."""
     reported: ClassVar[Sequence[str]] = ()
-    """Named sums of `loss` whose means an evaluation reports, as val_NAME and of each part of the data as
-    val_NAME/PART."""
+    """Named sums of `loss` whose means an evaluation reports, as val_NAME and by part of the data as val_NAME/PART."""
 
     evaluation: Evaluation | None = added_field(None)
 

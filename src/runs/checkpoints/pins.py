@@ -45,8 +45,8 @@ class Pin:
 
 
 class StalenessProbe:
-    """Detects stale leases. A remote holder is stale only if its counter did not change between two observations on the
-    local clock."""
+    """Detects stale leases.
+    A remote holder is stale only if its counter did not change between two observations on the local clock."""
 
     def __init__(self, stale_seconds: float = STALE_SECONDS) -> None:
         self._stale_seconds = stale_seconds
@@ -70,8 +70,8 @@ class StalenessProbe:
 
 
 def place(run: Path, name: str, pin: Pin) -> None:
-    """Pin checkpoints of the save directory `run`; replaces the pin `name`. Check afterwards that the checkpoints still
-    exist.
+    """Pin checkpoints of the save directory `run`; replaces the pin `name`.
+    Check afterwards that the checkpoints still exist.
 
     Raises:
         RunError: there is no such run, or the disk refuses.

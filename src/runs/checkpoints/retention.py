@@ -74,8 +74,8 @@ def needed_by_children(runs: Path) -> tuple[set[tuple[str, str]], list[str]]:
 
 
 def describe_holder(run: Path) -> str:
-    """Why nothing of a run can be deleted: a process can still hold it. "" for no holder or a dead one; silence is no
-    proof of death."""
+    """Why nothing of a run can be deleted: a process can still hold it.
+    "" for no holder or a dead one; silence is no proof of death."""
     if holder_is_dead(run) is True:
         return ""
     if contact := lost_contact(run):
@@ -84,8 +84,7 @@ def describe_holder(run: Path) -> str:
 
 
 def plan(run: Path, rule: CleanupRule, by_others: NeededCheckpoints, now: float) -> Plan:
-    """The checkpoints of the save directory `run` that can be deleted, damaged ones and leftovers of killed writers
-    included.
+    """The deletable checkpoints of the save directory `run`, damaged ones and leftovers of killed writers included.
 
     by_others: see `needed_by_children`. now: seconds since the epoch, by the clock of the disk.
 
@@ -122,8 +121,8 @@ def plan(run: Path, rule: CleanupRule, by_others: NeededCheckpoints, now: float)
 
 
 def remove(decided: Plan) -> None:
-    """Delete the checkpoints of `plan`, if the run has not changed since. A crash leaves each checkpoint complete or
-    deleted.
+    """Delete the checkpoints of `plan`, if the run has not changed since.
+    A crash leaves each checkpoint complete or deleted.
 
     Raises:
         RunError: the run was started or has changed, so nothing is deleted; or the disk refuses.
@@ -171,8 +170,7 @@ def _is_run(run: Path) -> bool:
 
 
 def _snapshot(run: Path) -> tuple[bytes, ...]:
-    """The state of a run that deletion depends on: its status, its best checkpoint, and the names of all
-    checkpoints."""
+    """The state of a run that deletion depends on: its status, its best checkpoint, and all checkpoints' names."""
     contents = [
         read_bytes(path) if path.exists() else b"" for path in (run / STATUS, run / "checkpoints" / "best.json")
     ]
@@ -221,8 +219,8 @@ class RotationRule:
 
 
 class Rotation:
-    """Applies the rule `keep` to the present branch of a run while it trains. It is stateless: checkpoints and scores
-    decide."""
+    """Applies the rule `keep` to the present branch of a run while it trains.
+    It is stateless: checkpoints and scores decide."""
 
     def __init__(self, run: Path, keep: RotationRule, metric: str, mode: Literal["min", "max"]) -> None:
         self._run, self._keep, self._metric = run, keep, metric
@@ -250,8 +248,8 @@ class Rotation:
                 log.warning("%s: could not be deleted; it is tried again after the next checkpoint.", hidden)
 
     def _deletable(self, step: int, best_step: int | None) -> list[Path]:
-        """The checkpoints that the rule does not keep, oldest first; pins are not considered. Expensive checks come
-        last."""
+        """The checkpoints that the rule does not keep, oldest first; pins are not considered.
+        Expensive checks come last."""
         keep = self._keep
         line = [path for path in checkpoints.list_all(self._run) if checkpoints.step_of(path) <= step]
         whole = [path for path in line if defect(path, hashes=False) is None]  # a damaged one is no fallback

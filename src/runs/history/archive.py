@@ -1,5 +1,4 @@
-"""The archive of abandoned branches, <run>/abandoned/branch-K with increasing K, and the builder of the changes that
-add one.
+"""The archive of abandoned branches, <run>/abandoned/branch-K with increasing K, and the changes that add one.
 
 A branch's folder holds the checkpoints and rows after the step; before/ with a copy of every changeable file, and the
 remaining checkpoints as links (retention can delete the originals); record.json, which describes the change. Nothing is

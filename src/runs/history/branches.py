@@ -1,5 +1,4 @@
-"""Overrides after a rewind (learning rate, data order, optimizer reset): branch.json, and pure functions of it and the
-step.
+"""Overrides after a rewind (learning rate, data order, optimizer reset): branch.json, and functions of it and the step.
 
 The file lists the branches on the way to the present state, the oldest first. The overrides of a branch apply to the
 optimizer steps that follow `from_step` finished ones. They depend on the step alone, so a restart at any point of a
@@ -113,8 +112,8 @@ def read(run: Path) -> tuple[Branch, ...]:
 
 
 def chain(before: Sequence[Branch], new: Branch) -> tuple[Branch, ...]:
-    """The branches of `before` that begin before `new`, and `new`. A rewind to the first step of a branch drops that
-    branch.
+    """The branches of `before` that begin before `new`, and `new`.
+    A rewind to the first step of a branch drops that branch.
 
     What was denied stays so: `new` takes over what branches that are dropped have denied.
     """
@@ -223,14 +222,13 @@ def _override(rate: Callable[[int], float], first: int, value: float) -> Callabl
 
 
 def must_reset_optimizer(branches: Sequence[Branch], step: int) -> bool:
-    """Whether a start from a checkpoint of `step` must reset the optimizer's moments; also after a crash early in the
-    branch."""
+    """Whether a start from a checkpoint of `step` must reset the moments; also after a crash early in the branch."""
     return any(branch.reset_optimizer and branch.from_step == step for branch in branches)
 
 
 def check_start(branches: Sequence[Branch], step: int) -> None:
-    """Check that a start from a checkpoint of `step` does not pass by a reset of the optimizer: that happens at the
-    start of a branch only.
+    """Check that a start from a checkpoint of `step` does not pass by a reset of the optimizer:
+    that happens at the start of a branch only.
 
     Raises:
         RunError: a branch that resets the optimizer begins later; the checkpoint that it begins with is gone or
@@ -246,6 +244,5 @@ def check_start(branches: Sequence[Branch], step: int) -> None:
 
 
 def branch_numbers(branches: Sequence[Branch], step: int) -> list[int]:
-    """Numbers of the branches of the first `step` steps; they distinguish checkpoints of one step on different
-    branches."""
+    """Numbers of the branches of the first `step` steps; they distinguish checkpoints of one step by branch."""
     return [branch.number for branch in branches if branch.from_step < step]

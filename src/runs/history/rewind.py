@@ -1,5 +1,5 @@
-"""Plans of a rewind to an earlier checkpoint of a run, of a roll-back of its evaluations, and of their undo. See
-`archive`."""
+"""Plans of a rewind to an earlier checkpoint of a run, of a roll-back of its evaluations,
+and of their undo. See `archive`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,8 +22,8 @@ EVALUATIONS = "evaluations*.jsonl"
 
 
 def plan(run: Path, branch: Branch, why: str = "", new_wandb: bool = False) -> Plan:
-    """The plan of a rewind to the checkpoint of `branch.from_step`. `branch.number` is `next_number(run)`. Changes
-    nothing.
+    """The plan of a rewind to the checkpoint of `branch.from_step`.
+    `branch.number` is `next_number(run)`. Changes nothing.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it is damaged.

@@ -34,8 +34,8 @@ log = logging.getLogger(__name__)
 
 
 def begin(run: Path, steps: Sequence[Step], event: Mapping[str, Any]) -> None:
-    """Apply `steps` to the save directory `run`, and add `event`, which has an "id", to the ledger. The caller must
-    hold the lease.
+    """Apply `steps` to the save directory `run`, and add `event`, which has an "id", to the ledger.
+    The caller must hold the lease.
 
     Raises:
         RunError: the disk refuses. The next `finish` completes the transaction.
@@ -102,8 +102,7 @@ def rows_after(content: bytes, step: int) -> tuple[bytes, bytes]:
 
 
 def step_of(line: bytes) -> int | None:
-    """The step of a JSON line: its "step", "opt_step" or "iteration", or that of the checkpoint path that it
-    evaluates."""
+    """The step of a JSON line: its "step", "opt_step" or "iteration", or that of the checkpoint it evaluates."""
     try:
         row = parse_json(line, "", RunError)
     except RunError:

@@ -1,5 +1,5 @@
-"""What Triton's Python backend runs: a trained model, as `1/model.py` of a repository names it; for the server's own
-Python."""
+"""What Triton's Python backend runs: a trained model, as `1/model.py` of a repository names it;
+for the server's own Python."""
 
 import json
 from importlib import import_module

@@ -1,12 +1,15 @@
 """Writes a trained run as a model of a Triton server's model repository: scores over gRPC and HTTP.
 
-python -m src.serving.triton.repository RUN FOLDER --mode rm                      rewards of a reward model
-python -m src.serving.triton.repository RUN FOLDER --mode ref                     log-probabilities of tokens, by a decoder (or: sft)
-python -m src.serving.triton.repository RUN FOLDER --mode rm --backend pytorch    a traced model, for servers without this project
+python -m src.serving.triton.repository RUN FOLDER --mode rm
+    rewards of a reward model
+python -m src.serving.triton.repository RUN FOLDER --mode ref
+    log-probabilities of tokens, by a decoder (or: sft)
+python -m src.serving.triton.repository RUN FOLDER --mode rm --backend pytorch
+    a traced model, for servers without this project
 
-RUN is the save directory of a finished run, or the beginning of its id. FOLDER may have several models; the same run is written anew.
-The Python backend loads the run's last checkpoint from where it is. Its fingerprint is in the config, so that a training can tell whether
-it asks the model that it names.
+RUN is the save directory of a finished run, or the beginning of its id. FOLDER can have several models; the same run is
+written again. The Python backend loads the run's last checkpoint from where it is. Its fingerprint is in the config, so
+that a training can check that it queries the model that it names.
 """
 
 import argparse
@@ -36,7 +39,8 @@ BACKENDS = ("python", "pytorch")
 TRACED_TOKENS, MAX_BATCH = 512, 1024
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
 _PBTXT = """\
-# Written by src.serving.triton.repository. There is no dynamic batching: a request is a batch of its own, with its own padding.
+# Written by src.serving.triton.repository.
+# There is no dynamic batching: a request is a batch of its own, with its own padding.
 name: {name}
 {backend}
 max_batch_size: {max_batch}
@@ -78,7 +82,7 @@ def name_model(text: str) -> str:
 
 
 def list_models(folder: Path) -> dict[str, dict[str, Any]]:
-    """What is known of each model of a repository of ours, by its name: "mode", "output", "backend", "fingerprint", "run".
+    """The "mode", "output", "backend", "fingerprint" and "run" of each model of a repository of ours, by its name.
 
     Raises:
         RunError: the folder is none, or a model in it is damaged.
@@ -114,7 +118,9 @@ def _read_facts(folder: Path) -> dict[str, Any]:
 
 
 def write_model(source: Path, folder: Path, places: Places, options: argparse.Namespace) -> str:
-    """Write the model of a run into the repository `folder`; its name there. options: mode, backend, name, max_batch, device.
+    """Write the model of a run into the repository `folder`; its name there.
+
+    options: mode, backend, name, max_batch, device.
 
     Raises:
         ConfigError: the run is not done, its model is of a wrong kind, or a name or a number cannot be used.
@@ -182,7 +188,7 @@ def trace(model: ServedModel) -> Any:
     """Its torch.jit.trace, from a padded example, compared with the model itself on batches of other sizes.
 
     Raises:
-        ConfigError: the two differ by more than rounding: something in the model depends on sizes in a way that no trace can hold.
+        ConfigError: the two differ by more than rounding: the model depends on sizes in a way that no trace can hold.
     """
     import torch
 

@@ -45,8 +45,7 @@ _PORTS = ("http_port", "grpc_port", "metrics_port")
 
 
 def start(folder: Path, address: str = "127.0.0.1", ports: Sequence[int] = (0, 0, 0)) -> dict[str, Any]:
-    """Start a server that outlives this process, and wait until every model has answered; returns its entry in
-    server.json.
+    """Start a server that outlives this process, and wait until every model answers; returns its entry in server.json.
 
     ports: for HTTP, gRPC and metrics; 0 takes a free one.
 
@@ -221,8 +220,8 @@ def stop(folder: Path) -> None:
 
 
 def _end(state: dict[str, Any], folder: Path) -> None:
-    """SIGTERM first, then SIGKILL to its process group, as children of a backend can remain. Frees their shared
-    memory."""
+    """SIGTERM first, then SIGKILL to its process group, as children of a backend can remain.
+    Frees their shared memory."""
     with contextlib.suppress(ProcessLookupError, RunError):
         os.kill(state["pid"], signal.SIGTERM)
         _poll(lambda: not _is_alive(state), STOP_SECONDS, "its server does not end")
@@ -263,8 +262,8 @@ def reload(folder: Path) -> None:
 
 
 def probe_all(folder: Path, state: dict[str, Any]) -> dict[str, str]:
-    """The error of each model that does not answer a request. Readiness is not enough: a server reports it for a dead
-    process too."""
+    """The error of each model that does not answer a request.
+    Readiness is not enough: a server reports it for a dead process too."""
     errors = {}
     for name, facts in list_models(folder).items():
         connection = HttpConnection(Address("http", state["address"], state["http_port"], name))

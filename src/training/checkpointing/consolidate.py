@@ -1,5 +1,4 @@
-"""Converts the shards of a checkpoint, of ZeRO or FSDP2, into plain safetensors: weights, and optimizer state by
-parameter name.
+"""Converts a checkpoint's shards (ZeRO, FSDP2) into plain safetensors: weights, and optimizer state by parameter name.
 
 python -m src.training.checkpointing.consolidate results/runs/EXP_ID                       its newest checkpoint, in
 place python -m src.training.checkpointing.consolidate results/runs/EXP_ID --step 2000 --output exported --dtype
@@ -60,8 +59,8 @@ class Export:
 
 
 def locate(path: Path, step: int | None = None) -> Path:
-    """Path of a checkpoint: `path` itself or, if `path` is a run, its checkpoint of `step` (default: the newest
-    complete one).
+    """Path of a checkpoint: `path` itself or,
+    if `path` is a run, its checkpoint of `step` (default: the newest complete one).
 
     Raises:
         CheckpointError: there is none.
@@ -84,8 +83,7 @@ def locate(path: Path, step: int | None = None) -> Path:
 
 
 def consolidate(checkpoint: Path, export: Export | None = None) -> list[Path]:
-    """Write weights and optimizer's state from the shards of `checkpoint`; returns the files written, none where all
-    were there.
+    """Write weights and optimizer's state of `checkpoint`'s shards; returns the files written, none if all were there.
 
     export: where to; None: into the checkpoint itself, whose other files stay and whose manifest then lists the new
     ones too. What it has already is compared with the shards, and not written again. A crash leaves the checkpoint as
@@ -115,8 +113,7 @@ def consolidate(checkpoint: Path, export: Export | None = None) -> list[Path]:
 
 
 def verify(checkpoint: Path, folder: Path | None = None) -> list[str]:
-    """Compare what was consolidated, in the checkpoint itself or in `folder`, with the shards; returns the names of the
-    tensors.
+    """Compare what was consolidated, in the checkpoint or `folder`, with the shards; returns the names of the tensors.
 
     Raises:
         CheckpointError: there is nothing to compare, or it is damaged or differs; the message names the file and the
@@ -144,16 +141,16 @@ def verify(checkpoint: Path, folder: Path | None = None) -> list[str]:
 
 
 def optimizer_tensors(found: zero_layout.Shards) -> dict[str, StoredTensor]:
-    """The optimizer's state, named as `src.training.checkpointing.folder` names it: {"blocks.0.mlp.weight::exp_avg":
-    tensor, …}."""
+    """The optimizer's state, named as `src.training.checkpointing.folder` names it:
+    {"blocks.0.mlp.weight::exp_avg": tensor, …}."""
     return {
         f"{name}{SEPARATOR}{key}": value for name, entries in found.moments.items() for key, value in entries.items()
     }
 
 
 def _open(checkpoint: Path) -> zero_layout.Shards:
-    """The shards of a checkpoint, found whole: by its manifest, or, where DeepSpeed alone wrote it, by the checksums
-    within them."""
+    """The shards of a checkpoint, found whole:
+    by its manifest, or, where DeepSpeed alone wrote it, by the checksums within them."""
     folder, dcp = zero_layout.find(checkpoint), (checkpoint / dcp_shards.MOMENTS).is_dir()
     if folder is None and not dcp:
         raise CheckpointError(
@@ -182,8 +179,7 @@ def _check_sums(file: Path) -> None:
 
 @contextlib.contextmanager
 def _only_writer(checkpoint: Path) -> Iterator[None]:
-    """Hold the lock of a checkpoint's folder: of two that would add to it, the second waits, and then finds all
-    there."""
+    """Hold the lock of a checkpoint's folder: of two that would add to it, the second waits, then finds all there."""
     with files.writing(checkpoint):
         descriptor = os.open(checkpoint, os.O_RDONLY)
     try:

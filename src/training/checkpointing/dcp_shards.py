@@ -1,5 +1,5 @@
-"""Shards of FSDP2 in a checkpoint, by torch.distributed.checkpoint (DCP): each process writes its part, and any number
-of them read it.
+"""Shards of FSDP2 in a checkpoint, by torch.distributed.checkpoint (DCP):
+each process writes its part, and any number of them read it.
 
 The parts are safetensors files with the start of each part in the header. (DCP's own format has its index in a pickle,
 which can run code when it is read.) FSDP2 cuts tensors between rows, so a part is a range of bytes of the full tensor,
@@ -139,8 +139,7 @@ class ShardStore:
             raise refusal from error
 
     def load_optimizer(self, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Put the state in a checkpoint's shards, or else in its optimizer.safetensors, into the optimizer of a sharded
-        model.
+        """Load a checkpoint's shards, or else its optimizer.safetensors, into the optimizer of a sharded model.
 
         Raises:
             CheckpointError: it is of another model, or damaged.
@@ -215,8 +214,8 @@ def _places(file: Path) -> dict[str, list[int]]:
 
 
 def read(folder: Path) -> zero_layout.Shards:
-    """The content of a checkpoint with shards of FSDP2, in the form in which those of ZeRO are described. Its stage is
-    0.
+    """The content of a checkpoint with shards of FSDP2, in the form in which those of ZeRO are described.
+    Its stage is 0.
 
     Raises:
         CheckpointError: something is damaged.

@@ -1,5 +1,5 @@
-"""Tensors and state in and out of a checkpoint folder. Which folder is complete, last or best:
-src/runs/checkpoints/folder.py.
+"""Tensors and state in and out of a checkpoint folder.
+Which folder is complete, last or best: src/runs/checkpoints/folder.py.
 
 A folder holds model.safetensors (trained weights only), optimizer.safetensors, state.json, model.json (the `model` part
 of the experiment, defaults written out), tokenizer/, config.json (a copy of the run's), branch.json of a rewound run,
@@ -121,8 +121,7 @@ def load_experience(folder: Path) -> dict[str, Tensor]:
 
 
 def origin(run: Path) -> dict[str, bytes]:
-    """The files that describe the origin of checkpoints of the save directory `run`, by file name: copied into each
-    checkpoint.
+    """The files that describe the origin of the checkpoints of `run`, by file name: copied into each checkpoint.
 
     Raises:
         RunError: config.json is missing, or cannot be read.
@@ -146,8 +145,7 @@ def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
 
 
 def load_weights(folder: Path, model: nn.Module) -> dict[str, Any]:
-    """Put the weights of the checkpoint in `folder` into `model`, before processes share it; returns the checkpoint's
-    state.
+    """Put the weights of the checkpoint in `folder` into `model`, before processes share it; returns its state.
 
     A model that is unfilled stays so.
 
@@ -195,8 +193,8 @@ def load_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimi
 def optimizer_entries(
     folder: Path, model: nn.Module, tensors: Mapping[str, Any] | None = None
 ) -> Iterator[tuple[nn.Parameter, str, Any]]:
-    """(parameter, "exp_avg", tensor), … of the checkpoint in `folder`. tensors: those, by the names of the entries;
-    None: read here.
+    """(parameter, "exp_avg", tensor), … of the checkpoint in `folder`.
+    tensors: those, by the names of the entries; None: read here.
 
     Raises:
         CheckpointError: an entry is of a parameter that `model` does not train.

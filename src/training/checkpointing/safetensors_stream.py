@@ -62,8 +62,8 @@ class StoredTensor:
         return math.prod(self.shape)
 
     def chunks(self, dtype: torch.dtype | None = None) -> Iterator[bytes]:
-        """The elements as bytes, at most CHUNK_BYTES at a time. dtype: floating-point elements are converted to it,
-        rounded to nearest.
+        """The elements as bytes, at most CHUNK_BYTES at a time.
+        dtype: floating-point elements are converted to it, rounded to nearest.
 
         Raises:
             CheckpointError: a file is gone, cannot be read or is shorter than it was.

@@ -78,8 +78,8 @@ class Saver:
         """Step of the newest checkpoint, complete or being written."""
 
     def save(self, engine: Engine, kept: LoopSnapshot) -> None:
-        """Write a checkpoint, update the best pointer and delete old ones. Returns once tensors are copied or shards
-        written.
+        """Write a checkpoint, update the best pointer and delete old ones.
+        Returns once tensors are copied or shards written.
 
         Raises:
             RunError: the disk refuses, now or for the checkpoint before; or another process has taken over the save

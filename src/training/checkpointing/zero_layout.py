@@ -23,8 +23,8 @@ from src.training.checkpointing.safetensors_stream import Piece, StoredTensor, d
 from src.training.checkpointing.zero_shard import ModelShard, OptimizerShard, stored_tensor
 
 TOPOLOGY = "topology.json"
-"""Beside the shards of our own trainings: {"stage", "world_size", "frozen"}, the last how many frozen parameters they
-leave out."""
+"""Beside the shards of our own trainings:
+{"stage", "world_size", "frozen"}, the last how many frozen parameters they leave out."""
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 
@@ -51,8 +51,7 @@ class Shards:
     """Frozen parameters that were not saved."""
 
     def weights(self, everything: bool) -> dict[str, StoredTensor]:
-        """The trained weights as `src.weights.trained_weights` names them, or everything that DeepSpeed's zero_to_fp32
-        would give.
+        """The trained weights as `src.weights.trained_weights` names them, or all that DeepSpeed's zero_to_fp32 gives.
 
         With `everything` there is more than zero_to_fp32 gives in one case: frozen parameters of stage 1, which it
         leaves out.
@@ -80,8 +79,7 @@ class Shards:
 
 
 def find(path: Path) -> Path | None:
-    """The folder of shards: `path` itself, its zero/, or the one named in DeepSpeed's file `latest`; None if there is
-    none."""
+    """The folder of shards: `path` itself, its zero/, or the one named in DeepSpeed's file `latest`; else None."""
     latest = path / "latest"
     with reading(latest, CheckpointError):
         tagged = [path / latest.read_text(encoding="utf-8", errors="replace").strip()] if latest.is_file() else []
@@ -188,8 +186,8 @@ class _ParameterSlice:
     group: int
     """Index of the vector that it begins in."""
     offset: int
-    """Of its first element: over the group's vectors of all processes (stages 1, 2), or over all vectors of each
-    process (stage 3)."""
+    """Of its first element: over the group's vectors of all processes (stages 1, 2),
+    or over all vectors of each process (stage 3)."""
 
     def tensor(self, shape: tuple[int, ...], shards: Sequence[OptimizerShard], key: str | None) -> StoredTensor:
         """The parameter's part of the weights (key None) or of an entry of the optimizer."""
@@ -283,8 +281,8 @@ def _frozen_weights(stage: int, models: list[ModelShard]) -> dict[str, StoredTen
 
 
 def _check_weight_copies(model: ModelShard, shards: Shards) -> None:
-    """Check that both copies of float32 weights agree: stages 1 and 2 keep one in the model's shard and one in the
-    optimizer's."""
+    """Check that both copies of float32 weights agree:
+    stages 1 and 2 keep one in the model's shard and one in the optimizer's."""
     twice = {name: stored_tensor(model.file, model.module[name]) for name in shards.trained if name in model.module}
     twice = {name: tensor for name, tensor in twice.items() if tensor.dtype == torch.float32}
     if problem := difference({name: shards.trained[name] for name in twice}, twice):

@@ -1,5 +1,5 @@
-"""Reads one shard of a DeepSpeed ZeRO checkpoint (format of DeepSpeed 0.19.8): its metadata, and the byte ranges of its
-tensors.
+"""Reads one shard of a DeepSpeed ZeRO checkpoint (format of DeepSpeed 0.19.8):
+its metadata, and the byte ranges of its tensors.
 
 Shards are pickles. They are read with `weights_only`, so that nothing in them runs, and without DeepSpeed.
 """
@@ -73,8 +73,7 @@ class OptimizerShard:
 
 
 class ModelShard:
-    """One process's shard of the model: names, shapes, buffers, frozen parameters; in stages 1 and 2 all weights
-    too."""
+    """One process's shard of the model: names, shapes, buffers, frozen parameters; in stages 1, 2 all weights too."""
 
     def __init__(self, file: Path) -> None:
         content = _load(file)

@@ -1,5 +1,5 @@
-"""Writes DeepSpeed's shards so that a process that cannot write does not leave the others waiting. Imports
-DeepSpeed."""
+"""Writes DeepSpeed's shards so that a process that cannot write does not leave the others waiting.
+Imports DeepSpeed."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -37,8 +37,8 @@ NORMAL = 1.4826
 
 
 class Config(config.Config):
-    """When a training counts as diverging, and the action then taken. The defaults are tuned by
-    benchmarks/divergence.py on real curves."""
+    """When a training counts as diverging, and the action then taken.
+    The defaults are tuned by benchmarks/divergence.py on real curves."""
 
     window: int = Field(default=100, ge=16)
     """Steps of the past that a step is compared with."""
@@ -50,16 +50,16 @@ class Config(config.Config):
     jump_deviations: float = config.added_field(30.0, gt=0)
     """A jump: a single step so many times the noise above the level."""
     climb_ratio: float = config.added_field(0.3, gt=0)
-    """A climb, before the window is full: the median of the last 8 losses is above the lowest such median by this share
-    of it, or of 1."""
+    """A climb, before the window is full:
+    the median of the last 8 losses is above the lowest such median by this share of it, or of 1."""
     drift_deviations: float = Field(default=2.0, gt=0)
     """A drift: the median of the window is so many times the noise above the lowest that it has been."""
     grad_norm_ratio: float = Field(default=5.0, gt=1)
     grad_norm_steps: int = Field(default=3, gt=0)
     """An explosion: so many steps in a row above this multiple of the median norm, or one step above its square."""
     skipped_steps: int = Field(default=25, gt=0)
-    """A plateau: so many steps without an update among the last `2 * skipped_steps`. A float16 loss scale may need 18
-    to settle."""
+    """A plateau: so many steps without an update among the last `2 * skipped_steps`.
+    A float16 loss scale may need 18 to settle."""
     on_non_finite: Literal["skip_batch", "stop", "rewind"] = "stop"
     """Never less: the weights would not be finite either."""
     on_loss_spike: Action = "warn"
@@ -396,8 +396,7 @@ def _median(values: Sequence[float]) -> float:
 
 
 def _mad_about_trend(values: Sequence[float]) -> float:
-    """Median absolute deviation from the line through the medians of both halves; from the median, of fewer than
-    eight."""
+    """Median absolute deviation from the line through both halves' medians; from the median, of fewer than eight."""
     half = len(values) // 2
     slope = (_median(values[half:]) - _median(values[:half])) / (len(values) - half) if len(values) >= 8 else 0.0
     flat = [value - slope * i for i, value in enumerate(values)]

@@ -52,8 +52,8 @@ class DivergenceGuard:
         self.recent.append((step, keys))
 
     def skips_step(self, step: int, loss: float, grad_norm: float, overflowed: bool, kl: float | None = None) -> bool:
-        """True where the weights must not move for step number `step`, counted from 1. Collective where something is
-        found.
+        """True where the weights must not move for step number `step`, counted from 1.
+        Collective where something is found.
 
         overflowed: the float16 loss scaler sees to the gradient. kl: of a policy from its reference, in nats per token.
 
@@ -97,8 +97,8 @@ class DivergenceGuard:
                     batch_dump.save(self.run.path, step, distributed.rank(), batches, source.tokenizer, keys)
 
     def _rewind(self, found: Sequence[Finding], step: int, text: str) -> None:
-        """Rewind to the newest checkpoint before the divergence began and skip the data up to here; returns if that is
-        impossible."""
+        """Rewind to the newest checkpoint before the divergence began and skip the data up to here;
+        returns if that is impossible."""
         self.written()
         first = min(_first_step(finding, self.source.order) for finding in found)
         to, refusal = distributed.broadcast_from_rank0(lambda: self._plan_rewind(first, step, text))
@@ -144,14 +144,14 @@ class DivergenceGuard:
 
 
 def _least_skip(order: Order, step: int, steps: int) -> int:
-    """The smallest number from `steps` on that can be passed over behind `step`: orders of rollouts pass over whole
-    iterations."""
+    """The smallest number from `steps` on that can be passed over behind `step`:
+    orders of rollouts pass over whole iterations."""
     return order.whole_skip(step, steps) if isinstance(order, WholeSkips) else steps
 
 
 def _first_step(finding: Finding, order: Order) -> int:
-    """Where what was found began. A policy that is too far away was moved there in the iteration before it was
-    measured, or in this one."""
+    """Where what was found began.
+    A policy that is too far away was moved there in the iteration before it was measured, or in this one."""
     return (
         order.begin_before(finding.step) + 1
         if finding.kind == "kl" and isinstance(order, WholeSkips)

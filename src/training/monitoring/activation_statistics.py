@@ -27,8 +27,8 @@ class Activation:
 
 @contextlib.contextmanager
 def watch_activations(model: nn.Module, found: list[Activation]) -> Iterator[None]:
-    """Within the block, append the statistics of every module's inputs and outputs to `found`. The hooks are removed
-    afterwards.
+    """Within the block, append the statistics of every module's inputs and outputs to `found`.
+    The hooks are removed afterwards.
 
     Tensors of real numbers with a fraction count: no ids, no masks of bool. One entry for each (name, type, context): a
     module that runs once more, as gradient checkpointing has it do, is left out. Compiled code is not watched: hooks

@@ -1,5 +1,5 @@
-"""Model FLOPs of the batches of a training, and MFU. The formulas are in src/flops.py and, of models with parts of
-their own, in theirs."""
+"""Model FLOPs of the batches of a training, and MFU.
+The formulas are in src/flops.py and, of models with parts of their own, in theirs."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -37,8 +37,8 @@ PEAKS = {
     "RTX 4090": 165.2e12,
     "RTX 3090": 71e12,
 }
-"""Operations per second of dense matrices in bfloat16, or in float16 on V100 and T4, by a part of the device's name;
-the first that fits.
+"""Operations per second of dense matrices in bfloat16, or in float16 on V100 and T4,
+by a part of the device's name; the first that fits.
 
 From NVIDIA's data sheets of each product, nvidia.com/en-us/data-center/<product>; where those give the rate with
 sparsity, half of it. GB200: a 72nd of the 360 petaflops with sparsity of the NVL72. A10G: NVIDIA's data sheet for AWS.
@@ -50,8 +50,8 @@ _WITHOUT_BFLOAT16 = ("v100", "t4")
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """Operations per second that the device can reach in "bfloat16" or "float16"; None for another precision or an
-    unknown device."""
+    """Operations per second that the device can reach in "bfloat16" or "float16";
+    None for another precision or an unknown device."""
     if precision not in ("bfloat16", "float16"):
         return None
     words = device_name.lower().replace("-", " ").split()
@@ -68,8 +68,7 @@ def mfu(flops_per_second: float, peak_per_device: float, num_devices: int) -> fl
 
 
 def batch_flops(model: nn.Module) -> Callable[[Mapping[str, Tensor]], int] | None:
-    """A function from a batch to the operations of one training pass over it, padding included and recomputation left
-    out.
+    """A function from a batch to the operations of a training pass, padding included and recomputation left out.
 
     A model that is none of transformers' known families as it comes may offer it as `training_flops`. None, said in the
     log, for others, and for a model of which a part is frozen that is not merely adapted.

@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 
 
 class Monitor:
-    """Writes statistics.jsonl in the save directory `folder`: {"step", "name", "type" (the class, of a module),
-    "context", "var_min", …}.
+    """Writes statistics.jsonl in the save directory `folder`:
+    {"step", "name", "type" (the class, of a module), "context", "var_min", …}.
 
     The same calls must come on every rank; rank 0 writes.
 
@@ -63,8 +63,8 @@ class Monitor:
         self._gradients, self._activations = [], []
 
     def forward(self, last: bool) -> contextlib.AbstractContextManager[None]:
-        """Around a forward pass and its loss, without its backward pass. Watches the `last` of a due step, on rank
-        0."""
+        """Around a forward pass and its loss, without its backward pass.
+        Watches the `last` of a due step, on rank 0."""
         hooked = self.due and last and not self.unhooked and distributed.is_main()
         return (
             activation_statistics.watch_activations(self.model, self._activations)
@@ -78,8 +78,8 @@ class Monitor:
             self._gradients = parameter_statistics.gradients(self.model)
 
     def after_step(self, optimizer: Any) -> None:
-        """Called after the optimizer's step, while its groups still hold the step's learning rate. Collective for
-        sharded models.
+        """Called after the optimizer's step, while its groups still hold the step's learning rate.
+        Collective for sharded models.
 
         Raises:
             RunError: the disk refuses.

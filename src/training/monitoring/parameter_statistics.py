@@ -56,8 +56,8 @@ def weights(model: nn.Module, optimizer: Any) -> list[TensorSums]:
 
 
 def gather_sums(found: list[TensorSums], model: nn.Module) -> list[TensorSums]:
-    """The sums of whole tensors, on the CPU, from the sums of their shards. Collective under FSDP2; synchronises with
-    the device."""
+    """The sums of whole tensors, on the CPU, from the sums of their shards.
+    Collective under FSDP2; synchronises with the device."""
     if not found and not _is_sharded(model):
         return []
     table = (
@@ -120,8 +120,8 @@ def _is_zero(parameter: Tensor) -> bool:
 
 
 def _local_part(tensor: Tensor | None) -> Tensor | None:
-    """The part of a tensor that this process reads: its shard or, of a whole tensor, everything on rank 0 and nothing
-    elsewhere."""
+    """The part of a tensor that this process reads:
+    its shard or, of a whole tensor, everything on rank 0 and nothing elsewhere."""
     if tensor is None:
         return None
     if _is_part(tensor):

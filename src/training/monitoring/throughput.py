@@ -1,5 +1,5 @@
-"""Throughput, memory, energy and MFU since the last row. Timings differ from run to run, so they stay out of
-scores.jsonl."""
+"""Throughput, memory, energy and MFU since the last row.
+Timings differ from run to run, so they stay out of scores.jsonl."""
 
 import contextlib
 import resource
@@ -21,8 +21,8 @@ T = TypeVar("T")
 
 
 class ThroughputMeter:
-    """Sums since `restart`, on this rank. With `model` and `precision` also model FLOPs and, of a known GPU, the share
-    of its peak.
+    """Sums since `restart`, on this rank.
+    With `model` and `precision` also model FLOPs and, of a known GPU, the share of its peak.
 
     With `experience` also the seconds of what a training makes to read, by phase.
     """

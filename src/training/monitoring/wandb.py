@@ -25,8 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class Wandb:
-    """One wandb run per experiment, with the rows of scores.jsonl: a restart resumes it by its id, and logs no step
-    twice.
+    """One wandb run per experiment, with the rows of scores.jsonl: a restart resumes it by id, and logs no step twice.
 
     Offline each start writes a folder <run>/wandb/offline-run-*; `wandb sync --id` makes one run of them.
 
@@ -95,8 +94,8 @@ class Wandb:
 
 
 def _identity(run: runs.Run) -> str:
-    """The id of the experiment; with a number appended after -r 1, which starts another wandb run. Stored in
-    wandb.json."""
+    """The id of the experiment; with a number appended after -r 1, which starts another wandb run.
+    Stored in wandb.json."""
     file = run.path / ID
     if file.exists():
         saved = read_json(file, RunError)

@@ -1,5 +1,4 @@
-"""AdamW whose steps are scaled by the root mean square of each tensor: the optimizer of nanoT5 (Nawrot 2023, arXiv
-2309.02373).
+"""AdamW whose steps are scaled by the root mean square of each tensor: the optimizer of nanoT5 (arXiv 2309.02373).
 
 As in Adafactor (Shazeer & Stern 2018, section 8), the learning rate says by which share of its size a weight moves, so
 one learning rate fits tensors of any size. It is the root mean square of the weights that scales, not that of the

@@ -40,8 +40,7 @@ def adamw_scale(model: nn.Module, config: LoopConfig) -> AdamWScale:
 
 
 def adafactor(model: nn.Module, config: LoopConfig) -> "Adafactor":
-    """Adafactor (Shazeer & Stern 2018) as T5 uses it: steps scaled by the weights, updates clipped to RMS 1, no
-    momentum.
+    """Adafactor (Shazeer & Stern 2018) as T5 uses it: steps scaled by weights, updates clipped to RMS 1, no momentum.
 
     The learning rate is the schedule's, which the optimizer's own relative steps would set aside (`relative_step` and a
     learning rate are refused together). PyTorch's Adafactor caps it at 1/sqrt(step), and so would ignore a schedule

@@ -1,5 +1,4 @@
-"""The learning rate as a pure function of the step: warm-up and schedule, named as in transformers, and equal to its
-last bit.
+"""The learning rate as a pure function of the step: warm-up and schedule, named as in transformers and bit-equal.
 
 Changes made by a rewind are applied on top: see `runs.history.branches.override_learning_rate`.
 """

@@ -19,8 +19,8 @@ log = logging.getLogger(__name__)
 
 
 def layers(model: nn.Module) -> list[nn.Module]:
-    """The repeated parts of a model: the entries of its module lists and the blocks inserted beside them, without
-    nested ones."""
+    """The repeated parts of a model: the entries of its module lists and the blocks inserted beside them,
+    without nested ones."""
     found: dict[int, nn.Module] = {}
     inner: set[int] = set()
     for part in model.modules():

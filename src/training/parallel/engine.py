@@ -1,5 +1,5 @@
-"""How the processes of one training share the model, its gradients and its optimizer. The loop uses only the methods of
-`Engine`.
+"""How the processes of one training share the model, its gradients and its optimizer.
+The loop uses only the methods of `Engine`.
 
 The norm of the gradients is taken here, alike in every mode: in float64, so that neither the number of processes nor
 the way the parameters are cut changes the float32 that it is rounded to, and clipping gives the same bits everywhere.
@@ -50,14 +50,14 @@ class BufferPool:
 
 
 class Engine(ABC):
-    """A model that trains. `model` is what a loss calls; `optimizer` has the parameter groups that the learning rate is
-    set in."""
+    """A model that trains.
+    `model` is what a loss calls; `optimizer` has the parameter groups that the learning rate is set in."""
 
     name: str
     """For people, in the ledger."""
     sharded = False
-    """True where a forward pass is collective: every process must make as many as the others. See
-    `equalize_forward_passes`."""
+    """True where a forward pass is collective: every process must make as many as the others.
+    See `equalize_forward_passes`."""
     shards_gradients = False
     """True where each process has a part of the gradients."""
     model: nn.Module
@@ -78,8 +78,8 @@ class Engine(ABC):
 
     @contextlib.contextmanager
     def generating(self) -> Iterator[nn.Module]:
-        """Within the block: the model in eval mode and without gradients, for `generate`. Collective for sharded
-        models.
+        """Within the block: the model in eval mode and without gradients, for `generate`.
+        Collective for sharded models.
 
         torch's generators are seeded where the block begins: each process draws numbers of its own, the same after any
         restart.
@@ -94,8 +94,7 @@ class Engine(ABC):
             self.module.train(was_training)
 
     def accumulation_context(self, last: bool) -> contextlib.AbstractContextManager[Any]:
-        """Around one forward and backward pass; after the `last` of a step the gradients are the mean over
-        processes."""
+        """Around one forward and backward pass; after the `last` of a step gradients are the mean over processes."""
         return contextlib.nullcontext()
 
     @abstractmethod
@@ -108,8 +107,8 @@ class Engine(ABC):
 
     @abstractmethod
     def step(self) -> None:
-        """Update the weights and clear the gradients. Where the norm is not finite in float16, only the loss scale
-        changes."""
+        """Update the weights and clear the gradients.
+        Where the norm is not finite in float16, only the loss scale changes."""
 
     @abstractmethod
     def skip_step(self) -> None:
@@ -156,8 +155,8 @@ class Engine(ABC):
         return True
 
     def model_state(self) -> dict[str, Tensor]:
-        """The trained weights, unsharded, copied to the CPU; valid until the next call. Collective; empty except on
-        rank 0."""
+        """The trained weights, unsharded, copied to the CPU; valid until the next call.
+        Collective; empty except on rank 0."""
         return self._weights.copies(trained_weights(self.module).items()) if distributed.is_main() else {}
 
     def optimizer_state(self) -> dict[str, Tensor] | None:
@@ -169,8 +168,8 @@ class Engine(ABC):
         )
 
     def stage_shards(self) -> Callable[[Path], None] | None:
-        """Where each process writes its part of weights and optimizer while the training goes on: copies of them, as
-        what writes them.
+        """Where each process writes its part of weights and optimizer while the training goes on:
+        copies of them, as what writes them.
 
         It is called in a thread of every process, with a folder on a shared disk. None in other modes: see
         `model_state`. Collective.
@@ -181,8 +180,8 @@ class Engine(ABC):
         """Write the optimizer's shards into a folder on a shared disk. Collective."""
 
     def load_weights(self, file: Path) -> None:
-        """Put the trained weights of a checkpoint's `file` into the model, after the last step: the optimizer is not
-        told. Collective.
+        """Put the trained weights of a checkpoint's `file` into the model, after the last step:
+        the optimizer is not told. Collective.
 
         Raises:
             CheckpointError: it was written for another model, or is damaged.

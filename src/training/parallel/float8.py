@@ -1,5 +1,5 @@
-"""Products with trained matrices in float8, by torchao: operands with 3 bits of mantissa and scales of their own,
-results in bfloat16.
+"""Products with trained matrices in float8, by torchao:
+operands with 3 bits of mantissa and scales of their own, results in bfloat16.
 
 Micikevicius et al. 2022, "FP8 formats for deep learning" (arXiv 2209.05433). The weights stay as they are, in memory
 and in files, and so do their names. Passes without gradients (evaluation, generation) compute as without: what a

@@ -37,8 +37,8 @@ _BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.
 
 
 class FSDPEngine(Engine):
-    """Layers are gathered one at a time. Each process saves and loads its part of a checkpoint, for any number of
-    processes.
+    """Layers are gathered one at a time.
+    Each process saves and loads its part of a checkpoint, for any number of processes.
 
     In bfloat16 the weights that autocast would cast are gathered as such: it finds nothing to cast, and autograd keeps
     no whole layer. The numbers are the same bits, as others, such as those of norms, are gathered in float32, and
@@ -97,8 +97,8 @@ class FSDPEngine(Engine):
         self.optimizer = optimizers.build_optimizer(module, config, accelerator.device)
 
     def _fill(self, stored: Mapping[Path, Mapping[str, str]]) -> None:
-        """Read this process's part of the weights that the model was built without. Others keep their numbers. stored:
-        `stored_names`."""
+        """Read this process's part of the weights that the model was built without. Others keep their numbers.
+        stored: `stored_names`."""
         there = {name: tensor.detach().clone() for name, tensor in self._tensors() if not tensor.is_meta}
         self.module.to_empty(device=self.accelerator.device)
         with torch.no_grad():
@@ -115,8 +115,8 @@ class FSDPEngine(Engine):
         return itertools.chain(self.module.named_parameters(), self.module.named_buffers())
 
     def accumulation_context(self, last: bool) -> contextlib.AbstractContextManager[Any]:
-        """Gradients are reduced over processes only in the last pass: whole until then, or each process's part of its
-        own sums."""
+        """Gradients are reduced over processes only in the last pass:
+        whole until then, or each process's part of its own sums."""
         self.root.set_requires_gradient_sync(last or self.sharded_gradients)
         self.root.set_requires_all_reduce(last)  # between replicas
         return contextlib.nullcontext()
@@ -166,8 +166,7 @@ class FSDPEngine(Engine):
 
 
 def sharded_layers(module: nn.Module) -> list[nn.Module]:
-    """The entries of the module lists, which are gathered one at a time; without nested ones, such as T5's
-    sublayers."""
+    """The entries of the module lists, which are gathered one at a time; not nested ones, such as T5's sublayers."""
     found: list[nn.Module] = []
     inner: set[int] = set()
     for part in module.modules():

@@ -1,5 +1,4 @@
-"""Output projection and cross entropy of some tokens at a time, so that the logits of all tokens are never held at
-once.
+"""Output projection and cross entropy of some tokens at a time, so that the logits of all are never held at once.
 
 A batch of 32,768 tokens has 4 GiB of logits in float32 for a vocabulary of 32,000, and a training holds them several
 times: as logits, their logarithms and their gradients. Here the logits of a chunk are made, summed up as a loss and
@@ -38,8 +37,8 @@ def takes_chunks() -> bool:
 
 
 def sum_loss(model: nn.Module, logits: Callable[[], Tensor], loss: Callable[..., Tensor], *tensors_N: Tensor) -> Tensor:
-    """loss(logits_NV, *tensors_N), a sum over N tokens, where logits() calls `model` and returns its logits (..., V)
-    for them in order.
+    """loss(logits_NV, *tensors_N), a sum over N tokens,
+    where logits() calls `model` and returns its logits (..., V) for them in order.
 
     Within `chunks_of` the output projection of the model makes the loss in the place of the logits, as part of its
     forward pass: where a model is sharded, the matrix is whole there. Chunks are added in float32 in their order; one

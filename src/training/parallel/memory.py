@@ -1,5 +1,4 @@
-"""Saves memory: gradient checkpointing, activation offloading, reuse of freed CPU memory, and advice for out-of-memory
-errors.
+"""Saves memory: gradient checkpointing, activation offloading, reuse of CPU memory, and advice on out-of-memory errors.
 
 None of it changes a bit of a gradient.
 """
@@ -39,8 +38,8 @@ def oom_advice() -> Iterator[None]:
 
 
 def reuse_freed_memory() -> None:
-    """Keep freed memory in this process for the next step, instead of returning it to the system. Does nothing without
-    glibc.
+    """Keep freed memory in this process for the next step, instead of returning it to the system.
+    Does nothing without glibc.
 
     As it comes glibc gives large blocks back to the kernel in each pass and takes fresh pages in the next, for which a
     training on a CPU pays with a part of its time (LOG.md). Blocks above 32 MiB are still given back: kept, they would
@@ -85,8 +84,8 @@ def checkpoint_layers(model: nn.Module, how: str = "full") -> int:
 
 
 class _Recomputed:
-    """Calls `forward` and saves only its inputs for the backward pass; if `selective`, also what `_is_dear` to
-    compute."""
+    """Calls `forward` and saves only its inputs for the backward pass;
+    if `selective`, also what `_is_dear` to compute."""
 
     def __init__(self, forward: Callable[..., Any], selective: bool) -> None:
         self.forward = forward
@@ -103,8 +102,8 @@ def _policy(_: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
 
 
 def _is_dear(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Products with weights, and fused attention, unless it draws: what is computed again behind it would draw other
-    numbers.
+    """Products with weights, and fused attention, unless it draws:
+    what is computed again behind it would draw other numbers.
 
     Not the products of attention that is not fused: its scores are what needs the memory, and T5 adds its bias to them
     in place.

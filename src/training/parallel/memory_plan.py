@@ -65,8 +65,8 @@ class Machines:
     fsdp_sharded_gradients: bool = False
 
     def shares_gradients(self, passes: int) -> bool:
-        """Whether each GPU has a part of the gradients alone: with FSDP2 they may be whole until the last of several
-        passes."""
+        """Whether each GPU has a part of the gradients alone:
+        with FSDP2 they may be whole until the last of several passes."""
         if self.deepspeed:
             return self.zero_settings()["stage"] >= 2
         return self.fsdp and (passes == 1 or self.fsdp_sharded_gradients)
@@ -193,8 +193,8 @@ class FakeStorages(LiveStorages):
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
 
     def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Numbers are computed where all that is read is real and what is made is small, or a view; floating-point ones
-        only of others."""
+        """Numbers are computed where all that is read is real and what is made is small, or a view;
+        floating-point ones only of others."""
         if func in _INDEXING:
             args = (args[0], [part for index in args[1] for part in self._positions(index)], *args[2:])
         given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
@@ -293,8 +293,8 @@ def _cast_modules(model: nn.Module, machines: Machines) -> list[nn.Module]:
 def pass_peak(
     storages: FakeStorages, model: nn.Module, loss: Loss, batch: Mapping[str, Tensor], precision: str, passes: int
 ) -> dict[str, int]:
-    """Bytes by part at the peak of the forward and backward passes of a step, of a model that is not shared. `model`
-    becomes fake."""
+    """Bytes by part at the peak of the forward and backward passes of a step, of a model that is not shared.
+    `model` becomes fake."""
     _make_fake(model, storages)
     batch = {name: storages.fake(value) if value.is_meta else value for name, value in batch.items()}
     for value in batch.values():
@@ -340,8 +340,8 @@ def _make_fake(model: nn.Module, storages: FakeStorages) -> None:
 def _share(
     model: nn.Module, peak: Mapping[str, int], passes: int, config: LoopConfig, machines: Machines
 ) -> dict[str, int]:
-    """Bytes by part on one of the GPUs: of the peak of a pass, shared as the engine does it, or of the optimizer's step
-    if that is more."""
+    """Bytes by part on one of the GPUs:
+    of the peak of a pass, shared as the engine does it, or of the optimizer's step if that is more."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     gradients, N = sum(parameter.nbytes for parameter in trained), machines.gpus
     parts = {**peak, "optimizer": optimizer_bytes(trained, config.optimizer)}
@@ -369,8 +369,8 @@ def _share(
 
 
 def _zero(parts: Mapping[str, int], settings: Mapping[str, Any], gradients: int, N: int) -> dict[str, int]:
-    """Shares of DeepSpeed's stages. Each process has a copy of the weights that it moves, and a bucket of gradients to
-    be reduced."""
+    """Shares of DeepSpeed's stages.
+    Each process has a copy of the weights that it moves, and a bucket of gradients to be reduced."""
     stage, most = settings["stage"], {name: 4 * _number(settings, name, usual) for name, usual in _ZERO_SIZES.items()}
     bucket = min(gradients, most["reduce_bucket_size"])
     found = dict(parts)

@@ -1,5 +1,4 @@
-"""Tensor parallelism (Shoeybi et al. 2019, arXiv 1909.08053): the matrices of each layer are cut between neighbouring
-processes.
+"""Tensor parallelism (arXiv 1909.08053): the matrices of each layer are cut between neighbouring processes.
 
 They read the same micro-batch. Each computes some of the heads of attention and some of the columns of the feed-forward
 layers, and what comes out is added up twice a layer. Embeddings, norms and the output projection are computed by all of
@@ -24,8 +23,8 @@ _STYLES: dict[str, type[ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise"
 
 
 def cut_matrices(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Cut the matrices of the layers of `model`, which every process has whole or which have no numbers yet. No message
-    is passed.
+    """Cut the matrices of the layers of `model`, which every process has whole or which have no numbers yet.
+    No message is passed.
 
     Raises:
         ConfigError: its family is not known to be cut, its sizes are not multiples of the mesh's, or it has adapters.
@@ -46,8 +45,8 @@ def cut_matrices(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def average_copies(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Give the gradients of what is not cut, which the processes of `mesh` compute each for itself, the same bits in
-    all. Collective.
+    """Give the gradients of what is not cut, which the processes of `mesh` compute each for itself,
+    the same bits in all. Collective.
 
     Kernels of GPUs may sum in another order each time, and copies that are updated apart would drift apart.
     """
@@ -66,8 +65,8 @@ def average_copies(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def as_rows(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same tensors, cut between rows alone: those that are cut between columns, too, are put together one at a
-    time. Collective."""
+    """The same tensors, cut between rows alone:
+    those that are cut between columns, too, are put together one at a time. Collective."""
     return {name: _as_rows(tensor) if isinstance(tensor, DTensor) else tensor for name, tensor in tensors.items()}
 
 
@@ -101,8 +100,8 @@ def _require_parts(part: Any, styles: Mapping[str, str], processes: int) -> None
 
 
 def _require_plain(part: Any, styles: Mapping[str, str]) -> None:
-    """That what is cut are matrices, and that nothing beside them in a layer's attention or MLP would see some of the
-    heads only."""
+    """That what is cut are matrices,
+    and that nothing beside them in a layer's attention or MLP would see some of the heads only."""
     refusal = (
         f"--tensor_parallel: {part.config.model_type!r} has {{}}, which is not cut here. Leave --tensor_parallel out."
     )

@@ -135,8 +135,8 @@ def _without_auto(nested: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class ZeroEngine(Engine):
-    """Saves optimizer states as DeepSpeed's own shards. Another number of processes puts them together before it loads
-    them."""
+    """Saves optimizer states as DeepSpeed's own shards.
+    Another number of processes puts them together before it loads them."""
 
     shards_gradients = True
 
@@ -191,8 +191,8 @@ class ZeroEngine(Engine):
             self._link_moments()
 
     def _link_moments(self) -> None:
-        """Make DeepSpeed find each parameter's moments: stages 1 and 2 look only once, in the first step, when only one
-        group has any."""
+        """Make DeepSpeed find each parameter's moments:
+        stages 1 and 2 look only once, in the first step, when only one group has any."""
         self._linked = True
         if self.stage < 3:
             self.optimizer._hp_optimizer_states_linked = False
@@ -250,8 +250,7 @@ class ZeroEngine(Engine):
         distributed.broadcast_from_rank0(lambda: files.write_json(folder / SHARDS / zero_layout.TOPOLOGY, topology))
 
     def load_optimizer(self, folder: Path) -> None:
-        """From shards of the same world size and stage, else from optimizer.safetensors, which is made where it is not
-        there."""
+        """From shards of the same world size and stage, else from optimizer.safetensors, made if it is missing."""
         topology = folder / SHARDS / zero_layout.TOPOLOGY
         now = {"stage": self.stage, "world_size": distributed.world_size()}
         with distributed.raise_together():
@@ -290,8 +289,8 @@ class ZeroEngine(Engine):
 
 
 def release_conv1d_weights(model: nn.Module) -> None:
-    """Let GPT-2's layers hold no gathered weights until the backward pass, as DeepSpeed's own linear layers do not. In
-    place.
+    """Let GPT-2's layers hold no gathered weights until the backward pass, as DeepSpeed's own linear layers do not.
+    In place.
 
     Autograd would keep the bfloat16 copy that autocast makes of each, which is half of the model that stage 3 has
     shared out.
@@ -309,8 +308,8 @@ def _forward_conv1d(module: Conv1D, x: Tensor) -> Tensor:
 
 
 class _ReleasedAddmm(torch.autograd.Function):
-    """`torch.addmm(bias_O, x_NI, weight_IO)` that keeps the parameter itself, which DeepSpeed empties and fills, and no
-    copy of it."""
+    """`torch.addmm(bias_O, x_NI, weight_IO)` that keeps the parameter itself,
+    which DeepSpeed empties and fills, and no copy of it."""
 
     @staticmethod
     def forward(ctx: Any, bias: Tensor, x: Tensor, weight: Tensor) -> Tensor:

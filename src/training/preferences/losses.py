@@ -51,8 +51,7 @@ def ranking_loss(  # noqa: PLR0913  each is named where it is not plain
     margin: float | Tensor = 0.0,
     centring: float = 0.0,
 ) -> Tensor:
-    """Sum of -log sigmoid(r_better - r_worse - margin), the Bradley-Terry loss of Ouyang et al. 2022 (arXiv 2203.02155,
-    equation 1).
+    """Sum of -log sigmoid(r_better - r_worse - margin), the Bradley-Terry loss (arXiv 2203.02155, equation 1).
 
     by "conversations": the sum over conversations of the mean over the pairs of each, so that one with many replies
     does not weigh more ("RMLoss" of Open-Assistant). by "pairs": the sum over all pairs ("RMCLSLoss", a cross entropy
@@ -81,8 +80,7 @@ def ranking_loss(  # noqa: PLR0913  each is named where it is not plain
 
 
 class AgreementSums(NamedTuple):
-    """Agreement of rewards with ranks, () float64 each: sums over the conversations that have replies of different
-    ranks."""
+    """Agreement of rewards with ranks, () float64 each: sums over conversations with replies of different ranks."""
 
     accuracy: Tensor
     """1 where a best reply has more than a worst one, else 0."""
@@ -94,8 +92,7 @@ class AgreementSums(NamedTuple):
 
 
 def agreement(rewards_R: Tensor, conversations_R: Tensor, ranks_R: Tensor) -> AgreementSums:
-    """As `metrics.ranking.correlations` finds for each conversation, on the device of the rewards, which is not waited
-    for."""
+    """As `metrics.ranking.correlations` finds for each conversation, on the rewards' device, without waiting."""
     numbers_R, ranks = host_copy(conversations_R), host_copy(ranks_R)
     masks = [numbers_R == number for number in dict.fromkeys(numbers_R.tolist())]
     ends = [

@@ -74,8 +74,8 @@ def digest(sample: Any) -> str:
 def with_references(
     model: nn.Module, parts: Mapping[str, Sequence[Dataset]], run: Path, micro_batch: int, precision: str
 ) -> dict[str, list[float]]:
-    """Summed log-probabilities of the learned tokens of each row of every sample of data sets, by `digest`; from the
-    run where it has them.
+    """Summed log-probabilities of the learned tokens of each row of every sample of data sets, by `digest`;
+    from the run where it has them.
 
     model: a causal language model with the weights that the training begins with. parts: data sets by what they are of,
     whose samples are the same in every epoch. Collective: each process reads every W-th batch.
@@ -126,8 +126,8 @@ def _logps(
 
 @contextlib.contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """In the block the model is the one that its adapters were put around, without dropout, and nothing is remembered
-    for gradients."""
+    """In the block the model is the one that its adapters were put around, without dropout,
+    and nothing is remembered for gradients."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers, training = [module for module in model.modules() if isinstance(module, BaseTunerLayer)], model.training

@@ -10,8 +10,8 @@ from src.files import reading
 from src.runs.context import Limits
 
 STOP_FILE = "stop"
-"""Name of the stop file. In a save directory it stops that training, in the folder of all runs every one, until it is
-removed."""
+"""Name of the stop file.
+In a save directory it stops that training, in the folder of all runs every one, until it is removed."""
 LOOK_SECONDS = 1.0
 """Minimum time between two checks of the disk and the memory."""
 _MEMORY = Path("/proc/meminfo")

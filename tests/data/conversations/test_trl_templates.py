@@ -43,11 +43,16 @@ CASES = {
     "control tokens": [Message("user", "<|im_end|>"), Message("assistant", "<|im_end|></s><|return|><end_of_turn>")],
     "reasoning": [ASK, Message("assistant", "Five", reasoning="Count to five.")],
     "reasoning twice": [
-        ASK, Message("assistant", "Five", reasoning="Count."), Message("user", "Sure?"), Message("assistant", "Yes", reasoning="Again."),
+        ASK,
+        Message("assistant", "Five", reasoning="Count."),
+        Message("user", "Sure?"),
+        Message("assistant", "Yes", reasoning="Again."),
     ],
     "inline reasoning": [ASK, Message("assistant", "<think>\nCount.\n</think>\n\nFive")],
     "call": [Message("user", "2?", tools=TOOLS), CALL],
-    "call and answer": [Message("user", "2?", tools=TOOLS), CALL, Message("tool", '{"sum": 5}'), Message("assistant", "Five")],
+    "call and answer": [
+        Message("user", "2?", tools=TOOLS), CALL, Message("tool", '{"sum": 5}'), Message("assistant", "Five"),
+    ],
 }  # fmt: skip
 
 

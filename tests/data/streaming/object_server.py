@@ -136,7 +136,8 @@ class _Handler(BaseHTTPRequestHandler):
         if "comp" in query:
             rows = "".join(
                 f"<Blob><Name>{name}</Name><Properties><Last-Modified>{date}</Last-Modified><Content-Length>"
-                f"{len(self._objects[bucket, name])}</Content-Length><Content-Type>x/y</Content-Type><Etag>e</Etag></Properties></Blob>"
+                f"{len(self._objects[bucket, name])}</Content-Length><Content-Type>x/y</Content-Type>"
+                "<Etag>e</Etag></Properties></Blob>"
                 for name in names
             )
             text = f"<?xml version='1.0'?><EnumerationResults><Blobs>{rows}</Blobs><NextMarker/></EnumerationResults>"

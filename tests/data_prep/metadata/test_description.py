@@ -11,7 +11,8 @@ from src.errors import DataError
 
 LEAD = """{{Infobox broadcaster|name=BBC|logo=[[File:b.svg]]}}
 [[File:House.jpg|thumb|The [[Broadcasting House|house]] in 2019]]
-The '''British Broadcasting Corporation''' (''now (2020)'') is the [[public broadcaster|broadcaster]]<ref>a</ref> of J. Reith. It was.
+The '''British Broadcasting Corporation''' (''now (2020)'') is the [[public broadcaster|broadcaster]]<ref>a</ref> \
+of J. Reith. It was.
 
 A second paragraph.
 == History ==

@@ -171,7 +171,10 @@ def test_short_is_measured_after_white_space_is_collapsed():
 
 
 def test_rules_have_limits_and_directions():
-    source = f"<body>{'<p>' + 'word ' * 30 + '</p>'}<div><p>short</p><form>{'a form ' * 10}</form>tail</div><b>bold</b></body>"
+    source = (
+        f"<body>{'<p>' + 'word ' * 30 + '</p>'}<div><p>short</p><form>{'a form ' * 10}</form>tail</div>"
+        "<b>bold</b></body>"
+    )
     rule = RemovalRule(tag="div", max_chars=10)
     form = RemovalRule(tag="form")
     assert "tail" in extract(source, [rule, form]).text, "top-down: measured with the form"

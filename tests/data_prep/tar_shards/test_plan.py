@@ -140,10 +140,8 @@ def test_speed_is_measured_and_compared(folder: Path, capsys: pytest.CaptureFixt
     assert plan.main(words(folder, str(folder / "more"), "--measure=0.2", "--rows_per_second=1e9")) == 0
     out = capsys.readouterr().out
     assert re.search(
-        (
-            r"speed: [\d.]+ rows/s of one process \(\d+ rows in [\d.]+ s\), [\d.]+ of 2; wanted are 1000000000.0: [\d.]+ "
-            r"times"
-        ),
+        r"speed: [\d.]+ rows/s of one process \(\d+ rows in [\d.]+ s\), [\d.]+ of 2; "
+        r"wanted are 1000000000.0: [\d.]+ times",
         out,
     )
     assert f"{folder / 'more'}: the indexes have no counts of this tokenizer's tokens" in out

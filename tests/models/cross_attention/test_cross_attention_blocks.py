@@ -103,7 +103,8 @@ def test_sizes_and_biases_of_the_styles(make):
     llama = make("llama", hidden_size=24, num_heads=6, num_key_value_heads=3).blocks["3"]
     assert {name: list(p.shape) for name, p in llama.named_parameters()} == {
         "norm1.weight": [16],
-        "attention.q.weight": [24, 16], "attention.k.weight": [12, 16], "attention.v.weight": [12, 16], "attention.out.weight": [16, 24],
+        "attention.q.weight": [24, 16], "attention.k.weight": [12, 16],
+        "attention.v.weight": [12, 16], "attention.out.weight": [16, 24],
         "norm2.weight": [16],
         "mlp.gate.weight": [96, 16], "mlp.up.weight": [96, 16], "mlp.down.weight": [16, 96],
     }  # fmt: skip

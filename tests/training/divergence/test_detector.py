@@ -40,8 +40,7 @@ def wavy(count: int, level: float = 3.0, noise: float = 0.05, seed: int = 0) -> 
     return [level + noise * draw.gauss(0, 1) for _ in range(count)]
 
 
-# --- what fires
-# ---------------------------------------------------------------------------------------------------------------------
+# --- what fires -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
@@ -176,8 +175,7 @@ def test_batches_that_the_detector_itself_has_skipped_count_as_skipped_so_that_i
     assert found[25].message == "step 125: 25 of the last 50 steps did not move the weights."
 
 
-# --- what is quiet
-# ------------------------------------------------------------------------------------------------------------------
+# --- what is quiet ----------------------------------------------------------------------------------------------------
 
 
 def test_the_steep_fall_of_a_start_is_quiet_and_a_spike_in_it_fires():
@@ -199,8 +197,7 @@ def test_a_loss_that_has_come_to_nothing_is_quiet_whatever_its_ratios():
     assert seen([*[math.exp(-i / 20) for i in range(200)], *[10 ** draw.uniform(-6, -3) for _ in range(500)]]) == []
 
 
-# --- real curves
-# --------------------------------------------------------------------------------------------------------------------
+# --- real curves ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -249,8 +246,7 @@ def test_planted_faults_in_real_healthy_curves_fire(logs: dict[str, list[Step]],
         )
 
 
-# --- resume
-# -------------------------------------------------------------------------------------------------------------------------
+# --- resume -----------------------------------------------------------------------------------------------------------
 
 
 def troubled(seed: int) -> list[Step]:
@@ -306,8 +302,7 @@ def test_a_state_of_another_version_is_refused():
             Detector(config()).restore(changed)
 
 
-# --- config and findings
-# ------------------------------------------------------------------------------------------------------------
+# --- config and findings ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

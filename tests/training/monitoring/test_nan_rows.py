@@ -57,7 +57,8 @@ options = runs.Wandb(None, "p", None, False)
 with RunDir.open(Path(sys.argv[1]), toy.BASE, {}) as opened:
     opened.scores.append({"step": 1, "val_loss": 0.4})
     opened.scores.append({"step": 2, "val_loss": math.nan})
-    callback = Wandb(runs.Run(opened, Places(Path("data"), Path(sys.argv[1])), runs.Options(None, options)), options, nn.Linear(1, 1))
+    run = runs.Run(opened, Places(Path("data"), Path(sys.argv[1])), runs.Options(None, options))
+    callback = Wandb(run, options, nn.Linear(1, 1))
     callback.close()
 """
 

@@ -1,5 +1,4 @@
-"""DEPTH: the decoder fills in masked words and puts shuffled sentences in their order (Bamberger et al. 2024, arXiv
-2405.07788).
+"""DEPTH: the decoder fills in masked words and puts sentences in order (Bamberger et al. 2024, arXiv 2405.07788).
 
 A sample is some consecutive sentences of one document: <eosen> <sent_i> words <eosen> <sent_j> words ... <eosen> </s>,
 with masked runs replaced by sentinels. Its target has all the same sentence tokens in the order of the text, each with
@@ -46,16 +45,15 @@ class Config(DenoisingConfig):
     mean_span_tokens: float = Field(default=3.0, ge=1)
     """Masked tokens by masked runs. The end of a sentence ends a run."""
     num_sentences: int = Field(default=20, gt=0)
-    """Most sentences of a sample, and from how many sentence tokens its own are drawn. More of a document are further
-    samples."""
+    """Most sentences of a sample, and from how many sentence tokens its own are drawn.
+    More of a document are further samples."""
     shuffle_rate: float = Field(default=0.5, ge=0, le=1)
     """Share of the samples whose sentences the encoder reads in random order."""
     sentence_weight: float = Field(default=1.0, ge=0)
-    """Weight of a sentence token in the training loss, where other tokens have 1 (the paper's lambda). In validation
-    all have 1."""
+    """Weight of a sentence token in the training loss, where other tokens have 1 (the paper's lambda).
+    In validation all have 1."""
     fixed_length: bool = False
-    """Pad every batch to the longest possible inputs and targets, rather than to its own longest, for
-    `loop.compile`."""
+    """Pad every batch to the longest possible inputs and targets, rather than its own longest, for `loop.compile`."""
 
     @model_validator(mode="after")
     def _has_room(self) -> "Config":
@@ -94,8 +92,8 @@ class Config(DenoisingConfig):
         return (self.input_tokens, self.target_tokens) if self.fixed_length else None
 
     def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "DepthDataset":
-        """The sentences of one split, tokenised. What training draws is a function of (seed, epoch, index), of other
-        splits of the index.
+        """The sentences of one split, tokenised.
+        What training draws is a function of (seed, epoch, index), of other splits of the index.
 
         Raises:
             DataError: the tokenizer lacks sentinels or sentence tokens; the data set is missing, incomplete, malformed
@@ -249,8 +247,8 @@ def corrupt(
 
 
 def with_masks(batch: Seq2SeqBatch, sentence_ids: "Tensor") -> DepthBatch:
-    """The batch with the attention masks of DEPTH. Each input is [<eosen> <sent_i> words]... <eosen> </s>; each target
-    as well.
+    """The batch with the attention masks of DEPTH.
+    Each input is [<eosen> <sent_i> words]... <eosen> </s>; each target as well.
 
     A sentence token of the encoder sees its own sentence: itself, its words, and the <eosen> that ends it; the first
     also the <eosen> before it, the last also the end token, as the authors' code has it. All its other tokens see all

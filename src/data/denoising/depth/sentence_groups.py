@@ -18,14 +18,13 @@ _BATCH = 1024
 
 
 class Room:
-    """How many tokens of text fit in a sample. A sentence adds <eosen> and its name, a sample a last <eosen> and the
-    end token."""
+    """How many tokens of text fit in a sample.
+    A sentence adds <eosen> and its name, a sample a last <eosen> and the end token."""
 
     def __init__(
         self, input_tokens: int, target_tokens: int, density: float, mean_span: float, num_sentinels: int
     ) -> None:
-        """Raises ConfigError where not even two tokens of one sentence fit, or no mask has the wanted density and
-        runs."""
+        """Raises ConfigError where not even two tokens of one sentence fit, or no mask has this density and runs."""
         self._limits = input_tokens, target_tokens, num_sentinels
         self._density, self._mean_span = density, mean_span
         self._most: dict[int, int] = {}
@@ -56,8 +55,8 @@ class Room:
 
 
 class Groups:
-    """Groups of consecutive sentences of one document, as many as fit a sample. A sentence that is too long is cut into
-    several."""
+    """Groups of consecutive sentences of one document, as many as fit a sample.
+    A sentence that is too long is cut into several."""
 
     def __init__(
         self,

@@ -1,5 +1,4 @@
-"""Texts as sentences, without any download: nltk's Punkt (Kiss & Strunk 2006) with abbreviations that are given rather
-than learned.
+"""Texts as sentences, without any download: nltk's Punkt (Kiss & Strunk 2006) with given abbreviations.
 
 Punkt's trained models have to be downloaded, and without one it knows numbers and initials but no abbreviations, so the
 frequent English ones are listed here. The split depends on the text alone, not on a corpus.
@@ -14,9 +13,9 @@ if TYPE_CHECKING:
     from nltk.tokenize.punkt import PunktSentenceTokenizer
 
 _SHORT = """
-a.m adm al apr approx assn aug ave bldg blvd capt cf cmdr co col corp dec dept dr e.g ed eds eq eqs esp est etc feb fig figs ft gen gov hon
-i.e inc jan jr lt ltd maj messrs mr mrs ms mt nov oct op p.m pp prof pt rd ref refs rep rev sec sen sep sept sgt sr st u.k u.n u.s vol
-vols vs
+a.m adm al apr approx assn aug ave bldg blvd capt cf cmdr co col corp dec dept dr e.g ed eds eq eqs esp est etc
+feb fig figs ft gen gov hon i.e inc jan jr lt ltd maj messrs mr mrs ms mt nov oct op p.m pp prof pt rd ref refs rep rev
+sec sen sep sept sgt sr st u.k u.n u.s vol vols vs
 """
 ABBREVIATIONS = frozenset(_SHORT.split())
 """In lower case, without the last period."""
@@ -24,8 +23,8 @@ _BLANK_LINE = re.compile(r"\n[^\S\n]*\n")
 
 
 def split(text: str) -> list[str]:
-    """The sentences of `text`: joined they are `text`. Each begins with the white space before it; none is white space
-    alone.
+    """The sentences of `text`: joined they are `text`.
+    Each begins with the white space before it; none is white space alone.
 
     A sentence also ends before an empty line, as headings and code have no full stop. Empty where there is nothing but
     white space.

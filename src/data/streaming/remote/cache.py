@@ -61,8 +61,8 @@ class ShardCache:
                 return None  # damaged: it is replaced
 
     def open(self, shard: Shard, let_go: Callable[[], bool]) -> Cached | None:
-        """Open a shard's file, after a download if it is missing. None if there is no room, and ranges can be read from
-        the server instead.
+        """Open a shard's file, after a download if it is missing.
+        None if there is no room, and ranges can be read from the server instead.
 
         let_go: ends a reference of this process to make room, if it has one.
 
@@ -136,8 +136,8 @@ class ShardCache:
 
     @contextlib.contextmanager
     def _claim(self, shard: Shard) -> Iterator[int | None]:
-        """A descriptor of the shard's part, which no other process has; None where another has fetched it meanwhile, or
-        given it up.
+        """A descriptor of the shard's part, which no other process has;
+        None where another has fetched it meanwhile, or given it up.
 
         The part is deleted at the end of the block, unless it has become the shard's file.
         """
@@ -215,8 +215,8 @@ class ShardCache:
 
     @contextlib.contextmanager
     def _folder_lock(self, shard: Shard) -> Iterator[None]:
-        """Room is made and files get their names by one process at a time: a listing would miss one that is renamed
-        meanwhile."""
+        """Room is made and files get their names by one process at a time:
+        a listing would miss one that is renamed meanwhile."""
         with self._refusals(shard):
             folder = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:

@@ -81,8 +81,8 @@ def head(url: str, seconds: float) -> tuple[int, str | None]:
 
 
 def list_urls(pattern: str, seconds: float) -> list[str]:
-    """List the URLs that a pattern with *, ? or [] matches, sorted. Not in a forked process. Raises as `read_range`
-    does."""
+    """List the URLs that a pattern with *, ? or [] matches, sorted. Not in a forked process.
+    Raises as `read_range` does."""
     scheme, bucket, key = split(pattern)
     if scheme == HUB:
         with _translate_hub_errors(pattern):
@@ -217,23 +217,19 @@ _FINAL = {
 }
 """Errors that another attempt would repeat."""
 _CREDENTIALS = frozenset(
-    (
-        *(
-            "ExpiredToken",
-            "ExpiredTokenException",
-            "TokenRefreshRequired",
-            "InvalidToken",
-            "InvalidAccessKeyId",
-            "InvalidClientTokenId",
-        ),
-        *(
-            "SignatureDoesNotMatch",
-            "AuthenticationFailed",
-            "AuthorizationHeaderMalformed",
-            "RequestTimeTooSkewed",
-            "AccessDenied",
-        ),
-    )
+    {
+        "ExpiredToken",
+        "ExpiredTokenException",
+        "TokenRefreshRequired",
+        "InvalidToken",
+        "InvalidAccessKeyId",
+        "InvalidClientTokenId",
+        "SignatureDoesNotMatch",
+        "AuthenticationFailed",
+        "AuthorizationHeaderMalformed",
+        "RequestTimeTooSkewed",
+        "AccessDenied",
+    }
 )
 """The servers' codes for refused credentials; some come with HTTP status 400."""
 
@@ -315,8 +311,8 @@ def _translate_hub_errors(url: str) -> Generator[None]:
 
 
 def module_environment() -> dict[str, str]:
-    """Environment in which a subprocess finds our modules. It stays in the current folder, as the user's paths can be
-    relative."""
+    """Environment in which a subprocess finds our modules.
+    It stays in the current folder, as the user's paths can be relative."""
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join((str(Path(__file__).resolve().parents[4]), os.environ.get("PYTHONPATH", ""))),
@@ -371,8 +367,8 @@ def _end_reader() -> None:
 
 
 def main() -> None:
-    """Read objects for a forked process until it closes stdin. An error after the first line of an answer ends the
-    chunks."""
+    """Read objects for a forked process until it closes stdin.
+    An error after the first line of an answer ends the chunks."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     out = sys.stdout.buffer
     for line in sys.stdin:

@@ -24,8 +24,7 @@ REMOTE = (*objects.SCHEMES, PIPE)
 PATIENCE = 25.0
 """Seconds without a new byte after which a shard is given up."""
 LEAST_PATIENCE = 0.5
-"""Seconds for a shard where this process has had no byte of any other for all of its patience: they are all gone,
-then."""
+"""Seconds for a shard where this process has had no byte of any other for all of its patience: all are gone, then."""
 _FIRST_PAUSE, _LONGEST_PAUSE, _LONGEST_REQUEST = 0.1, 5.0, 30.0
 _AT_ONCE = 1 << 20
 
@@ -103,8 +102,8 @@ def source_of(url: str, patience: float = PATIENCE) -> Source:
 def transfer(
     source: Source, file: IO[bytes], patience: float = PATIENCE, begin: int = 0, end: int | None = None
 ) -> str:
-    """Write a range of bytes of a shard, by default all, into an empty file; returns their sha256. Commands have no
-    ranges.
+    """Write a range of bytes of a shard, by default all, into an empty file; returns their sha256.
+    Commands have no ranges.
 
     Raises:
         ShardChanged: it has another size or ETag.

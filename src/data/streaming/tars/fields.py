@@ -58,8 +58,8 @@ class Item(NamedTuple):
 
 
 class Fields(StrictConfig):
-    """Member names by kind, such as {"image": ["input.jpg", "left.jpg"], "text": "json:caption"}. Kinds that are absent
-    go by suffix.
+    """Member names by kind, such as {"image": ["input.jpg", "left.jpg"], "text": "json:caption"}.
+    Kinds that are absent go by suffix.
 
     A member name follows the key and a dot. NAME:PATH is a value in a JSON member: a string, a number or a list of
     them.
@@ -114,8 +114,8 @@ class Fields(StrictConfig):
         return {kind: [entry.text for entry in self.entries if entry.kind == kind] for kind in sorted(self.kinds)}
 
     def items(self, contents: Mapping[str, bytes]) -> tuple[list[Item], bool]:
-        """Parts that JSON members name, and whether they are in the order of the document. contents: of the members, by
-        suffix.
+        """Parts that JSON members name, and whether they are in the order of the document.
+        contents: of the members, by suffix.
 
         Raises:
             FieldError: a member is no JSON, or its values do not fit each other.
@@ -140,8 +140,8 @@ class Fields(StrictConfig):
         return Item(number, place, "")
 
     def _interleave(self, values: Mapping[int, list[Any]]) -> list[tuple[int, int]] | None:
-        """(Entry, item) of one list of images and one of texts, as OBELICS, mmc4 and Energon interleave them; None for
-        other values."""
+        """(Entry, item) of one list of images and one of texts, as OBELICS, mmc4 and Energon interleave them;
+        None for other values."""
         images = [number for number in values if self.entries[number].kind == "image"]
         texts = [number for number in values if self.entries[number].kind == "text"]
         if len(images) != 1 or len(texts) != 1:

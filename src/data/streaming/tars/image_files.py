@@ -54,8 +54,8 @@ class ImageError(DataError):
 
 
 def open_image(content: bytes, most_pixels: int = MOST_PIXELS) -> "Image":
-    """Decode an image as a viewer shows it: first frame, EXIF orientation applied, 8-bit RGB on white. Its `format` is
-    one of FORMATS.
+    """Decode an image as a viewer shows it: first frame, EXIF orientation applied, 8-bit RGB on white.
+    Its `format` is one of FORMATS.
 
     Raises:
         ImageError: it has more than `most_pixels` pixels, or cannot be decoded for any reason.

@@ -63,8 +63,8 @@ class _Part(NamedTuple):
 def build(
     tar: memoryview, fields: Fields | None = None, most_pixels: int = MOST_PIXELS, verify: bool = False
 ) -> TarIndex:
-    """The index of a tar, from its headers, its texts and the headers of its images. If the tar is cut: of the
-    documents before the cut.
+    """The index of a tar, from its headers, its texts and the headers of its images.
+    If the tar is cut: of the documents before the cut.
 
     fields: the mapping of members that their suffixes do not identify.
     verify: decode each image once. Documents with an image that cannot be decoded are bad.
@@ -119,8 +119,8 @@ class _Builder:
         return TarIndex(_records(DOCUMENT, self.documents), _records(PART, self.parts), facts)
 
     def _add(self, numbers: Sequence[int], endings: Sequence[str], bad: int, last_before_cut: bool) -> None:
-        """Add a document. numbers, endings: of its members. bad: a defect that is already known, by its number in
-        REASONS."""
+        """Add a document. numbers, endings: of its members.
+        bad: a defect that is already known, by its number in REASONS."""
         members, parts, unread = self.members, list[_Part](), dict[int, str]()
         for place, (number, ending) in enumerate(zip(numbers, endings, strict=True)):
             order, kind, reason = self.roles.get(ending) or self._role(ending)
@@ -249,8 +249,7 @@ class _Builder:
 
     @staticmethod
     def _find_images(names: Sequence[str], places: Mapping[str, int], key: str) -> dict[str, int | None]:
-        """The member that each name of an image in a JSON means: by the name after the key, by the file name, or by
-        number."""
+        """The member that each image name in a JSON means: by the name after the key, the file name, or a number."""
         matches = dict[str, int | None]()
         for name in names:
             base = name.rpartition("/")[2].lower()
@@ -265,8 +264,8 @@ class _Builder:
         return matches
 
     def _texts_defect(self, parts: Sequence[_Part], endings: Sequence[str], unread: dict[int, str]) -> int:
-        """Check the texts of a document; returns the number of the defect in REASONS. Adds texts that are left out to
-        `unread`."""
+        """Check the texts of a document; returns the number of the defect in REASONS.
+        Adds texts that are left out to `unread`."""
         texts = [part for part in parts if part.kind in (TEXT, PROMPT)]
         has_text = False
         try:
@@ -284,8 +283,7 @@ class _Builder:
         return GOOD if has_text else NO_TEXT
 
     def _measure(self, images: Sequence[_Part]) -> tuple[int, dict[int, tuple[int, int]]]:
-        """Check the images of a document; returns the number of the defect in REASONS, and the size of each image by
-        `id`."""
+        """Check the images of a document; returns the defect's number in REASONS, and each image's size by `id`."""
         sizes = dict[int, tuple[int, int]]()
         try:
             picked = iter(self._contents([part for part in images if part.pick]))

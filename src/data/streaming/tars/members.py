@@ -159,8 +159,7 @@ def _add(members: Members, entry: _Entry, kind: int, raw_name: bytes) -> None:
 
 
 def _walk(tar: memoryview) -> tuple[list[_Entry], int, Cut | None]:
-    """All members except headers that describe the next member; bytes after the end of the archive; where it is cut, if
-    it is.
+    """All members except headers that describe the next member; bytes after the archive's end; where it is cut, if so.
 
     Checksums of members are checked later, many at once.
     """
