@@ -80,8 +80,7 @@ def act(args: argparse.Namespace) -> int:
             print(line)
         return 0
     selected = select(args, groups)
-    # Other groups are needed only where these start from experiments of theirs; their own group too, if --set has
-    # changed it.
+    # Other groups are needed only where these start from experiments of theirs; and their own, if --set changed it.
     others = {name: group for name, group in groups.items() if args.set or args.steps or name not in args.exp_group}
     all_items = plan.load_all(others) if any(parents.parent_ids(item.exp) for item in selected) else {}
     all_items |= {item.exp_id: item for item in selected}
@@ -264,8 +263,7 @@ def train(args: argparse.Namespace, planned: Sequence[Any], chosen: set[str], pl
             try:
                 run_one(item, args.reset if item.exp_id in chosen else 0, places, options, args.micro_batch)
             except UserError as error:
-                # The next experiment can start only if all processes are here; this one cannot know how far the rest
-                # is.
+                # The next experiment can start only if all processes are here; this one cannot know where the rest is.
                 if distributed.world_size() > 1 and not error.everywhere:
                     if not distributed.is_main():
                         complain(f"rank {distributed.rank()}: {error}")

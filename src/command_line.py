@@ -14,8 +14,7 @@ from typing import BinaryIO, NoReturn
 
 from src.errors import print_errors
 
-# Standard input is a pipe that closes when its writer dies. The shell and its watcher outlive the signals that end the
-# command.
+# Standard input is a pipe that closes when its writer dies. The shell and its watcher outlive stop signals.
 _BOUND = (
     'exec 3<&0 < /dev/null; (trap "" TERM INT HUP USR1; read -r _ <&3; kill -s "$0" 0) & exec 3<&-; '
     'trap : TERM INT HUP USR1; "$@"; code=$?; kill -KILL $!; exit $code'

@@ -219,8 +219,7 @@ def stoppable() -> Iterator[None]:
     numbers = [n for n in STOP_SIGNALS if n != signal.SIGINT or signal.getsignal(n) is not signal.SIG_IGN]
     before = {number: signal.signal(number, _on_signal) for number in numbers}
     hook = sys.unraisablehook
-    # Where Python can raise nothing, as in a callback of an import, it would print a traceback. The stop is recorded,
-    # and holds.
+    # Where Python can raise nothing, as in a callback of an import, it would print a traceback. The stop is recorded.
     sys.unraisablehook = lambda found: None if isinstance(found.exc_value, TrainingStopped) else hook(found)
     try:
         yield

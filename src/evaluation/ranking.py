@@ -59,8 +59,7 @@ class TaskPredictor:
         for answer in dataset.answer_ids:
             batch = to_device(dataset.collate_answers(prompts, answer), self.device)
             inputs = {name: batch[name] for name in ("attention_mask", "decoder_input_ids")}
-            # The encoder is not called on its own: where the model is shared, only a call of the whole gathers all of
-            # it.
+            # The encoder is not called on its own: where the model is shared, only a call of the whole gathers it.
             encoder = {"input_ids": batch["input_ids"]} if encoded is None else {"encoder_outputs": (encoded,)}
             out = self.model(**encoder, **inputs, use_cache=False)
             encoded = out.encoder_last_hidden_state

@@ -49,8 +49,7 @@ METADATA_TINY: dict[str, Any] = {
 # BigScience's metadata project (github.com/bigscience-workshop/metadata, hydra_configs/v2.yaml and
 # deepspeed_configs/v2.json), with the reference's order and tokens. The corpus is
 # bs-modeling-metadata/c4-en-html-with-metadata, which data_prep.metadata.prepare reads. html_rate 0.25 is the written
-# rate: 13 % of the documents have HTML. The reference inverts it and has HTML in 87 %: without html_rate, the weights
-# give 51 %.
+# rate: 13 % of the documents have HTML. The reference inverts it and has HTML in 87 %: without it, weights give 51 %.
 STARTS = {"html": "<HTML>", "entity_paragraph": "<ENTITY_CHAIN>"}
 ENDS = {"html": "</HTML>", "entity_paragraph": " </ENTITY_CHAIN> "}
 WEIGHTS = {

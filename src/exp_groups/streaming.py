@@ -4,8 +4,7 @@ from typing import Any
 
 from src.experiments.grid import grid, override
 
-# Pages of handwritten digits (python -m data_prep.digit_pages): which digits stand between the words, and what their
-# sum is.
+# Pages of handwritten digits (python -m data_prep.digit_pages): which digits are between the words, and their sum.
 INTERLEAVED_TINY: dict[str, Any] = {
     "recipe": "interleaved",
     "seed": 0,

@@ -4,8 +4,7 @@ from typing import Any
 
 from src.experiments.grid import override, ref, seeds
 
-# A small T5 learns on this machine to fill gaps in the source of Python's standard library, in about five minutes of
-# one core.
+# A small T5 learns on this machine to fill gaps in the source of Python's standard library, in five core minutes.
 TINY_TEXT = {"corpus": "stdlib_text", "input_tokens": 128, "val_sequences": 128}
 TINY_DENOISERS = [
     {"rate": 1.0, "mode": "[NLU]", "mean_span_tokens": 3.0, "noise_density": 0.15},

@@ -62,8 +62,7 @@ _SHARING = {"--use_deepspeed", "--use_fsdp", "--multi_gpu", "--config_file"}
 """Options of accelerate that choose how the model is distributed."""
 
 
-# What looks like a key by its name, unless its value is a number, a switch or a file; and what looks like one by its
-# value.
+# What looks like a key by its name, unless its value is a number, a switch or a file; and what looks like one itself.
 _SECRET_NAME = re.compile(
     r"(?:^|_)(?:API)?(?:KEY|CREDENTIALS?|AUTH|PASS)(?:$|_)|(?:TOKEN|SECRET|PASSWORD|PASSWD)(?:$|_)", re.IGNORECASE
 )
@@ -233,8 +232,7 @@ def _starter_command(processes: Processes) -> tuple[list[str], str]:
             )
             flags = f"{found if several else '--standalone'} --nproc-per-node {each}"
         elif processes.starter == "accelerate":
-            # --cpu with several processes would silently start one; --multi_gpu works without a GPU too, but beside no
-            # other way.
+            # --cpu with several processes would silently start one; --multi_gpu works without a GPU, but only alone.
             given = {word.partition("=")[0] for word in processes.arguments}
             many = "" if given & _SHARING else "--multi_gpu"
             before.append(

@@ -223,8 +223,7 @@ class Loop:
             self.engine.norms(), self.engine.weight_norms(), torch.stack(list(sums.values())).flatten()
         )
         norm = self.engine.total_norm(*norms)
-        # The norm of rank 0: copies on different devices can differ in the last bit, and all ranks must take the same
-        # decision.
+        # The norm of rank 0: copies on different devices can differ in the last bit, and all ranks must decide alike.
         counters = {f"data/{name}": pair for name, pair in step.counters.items()}
         local = [norm if distributed.is_main() else 0.0, *(flat if distributed.leads_readers() else [0.0] * len(flat))]
         norm, *flat = distributed.all_reduce_sum([*local, *(value for pair in counters.values() for value in pair)])

@@ -149,8 +149,12 @@ class Config(PartsConfig, ShuffledConfig):
         sizes = {name: len(part) for name, part in parts.items()}
         counts, order = (list(sizes.values()), None) if split == "val" else (self._counts(sizes, places), seed)
         made = MixtureDataset(
-            parts, counts, order, pad if isinstance(pad, int) else int(tokenizer.eos_token_id), self.shuffle
-        )  # pyright: ignore[reportArgumentType]
+            parts,
+            counts,
+            order,
+            pad if isinstance(pad, int) else int(tokenizer.eos_token_id),  # pyright: ignore[reportArgumentType]
+            self.shuffle,
+        )
         made.require_same_tensors()
         return made
 

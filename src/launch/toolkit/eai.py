@@ -139,8 +139,7 @@ class Eai:
         return done.stdout
 
 
-# Messages of failed calls, in lower case. A bare number proves nothing: it can be part of a name, a path or a job's own
-# output.
+# Messages of failed calls, in lower case. A bare number proves nothing: it can be part of a name, a path or an output.
 _NOT_REACHED = re.compile(
     r"dial tcp|connection refused|no such host|i/o timeout|tls handshake timeout|network is unreachable|"
     r"(?:error|http)s?:.*: eof",

@@ -96,8 +96,7 @@ def render_script(job: Job, parents: Mapping[str, Path], config: JobConfig) -> s
         STOP_AFTER_FAILURES + _WAIT,
         *(f"wait_for {parent} {_quote(run)} {_digest(run / STATUS)}" for parent, run in parents.items()),
         "check_queue",
-        # Waiting for parents counts too. At the stop the training gets SIGUSR1, writes a checkpoint and exits with
-        # `STOPPED`.
+        # Waiting for parents counts too. At the stop the training gets SIGUSR1, saves and exits with `STOPPED`.
         f"STOP_AFTER=$(({stop_after} > SECONDS ? {stop_after} - SECONDS : 1))",
         f"cd {_quote(job.cwd)} || exit 1",
         f"LINE={shlex.quote(shell_line(job, config.processes))}",

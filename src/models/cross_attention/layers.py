@@ -92,8 +92,7 @@ class CrossAttention(nn.Module):
         # Cross-attention is not causal, so the rows that share a context can be concatenated.
         q = q.reshape(len(keys), -1, self.heads, self.head_size).transpose(1, 2)
         readable = None if mask is None else mask.any(dim=-1)
-        # An empty softmax gives NaN, and NaN gradients even if its result is discarded: attend to everything, then
-        # discard.
+        # An empty softmax gives NaN, and NaN gradients even if its result is discarded: attend to all, then discard.
         allowed = None if mask is None or readable is None else (mask | ~readable[:, None])[:, None, None, :]
         rate = self.attention_dropout if self.training else 0.0
         read = functional.scaled_dot_product_attention(

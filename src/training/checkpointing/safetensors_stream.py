@@ -19,8 +19,7 @@ from src.errors import CheckpointError
 
 CHUNK_BYTES = 2**24
 _MOST_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
-# In the order in which the safetensors library sorts a file, so that ours has the same bytes as its `save_file` would
-# write.
+# In the order in which the safetensors library sorts a file, so that ours has the same bytes as its `save_file`.
 _NAMES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",

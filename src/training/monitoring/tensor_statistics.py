@@ -154,8 +154,7 @@ def _piece(piece: Tensor) -> Tensor:
     mean = numbers.mean()
     abs_low, abs_sum = absolute.amin(), absolute.sum()
     numel = torch.full_like(mean, piece.numel())
-    # Counting costs as much as all the rest together. On a CPU, where looking at a value waits for nothing, it is done
-    # where needed.
+    # Counting costs as much as all the rest together. On a CPU, where reading waits for nothing, only if needed.
     look = piece.device.type == "cpu"
     nonzero = numel if look and abs_low > 0 else absolute.count_nonzero().double()
     finite = torch.zeros_like(mean) if look and abs_sum.isfinite() else numel - absolute.isfinite().count_nonzero()

@@ -161,8 +161,7 @@ class ZeroEngine(Engine):
         self.model = self.engine
         self._linked = False
         self.writer = self.engine.checkpoint_engine = ShardWriter()
-        # It would copy scripts into each checkpoint that consolidate.py makes needless, and a full disk would stop it
-        # there.
+        # It would copy scripts into each checkpoint that consolidate.py makes needless, and a full disk would stop it.
         self.engine._copy_recovery_script = lambda save_path: None
 
     def accumulation_context(self, last: bool) -> Any:
