@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from src.errors import CheckpointError
+from src.files import reading
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -36,19 +37,38 @@ def load_trained(model: "nn.Module", file: Path) -> None:
             of `model`. `model` is unchanged then.
     """
     import torch
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
 
-    try:
-        saved = load_file(file)
-    except FileNotFoundError:
-        raise CheckpointError(f"{file}: no such file.") from None
-    except SafetensorError as error:
-        raise CheckpointError(f"{file}: damaged, not readable as safetensors ({error}).") from None
+    saved = read_tensors(file)
     state = matching_state(model, file, {name: tensor.shape for name, tensor in saved.items()})
     with torch.no_grad():
         for name, tensor in saved.items():
             state[name].copy_(tensor)
+
+
+def read_tensors(file: Path) -> "dict[str, Tensor]":
+    """The tensors of a safetensors file, by name, on the CPU.
+
+    Raises:
+        CheckpointError: the file is missing or damaged.
+    """
+    from safetensors.torch import load_file
+
+    with reading_tensors(file):
+        return load_file(file)
+
+
+@contextmanager
+def reading_tensors(file: Path) -> Iterator[None]:
+    """Turn any error of reading the safetensors file `file` into a CheckpointError that names it."""
+    from safetensors import SafetensorError
+
+    try:
+        with reading(file, CheckpointError):
+            yield
+    except FileNotFoundError:
+        raise CheckpointError(f"{file}: no such file. Restore it from a copy.") from None
+    except SafetensorError as error:
+        raise CheckpointError(f"{file}: damaged, not readable as safetensors ({error}). Restore it from a copy.") from None
 
 
 def matching_state(model: "nn.Module", file: Path, shapes: Mapping[str, Sequence[int]]) -> "dict[str, Tensor]":
@@ -93,7 +113,7 @@ def build_unfilled(build: Callable[[], Any], folder: Path, files: Sequence[Path]
     shapes: dict[str, list[int]] = {}
     holders: dict[str, Path] = {}
     for file in files:
-        with safe_open(file, "pt") as opened:
+        with reading_tensors(file), safe_open(file, "pt") as opened:
             shapes |= {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118  it is no dict
             holders |= dict.fromkeys(opened.keys(), file)
     _untie(model, holders)

@@ -12,7 +12,7 @@ from typing import Any
 from src.config import Places
 from src.errors import CheckpointError, ConfigError
 from src.files import defect
-from src.models import lora
+from src.models import lora, tokenizer
 from src.models.hf import BITSANDBYTES
 from src.models.trained_model import from_checkpoint
 from src.runs.checkpoints import folder as checkpoints
@@ -34,15 +34,13 @@ def load(source: str | Path, places: Places = PLACES) -> tuple[Any, Any]:
         CheckpointError: there is no whole checkpoint.
         UserError: a part of the model is missing.
     """
-    from transformers import AutoTokenizer
-
     from src.models.cross_attention.layers import CrossAttentionLM
 
     folder = checkpoint_folder(expand_run(Path(source), places.runs))
     model: Any = from_checkpoint(folder, str(folder), places)
     if isinstance(model, CrossAttentionLM):
         model.blocks.to(model.base.dtype)
-    return model.eval(), AutoTokenizer.from_pretrained(folder / "tokenizer", local_files_only=True)
+    return model.eval(), tokenizer.load(folder / "tokenizer")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -116,6 +114,8 @@ def checkpoint_folder(source: Path) -> Path:
         CheckpointError: there is none, or it is damaged.
     """
     folder = source if (source / "model.json").is_file() else checkpoints.newest_whole(source)
+    if folder is None and (damaged := checkpoints.list_all(source)):
+        raise CheckpointError(f"{damaged[-1]}: damaged, as is every checkpoint of the run. Restore one from a copy, or train again with -r 1.")
     if folder is None:
         raise CheckpointError(f"{source}: neither a checkpoint nor a run that has one.")
     if problem := defect(folder):

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -25,7 +24,7 @@ from src.training.checkpointing import zero_layout
 from src.training.config import LoopConfig
 from src.training.optim import optimizers
 from src.training.parallel.engine import Engine
-from src.weights import trained_weights
+from src.weights import read_tensors, trained_weights
 
 SHARDS = "zero"
 _NUMBERS = (
@@ -201,7 +200,7 @@ class ZeroEngine(Engine):
         import deepspeed
 
         with distributed.raise_together():
-            saved = load_file(file) if distributed.is_main() else {}
+            saved = read_tensors(file) if distributed.is_main() else {}
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad:
                 with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
