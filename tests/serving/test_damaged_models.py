@@ -20,7 +20,8 @@ from src.training.checkpointing import consolidate
 from tests import damages, toy
 from tests.serving import pretrained_folders, small_runs
 
-pytestmark = pytest.mark.slow
+# tornado does not close a socket that it cannot bind
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")]
 CROSS = override(toy.CROSSATTN, {"loop.steps": 4, "loop.eval_every": 4})
 IDS = {"talker": exp_id(small_runs.TALKER), "judge": exp_id(small_runs.JUDGE), "cross": exp_id(CROSS), "base": exp_id(toy.BASE)}
 IDS |= {"saved": "saved", "exported": "exported"}
