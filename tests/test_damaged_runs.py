@@ -53,7 +53,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("damage", "command"), [*itertools.product(damages.DAMAGE, ("status", "watchdog", "rewind", "resume")), *itertools.product(SPECIAL, COMMANDS)]
+    ("damage", "command"),
+    [*itertools.product(damages.DAMAGE, ("status", "watchdog", "rewind", "resume")), *itertools.product(SPECIAL, COMMANDS)],
 )
 def test_a_damaged_file_is_one_line(world: Path, damage: str, command: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     (tmp_path / "data").symlink_to(world / "data")

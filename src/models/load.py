@@ -115,7 +115,9 @@ def checkpoint_folder(source: Path) -> Path:
     """
     folder = source if (source / "model.json").is_file() else checkpoints.newest_whole(source)
     if folder is None and (damaged := checkpoints.list_all(source)):
-        raise CheckpointError(f"{damaged[-1]}: damaged, as is every checkpoint of the run. Restore one from a copy, or train again with -r 1.")
+        raise CheckpointError(
+            f"{damaged[-1]}: damaged, as is every checkpoint of the run. Restore one from a copy, or train again with -r 1."
+        )
     if folder is None:
         raise CheckpointError(f"{source}: neither a checkpoint nor a run that has one.")
     if problem := defect(folder):

@@ -95,7 +95,10 @@ COMMANDS: dict[str, tuple[Command, list[str]]] = {
         ["judge"],
     ),
     "export": (lambda world, name: export.main([world.run(name), world.new(), *world.places]), ["talker", "judge"]),
-    "export --standalone": (lambda world, _: export.main([world.run("cross"), world.new(), "--standalone", *world.places]), ["cross", "base"]),
+    "export --standalone": (
+        lambda world, _: export.main([world.run("cross"), world.new(), "--standalone", *world.places]),
+        ["cross", "base"],
+    ),
     "triton.repository": (lambda world, _: repository.main([world.run("judge"), world.new(), "--mode", "rm", *world.places]), ["judge"]),
     "consolidate": (lambda world, name: consolidate.main([world.run(name), "--output", world.new()]), ["talker"]),
 }
@@ -134,7 +137,8 @@ def test_a_damaged_file_is_one_line(world: World, command: str, name: str, capfd
 
 
 @pytest.mark.parametrize(
-    ("command", "name"), [("chat", "talker"), ("ask", "cross"), ("reward_evaluation", "judge"), ("reward_evaluation", "talker"), ("export", "talker")]
+    ("command", "name"),
+    [("chat", "talker"), ("ask", "cross"), ("reward_evaluation", "judge"), ("reward_evaluation", "talker"), ("export", "talker")],
 )
 def test_a_checkpoint_that_was_written_damaged_is_one_line(world: World, command: str, name: str, capfd: pytest.CaptureFixture[str]):
     act, checkpoint = COMMANDS[command][0], max((world.runs / IDS[name]).glob("checkpoints/step-*"))
