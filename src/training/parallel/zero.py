@@ -185,13 +185,13 @@ class ZeroEngine(Engine):
             return super().model_state()
         import deepspeed
 
-        parameters, found = dict(self.module.named_parameters()), {}
+        parameters, state = dict(self.module.named_parameters()), {}
         for name, tensor in trained_weights(self.module).items():
             parameter = parameters.get(name)
             with deepspeed.zero.GatheredParameters([parameter] if parameter is not None else []):
                 if distributed.is_main():
-                    found[name] = (tensor if parameter is None else parameter.detach()).to("cpu", copy=True)
-        return found
+                    state[name] = (tensor if parameter is None else parameter.detach()).to("cpu", copy=True)
+        return state
 
     def load_weights(self, file: Path) -> None:
         """Load the trained weights; stage 3 gathers one parameter at a time."""
