@@ -3,7 +3,7 @@ model.
 
 python -m benchmarks.startup
 
-The training is base_tiny. Its corpus is read as token files written by data_prep.tokenize, and as text, which every
+The training is base_tiny. Its corpus is read as token files written by data_prep.tokenize, and as text, which the first
 start tokenizes. The processes take turns; the medians are printed.
 """
 

@@ -40,6 +40,7 @@ class Plot:
         """Of each picture that of each line."""
         self._sources: list[ColumnDataSource] = []
         self._colours: list[str] = []
+        self._visible: set[str] = set()
         self._renderers: list[list[Any]] = []
         """Of each line, what draws it, the part that the mouse finds last."""
         self._opacities: list[tuple[int, Any, float]] = []
@@ -77,11 +78,12 @@ class Plot:
             for line in [*curves.lines, *[None] * (len(drawn) - len(curves.lines))]:
                 self._update(place, line)
                 place += 1
-        self.light(self.lit if any(line.colour == self.lit for line in lines) else None)
+        self._visible = {line.colour for line in lines}
+        self.light(self.lit)
 
     def light(self, colour: str | None) -> None:
-        """Dim all lines but those of a colour; None: dim none."""
-        self.lit = colour
+        """Dim all lines but those of a colour; None, or a colour without a visible line: dim none."""
+        self.lit = colour = colour if colour in self._visible else None
         told: dict[str, Any] = {"colour": [colour or ""]}
         if told != self._found.data:  # sent first: the painting that follows asks what is below the mouse, and compares
             self._found.data = told

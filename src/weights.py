@@ -1,5 +1,5 @@
-"""The trained weights of a model: those that a checkpoint stores, and loading them.
-Models whose weights are read later."""
+"""The trained weights of a model: those that a checkpoint stores, and loading them. Models on the meta device, filled
+later."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from src.errors import CheckpointError
+from src.files import reading
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 STORED = "stored_tensors"
-"""Attribute of a model of transformers that was built unfilled:
-its tensors that are in the files of the folder `name_or_path`, by name."""
+"""Attribute of a model of transformers that was built unfilled: its tensors that are in the files of the folder
+`name_or_path`, by name."""
 
 
 def trained_weights(model: "nn.Module") -> "dict[str, Tensor]":
@@ -38,24 +39,45 @@ def load_trained(model: "nn.Module", file: Path) -> None:
             of `model`. `model` is unchanged then.
     """
     import torch
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
 
-    try:
-        saved = load_file(file)
-    except FileNotFoundError:
-        raise CheckpointError(f"{file}: no such file.") from None
-    except SafetensorError as error:
-        raise CheckpointError(f"{file}: damaged, not readable as safetensors ({error}).") from None
+    saved = read_tensors(file)
     state = matching_state(model, file, {name: tensor.shape for name, tensor in saved.items()})
     with torch.no_grad():
         for name, tensor in saved.items():
             state[name].copy_(tensor)
 
 
+def read_tensors(file: Path) -> "dict[str, Tensor]":
+    """The tensors of a safetensors file, by name, on the CPU.
+
+    Raises:
+        CheckpointError: the file is missing or damaged.
+    """
+    from safetensors.torch import load_file
+
+    with reading_tensors(file):
+        return load_file(file)
+
+
+@contextmanager
+def reading_tensors(file: Path) -> Iterator[None]:
+    """Turn any error of reading the safetensors file `file` into a CheckpointError that names it."""
+    from safetensors import SafetensorError
+
+    try:
+        with reading(file, CheckpointError):
+            yield
+    except FileNotFoundError:
+        raise CheckpointError(f"{file}: no such file. Restore it from a copy.") from None
+    except SafetensorError as error:
+        raise CheckpointError(
+            f"{file}: damaged, not readable as safetensors ({error}). Restore it from a copy."
+        ) from None
+
+
 def matching_state(model: "nn.Module", file: Path, shapes: Mapping[str, Sequence[int]]) -> "dict[str, Tensor]":
-    """The entries of the state dict that `trained_weights` names, to copy into.
-    shapes: of the tensors in `file`, by name.
+    """The entries of the state dict that `trained_weights` names, to copy into. shapes: of the tensors in `file`, by
+    name.
 
     Raises:
         CheckpointError: these are not the names or the shapes of the trained weights of `model`.
@@ -76,18 +98,20 @@ def matching_state(model: "nn.Module", file: Path, shapes: Mapping[str, Sequence
 
 
 def summarize_names(names: Iterable[str]) -> str:
-    """At most three names and how many more."""
+    """The first three names, and the number of the rest."""
     listed = sorted(names)
     more = f" and {len(listed) - 3} more" if len(listed) > 3 else ""
     return (", ".join(listed[:3]) or "none") + more
 
 
 def build_unfilled(build: Callable[[], Any], folder: Path, files: Sequence[Path]) -> Any | None:
-    """What `build` makes of a pretrained model of transformers, with parameters that take no memory;
-    its buffers have their numbers.
+    """Build a pretrained model of transformers with parameters on the meta device; its buffers have their values.
 
-    FSDP2 cuts it first, and each process then reads its part of `files`, of which `folder` has no others.
-    None where they cannot be read as they are: they are no safetensors, or lack a weight of the model by name or shape.
+    FSDP2 shards it first, and each process then reads its part of `files`, which must be all weights in `folder`.
+    None if the files cannot be read directly: not safetensors, or without a weight of the model by name or shape.
+
+    Raises:
+        CheckpointError: a file is damaged.
     """
     from accelerate import init_empty_weights
     from safetensors import safe_open
@@ -101,14 +125,14 @@ def build_unfilled(build: Callable[[], Any], folder: Path, files: Sequence[Path]
     shapes: dict[str, list[int]] = {}
     holders: dict[str, Path] = {}
     for file in files:
-        with safe_open(file, "pt") as opened:
+        with reading_tensors(file), safe_open(file, "pt") as opened:
             shapes |= {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118  it is no dict
             holders |= dict.fromkeys(opened.keys(), file)
     _untie(model, holders)
     state = model.state_dict(keep_vars=True)
     stored = [name for name, tensor in state.items() if shapes.get(name) == list(tensor.shape)]
-    found = {id(state[name]) for name in stored}
-    if any(id(parameter) not in found for parameter in model.parameters()):
+    stored_ids = {id(state[name]) for name in stored}
+    if any(id(parameter) not in stored_ids for parameter in model.parameters()):
         return None
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
@@ -118,8 +142,8 @@ def build_unfilled(build: Callable[[], Any], folder: Path, files: Sequence[Path]
 
 
 def _untie(model: "nn.Module", holders: Mapping[str, Path]) -> None:
-    """Part weights that are tied, and that the files have with different numbers:
-    transformers does so, and T5 v1.1 counts on it.
+    """Part weights that are tied, and that the files have with different numbers: transformers does so, and T5 v1.1
+    counts on it.
 
     holders: the file of each weight, by name.
     """
@@ -133,10 +157,10 @@ def _untie(model: "nn.Module", holders: Mapping[str, Path]) -> None:
     first: dict[int, str] = {}
     held = [(name, parameter) for name, parameter in model.named_parameters(remove_duplicate=False) if name in holders]
     for name, parameter in held:
-        known = first.setdefault(id(parameter), name)
-        if known != name and not equal(read(known), read(name)):
-            owner, _, own = name.rpartition(".")
-            setattr(model.get_submodule(owner), own, nn.Parameter(empty_like(parameter)))
+        first_name = first.setdefault(id(parameter), name)
+        if first_name != name and not equal(read(first_name), read(name)):
+            owner, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(owner), attribute, nn.Parameter(empty_like(parameter)))
 
 
 def is_unfilled(model: "nn.Module") -> bool:
@@ -145,29 +169,28 @@ def is_unfilled(model: "nn.Module") -> bool:
 
 
 def stored_names(model: "nn.Module") -> dict[Path, dict[str, str]]:
-    """Folders whose files have the weights that are not there yet:
-    their names in the state dict of `model`, by those in the files.
+    """Names of missing weights in the state dict of `model`, by their names in the files, by folder.
 
     Wrappers and adapters change names, but not the tensors.
     """
-    state, found, named = model.state_dict(keep_vars=True), {}, set()
+    state, names, named = model.state_dict(keep_vars=True), {}, set()
     for part in model.modules():
         if STORED in vars(part):
             files = {id(tensor): name for name, tensor in getattr(part, STORED).items()}
-            found[Path(str(part.name_or_path))] = {
+            names[Path(str(part.name_or_path))] = {
                 files[id(tensor)]: name for name, tensor in state.items() if id(tensor) in files
             }
             named |= files.keys()
     assert all(id(parameter) in named for parameter in model.parameters() if parameter.is_meta), (
         "weights that no file has"
     )
-    return found
+    return names
 
 
 @contextmanager
 def appear_filled(model: "nn.Module") -> Iterator[None]:
-    """Inside this `with` weights that are not there yet seem to be on the CPU, where peft then puts its adapters.
-    They take no memory."""
+    """Inside this `with` weights that are not there yet seem to be on the CPU, where peft then puts its adapters. They
+    take no memory."""
     import torch
     from torch import nn
     from torch.utils import swap_tensors

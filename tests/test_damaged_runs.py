@@ -1,36 +1,28 @@
 """Every command on runs with a damaged file: one line or a result, never a traceback and never a hang.
 
-tests/results/test_damaged_files.py has more damages for the results commands.
+tests/results/test_damaged_files.py has more damages for the results commands, tests/serving/test_damaged_models.py
+those of commands that load a model.
 """
 
 import copy
 import itertools
 import json
-import os
 import shutil
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import trainval
 from results import clean, diff, lineage, overview, plot, report, run_page, share, table
+from src.files import MANIFEST
 from src.operations import interventions, watchdog
-from tests import toy
+from tests import damages, toy
 
 pytestmark = pytest.mark.slow
 EXP = copy.deepcopy(toy.BASE)
 EXP["loop"]["steps"] = 8
 GROUPS = {"base": [EXP]}
-SECONDS = 120
-DAMAGE: dict[str, bytes] = {
-    "empty": b"",
-    "truncated": b'{"step": 1, "sta',
-    "binary": bytes(range(256)) * 40,
-    "types": b'{"step": "x", "state": 3, "files": 1}\n',
-    "deep": b"[" * 100_000 + b"\n",
-}
 SPECIAL = ("FIFO",)
 MORE = [
     "heartbeat.json",
@@ -70,20 +62,12 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(autouse=True)
-def _limit() -> Iterator[None]:
-    def fail(*_: object) -> None:
-        raise TimeoutError(f"no answer in {SECONDS} s")
-
-    before = signal.signal(signal.SIGALRM, fail)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
-
-
 @pytest.mark.parametrize(
     ("damage", "command"),
-    [*itertools.product(DAMAGE, ("status", "watchdog", "rewind", "resume")), *itertools.product(SPECIAL, COMMANDS)],
+    [
+        *itertools.product(damages.DAMAGE, ("status", "watchdog", "rewind", "resume")),
+        *itertools.product(SPECIAL, COMMANDS),
+    ],
 )
 def test_a_damaged_file_is_one_line(
     world: Path, damage: str, command: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -97,21 +81,24 @@ def test_a_damaged_file_is_one_line(
         status = json.loads((run / "status.json").read_text())
         state = {"resume": "failed", "watchdog": "running"}.get(command, "done")
         (run / "status.json").write_text(json.dumps({**status, "state": state}))
-        write_damage(run / name, damage)
-        capfd.readouterr()
-        signal.alarm(SECONDS)
-        code = COMMANDS[command](tmp_path, run)
-        signal.alarm(0)
-        error = capfd.readouterr().err
-        assert code in (0, 1, 3), name
-        assert "Traceback" not in error, name
-        assert code != 1 or "error: " in error, name
+        damages.write(run / name, damage)
+        damages.check(lambda run=run: COMMANDS[command](tmp_path, run), name, capfd)
 
 
-def write_damage(path: Path, damage: str) -> None:
-    """Replace a file."""
-    path.unlink(missing_ok=True)
-    if damage == "FIFO":
-        os.mkfifo(path)
-    else:
-        path.write_bytes(DAMAGE[damage])
+@pytest.mark.parametrize("damage", damages.DAMAGE)
+def test_resume_from_a_checkpoint_that_was_written_damaged(
+    world: Path, damage: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    (tmp_path / "data").symlink_to(world / "data")
+    source = next(path for path in (world / "runs").iterdir() if len(path.name) == 32)
+    checkpoint = max(source.glob("checkpoints/step-*"))
+    for path in (path for path in checkpoint.rglob("*") if path.is_file() and path.name != MANIFEST):
+        shutil.rmtree(tmp_path / "runs", ignore_errors=True)
+        run = Path(shutil.copytree(world / "runs", tmp_path / "runs")) / source.name
+        status = json.loads((run / "status.json").read_text())
+        (run / "status.json").write_text(json.dumps({**status, "state": "failed"}))
+        file = run / path.relative_to(source)
+        damages.write(file, damage)
+        damages.list_in_manifest(run / checkpoint.relative_to(source))
+        code = damages.check(lambda run=run: COMMANDS["resume"](tmp_path, run), str(file), capfd)
+        assert code == 1 or file.suffix != ".safetensors", file

@@ -12,7 +12,7 @@ from typing import Any
 from src.config import Places
 from src.errors import CheckpointError, ConfigError
 from src.files import defect
-from src.models import lora
+from src.models import lora, tokenizer
 from src.models.hf import BITSANDBYTES
 from src.models.trained_model import from_checkpoint
 from src.runs.checkpoints import folder as checkpoints
@@ -24,29 +24,27 @@ PLACES = Places(ROOT / "results" / "data", ROOT / "results" / "runs")
 
 
 def load(source: str | Path, places: Places = PLACES) -> tuple[Any, Any]:
-    """The model of a checkpoint, or of the newest whole checkpoint of a run, in eval mode; and its tokenizer.
+    """The model, in eval mode, and the tokenizer of a checkpoint or of the newest complete checkpoint of a run.
 
     New blocks, which are trained in float32, are in the type of their base.
 
-    source: a folder, or the beginning of an id.
+    source: a folder, or a prefix of an id.
 
     Raises:
-        CheckpointError: there is no whole checkpoint.
+        CheckpointError: there is no complete checkpoint.
         UserError: a part of the model is missing.
     """
-    from transformers import AutoTokenizer
-
     from src.models.cross_attention.layers import CrossAttentionLM
 
     folder = checkpoint_folder(expand_run(Path(source), places.runs))
     model: Any = from_checkpoint(folder, str(folder), places)
     if isinstance(model, CrossAttentionLM):
         model.blocks.to(model.base.dtype)
-    return model.eval(), AutoTokenizer.from_pretrained(folder / "tokenizer", local_files_only=True)
+    return model.eval(), tokenizer.load(folder / "tokenizer")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Of commands that load a model: its device, and where it is."""
+    """Add the options of commands that load a model: its device and its places."""
     add = parser.add_argument
     add("--device", help="such as cuda (default: the first GPU, or the CPU)")
     add("--data_path", type=Path, default=PLACES.data, metavar="DIR", help="prepared data sets")
@@ -61,7 +59,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def move(model: Any, device: str | None) -> None:
-    """To a device; None: the first GPU, or the CPU where there is none.
+    """Move a model to a device; None: the first GPU, or the CPU on a machine without one.
 
     Raises:
         ConfigError: torch cannot use the device here.
@@ -76,34 +74,35 @@ def move(model: Any, device: str | None) -> None:
 
 
 def require_8bit(device: str | None) -> str:
-    """The GPU that `quantize` takes. device: as of `move`.
+    """The GPU for `quantize`. device: as of `move`.
 
     Raises:
-        ConfigError: it is none, or bitsandbytes is not installed.
+        ConfigError: the device is not a GPU, or bitsandbytes is not installed.
     """
     import torch
 
     if not torch.cuda.is_available() or not (device or "cuda").startswith("cuda"):
-        raise ConfigError("--8bit: needs a GPU, and there is none here, or --device names none. Leave it out.")
+        raise ConfigError(f"--8bit: needs a GPU, got {device or 'a machine without one'}. Leave it out.")
     if find_spec("bitsandbytes") is None:
         raise ConfigError(f"--8bit: needs a package that is not installed: pip install -r {BITSANDBYTES}")
     return device or "cuda"
 
 
 def quantize(model: Any, device: str) -> Any:
-    """A model of transformers with its matrices in 8 bits (LLM.int8()), on a device; adapters are merged first.
+    """A model of transformers with its matrices in 8 bits (LLM.int8()), on a device; adapters are merged into them
+    first.
 
     Raises:
-        ConfigError: it is a model of another kind, or quantized already; or torch cannot use the device here.
+        ConfigError: the model is of another kind or already quantized, or torch cannot use the device.
     """
     import torch
     from transformers import BitsAndBytesConfig, PreTrainedModel
 
     if not isinstance(model, PreTrainedModel) or hasattr(model.config, "quantization_config"):
-        raise ConfigError("--8bit: its matrices are quantized already, or not those of a plain decoder. Leave it out.")
+        raise ConfigError("--8bit: the model is already quantized, or is not a plain decoder. Leave it out.")
     lora.merge(model)
     try:
-        made: Any = type(model).from_pretrained(
+        quantized: Any = type(model).from_pretrained(
             None,
             config=model.config,
             state_dict=model.state_dict(),
@@ -113,16 +112,20 @@ def quantize(model: Any, device: str) -> Any:
         )
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"--device: {device!r} cannot be used ({str(error).splitlines()[0]}).") from None
-    return made.eval()
+    return quantized.eval()
 
 
 def checkpoint_folder(source: Path) -> Path:
-    """The checkpoint `source`, or the newest whole one of the run `source`.
+    """The checkpoint `source`, or the newest complete one of the run `source`.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
+        CheckpointError: missing or damaged.
     """
     folder = source if (source / "model.json").is_file() else checkpoints.newest_whole(source)
+    if folder is None and (damaged := checkpoints.list_all(source)):
+        raise CheckpointError(
+            f"{damaged[-1]}: damaged, as are all of the run. Restore one from a copy, or train again with -r 1."
+        )
     if folder is None:
         raise CheckpointError(f"{source}: neither a checkpoint nor a run that has one.")
     if problem := defect(folder):

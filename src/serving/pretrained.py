@@ -10,6 +10,7 @@ from src.data.conversations.dataset import ConversationConfig
 from src.data.metadata import dataset as metadata
 from src.data.parts import leaf_configs
 from src.errors import CheckpointError, ConfigError
+from src.files import read_json
 from src.interfaces import load_experiment
 from src.kinds import DECODER
 from src.models.load import checkpoint_folder, load, quantize
@@ -17,6 +18,13 @@ from src.runs.metadata import expand_run, read_exp_dict
 from src.serving.continuation import Continuation, MetadataWriter
 from src.serving.conversation import Talk
 
+_JSON_FILES = (
+    "config.json",
+    "generation_config.json",
+    "adapter_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 SOURCE = (
     "a run (its save directory or a prefix of its id), a checkpoint, "
@@ -55,6 +63,9 @@ def load_pretrained(source: Path) -> tuple[Any, Any]:
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs each retry without a network
     options: dict[str, Any] = {"local_files_only": True} if source.exists() else {}
     dtype = "auto" if torch.cuda.is_available() else torch.float32
+    for name in _JSON_FILES:
+        if not isinstance(read_json(source / name, ConfigError, {}), dict):
+            raise ConfigError(f"{source / name}: expected an object. Restore the file from a copy.")
     try:
         adapter = (source / "adapter_config.json").is_file() and not (source / "config.json").is_file()
         if adapter:

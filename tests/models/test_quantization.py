@@ -84,7 +84,7 @@ def test_a_trained_model_is_quantized_with_its_adapters(folder: str, places, ada
     assert small.model.layers[0].mlp.up_proj.weight.dtype == torch.int8
     assert 0 < (near - exact).norm() / exact.norm() < 0.05
     assert ((near - other).norm() / exact.norm() > 0.1) == adapted
-    with pytest.raises(ConfigError, match="--8bit: its matrices are quantized already"):
+    with pytest.raises(ConfigError, match="--8bit: the model is already quantized"):
         quantize(small, "cpu")
     with pytest.raises(ConfigError, match="--device: 'cuda:99' cannot be used"):
         quantize(plain, "cuda:99")
@@ -92,9 +92,7 @@ def test_a_trained_model_is_quantized_with_its_adapters(folder: str, places, ada
 
 def test_8_bits_need_a_gpu_and_their_package(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(
-        ConfigError, match=r"--8bit: needs a GPU, and there is none here, or --device names none\. Leave it out\."
-    ):
+    with pytest.raises(ConfigError, match="--8bit: needs a GPU"):
         require_8bit(None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ConfigError, match="needs a GPU"):

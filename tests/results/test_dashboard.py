@@ -471,6 +471,9 @@ def test_a_row_and_its_curve_light_up_together(page: Dashboard):
     page._mark(colours[0])
     assert page.results.widget.selection == [0]
     assert lit() == {colours[0]}
+    page.plot.light("#000000")
+    assert lit() == set(colours), "a row without a curve, as only the best are drawn"
+    page.results.widget.selection = [1]
     page.results.widget.selection = []
     assert lit() == set(colours)
     painted: list[set[str]] = []

@@ -43,13 +43,18 @@ def load(source: str | Path, extra: Sequence[str] = (), end_token: str | None = 
         if end_token not in tokenizer.get_vocab():
             raise DataError(f"{source}: the vocabulary has no token {end_token!r} that could be the end token.")
         tokenizer.eos_token = end_token
-    if tokenizer.eos_token_id is None:
-        raise DataError(
-            f"{source}: this tokenizer has no eos_token, and every answer and document ends with it. "
-            "python -m data_prep.chat_tokenizer --end_token makes one of it that has."
-        )
+    _end_id(tokenizer, source)
     tokenizer.add_special_tokens({"extra_special_tokens": [*extra]}, replace_extra_special_tokens=False)
     return tokenizer
+
+
+def _end_id(tokenizer: "PreTrainedTokenizerFast", source: str | Path) -> int:
+    if not isinstance(tokenizer.eos_token_id, int):
+        raise DataError(
+            f"{source}: this tokenizer has no eos_token, and every answer and document ends with it. "
+            "Add one with python -m data_prep.chat_tokenizer --end_token."
+        )
+    return tokenizer.eos_token_id
 
 
 def names_end_token(folder: Path) -> bool:
@@ -98,6 +103,9 @@ class SafeTokenizer:
     """Text to ids, for text that users wrote: "<|assistant|>" in it is plain characters, never a control token.
 
     It copies the tokenizer, so that the settings of the two never affect each other.
+
+    Raises:
+        DataError: the tokenizer has no end token.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerFast") -> None:
@@ -111,10 +119,9 @@ class SafeTokenizer:
         _split_spelled_controls(self._backend, self._controls)
         self._inner = _inner_backend(self._backend)
         self._continuing = _continuing_backend(self._backend)
-        eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
-        assert isinstance(eos, int), "load refuses a tokenizer without an end token"
-        self.eos_id = eos
-        self.pad_id = pad if isinstance(pad, int) else eos
+        pad = tokenizer.pad_token_id
+        self.eos_id = _end_id(tokenizer, tokenizer.name_or_path)
+        self.pad_id = pad if isinstance(pad, int) else self.eos_id
         self.start: list[int] = _start_ids(tokenizer)
         self.chat: tuple[tuple[str, ...], tuple[str, ...]] | None = _chat_pieces(
             tokenizer, [*self._controls], bool(self.start)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save, save_file
+from safetensors.torch import save, save_file
 from torch import Tensor, nn
 
 from src import distributed, files
@@ -28,7 +28,7 @@ from src.runs.checkpoints import pins
 from src.runs.history import branches
 from src.runs.lease import directory_lock
 from src.runs.metadata import CONFIG
-from src.weights import is_unfilled, load_trained
+from src.weights import is_unfilled, load_trained, read_tensors
 
 OPTIMIZER, EXPERIENCE = "optimizer.safetensors", "experience.safetensors"
 SEPARATOR = "::"
@@ -117,7 +117,7 @@ def require_equal_experience(tensors: dict[str, Tensor]) -> None:
 
 def load_experience(folder: Path) -> dict[str, Tensor]:
     """What `write_experience` wrote, on the CPU; {} if nothing."""
-    return load_file(folder / EXPERIENCE) if (folder / EXPERIENCE).exists() else {}
+    return read_tensors(folder / EXPERIENCE) if (folder / EXPERIENCE).exists() else {}
 
 
 def origin(run: Path) -> dict[str, bytes]:
@@ -200,10 +200,12 @@ def optimizer_entries(
         CheckpointError: an entry is of a parameter that `model` does not train.
     """
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    for key, value in (load_file(folder / OPTIMIZER) if tensors is None else tensors).items():
-        name, entry = key.rsplit(SEPARATOR, 1)
+    for key, value in (read_tensors(folder / OPTIMIZER) if tensors is None else tensors).items():
+        name, _, entry = key.rpartition(SEPARATOR)
         if name not in parameters:
-            raise CheckpointError(f"{folder / OPTIMIZER}: has state for {name!r}, which this model does not train.")
+            raise CheckpointError(
+                f"{folder / OPTIMIZER}: has state for {name or key!r}, which this model does not train."
+            )
         yield parameters[name], entry, value
 
 

@@ -1,6 +1,6 @@
 """DeepSpeed ZeRO (Rajbhandari et al. 2020): processes share optimizer states (stage 1), gradients (2) and weights (3).
 
-The json that is given to --deepspeed may say how, not what: batch sizes, clipping, precision and learning rate are the
+The JSON file of --deepspeed sets only how to compute: batch sizes, clipping, precision and learning rate are the
 experiment's.
 """
 
@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -26,7 +25,7 @@ from src.training.checkpointing import zero_layout
 from src.training.config import LoopConfig
 from src.training.optim import optimizers
 from src.training.parallel.engine import Engine
-from src.weights import trained_weights
+from src.weights import read_tensors, trained_weights
 
 SHARDS = "zero"
 _NUMBERS = (
@@ -49,27 +48,29 @@ _NUMBERS = (
     *("zero_optimization.zero_quantized_weights", "zero_optimization.zero_quantized_gradients"),
     *("zero_optimization.zero_quantized_nontrainable_weights", "zero_optimization.zenflow", "torch_autocast"),
 )
-"""What changes numbers, and so has no place in a file that is not part of the experiment."""
+"""Keys that change numbers. The file is not part of the experiment, so it cannot set them."""
 
 
 def fill_settings(path: Path, config: LoopConfig) -> dict[str, Any]:
-    """The json in `path` with all that the experiment decides. "auto" may stand for what is filled in.
+    """Read the JSON file `path` and fill in the settings of the experiment, which replace "auto".
 
     Raises:
-        ConfigError: it is no json with a ZeRO stage, or it says otherwise than the experiment; names each such key.
+        ConfigError: the file has no ZeRO stage, or contradicts the experiment; names each such key.
     """
-    given = read_json(path, ConfigError)
-    if not isinstance(given, dict):
-        raise ConfigError(f"{path}: expected a JSON object, got {type(given).__name__}.")
+    settings = read_json(path, ConfigError)
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{path}: expected a JSON object, got {type(settings).__name__}.")
     stage = (
-        given.get("zero_optimization", {}).get("stage") if isinstance(given.get("zero_optimization"), dict) else None
+        settings.get("zero_optimization", {}).get("stage")
+        if isinstance(settings.get("zero_optimization"), dict)
+        else None
     )
     if stage not in (1, 2, 3):
         raise ConfigError(f"{path}: zero_optimization.stage: expected 1, 2 or 3, got {json.dumps(stage)}.")
     count = -(
         -(config.sequences_per_step // config.micro_batch) // distributed.world_size()
-    )  # passes, some of which may count nothing
-    wanted: dict[str, Any] = {
+    )  # passes; some can be padding
+    expected: dict[str, Any] = {
         "train_batch_size": count * config.micro_batch * distributed.world_size(),
         "train_micro_batch_size_per_gpu": config.micro_batch,
         "gradient_accumulation_steps": count,
@@ -78,34 +79,31 @@ def fill_settings(path: Path, config: LoopConfig) -> dict[str, Any]:
         "fp16.enabled": False,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization.compute_grad_norm": True,  # by which `drop` tells DeepSpeed not to move
+        "zero_optimization.compute_grad_norm": True,  # needed by `drop`
     }
-    flat = _flat(given)
+    flat = _flat(settings)
     wrong = [
         f"{key}: {json.dumps(flat[key])}, but the experiment makes it {json.dumps(value)}"
-        for key, value in wanted.items()
+        for key, value in expected.items()
         if flat.get(key, "auto") not in ("auto", value)
     ]
     wrong += [
-        f"{key}: {json.dumps(given[key])}, but the experiment makes it {value}"
+        f"{key}: {json.dumps(settings[key])}, but the experiment makes it {value}"
         for key, value in _experiment_settings(config).items()
-        if given.get(key, "auto") != "auto"
+        if settings.get(key, "auto") != "auto"
     ]
     wrong += [
-        (
-            f"{key}: {json.dumps(value)}, "
-            "which would change the experiment's numbers, and the experiment says nothing of it"
-        )
-        for key, value in {**given, **flat}.items()
+        f"{key}: {json.dumps(value)}, which changes the experiment's numbers, and the experiment does not set it"
+        for key, value in {**settings, **flat}.items()
         if key in _NUMBERS and value not in ("auto", None) and value is not False
     ]
     if wrong:
         raise ConfigError("\n".join(f'{path}: {text}. Leave it out, or write "auto".' for text in wrong))
-    # The loop clips, so that every mode clips alike; weights are float32 and precision is autocast's, as in every mode.
+    # The loop clips, autocast sets the precision, and weights are float32: the same in every mode.
     return {
         "steps_per_print": 2**62,
-        **_without_auto({key: value for key, value in given.items() if key not in ("bf16", "fp16")}),
-        **{key: value for key, value in wanted.items() if "." not in key},
+        **_without_auto({key: value for key, value in settings.items() if key not in ("bf16", "fp16")}),
+        **{key: value for key, value in expected.items() if "." not in key},
         "gradient_clipping": 0.0,
     }
 
@@ -120,10 +118,10 @@ def _experiment_settings(config: LoopConfig) -> dict[str, str]:
 
 
 def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in nested.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return found
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
 
 
 def _without_auto(nested: Mapping[str, Any]) -> dict[str, Any]:
@@ -135,8 +133,8 @@ def _without_auto(nested: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class ZeroEngine(Engine):
-    """Saves optimizer states as DeepSpeed's own shards.
-    Another number of processes puts them together before it loads them."""
+    """Saves optimizer states as DeepSpeed's own shards. Another number of processes puts them together before it loads
+    them."""
 
     shards_gradients = True
 
@@ -161,7 +159,8 @@ class ZeroEngine(Engine):
         self.model = self.engine
         self._linked = False
         self.writer = self.engine.checkpoint_engine = ShardWriter()
-        # It would copy scripts into each checkpoint that consolidate.py makes needless, and a full disk would stop it.
+        # It would copy scripts into each checkpoint that consolidate.py makes needless, and a full disk would stop it
+        # there.
         self.engine._copy_recovery_script = lambda save_path: None
 
     def accumulation_context(self, last: bool) -> Any:
@@ -190,8 +189,8 @@ class ZeroEngine(Engine):
             self._link_moments()
 
     def _link_moments(self) -> None:
-        """Make DeepSpeed find each parameter's moments:
-        stages 1 and 2 look only once, in the first step, when only one group has any."""
+        """Make DeepSpeed find each parameter's moments: stages 1 and 2 look only once, in the first step, when only one
+        group has any."""
         self._linked = True
         if self.stage < 3:
             self.optimizer._hp_optimizer_states_linked = False
@@ -214,22 +213,22 @@ class ZeroEngine(Engine):
             return super().model_state()
         import deepspeed
 
-        parameters, found = dict(self.module.named_parameters()), {}
+        parameters, state = dict(self.module.named_parameters()), {}
         for name, tensor in trained_weights(self.module).items():
             parameter = parameters.get(name)
             with deepspeed.zero.GatheredParameters([parameter] if parameter is not None else []):
                 if distributed.is_main():
-                    found[name] = (tensor if parameter is None else parameter.detach()).to("cpu", copy=True)
-        return found
+                    state[name] = (tensor if parameter is None else parameter.detach()).to("cpu", copy=True)
+        return state
 
     def load_weights(self, file: Path) -> None:
-        """In stage 3 one parameter at a time is whole."""
+        """Load the trained weights; stage 3 gathers one parameter at a time."""
         if self.stage < 3:
             return super().load_weights(file)
         import deepspeed
 
         with distributed.raise_together():
-            saved = load_file(file) if distributed.is_main() else {}
+            saved = read_tensors(file) if distributed.is_main() else {}
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad:
                 with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
@@ -249,12 +248,14 @@ class ZeroEngine(Engine):
         distributed.broadcast_from_rank0(lambda: files.write_json(folder / SHARDS / zero_layout.TOPOLOGY, topology))
 
     def load_optimizer(self, folder: Path) -> None:
-        """From shards of the same world size and stage, else from optimizer.safetensors, made if it is missing."""
+        """From shards of the same world size and stage, else from optimizer.safetensors, which is made where it is not
+        there."""
         topology = folder / SHARDS / zero_layout.TOPOLOGY
         now = {"stage": self.stage, "world_size": distributed.world_size()}
         with distributed.raise_together():
-            own = topology.exists() and now.items() <= read_json(topology, CheckpointError).items()
-        if own:
+            saved = read_json(topology, CheckpointError, {})
+            same = isinstance(saved, dict) and now.items() <= saved.items()
+        if same:
             self.engine.load_checkpoint(
                 str(folder), tag=SHARDS, load_module_strict=False
             )  # frozen weights are not in it
@@ -269,12 +270,12 @@ class ZeroEngine(Engine):
         with distributed.raise_together():
             entries = list(checkpoint.optimizer_entries(folder, self.module))
         step = max((float(value) for _, key, value in entries if key == "step"), default=0.0)
-        own = (
+        shards = (
             self.optimizer.fp32_partitioned_groups_flat
             if self.stage == 3
             else self.optimizer.single_partition_of_fp32_groups
         )
-        for part in own:  # torch's AdamW makes them at its first step only
+        for part in shards:  # torch's AdamW makes them at its first step only
             moments = {key: torch.zeros_like(part) for key in ("exp_avg", "exp_avg_sq")}
             self.optimizer.optimizer.state[part] = {"step": torch.tensor(step), **moments}
         self._link_moments()
@@ -288,8 +289,8 @@ class ZeroEngine(Engine):
 
 
 def release_conv1d_weights(model: nn.Module) -> None:
-    """Let GPT-2's layers hold no gathered weights until the backward pass, as DeepSpeed's own linear layers do not.
-    In place.
+    """Let GPT-2's layers hold no gathered weights until the backward pass, as DeepSpeed's own linear layers do not. In
+    place.
 
     Autograd would keep the bfloat16 copy that autocast makes of each, which is half of the model that stage 3 has
     shared out.
@@ -307,12 +308,12 @@ def _forward_conv1d(module: Conv1D, x: Tensor) -> Tensor:
 
 
 class _ReleasedAddmm(torch.autograd.Function):
-    """`torch.addmm(bias_O, x_NI, weight_IO)` that keeps the parameter itself,
-    which DeepSpeed empties and fills, and no copy of it."""
+    """`torch.addmm(bias_O, x_NI, weight_IO)` that saves the parameter, which DeepSpeed frees and gathers, instead of a
+    copy."""
 
     @staticmethod
     def forward(ctx: Any, bias: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.weight = weight  # not among the saved tensors, of which --offload_activations would copy what was gathered
+        ctx.weight = weight  # not a saved tensor: --offload_activations would copy the gathered weight
         ctx.save_for_backward(x if ctx.needs_input_grad[2] else None)
         return torch.addmm(bias.detach(), x, weight.detach())  # detached: of a parameter autocast would keep its copy
 

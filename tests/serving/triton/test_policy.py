@@ -3,20 +3,16 @@ changes."""
 
 import os
 import signal
-import time
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
 from src.config import Places
-from src.experiments.grid import override, ref
 from src.experiments.identity import exp_id
 from src.serving.triton import repository, server
-from tests import toy, warm
-from tests.recipes.train_policies import PPO
-from tests.serving import small_runs
-from tests.serving.small_runs import JUDGE, TALKER, run_of
+from tests.serving import remote_policy, small_runs
+from tests.serving.small_runs import run_of
 
 pytestmark = [
     pytest.mark.slow,
@@ -26,42 +22,15 @@ pytestmark = [
         reason="the Triton server is not installed; .ci/triton does that",
     ),
 ]
-EXP = override(
-    PPO,
-    {
-        "model.base": ref(TALKER),
-        "rewards": [{"name": "reward_model", "model": ref(JUDGE)}],
-        "loop.steps": 80,
-        "loop.eval_every": 40,
-        "seed": 3,
-    },
-)
-SECONDS = 300
+EXP = remote_policy.experiment(80)
 
 
-def wait_until(process: warm.Process, log: Path, file: Path, text: str) -> None:
-    """Until a file holds a text, or the training ends."""
-    end = time.monotonic() + SECONDS
-    while not (file.is_file() and text in file.read_text()):
-        assert process.poll() is None, log.read_text()
-        assert time.monotonic() < end, log.read_text()
-        time.sleep(0.01)
-
-
-def begin(folder: Path, address: str) -> tuple[warm.Process, Path]:
-    """A training on rewards of the server."""
-    log = folder / "log"
-    root = toy.project(folder, f"EXP_GROUPS = {{'x': [{EXP!r}]}}\n")
-    command = toy.command(root, ["-e", "x", "--log_every", "4"], folder)
-    return warm.Process(command, {**toy.environment(), "TRITON_HOST_RM": address}, None, log), log
-
-
-def test_a_server_that_is_killed_changes_no_number(tmp_path: Path):
+def test_ppo_is_bit_identical_when_its_triton_server_is_killed(tmp_path: Path):
     pytest.importorskip("grpc", reason="grpcio is not installed; requirements/serving.txt")
-    for name in ("whole", "struck"):
+    for name in ("undisturbed", "disturbed"):
         small_runs.train(tmp_path / name)
     models = tmp_path / "models"
-    places = Places(tmp_path / "whole/data", tmp_path / "whole/runs")
+    places = Places(tmp_path / "undisturbed/data", tmp_path / "undisturbed/runs")
     repository.write_model(
         run_of(places, "judge"),
         models,
@@ -74,17 +43,17 @@ def test_a_server_that_is_killed_changes_no_number(tmp_path: Path):
         [state[f"{name}_port"] for name in ("http", "grpc", "metrics")],
     )
     try:
-        process, log = begin(tmp_path / "whole", address)
-        assert process.wait(SECONDS) == 0, log.read_text()
-        process, log = begin(tmp_path / "struck", address)
-        run = tmp_path / "struck/runs" / exp_id(EXP)
-        wait_until(process, log, run / "rollouts.jsonl", '"iteration": 3,')
+        process, log = remote_policy.start(EXP, tmp_path / "undisturbed", address)
+        assert process.wait(remote_policy.SECONDS) == 0, log.read_text()
+        process, log = remote_policy.start(EXP, tmp_path / "disturbed", address)
+        run = tmp_path / "disturbed/runs" / exp_id(EXP)
+        remote_policy.wait_until(process, log, run / "rollouts.jsonl", '"iteration": 3,')
         os.killpg(state["pid"], signal.SIGKILL)
-        wait_until(process, log, run / "logs" / "train.log", "waits for")
+        remote_policy.wait_until(process, log, run / "logs" / "train.log", "waits for")
         server.start(models, ports=ports)
-        assert process.wait(SECONDS) == 0, log.read_text()
+        assert process.wait(remote_policy.SECONDS) == 0, log.read_text()
     finally:
         server.stop(models)
-    wanted = tmp_path / "whole/runs" / exp_id(EXP)
+    expected = tmp_path / "undisturbed/runs" / exp_id(EXP)
     for file in ("scores.jsonl", "rollouts.jsonl", "checkpoints/step-00000080/model.safetensors"):
-        assert (run / file).read_bytes() == (wanted / file).read_bytes(), file
+        assert (run / file).read_bytes() == (expected / file).read_bytes(), file
