@@ -58,7 +58,6 @@ SHORT = {
     "src.kinds": "kinds and sizes, which interfaces and models both need",
     "src.training.seeds": "found by its name",
     "src.models.wrapper": "what two rooms of models share",
-    "src.models.kv_cache_size": "one formula, with its source",
     "src.models.cross_attention.kv_cache": "found by its name",
     "src.data.qa.row_index": "one format of file",
 }
