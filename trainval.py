@@ -71,7 +71,6 @@ def act(args: argparse.Namespace) -> int:
     from src.tables.rows import describe_differences
 
     arguments.check(args, distributed.world_size())
-    distributed.share_data(args.tensor_parallel or 1)
     groups = plan.read_groups()
     if args.list and not args.exp_group and not args.exp_id:
         all_items = plan.load_all(groups)

@@ -88,7 +88,7 @@ def gather_batches(
     Raises:
         distributed.TrainingStopped: a process was asked to stop meanwhile.
     """
-    together = batch_size * distributed.data_size()
+    together = batch_size * distributed.world_size()
     for start in range(0, len(indices), together):
         distributed.stop_together()
         some = indices[start : start + together]

@@ -51,7 +51,6 @@ class Config(Pretraining):
 
     model_kind: ClassVar[str] = DECODER
     takes_chunks: ClassVar[bool] = False
-    compares_passes: ClassVar[bool] = True
     data_kind: ClassVar[str | None] = REWARD
     reported: ClassVar[Sequence[str]] = ("accuracy", "margin", "chosen_logratio", "rejected_logratio")
 
