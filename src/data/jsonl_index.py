@@ -91,7 +91,7 @@ def write(
     header += b" " * (-(len(header) + 1) % 8) + b"\n"
     data = b"".join((header, memoryview(ends), memoryview(groups)))
     place = save(path, key, data)
-    return place and _map(place, key) or RowIndex(ends, groups, names)
+    return (place and _map(place, key)) or RowIndex(ends, groups, names)
 
 
 def save(path: Path, key: Mapping[str, Any], data: bytes) -> Path | None:

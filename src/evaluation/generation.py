@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 import torch
 
 from src import distributed
+from src.batches import to_device
 from src.evaluation.config import Answers
-from src.host_copies import to_device
 from src.interfaces import Prediction, QuestionDataset
 from src.metrics import answers as scored_answers
 from src.training.validation import rank_batches

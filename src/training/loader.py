@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, Sampler, get_worker_info
 from torch.utils.data import Dataset as TorchDataset
 
 from src import distributed
+from src.batches import to_device
 from src.errors import UserError
-from src.host_copies import answer_masks, to_device
 from src.interfaces import Dataset, DecodedDataset, SourcedDataset
 from src.orders import Cursor, Key, MicroBatch, Order, RankShare, ReadAheadDataset
 from src.training.config import LoopConfig
@@ -71,7 +71,6 @@ class Copies:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        answer_masks()
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def start(self, batch: Mapping[str, Tensor], sources_B: Tensor | None) -> tuple[dict[str, Tensor], Any]:

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from src import distributed
 from src.errors import CheckpointError, ConfigError, RunError, TrainingError
-from src.host_copies import read_together, write_beside
 from src.orders import Cursor, order_of
 from src.runs import environment, ledger
 from src.runs.checkpoints import folder as checkpoints
@@ -223,10 +222,11 @@ class Loop:
                 self.engine.backward(loss * (counts * shares / count), last)
             named = {"": (loss, loss.new_zeros(())), **named}
             for name, pair in named.items():
-                part = torch.stack([write_beside(loss, value) for value in pair])
+                part = torch.stack([value.detach().to(loss.device, torch.float64) for value in pair])
                 sums[name] = sums.get(name, torch.zeros_like(part)) + (part if counts else 0)
-        *norms, flat = read_together(
-            self.engine.norms(), self.engine.weight_norms(), torch.stack(list(sums.values())).flatten()
+        *norms, flat = (
+            part.tolist()
+            for part in (self.engine.norms(), self.engine.weight_norms(), torch.stack(list(sums.values())).flatten())
         )
         norm = self.engine.total_norm(*norms)
         # The norm of rank 0: copies on different devices can differ in the last bit, and all ranks must take the same

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from src import distributed
+from src.batches import to_device
 from src.errors import TrainingError
-from src.host_copies import to_device
 from src.interfaces import Dataset
 from src.training.loss import NOT_LEARNED, Loss, watch_cross_entropy, watch_groups
 

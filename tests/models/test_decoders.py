@@ -49,7 +49,7 @@ def save_checkpoint(model: torch.nn.Module, raw: dict, places: Places, step: int
 def test_light_modules_import_nothing_heavy():
     code = (
         "import sys; import src.models.cross_attention.config, src.models.trained_model, src.models.gpt_bigcode, "
-        "src.models.hf, src.weights;"  # noqa: E501
+        "src.models.hf, src.weights;"
         "print([m for m in ('torch', 'transformers', 'numpy', 'pandas', 'safetensors', 'huggingface_hub') if m in "
         "sys.modules])"
     )

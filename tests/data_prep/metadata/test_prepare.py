@@ -155,7 +155,7 @@ def test_damaged_sources_do_not_stop_other_sources(tmp_path: Path, capsys: pytes
     assert len(output) == 3
     assert (
         output[0].startswith(f"error: {tmp_path / 'a.jsonl.gz'}:") and ("the file is cut or damaged here") in output[0]
-    )  # noqa: PT018
+    )
     assert output[1].startswith(f"error: {tmp_path / 'b.jsonl'}:2: not valid JSON")
     assert output[2].startswith(f"error: {tmp_path / 'd.parquet'}: no parquet file, or a damaged one")
     assert not (tmp_path / "data" / "made").exists()
