@@ -4,9 +4,8 @@
 python trainval.py --list                                        what there is
 python trainval.py -e crossattn_tiny --dry-run                   every mistake that shows without a model
 torchrun --nproc-per-node 2 trainval.py -e crossattn_tiny        train a group, one experiment after another
-python trainval.py -e crossattn_tiny -j local                    one process per experiment, by a launcher of
-job_configs.py python trainval.py -e crossattn_tiny --job_option status         what became of them; also logs, kill,
-retry, reset
+python trainval.py -e crossattn_tiny -j local                    one process per experiment, by a launcher
+python trainval.py -e crossattn_tiny --job_option status         their states; also logs, kill, retry, reset
 """
 
 import argparse
@@ -71,7 +70,6 @@ def act(args: argparse.Namespace) -> int:
     from src.tables.rows import describe_differences
 
     arguments.check(args, distributed.world_size())
-    distributed.share_data(args.tensor_parallel or 1)
     groups = plan.read_groups()
     if args.list and not args.exp_group and not args.exp_id:
         all_items = plan.load_all(groups)

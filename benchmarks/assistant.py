@@ -2,7 +2,7 @@
 beside TRL.
 
     python -m benchmarks.assistant --data_path DIR [--tokenizer FOLDER] [--trl FOLDER] [--rows 10000000] [--steps 40]
-    [--rounds 2]
+        [--rounds 2]
 
 DIR holds alpaca, gsm8k (data_prep.prepare_conversations) and stories260k (data_prep.llama2c). --tokenizer: of the
 lengths; that of stories260k has 512 tokens alone. --trl: an unpacked wheel of TRL; without it nothing is compared with

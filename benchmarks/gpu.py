@@ -10,17 +10,15 @@ lacks.
 device           what there is, and the rate of large products of matrices beside the table of peaks
 precisions       the losses of the same steps on the GPU and the CPU, in float32, bfloat16 and float16
 overflow         float16 whose gradients overflow at first: these steps are skipped and counted, and the next ones learn
-resume           killed after a checkpoint and continued: the same bits, for lm, cross-attention and T5 in each
-precision
+resume           killed after a checkpoint and continued: the same bits, for three recipes in each precision
 stop             SIGTERM in each precision: a checkpoint of the last whole step, and exit code 75
 sharded          FSDP2 and ZeRO-3 with one process: losses as of a whole copy, and the peak of memory
 speed            1.1 billion parameters (GPTBigCode, Llama) and T5-base, compiled and not: tokens a second, also as a
                  share of a bare loop's and of Hugging Face's Trainer, MFU, memory, waits
-float8           Llama in float8 by torchao, compiled: losses near those of bfloat16, tokens a second and memory of both
 loading          how long 16 micro-batches of a step are waited for
 synchronisations times that a step waits for the device
-cross_attention  3 billion frozen parameters that read encoded contexts: tokens a second, memory, and the kernels of
-attention that ran checkpoint       how long a checkpoint keeps the training waiting
+cross_attention  3 billion frozen parameters that read encoded contexts: tokens a second, memory, attention kernels
+checkpoint       how long a checkpoint keeps the training waiting
 """
 
 import argparse
@@ -290,21 +288,6 @@ def speed(folder: Path) -> dict[str, Any]:
     return found
 
 
-def float8(folder: Path) -> dict[str, Any]:
-    """Of the same steps, with each kind of scales and without."""
-    if not GPU or torch.cuda.get_device_capability() < (8, 9) or not importlib.util.find_spec("torchao"):
-        raise NotTried("float8 needs a GPU of compute capability 8.9 or more, and torchao")
-    gpu_peers.write_llama(folder / "data" / gpu_peers.LLAMA, folder / "data" / "toy_tokenizer", LLAMA)
-    found: dict[str, Any] = {}
-    for name, more in {"bfloat16": {}, **{name: {"loop.float8": name} for name in ("tensorwise", "rowwise")}}.items():
-        exp = _large("llama", {"loop.precision": "bfloat16", "loop.compile": True, **more})
-        _train(folder / name, [exp])
-        loss = _scores(folder / name, exp)[-1]["train_loss"]
-        found[name] = {"loss": loss, **_perf(folder / name, exp, "tokens_per_second", "mfu", "peak_memory_bytes")}
-        assert abs(loss / found["bfloat16"]["loss"] - 1) < 0.05, found
-    return found
-
-
 def loading(folder: Path) -> dict[str, Any]:
     """The share of the time that a step waits for its data."""
     exp = _large("lm", {"loop.sequences_per_step": 64, "loop.micro_batch": 4})
@@ -475,7 +458,6 @@ ITEMS: dict[str, Callable[[Path], dict[str, Any]]] = {
         stop,
         sharded,
         speed,
-        float8,
         loading,
         synchronisations,
         cross_attention,

@@ -1,7 +1,8 @@
 """Overhead of the training loop: tokens/s of `fit` against a bare PyTorch loop and against the Trainer of transformers.
 
-    python -m benchmarks.loop [--group base_tiny | t5_tiny] [--steps 30] [--rounds 3] [--against bare trainer] [--set
-    PATH=VALUE] torchrun --nproc-per-node 2 -m benchmarks.loop
+    python -m benchmarks.loop [--group base_tiny | t5_tiny] [--steps 30] [--rounds 3] [--against bare trainer]
+        [--set PATH=VALUE]
+    torchrun --nproc-per-node 2 -m benchmarks.loop
 
 All train the model of the group in float32 on the same sequences in the same order, in one process (or in the same
 processes, with DistributedDataParallel); the bare loop has nothing but the model, AdamW, clipping and the learning

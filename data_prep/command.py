@@ -29,12 +29,12 @@ def main_of(
     run: Callable[..., object],
 ) -> Callable[..., int]:
     """The `main` of a module, which calls `run` with the options by name.
-    doc: of the module; its first line says what is run how."""
+    doc: of the module; its first paragraph names the command."""
 
     @print_errors
     def main(argv: Sequence[str] | None = None) -> int:
         """The command line; returns the exit code."""
-        parser = argparse.ArgumentParser(prog=command, description=(doc or "").partition("\n")[2].strip())
+        parser = argparse.ArgumentParser(prog=command, description=(doc or "").partition("\n\n")[2].strip())
         add_options(parser)
         options = parser.parse_args(argv)
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")

@@ -4,10 +4,17 @@ Shapes: B samples, T tokens of the longest sample, C context chunks, S tokens of
 P positions of all chunks of a sample, D hidden size of the model that encoded them.
 """
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, NotRequired, TypedDict
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+
+
+def to_device(batch: "Mapping[str, Tensor]", device: "torch.device") -> "dict[str, Tensor]":
+    """The batch on `device`. Copies from pinned memory do not block the CPU."""
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
 
 
 class TokenBatch(TypedDict):

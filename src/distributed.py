@@ -25,8 +25,6 @@ OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """Environment variable that gives torchrun's agent and the ranks separate rendezvous stores."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 """Sent by schedulers before a kill, by schedulers before the time limit, and by a person."""
-TENSOR_MESH = "tensor"
-"""Dimension of a device mesh between whose processes matrices are cut."""
 _PARENT = os.getppid()
 
 
@@ -45,7 +43,6 @@ class Reason:
         return self.kind == "person"
 
 
-_readers = 1
 _requested: Reason | None = None
 _deferred = False
 _limit: Callable[[], Reason | None] | None = None
@@ -93,38 +90,12 @@ def is_main() -> bool:
     return rank() == 0
 
 
-def data_rank() -> int:
-    """Number of this process's share of the data: neighbours that cut matrices between them read the same.
-    The rank, where none do."""
-    return rank() // _readers
-
-
-def data_size() -> int:
-    """Number of shares of the data; see `data_rank`."""
-    return max(world_size() // _readers, 1)
-
-
-def share_data(readers: int) -> None:
-    """From here on so many neighbouring processes read the same data; see `data_rank`.
-    Call it before data are planned or read."""
-    global _readers  # noqa: PLW0603  as world_size and rank, it is a fact of the process
-    _readers = readers
-
-
-def leads_readers() -> bool:
-    """Whether this process is the one that counts, of those that read the same data."""
-    return rank() % _readers == 0
-
-
 def is_copy(tensor: Any) -> bool:
     """Whether a process of lower rank has the same part of a DTensor that is sharded over processes."""
     mesh = getattr(tensor, "device_mesh", None)
-    if mesh is None:
-        return False
-    repeated = any(
+    return mesh is not None and any(
         part.is_replicate() and place for part, place in zip(tensor.placements, mesh.get_coordinate(), strict=True)
     )
-    return repeated or (TENSOR_MESH not in (mesh.mesh_dim_names or ()) and not leads_readers())
 
 
 @contextlib.contextmanager

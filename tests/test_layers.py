@@ -19,7 +19,7 @@ LEVELS: list[set[str]] = [
     {"src.missing_package"},
     {"src.errors", "src.batches", "src.read_cache", "src.__init__"},
     {"src.parsing", "src.renaming"},
-    {"src.files", "src.command_line", "src.host_copies", "src.served_page", "src.torch_settings"},
+    {"src.files", "src.command_line", "src.served_page", "src.torch_settings"},
     {"src.config", "src.distributed", "src.flops", "src.kinds", "src.patterns", "src.weights"},
     {"src.call_once", "src.log_rules", "src.registry"},
     {"src.interfaces"},

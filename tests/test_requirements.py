@@ -7,9 +7,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 EXTRAS = sorted((ROOT / "requirements").glob("*.txt"))
-APART = [ROOT / "requirements" / "float8.txt"]
-"""Not in the environment of the tests, as it would change how all of them start: .ci/float8 installs it."""
-FILES = sorted(ROOT.glob("requirements*.txt")) + [path for path in EXTRAS if path not in APART]
+FILES = sorted(ROOT.glob("requirements*.txt")) + EXTRAS
 LOCKS = ("requirements.lock", "requirements-dev.lock", ".ci/ray.lock")
 UNLOCKED = re.compile(r"(torch|triton|cuda-.*|nvidia-.*)==")
 """What depends on the machine."""
@@ -63,7 +61,7 @@ def test_the_tests_have_what_each_feature_needs():
     included = re.findall(r"^-r (\S+)", (ROOT / "requirements-dev.txt").read_text(), re.MULTILINE)
     assert [ROOT / name for name in included] == [
         ROOT / "requirements.txt",
-        *(path for path in EXTRAS if path not in APART),
+        *EXTRAS,
     ]
 
 

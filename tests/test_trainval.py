@@ -581,6 +581,11 @@ class TestBadInput:
                 "--statistics_every: expected a number of steps, or 0 for none, got -1",
             ),
             (["-e", "g", "--fsdp", "--deepspeed", "x.json"], "--deepspeed and --fsdp: give one of them"),
+            (["-e", "g", "--fsdp_replicas", "2"], "--fsdp_replicas: says how --fsdp shards"),
+            (
+                ["-e", "g", "--fsdp", "--fsdp_replicas", "2"],
+                "--fsdp_replicas 2: 1 processes cannot be cut into as many",
+            ),
             (["-e", "g", "--fsdp_sharded_gradients"], "--fsdp_sharded_gradients: says how --fsdp shares gradients out"),
             (["-e", "g", "--keep_last", "0"], "--keep_last: expected a number of at least 1, got 0"),
             (["-e", "g", "--keep_best", "0"], "--keep_best: expected a number of at least 1, got 0"),

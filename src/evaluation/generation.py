@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 import torch
 
 from src import distributed
+from src.batches import to_device
 from src.evaluation.config import Answers
-from src.host_copies import to_device
 from src.interfaces import Prediction, QuestionDataset
 from src.metrics import answers as scored_answers
 from src.training.validation import rank_batches
@@ -88,7 +88,7 @@ def gather_batches(
     Raises:
         distributed.TrainingStopped: a process was asked to stop meanwhile.
     """
-    together = batch_size * distributed.data_size()
+    together = batch_size * distributed.world_size()
     for start in range(0, len(indices), together):
         distributed.stop_together()
         some = indices[start : start + together]

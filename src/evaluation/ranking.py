@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from src.batches import to_device
 from src.evaluation.config import Answering
 from src.evaluation.generation import AnswerGenerator, gather_batches
-from src.host_copies import to_device
 from src.interfaces import TaskDataset
 
 

@@ -18,8 +18,17 @@ STATES = ("never", "queued", "running", "done", "failed", "stopped", "lost", "un
 """What an experiment can be, by src/launch/status.py."""
 JOB_OPTIONS = ("run", "status", "logs", "kill", "reset", "retry", "throttle")
 PASSED_ON = (
-    *("log_every", "save_every", "stop_after", "max_host_memory", "num_workers", "micro_batch", "statistics_every"),
-    *("keep_last", "keep_every", "keep_best", "fsdp_replicas", "tensor_parallel", "gradient_checkpointing"),
+    *(
+        "log_every",
+        "save_every",
+        "stop_after",
+        "max_host_memory",
+        "num_workers",
+        "micro_batch",
+        "statistics_every",
+        "profile",
+    ),
+    *("keep_last", "keep_every", "keep_best", "fsdp_replicas", "gradient_checkpointing"),
 )
 """Arguments that launched experiments get too, besides those for Weights & Biases and for sharded models."""
 SWITCHES = ("fsdp", "fsdp_sharded_gradients", "offload_activations", "deterministic", "wandb_log_gradients")
@@ -174,6 +183,9 @@ def _add_place(parser: argparse.ArgumentParser, root: Path) -> None:
     where.add_argument(
         "--statistics_every", type=int, metavar="N", default=50, help="steps between statistics; 0: none (default: 50)"
     )
+    where.add_argument(
+        "--profile", type=int, metavar="N", default=0, help="profile N steps of this start into <run>/profile/"
+    )
     where.add_argument("--keep_last", type=int, metavar="N", help="newest checkpoints to keep (default: 2)")
     where.add_argument(
         "--keep_every", type=int, metavar="N", help="also keep those at multiples of N steps (default: none)"
@@ -186,9 +198,6 @@ def _add_place(parser: argparse.ArgumentParser, root: Path) -> None:
         type=int,
         metavar="N",
         help="shard within each of N equal parts of the processes (default: 1)",
-    )
-    where.add_argument(
-        "--tensor_parallel", type=int, metavar="N", help="with --fsdp: cut matrices between N neighbours (default: 1)"
     )
     where.add_argument(
         "--fsdp_sharded_gradients", action="store_true", help="hold no whole gradients between the passes of a step"
@@ -288,10 +297,9 @@ def check(args: argparse.Namespace, processes: int) -> None:
     for name in ("log_every", "save_every"):
         if (every := getattr(args, name)) is not None and every < 1:
             raise ConfigError(f"--{name}: expected a number of steps >= 1, got {every}.")
-    if args.statistics_every < 0:
-        raise ConfigError(
-            f"--statistics_every: expected a number of steps, or 0 for none, got {args.statistics_every}."
-        )
+    for name in ("statistics_every", "profile"):
+        if (steps := getattr(args, name)) < 0:
+            raise ConfigError(f"--{name}: expected a number of steps, or 0 for none, got {steps}.")
     if args.stop_after is not None and not args.stop_after > 0:
         raise ConfigError(f"--stop_after: expected seconds above 0, got {args.stop_after:g}.")
     if args.max_host_memory is not None and not 0 < args.max_host_memory < 1:
@@ -305,9 +313,8 @@ def check(args: argparse.Namespace, processes: int) -> None:
     _check_memory(args)
     if args.deepspeed and args.fsdp:
         raise ConfigError("--deepspeed and --fsdp: give one of them.")
-    for name in ("fsdp_replicas", "tensor_parallel"):
-        if (value := getattr(args, name)) is not None and value < 1:
-            raise ConfigError(f"--{name}: expected a number of at least 1, got {value}.")
+    if args.fsdp_replicas is not None and args.fsdp_replicas < 1:
+        raise ConfigError(f"--fsdp_replicas: expected a number of at least 1, got {args.fsdp_replicas}.")
     if (
         args.dry_run and not args.fsdp and "ACCELERATE_USE_FSDP" not in os.environ
     ):  # `Options.check_parts` asks for a training
@@ -325,8 +332,6 @@ def _check_memory(args: argparse.Namespace) -> None:
         )
     if args.gpus is not None and args.gpus < 1:
         raise ConfigError(f"--gpus: expected a number of at least 1, got {args.gpus}.")
-    if args.memory and (args.tensor_parallel or 1) > 1:
-        raise ConfigError("--memory: what --tensor_parallel saves is not planned. Leave one of the two out.")
     if args.memory and args.offload_activations:
         raise ConfigError(
             "--memory: what --offload_activations leaves on a GPU is not planned. Leave one of the two out."
@@ -358,10 +363,10 @@ def training_options(args: argparse.Namespace, processes: int) -> "Options":
         deepspeed=choices.deepspeed,
         fsdp=choices.fsdp,
         fsdp_replicas=args.fsdp_replicas or 1,
-        tensor_parallel=args.tensor_parallel or 1,
         fsdp_sharded_gradients=args.fsdp_sharded_gradients,
         gradient_checkpointing=args.gradient_checkpointing,
         offload_activations=args.offload_activations,
+        profile=args.profile,
         statistics_every=args.statistics_every,
         limits=Limits(args.stop_after and time.monotonic() + args.stop_after, args.max_host_memory),
         num_workers=args.num_workers,

@@ -44,16 +44,14 @@ class Config(MetricConfig):
         accuracy        of each answer: 1 where it is the reference, else 0.
         f1              from 0 to 1, of class 1; a class that is no label counts as the wrong one.
         macro_f1        from 0 to 1: the mean over the labels of the F1 of each.
-        matthews        correlation coefficient x 100, as in CoLA; 0 where all are of one class. Of two classes, one
-        that is no label counts
-                        as the wrong one: as a class of its own (sklearn's way, and so T5's) it could correlate, and
-                        nonsense for every sentence of one class would be worth 50 without one being right. Of more
-                        classes it is one of its own.
+        matthews        correlation coefficient x 100, as in CoLA; 0 where all are of one class. Of two classes, an
+                        answer that is no label counts as the wrong one: as a class of its own (sklearn's way, and so
+                        T5's) it could correlate, and nonsense for every sentence of one class would be worth 50
+                        without one being right. Of more classes it is one of its own.
         pearson         correlation x 100 of the numbers, where no number is -1 (as in T5).
         spearman        the same, of their ranks. Both are 0 where the answers, or the references, are all the same.
         f1a             MultiRC: `f1` over the answers of all questions.
-        question_match  MultiRC: share of the questions (`Prediction.question`, within a source) all of whose answers
-        are right.
+        question_match  MultiRC: share of the questions (`Prediction.question`, of a source) with only right answers.
         """
         texts = [(answer.text.strip(), answer.references[0].strip()) for answer in answers]
         found: dict[str, float | list[float]] = {}

@@ -1,11 +1,11 @@
 """Interventions in a run that goes wrong: rewind, undo, and hold its job.
 
 python -m src.operations.interventions rewind RUN --to 2000 --data skip:50 --lr x0.75 --why "loss spike at 2140"
-python -m src.operations.interventions undo RUN                     as it was before the last rewind or deny, to the
-byte python -m src.operations.interventions deny RUN LIST                from here on, leave out the documents that a
-file lists (streamed data) python -m src.operations.interventions rollback-evals RUN [--to STEP] python -m
-src.operations.interventions hold RUN / release RUN       Slurm does not start its job, until it is released python -m
-src.operations.interventions ledger RUN                   who did what, when and why
+python -m src.operations.interventions undo RUN             as before the last rewind or deny, to the byte
+python -m src.operations.interventions deny RUN LIST        leave out the documents that a file lists (streamed data)
+python -m src.operations.interventions rollback-evals RUN [--to STEP]
+python -m src.operations.interventions hold RUN             Slurm does not start its job until `release RUN`
+python -m src.operations.interventions ledger RUN           who did what, when and why
 
 To stop a run, make a file `stop` in its save directory: see src/training/stopping/stop_conditions.py. A changed
 learning rate is applied by src/runs/history/branches.py.

@@ -2,8 +2,8 @@
 Each incident is recorded once, in <run>/events.jsonl.
 
 python -m src.operations.watchdog results/runs --once                  for cron
-python -m src.operations.watchdog results/runs -e base_tiny --every 60 --notify 'mail -s "$WATCHDOG_RULE $WATCHDOG_RUN"
-me'
+python -m src.operations.watchdog results/runs -e base_tiny --every 60 \\
+    --notify 'mail -s "$WATCHDOG_RULE $WATCHDOG_RUN" me'
 
 A run is hung when its process lives but its last step is older than FACTOR times its median step, plus the time of an
 evaluation; it is dead when its process is gone without a final status. The command of --notify gets each new event as

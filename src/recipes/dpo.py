@@ -50,7 +50,6 @@ class Config(Pretraining):
 
     model_kind: ClassVar[str] = DECODER
     takes_chunks: ClassVar[bool] = False
-    compares_passes: ClassVar[bool] = True
     data_kind: ClassVar[str | None] = REWARD
     reported: ClassVar[Sequence[str]] = ("accuracy", "margin", "chosen_logratio", "rejected_logratio")
 
@@ -96,11 +95,8 @@ class Config(Pretraining):
         def loss_and_sums(model: Any, batch: "Mapping[str, torch.Tensor]") -> Any:
             import torch
 
-            from src.host_copies import change_both, places
-
             first, second = batch["ranks"][::2], batch["ranks"][1::2]
-
-            differ = places(change_both(lambda ranks: ranks[::2] != ranks[1::2], batch["ranks"]))
+            differ = first != second
 
             def pairs(values: torch.Tensor) -> list[torch.Tensor]:
                 """Values of the chosen and of the rejected answers, without ties.

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from src import distributed
+from src.batches import to_device
 from src.errors import ConfigError
-from src.host_copies import to_device
 from src.orders import Cursor
 from src.rewards.interface import Rollout
 from src.rl.policy import Generation, score_tokens

@@ -16,7 +16,6 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from src import distributed
 from src.errors import RunError
-from src.host_copies import change_both
 
 
 class TokenScores(NamedTuple):
@@ -36,7 +35,7 @@ def score_tokens(
 ) -> TokenScores:
     """`TokenScores` of "input_ids" (B, T) with their "attention_mask", padded on the right."""
     ids = batch["input_ids"]
-    found = model(input_ids=ids, attention_mask=change_both(Tensor.long, batch["attention_mask"]), use_cache=False)
+    found = model(input_ids=ids, attention_mask=batch["attention_mask"].long(), use_cache=False)
     all_BTV = (found.logits[:, :-1].float() / temperature).log_softmax(dim=-1)
     logps = all_BTV.gather(2, ids[:, 1:, None]).squeeze(2)
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):

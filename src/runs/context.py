@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,14 +56,13 @@ class Options:
     fsdp_sharded_gradients: bool = False
     """Share the gradients out after each pass of a step, not after the last:
     less memory, more messages, sums that round differently."""
-    tensor_parallel: int = 1
-    """Neighbouring ranks that cut the matrices of each layer between them and read the same data,
-    within a part that `fsdp` shards."""
     gradient_checkpointing: str | None = None
     """Recompute layers in the backward pass: the same bits, less memory.
     "full": a third more time; "selective": all but products."""
     offload_activations: bool = False
     """Keep activations in the host's memory until the backward pass: the same bits."""
+    profile: int = 0
+    """Optimizer steps of this start that torch's profiler measures."""
     statistics_every: int = 50
     """Optimizer steps between the records of statistics.jsonl; 0: none."""
     limits: Limits = field(default_factory=Limits)
@@ -74,8 +73,6 @@ class Options:
     launcher_settings: Mapping[str, str | float] = field(default_factory=dict)
     """Settings of accelerate's launcher, by name:
     `LoopConfig.check_accelerate` refuses those that contradict the experiment."""
-    after_step: Callable[[int], object] = lambda step: None
-    """Called by each process with the number of optimizer steps that are finished, after each."""
 
     def check_parts(self, processes: int) -> None:
         """Raises ConfigError if this number of `processes` does not fit these options, or no model is sharded."""
@@ -85,8 +82,6 @@ class Options:
             raise ConfigError(
                 f"--fsdp_replicas {self.fsdp_replicas}: {processes} processes cannot be cut into as many equal parts."
             )
-        if (remaining := processes // self.fsdp_replicas) % self.tensor_parallel:
-            raise ConfigError(f"--tensor_parallel {self.tensor_parallel}: no divisor of {remaining} processes.")
 
     def save_intervals(self, eval_every: int) -> tuple[int, ...]:
         """Steps between checkpoints, which are written at the multiples of each."""
@@ -95,9 +90,8 @@ class Options:
 
 def refuse_without_fsdp(options: Any) -> None:
     """Raises ConfigError where `options`, `Options` or a command line, has options of FSDP2 without --fsdp."""
-    for name in ("fsdp_replicas", "tensor_parallel"):
-        if (getattr(options, name) or 1) > 1:
-            raise ConfigError(f"--{name}: says how --fsdp shards. Add it, or leave this out.")
+    if (options.fsdp_replicas or 1) > 1:
+        raise ConfigError("--fsdp_replicas: says how --fsdp shards. Add it, or leave this out.")
     if options.fsdp_sharded_gradients:
         raise ConfigError("--fsdp_sharded_gradients: says how --fsdp shares gradients out. Add it, or leave this out.")
 

@@ -1,8 +1,8 @@
 """A web page to chat with one model, or with two models side by side to choose the better reply.
 
 python -m src.serving.page RUN                  a conversation
-python -m src.serving.page RUN OTHER            both answer each message; the conversation continues with the preferred
-reply python -m src.serving.page RUN RUN              two samples of one
+python -m src.serving.page RUN OTHER            both answer; the conversation continues with the preferred reply
+python -m src.serving.page RUN RUN              two samples of one
 
 Each choice is appended to --output as a row. Prepare the file to train reward models and preferences on it:
 python -m data_prep.prepare_conversations --form ranked --train results/data/preferences.jsonl --name preferences

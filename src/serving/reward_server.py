@@ -2,8 +2,7 @@
 rewards of a reward model, log-probabilities of a decoder.
 
 python -m src.serving.reward_server RUN --port 8010
-TRITON_HOST_RM='http://127.0.0.1:8010/RUN?token=...' python trainval.py -e ...      # the address that the first command
-prints
+TRITON_HOST_RM='http://127.0.0.1:8010/RUN?token=...' python trainval.py -e ...      # the printed address
 
 RUN is the save directory of a finished run, or a prefix of its id. The protocol is KServe v2 with tensors as JSON, as
 Triton speaks it: GET /v2/health/ready, /v2/models/NAME and /v2/models/NAME/config, POST /v2/models/NAME/infer and

@@ -2,7 +2,6 @@
 How often to log is not part of an experiment."""
 
 from collections.abc import Collection, Mapping
-from importlib.util import find_spec
 from typing import Literal
 
 from pydantic import Field, PositiveInt, model_validator
@@ -15,7 +14,6 @@ from src.training.divergence.detector import Config as Divergence
 
 POLYNOMIAL_END = 1e-7
 """Where transformers' polynomial schedule ends."""
-TORCHAO = "requirements/float8.txt"
 _ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
 
 
@@ -65,10 +63,6 @@ class LoopConfig(Config):
     memory; they are recomputed in the backward pass. Sums are rounded differently. 0: one chunk."""
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of the forward and backward pass; weights and optimizer have the type of the model."""
-    float8: Literal["tensorwise", "rowwise"] | None = added_field(None)
-    """Whether trained matrices of the layers multiply in float8 in training passes, by torchao, with one scale for a
-    tensor, or (slower, more exact) one for each row. Needs bfloat16 and a GPU; without `compile` it takes more time
-    than it saves."""
     group_by_length: bool = added_field(False)
     """Whether micro-batches have samples of similar length, for less padding:
     the samples of 50 steps are sorted by length."""
@@ -90,10 +84,6 @@ class LoopConfig(Config):
             raise ValueError(
                 f"sequences_per_step = {self.sequences_per_step} is not "
                 f"a multiple of micro_batch = {self.micro_batch}, so a step is no integer number of micro-batches."
-            )
-        if self.float8 and self.precision != "bfloat16":
-            raise ValueError(
-                f"float8 needs precision 'bfloat16' for all else, and it is {self.precision!r}. Change one of the two."
             )
         beyond = [step for step in self.also_at if step > self.steps]
         if beyond:
@@ -128,17 +118,12 @@ class LoopConfig(Config):
         """Check the settings against the number of processes and the `scores` that the recipe evaluates.
 
         Raises:
-            ConfigError: there are more processes than micro-batches in a step, nobody measures `best_metric`, or
-                torchao is not installed.
+            ConfigError: there are more processes than micro-batches in a step, or nobody measures `best_metric`.
         """
-        if self.float8 and find_spec("torchao") is None:
-            raise ConfigError(
-                f"loop.float8: {self.float8!r} needs a package that is not installed: pip install -r {TORCHAO}"
-            )
         name, _, part = self.best_metric.partition("/")  # "em/nq": over the rows of one source, where metrics are given
         if name not in scores or (part and name.startswith("val_")):
             raise ConfigError(f"loop.best_metric: {unknown_text('score', self.best_metric, scores)}")
-        count, shares = self.sequences_per_step // self.micro_batch, distributed.data_size()
+        count, shares = self.sequences_per_step // self.micro_batch, distributed.world_size()
         if count < shares:
             raise ConfigError(
                 f"loop.sequences_per_step: {self.sequences_per_step} sequences in micro-batches of "
@@ -154,7 +139,7 @@ class LoopConfig(Config):
         Raises:
             ConfigError: names both values.
         """
-        accumulated = -(-(self.sequences_per_step // self.micro_batch) // distributed.data_size())
+        accumulated = -(-(self.sequences_per_step // self.micro_batch) // distributed.world_size())
         expected = {
             "precision": ("--mixed_precision", "loop.precision", self.precision),
             "gradient_accumulation_steps": (
@@ -235,16 +220,3 @@ def require_device(precision: str, field: str) -> None:
 
     if not torch.cuda.is_available():
         raise ConfigError(f"{field}: 'float16' needs a GPU, and this machine has no GPU. Use 'bfloat16' or 'float32'.")
-
-
-def require_float8(float8: str | None) -> None:
-    """Raises ConfigError where there is no GPU that multiplies in float8."""
-    if float8 is None:
-        return
-    import torch
-
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
-        raise ConfigError(
-            f"loop.float8: {float8!r} needs a GPU of compute capability 8.9 or more (Ada, "
-            "Hopper, Blackwell), not on this machine. Leave it out."
-        )

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, Sampler, get_worker_info
 from torch.utils.data import Dataset as TorchDataset
 
 from src import distributed
+from src.batches import to_device
 from src.errors import UserError
-from src.host_copies import answer_masks, to_device
 from src.interfaces import Dataset, DecodedDataset, SourcedDataset
 from src.orders import Cursor, Key, MicroBatch, Order, RankShare, ReadAheadDataset
 from src.training.config import LoopConfig
@@ -71,7 +71,6 @@ class Copies:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        answer_masks()
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def start(self, batch: Mapping[str, Tensor], sources_B: Tensor | None) -> tuple[dict[str, Tensor], Any]:
@@ -160,7 +159,7 @@ class StepLoader:
         `close` ends the worker processes.
         """
         share = RankShare(
-            self.config.sequences_per_step, self.config.micro_batch, distributed.data_rank(), distributed.data_size()
+            self.config.sequences_per_step, self.config.micro_batch, distributed.rank(), distributed.world_size()
         )
         gpu = self.device.type == "cuda"
         workers = self._count_workers(gpu) if self.num_workers is None else self.num_workers
@@ -180,7 +179,6 @@ class StepLoader:
         )
         stream, copies = iter(batches), Copies(self.device)
         ahead = self.dataset.read_ahead(self.order, share) if isinstance(self.dataset, ReadAheadDataset) else None
-        counts = distributed.leads_readers()
         behind: Cursor = {}
         try:
             if ahead:
@@ -198,14 +196,14 @@ class StepLoader:
                 yield Step(
                     batches,
                     numbers,
-                    count=counts * sum(self.count(batch) for batch in batches),
-                    loss_tokens=counts * count_true(batches, "loss_mask"),
-                    read_tokens=counts * (count_true(batches, "attention_mask") + count_true(batches, "context_mask")),
-                    sequences=counts * sum(len(batch["input_ids"]) for batch in batches),
+                    count=sum(self.count(batch) for batch in batches),
+                    loss_tokens=count_true(batches, "loss_mask"),
+                    read_tokens=count_true(batches, "attention_mask") + count_true(batches, "context_mask"),
+                    sequences=sum(len(batch["input_ids"]) for batch in batches),
                     keys=keys,
                     cursor=behind,
                     counters={
-                        name: [counts * sum(values) for values in zip(*(each[name] for each in counters), strict=True)]
+                        name: [sum(values) for values in zip(*(each[name] for each in counters), strict=True)]
                         for name in counters[0]
                     },
                     passes=share.passes,

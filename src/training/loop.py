@@ -18,7 +18,6 @@ from torch import Tensor
 
 from src import distributed
 from src.errors import CheckpointError, ConfigError, RunError, TrainingError
-from src.host_copies import read_together, write_beside
 from src.orders import Cursor, order_of
 from src.runs import environment, ledger
 from src.runs.checkpoints import folder as checkpoints
@@ -38,6 +37,7 @@ from src.training.optim import schedule
 from src.training.parallel import choice as engines
 from src.training.parallel import memory
 from src.training.parallel.engine import Engine
+from src.training.profile import StepProfiler
 from src.training.spec import TrainSpec
 from src.training.state import CONTENT, IntervalTotals, State, content_samples
 from src.training.stopping.early_stopping import ModelSelection
@@ -71,6 +71,7 @@ def fit(spec: TrainSpec, run: Run, config: LoopConfig, seed: int) -> State:
     distributed.defer_stop()
     with distributed.raise_together():
         reporter = Reporter(run, config, spec.model, loop.state.step)
+        profiler = StepProfiler(run.path, run.options.profile)
     limits = StopConditions(run.options.limits, run.path)
     num_workers = 0 if spec.experience else run.options.num_workers  # rollouts of a step cannot be read ahead
     reader = loader.StepLoader(spec.train, loop.order, config, accelerator.device, spec.count, num_workers)
@@ -99,6 +100,7 @@ def fit(spec: TrainSpec, run: Run, config: LoopConfig, seed: int) -> State:
                 raise distributed.agreed_stop(None)
             loss = loop.train_step(loop.meter.waiting(steps))
             reporter.step(loop.state.step, loss, loop.meter.tokens_per_second())
+            profiler.after_step(loop.state.step)
         loop.finish(reporter)
     return loop.state
 
@@ -180,7 +182,7 @@ class Loop:
 
     def train_step(self, step: loader.Step) -> float:
         """One optimizer step on the mean loss of the global batch, which it returns."""
-        state, shares = self.state, distributed.data_size()
+        state, shares = self.state, distributed.world_size()
         count, tokens, requested, failed = distributed.all_reduce_sum(
             [step.count, step.loss_tokens, distributed.stop_requested() is not None, self.saver.writer.failed]
         )
@@ -205,7 +207,7 @@ class Loop:
             str, Tensor
         ] = {}  # (2,) float64: sum and count. They stay on the device, so that a pass waits for nothing.
         for a, (batch, sources, counts) in enumerate(step.on_device()):
-            seed = seeds.dropout_seed(self.seed, state.step, a * shares + distributed.data_rank())
+            seed = seeds.dropout_seed(self.seed, state.step, a * shares + distributed.rank())
             self._seed_dropout(seed)
             last = a == step.passes - 1
             with self.engine.accumulation_context(last):
@@ -217,15 +219,16 @@ class Loop:
                 self.engine.backward(loss * (counts * shares / count), last)
             named = {"": (loss, loss.new_zeros(())), **named}
             for name, pair in named.items():
-                part = torch.stack([write_beside(loss, value) for value in pair])
+                part = torch.stack([value.detach().to(loss.device, torch.float64) for value in pair])
                 sums[name] = sums.get(name, torch.zeros_like(part)) + (part if counts else 0)
-        *norms, flat = read_together(
-            self.engine.norms(), self.engine.weight_norms(), torch.stack(list(sums.values())).flatten()
+        *norms, flat = (
+            part.tolist()
+            for part in (self.engine.norms(), self.engine.weight_norms(), torch.stack(list(sums.values())).flatten())
         )
         norm = self.engine.total_norm(*norms)
         # The norm of rank 0: copies on different devices can differ in the last bit, and all ranks must decide alike.
         counters = {f"data/{name}": pair for name, pair in step.counters.items()}
-        local = [norm if distributed.is_main() else 0.0, *(flat if distributed.leads_readers() else [0.0] * len(flat))]
+        local = [norm if distributed.is_main() else 0.0, *flat]
         norm, *flat = distributed.all_reduce_sum([*local, *(value for pair in counters.values() for value in pair)])
         totals = {name: flat[2 * i : 2 * i + 2] for i, name in enumerate([*sums, *counters])}
         total = totals.pop("")[0]
@@ -276,7 +279,7 @@ class Loop:
     def _seed_generation(self) -> None:
         """Seed the random numbers of a block of `Engine.generating`:
         different in each block and process, the same after a restart."""
-        self._seed_dropout(seeds.generation_seed(self.seed, self.state.step, self.generated, distributed.data_rank()))
+        self._seed_dropout(seeds.generation_seed(self.seed, self.state.step, self.generated, distributed.rank()))
         self.generated += 1
 
     def _seed_dropout(self, seed: int) -> None:

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from src.host_copies import change_both, pick
 from src.training.parallel.linear_cross_entropy import sum_loss, takes_chunks
 
 NOT_LEARNED = -100
@@ -47,7 +46,7 @@ def watch_groups(batch: Mapping[str, Tensor], groups_B: Tensor, num_groups: int)
     """
     mask_NT = batch["loss_mask"]
     groups_N = groups_B[batch["sample_of_row"]] if "sample_of_row" in batch else groups_B
-    groups = pick(groups_N if groups_N.dim() == 2 else groups_N[:, None].expand_as(mask_NT), mask_NT)
+    groups = (groups_N if groups_N.dim() == 2 else groups_N[:, None].expand_as(mask_NT))[mask_NT]
     sums = torch.zeros(num_groups, 2, dtype=torch.float64, device=mask_NT.device)
     place = 0
 
@@ -95,7 +94,7 @@ def context_lm_loss(
     model: nn.Module, batch: Mapping[str, Tensor], label_smoothing: float = 0.0, z_loss: float = 0.0
 ) -> Tensor:
     """Summed loss where `loss_mask` is True, of a model that reads contexts and gives logits only for these tokens."""
-    targets_N = pick(batch["input_ids"], batch["loss_mask"])
+    targets_N = batch["input_ids"][batch["loss_mask"]]
     return sum_loss(
         model,
         lambda: model(**batch),
@@ -119,11 +118,7 @@ def causal_lm_loss(
     count.
     """
     packed = "position_ids" in batch
-    seen = (
-        {"position_ids": batch["position_ids"]}
-        if packed
-        else {"attention_mask": change_both(Tensor.long, batch["attention_mask"])}
-    )
+    seen = {"position_ids": batch["position_ids"]} if packed else {"attention_mask": batch["attention_mask"].long()}
     targets_BT = torch.where(batch["loss_mask"], batch["input_ids"], NOT_LEARNED)
     targets_BT = F.pad(targets_BT[:, 1:], (0, 1), value=NOT_LEARNED)
     return sum_loss(
@@ -142,7 +137,8 @@ def interleaved_lm_loss(
 
     A batch without an image reads one frame that nobody sees: see `models.vision_language.config`.
     """
-    frames = change_both(lambda own: (own if len(own) else own.new_ones(1, *own.shape[1:]))[None], batch["frames"])
+    frames = batch["frames"]
+    frames = (frames if len(frames) else frames.new_ones(1, *frames.shape[1:]))[None]
     inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "pixel_values": frames}
     targets_BT = F.pad(
         torch.where(batch["loss_mask"], batch["input_ids"], NOT_LEARNED)[:, 1:], (0, 1), value=NOT_LEARNED

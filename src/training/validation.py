@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from src import distributed
+from src.batches import to_device
 from src.errors import TrainingError
-from src.host_copies import to_device
 from src.interfaces import Dataset
 from src.training.loss import NOT_LEARNED, Loss, watch_cross_entropy, watch_groups
 
@@ -180,6 +180,6 @@ def rank_batches(num_samples: int, batch_size: int) -> list[tuple[range, bool]]:
     ranks in step and are not scored.
     """
     batches = [range(i, min(i + batch_size, num_samples)) for i in range(0, num_samples, batch_size)]
-    shares = distributed.data_size()
-    found = [(batch, distributed.leads_readers()) for batch in batches[distributed.data_rank() :: shares]]
+    shares = distributed.world_size()
+    found = [(batch, True) for batch in batches[distributed.rank() :: shares]]
     return found + [(batches[0], False)] * (-(-len(batches) // shares) - len(found))

@@ -1,9 +1,10 @@
 """The files of a submission to this machine. Each job writes its own, so that they outlive the scheduler.
 
-jobs/<index>.<attempt>.pid   written by the job as it starts: its process, the start of that process, the boot of the
-machine jobs/<index>.<attempt>.code  written by the job as it ends: its exit code jobs/<index>.end             written
-by the scheduler once the job will not be started again cancel/<index>               written to ask for the end of the
-job scheduler.lock               locked (flock) as long as the scheduler lives
+jobs/<index>.<attempt>.pid   written by the job as it starts: its process, when that started, the boot of the machine
+jobs/<index>.<attempt>.code  written by the job as it ends: its exit code
+jobs/<index>.end             written by the scheduler once the job will not be started again
+cancel/<index>               written to ask for the end of the job
+scheduler.lock               locked (flock) as long as the scheduler lives
 """
 
 import contextlib

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from src.host_copies import host_copy, remember, upload
-
 ENCODED_TOGETHER = 8
 """Sequences in one pass. Those of like length go together, so that little padding is computed: with lengths spread from
 40 to 256 tokens, groups of 8 of 32 sequences take 0.64 of the time of all at once (2 M parameters, one CPU core)."""
@@ -42,17 +40,13 @@ def encode(
     together: sequences in a pass (ENCODED_TOGETHER).
     """
     hidden = torch.zeros(*ids.shape, model.config.get_text_config().hidden_size, dtype=model.dtype, device=ids.device)
-    real = host_copy(mask)
-    lengths = real.sum(dim=-1)
+    lengths = mask.sum(dim=-1)
     rows = lengths.argsort(stable=True)[(lengths == 0).sum() :]
     groups = rows.split(together or ENCODED_TOGETHER) if len(rows) else ()
     more = passes(len(groups)) - len(groups)  # before the first pass: it may be a collective
     for group in groups:
-        columns = real[group].any(dim=0).nonzero()[:, 0]
-        some = upload(group, ids.device)[:, None], upload(columns, ids.device)
-        hidden[some] = last_hidden(model, ids[some], remember(mask[some], real[group[:, None], columns])).to(
-            hidden.dtype
-        )
+        some = group[:, None], mask[group].any(dim=0).nonzero()[:, 0]
+        hidden[some] = last_hidden(model, ids[some], mask[some]).to(hidden.dtype)
     for _ in range(more):
         last_hidden(model, ids.new_zeros(1, 1), mask.new_ones(1, 1))
     return hidden
@@ -66,19 +60,18 @@ class EncodedInMemory:
         self._states: dict[tuple[bytes, torch.dtype | None], Tensor] = {}
 
     def encode(self, model: Any, ids: Tensor, mask: Tensor, passes: Callable[[int], int]) -> Tensor:
-        """As `encode` does. Waits for the device where a sequence is new."""
+        """As `encode` does."""
         device = ids.device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        on_host, real = host_copy(ids).cpu(), host_copy(mask).cpu()
+        on_host, real = ids.cpu(), mask.cpu()
         keys = [(row[there].numpy().tobytes(), autocast) for row, there in zip(on_host, real, strict=True)]
         new = {key: n for n, key in enumerate(keys) if key not in self._states}
         rows = torch.tensor([*new.values()], dtype=torch.int64)
-        there = upload(rows, ids.device)
-        encoded = encode(model, ids[there], remember(mask[there], real[rows]), passes, together=1)
+        encoded = encode(model, ids[rows], mask[rows], passes, together=1)
         for key, states, own in zip(new, encoded.cpu() if new else (), real[rows], strict=True):
             self._states[key] = states[own]
         width = model.config.get_text_config().hidden_size
-        hidden = torch.zeros(*ids.shape, width, dtype=model.dtype, pin_memory=ids.device.type == "cuda")
+        hidden = torch.zeros(*ids.shape, width, dtype=model.dtype)
         for n, key in enumerate(keys):
             hidden[n, real[n]] = self._states[key]
-        return upload(hidden, ids.device)
+        return hidden.to(ids.device)

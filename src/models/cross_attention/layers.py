@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from src.errors import ConfigError
-from src.host_copies import change_both, host_copy, pick_before
 from src.models import architecture
 from src.models.cross_attention import flops
 from src.models.cross_attention.config import FAMILIES, Config, Plan
@@ -226,16 +225,13 @@ class CrossAttentionLM(Wrapper):
         context_mask: (B, C, S) bool, True on real tokens. Chunks without any are skipped.
         """
         B, C, S = context_ids.shape
-        ids, mask = (
-            change_both(lambda own: own.reshape(B * C, S), each)
-            for each in (context_ids, change_both(Tensor.bool, context_mask))
-        )
+        ids, mask = context_ids.reshape(B * C, S), context_mask.bool().reshape(B * C, S)
         training = self.base.training
         self.base.eval()
         with self.reading(None):
             hidden = self._encode(self.base, ids, mask, self.num_passes)
         self.base.train(training)
-        return Context(hidden.view(B, C * S, -1), change_both(lambda own: own.reshape(B, C * S), mask))
+        return Context(hidden.view(B, C * S, -1), mask.reshape(B, C * S))
 
     def forward(
         self,
@@ -257,7 +253,7 @@ class CrossAttentionLM(Wrapper):
         with self._reading_batch(context_ids, context_mask, context_hidden):
             hidden = last_hidden(self.base, input_ids, attention_mask)
         if loss_mask is not None:
-            hidden = pick_before(hidden, loss_mask)
+            hidden = hidden[:, :-1][loss_mask[:, 1:]]
         return output_logits(self.base, hidden)
 
     @torch.no_grad()
@@ -300,7 +296,7 @@ class CrossAttentionLM(Wrapper):
     ) -> Context:
         """Encode (B, C, S) ids and mask, or wrap states (B, P, D) encoded in advance, with their mask (B, P)."""
         if context_hidden is not None:
-            return Context(context_hidden, change_both(Tensor.bool, context_mask))
+            return Context(context_hidden, context_mask.bool())
         assert context_ids is not None
         return self.encode(context_ids, context_mask)
 
@@ -322,7 +318,7 @@ class CrossAttentionLM(Wrapper):
     def _mask_of(self, context: Context) -> Tensor | None:
         """The mask of a context; None where it hides nothing, and no position is to be dropped."""
         drops = self.training and self.settings.context_dropout_rate
-        return context.mask if drops or not host_copy(context.mask).all() else None
+        return context.mask if drops or not context.mask.all() else None
 
     @property
     def _reading(self) -> ActiveContext | None:

@@ -119,11 +119,11 @@ def save(model: CrossAttentionLM, folder: Path) -> None:
 
 def source() -> str:
     """The code of such a model in one module."""
-    from src import errors, host_copies
+    from src import errors
     from src.models import wrapper
     from src.models.cross_attention import config
 
-    paths = [str(module.__file__) for module in (host_copies, wrapper, kv_cache, encoder, layers_module)]
+    paths = [str(module.__file__) for module in (wrapper, kv_cache, encoder, layers_module)]
     body = "\n\n".join(_without_imports(Path(path).read_text(encoding="utf-8")) for path in [*paths, __file__])
     body = body[: body.index("\ndef save(")]
     header = [

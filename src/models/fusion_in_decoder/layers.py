@@ -12,7 +12,6 @@ from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
 from src.flops import FROZEN, TRAINED, Adapters, adapter_weights, t5_flops
-from src.host_copies import change_both, host_copy, pick, pick_before, places, remember
 from src.models.wrapper import Wrapper
 
 
@@ -41,13 +40,12 @@ class FusionInDecoder(Wrapper):
         context_mask: (B, C, S) bool, True on real tokens. A passage without any is padding and is not encoded.
         """
         B, C, S = context_ids.shape
-        mask = change_both(Tensor.bool, context_mask)
-        there = change_both(lambda own: own.any(dim=-1), mask)
-        real = remember(pick(mask, there), host_copy(mask)[host_copy(there)])
-        states = self.base.encoder(input_ids=pick(context_ids, there), attention_mask=real).last_hidden_state
-        hidden = states.new_zeros(B * C * S, states.shape[-1])
-        hidden[places(mask)] = pick(states, real)
-        return hidden.view(B, C * S, -1), change_both(lambda own: own.view(B, C * S), mask)
+        mask = context_mask.bool()
+        there = mask.any(dim=-1)
+        states = self.base.encoder(input_ids=context_ids[there], attention_mask=mask[there]).last_hidden_state
+        hidden = states.new_zeros(B, C, S, states.shape[-1])
+        hidden[mask] = states[mask[there]]
+        return hidden.view(B, C * S, -1), mask.view(B, C * S)
 
     def forward(
         self,
@@ -73,7 +71,7 @@ class FusionInDecoder(Wrapper):
             decoder_attention_mask=attention_mask,
             use_cache=False,
         ).logits
-        return logits if loss_mask is None else pick_before(logits, loss_mask)
+        return logits if loss_mask is None else logits[:, :-1][loss_mask[:, 1:]]
 
     @torch.no_grad()
     def generate(

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from src.flops import FROZEN, TRAINED, Adapters, adapter_weights, decoder_stack
-from src.host_copies import change_both
 from src.models.wrapper import Wrapper
 
 _HEAD_STD = 0.02
@@ -31,7 +30,7 @@ class RewardModel(Wrapper):
         """Rewards (B,) float32 of sequences (B, T).
         attention_mask: (B, T) bool, True on real tokens, on whichever side padding is."""
         hidden_BTD = self.base(
-            input_ids=input_ids, attention_mask=change_both(Tensor.long, attention_mask), use_cache=False
+            input_ids=input_ids, attention_mask=attention_mask.long(), use_cache=False
         ).last_hidden_state
         mask_BT = attention_mask.bool()
         if self.pooling == "mean":

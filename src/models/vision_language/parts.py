@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 FAMILIES = ("idefics2", "idefics3", "smolvlm")
 """By transformers' `model_type`."""
 IMAGE = "<image>"
-_EVERY = 997
-"""Of a frame's numbers one of so many is looked at first."""
 Part = Literal["vision", "connector", "embeddings", "text"]
 """The encoder of frames; what makes tokens of its patches; embeddings of tokens and the matrix of the logits;
 the decoder's layers."""
@@ -103,7 +101,6 @@ def build_random(
 def complete(model: Any, frozen: Sequence[Part] = ()) -> Any:
     """The transformers model, changed in place: its encoder always runs, parts are frozen, it tells its operations."""
     _require_encoder_passes(model.model)
-    _encode_real_frames(model.model)
     for part in frozen:
         for _, parameter in flops.parameters_by_part(model)[part]:
             parameter.requires_grad_(False)
@@ -130,8 +127,6 @@ def _require_encoder_passes(inner: Any) -> None:
 
         inner.get_placeholder_mask = MethodType(get_placeholder_mask, inner)
         return
-    from src.host_copies import places
-
     merge = inner.inputs_merger
 
     def inputs_merger(
@@ -142,7 +137,7 @@ def _require_encoder_passes(inner: Any) -> None:
         mask, states = _find_images(inner, input_ids, image_hidden_states), image_hidden_states.to(inputs_embeds.dtype)
         if mask is None:
             return inputs_embeds + states.sum() * 0
-        rows = inputs_embeds.flatten(0, 1).index_put((places(mask),), states.reshape(-1, states.shape[-1]))
+        rows = inputs_embeds.flatten(0, 1).index_put((mask.flatten(),), states.reshape(-1, states.shape[-1]))
         return rows.view_as(inputs_embeds)
 
     inner.inputs_merger = MethodType(inputs_merger, inner)
@@ -154,46 +149,8 @@ def _find_images(inner: Any, input_ids: "Tensor", states: "Tensor") -> "Tensor |
     Raises:
         ValueError: they are not as many as `states`, (..., D).
     """
-    from src.host_copies import change_both, host_copy
-
-    mask = change_both(lambda own: own == inner.config.image_token_id, input_ids)
-    count, given = int(host_copy(mask).sum()), states.shape[:-1].numel()
+    mask = input_ids == inner.config.image_token_id
+    count, given = int(mask.sum()), states.shape[:-1].numel()
     if count and count != given:
         raise ValueError(f"Image features and image tokens do not match, tokens: {count}, features: {given}")
     return mask if count else None
-
-
-def _encode_real_frames(inner: Any) -> None:
-    """Have one row of frames be encoded as it is, where none is padding:
-    transformers would ask the device for those that are.
-
-    It still looks for padding, which is all 0, in several rows, and in frames of which the CPU has no copy.
-    """
-    from src.host_copies import host_copy, nothing_hidden
-
-    encode, size = inner.get_image_features, inner.config.vision_config.patch_size
-
-    def get_image_features(
-        self: Any, pixel_values: "Tensor", pixel_attention_mask: "Tensor | None" = None, **options: Any
-    ) -> Any:
-        if pixel_attention_mask is not None or len(pixel_values) > 1 or not _all_real(host_copy(pixel_values)[0]):
-            return encode(pixel_values, pixel_attention_mask, **options)
-        frames = pixel_values[0].to(self.dtype)
-        seen = frames.new_ones(len(frames), frames.shape[-2] // size, frames.shape[-1] // size).bool()
-        with nothing_hidden():
-            found = self.vision_model(pixel_values=frames, patch_attention_mask=seen, **options)
-            resampled = {"attention_mask": seen.flatten(1)} if self.config.model_type == "idefics2" else {}
-            states = self.connector(found.last_hidden_state, **resampled)
-        found.pooler_output = [states.flatten(0, 1)]
-        return found
-
-    inner.get_image_features = MethodType(get_image_features, inner)
-
-
-def _all_real(frames: "Tensor") -> bool:
-    """Whether the CPU knows of frames (N, 3, E, E) that none is all 0.
-    Looks at a few pixels of each, and at all where these are 0."""
-    if frames.device.type != "cpu":
-        return False
-    flat = frames.flatten(1)
-    return all(bool(frame.any()) for frame in flat[~flat[:, ::_EVERY].any(dim=1)])

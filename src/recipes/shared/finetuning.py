@@ -6,11 +6,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field, model_validator
 
-from src.call_once import call_once
 from src.config import Places
 from src.errors import ConfigError
 from src.interfaces import DatasetField, ModelField, RecipeConfig
-from src.kinds import DECODER
 from src.runs.context import Run
 from src.training.config import (
     Evaluation,
@@ -18,7 +16,6 @@ from src.training.config import (
     check_trained_type,
     check_weight_type,
     require_device,
-    require_float8,
 )
 
 if TYPE_CHECKING:
@@ -31,8 +28,6 @@ class Finetuning(RecipeConfig):
 
     takes_chunks: ClassVar[bool] = True
     """Whether the loss is one of `training.loss`, which can take some tokens at a time."""
-    compares_passes: ClassVar[bool] = False
-    """Whether the loss compares a training pass with one without gradients, which needs the same computation."""
 
     seed: int = Field(ge=0, lt=2**63)
     model: ModelField
@@ -65,14 +60,6 @@ class Finetuning(RecipeConfig):
             )
         return self
 
-    @model_validator(mode="after")
-    def _computes_alike(self) -> "Finetuning":
-        if self.loop and self.loop.float8 and self.compares_passes:
-            raise ValueError(
-                "loop.float8: this recipe compares training passes with passes that are not in float8. Leave it out."
-            )
-        return self
-
     @property
     def micro_batch(self) -> int:
         """Sequences in one forward pass."""
@@ -88,19 +75,13 @@ class Finetuning(RecipeConfig):
         return stage.precision, f"{name}.precision"
 
     def check_precision(self, places: Places) -> None:
-        """Raises ConfigError if weights are of the other 16-bit type or trained in 16 bits, or float8 fits none."""
+        """Raises ConfigError if weights are of the other 16-bit type or trained in 16 bits."""
         check_weight_type(*self._precision, self.model, places)
         if self.loop:
             check_trained_type(self.model, places)
-        sizes = call_once(self.model.architecture, places) if self.loop and self.loop.float8 else None
-        if sizes and sizes.model_type == "gpt2" and self.model.kind(places) == DECODER:
-            raise ConfigError(
-                "loop.float8: the family 'gpt2' has its matrices in special layers (Conv1D). Leave loop.float8 out."
-            )
 
     def check_device(self) -> None:
         require_device(*self._precision)
-        require_float8(self.loop.float8 if self.loop else None)
         self.model.check_device()
 
     def check_trainable(self) -> None:

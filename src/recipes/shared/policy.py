@@ -32,7 +32,6 @@ class PolicyTraining(Finetuning):
     """An experiment that trains a policy on rollouts."""
 
     takes_chunks: ClassVar[bool] = False
-    compares_passes: ClassVar[bool] = True
 
     rewards: list[RewardField] = Field(min_length=1)
     """Scores of an answer; their weighted sum is its reward."""

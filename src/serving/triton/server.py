@@ -2,9 +2,9 @@
 
 make triton                                              once: the server, in .triton
 python -m src.serving.triton.server start FOLDER         until every model has answered a request; prints the addresses
-python -m src.serving.triton.server status FOLDER        health by a real request, and throughput; exits with 1 where a
-model is ill python -m src.serving.triton.server reload FOLDER        unloads and loads every model: new weights, or a
-process that has died python -m src.serving.triton.server stop FOLDER
+python -m src.serving.triton.server status FOLDER        health by a real request, throughput; exit code 1: a model is ill
+python -m src.serving.triton.server reload FOLDER        loads every model again, as after a crash or for new weights
+python -m src.serving.triton.server stop FOLDER
 
 FOLDER is made by src.serving.triton.repository. FOLDER/server.json has the address of its server, FOLDER/server.log its
 output.

@@ -1,9 +1,8 @@
 """Converts a checkpoint's shards (ZeRO, FSDP2) into plain safetensors: weights, and optimizer state by parameter name.
 
-python -m src.training.checkpointing.consolidate results/runs/EXP_ID                       its newest checkpoint, in
-place python -m src.training.checkpointing.consolidate results/runs/EXP_ID --step 2000 --output exported --dtype
-bfloat16 --all python -m src.training.checkpointing.consolidate CHECKPOINT --verify    writes nothing: compares what is
-there with the shards
+python -m src.training.checkpointing.consolidate results/runs/EXP_ID        its newest checkpoint, in place
+python -m src.training.checkpointing.consolidate results/runs/EXP_ID --step 2000 --output exported --dtype bfloat16
+python -m src.training.checkpointing.consolidate CHECKPOINT --verify        compares it with its shards; writes nothing
 
 In place, the checkpoint gets the files that a training without shards would have written, so that it can be resumed in
 any mode and on any number of processes; a training that needs them does this by itself. ZeRO's weights are those of

@@ -92,7 +92,7 @@ class DivergenceGuard:
         )
         with distributed.raise_together():
             for step, keys in self.recent:
-                if step in suspects and distributed.leads_readers():
+                if step in suspects:
                     batches = [source.dataset.collate([source.dataset.sample(*key) for key in rows]) for rows in keys]
                     batch_dump.save(self.run.path, step, distributed.rank(), batches, source.tokenizer, keys)
 

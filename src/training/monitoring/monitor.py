@@ -39,8 +39,6 @@ class Monitor:
     def __init__(self, folder: Path, model: nn.Module, every: int = DEFAULT_EVERY, *, compiled: bool = False) -> None:
         self.folder, self.model, self.every = folder, model, every
         self.unhooked = "compiled" if compiled or activation_statistics.is_compiled(model) else ""
-        if distributed.data_size() < distributed.world_size():
-            self.unhooked = "cut between processes"
         self.step = 0
         self.due = False
         self._gradients: list[TensorSums] = []

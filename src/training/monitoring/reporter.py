@@ -80,7 +80,6 @@ class Reporter:
         if distributed.is_main():
             self.progress.on_step(step, loss, tokens_per_second)
             self.heartbeat.on_step(step)
-        self.run.options.after_step(step)
 
     def close(self) -> None:
         """Let the callbacks finish."""

@@ -55,7 +55,7 @@ class ThroughputMeter:
         self.steps += 1
         self.sequences += step.sequences
         self.tokens += step.read_tokens
-        if self._flops_of is not None and distributed.leads_readers():
+        if self._flops_of is not None:
             self.flops += sum(map(self._flops_of, step.batches))
 
     def tokens_per_second(self) -> float:

@@ -25,8 +25,9 @@ LEAST_SCALE = 1e-3
 class AdamWScale(torch.optim.Optimizer):
     """With moments m and v as in Adam, for a tensor w of n elements in its t-th step:
 
-        a = lr · √(1 - β₂ᵗ) / (1 - β₁ᵗ) · max(1e-3, ‖w‖₂ / √n);  w ← w - a · m / (√v + ε);  w ← w - lr · weight_decay ·
-        w
+        a = lr · √(1 - β₂ᵗ) / (1 - β₁ᵗ) · max(1e-3, ‖w‖₂ / √n)
+        w ← w - a · m / (√v + ε)
+        w ← w - lr · weight_decay · w
 
     Takes whole tensors and the parts that FSDP2 makes of them, and moves both by the same bits: the norm is of the
     whole tensor, summed in float64 and rounded to float32, and all else is done element by element.

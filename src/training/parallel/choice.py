@@ -9,9 +9,9 @@ from torch import nn
 
 from src.errors import ConfigError
 from src.runs.context import Options
-from src.training.config import LoopConfig, require_device, require_float8
+from src.training.config import LoopConfig, require_device
 from src.training.parallel import compile as compilation
-from src.training.parallel import float8, memory
+from src.training.parallel import memory
 from src.training.parallel.engine import DDPEngine, Engine
 from src.weights import is_unfilled
 
@@ -26,7 +26,7 @@ def build_accelerator(config: LoopConfig, options: Options) -> Accelerator:
     """Accelerate for this process, with the precision of `config`.
 
     Raises:
-        ConfigError: float16 without a GPU, or with a shared model; float8 with DeepSpeed, or without a GPU that has it;
+        ConfigError: float16 without a GPU, or with a shared model;
             an optimizer that needs whole tensors, with cut ones; the DeepSpeed json or the launcher says otherwise than
             the experiment; checkpoints are to be kept at steps at which none is written.
     """
@@ -48,21 +48,6 @@ def build_accelerator(config: LoopConfig, options: Options) -> Accelerator:
             "loop.optimizer: 'adafactor' needs whole rows and columns, and --fsdp gives it parts. "
             "Leave out --fsdp (its state is small: each process can have it all), or use 'adamw_scale' or 'adamw'."
         )
-    if options.tensor_parallel > 1 and config.optimizer != "adamw":
-        raise ConfigError(
-            f"loop.optimizer: {config.optimizer!r} needs whole tensors, and --tensor_parallel cuts them. Use 'adamw'."
-        )
-    if (
-        options.deepspeed and config.float8
-    ):  # it casts the weights itself, and puts linear layers of its own in place of ours
-        raise ConfigError(
-            "loop.float8: DeepSpeed trains without it. Use --fsdp instead of --deepspeed, or leave it out."
-        )
-    if options.tensor_parallel > 1 and config.float8:
-        raise ConfigError(
-            "loop.float8: --tensor_parallel cuts matrices that multiply in bfloat16. Leave one of the two out."
-        )
-    require_float8(config.float8)
     if options.deepspeed:
         from src.training.parallel.zero import fill_settings
 
@@ -95,8 +80,6 @@ def change_layers(model: nn.Module, config: LoopConfig, options: Options) -> Non
     Raises:
         ConfigError: it has no layers that could.
     """
-    if config.float8:
-        float8.convert_layers(model, config.float8)
     if config.compile:
         compilation.compile_layers(model)
     if options.gradient_checkpointing:
@@ -118,8 +101,7 @@ def build_engine(
     elif options.fsdp:
         from src.training.parallel.fsdp import FSDPEngine
 
-        shares = options.fsdp_replicas, options.fsdp_sharded_gradients, options.tensor_parallel
-        engine = FSDPEngine(accelerator, model, config, *shares)
+        engine = FSDPEngine(accelerator, model, config, options.fsdp_replicas, options.fsdp_sharded_gradients)
     else:
         engine = DDPEngine(accelerator, model, config)
     if checkpoint and unfilled:

@@ -1,8 +1,7 @@
 """Fully sharded data parallelism (FSDP2): each process holds a shard of every weight, gradient and optimizer state.
 
 With replicas (HSDP) the processes are cut into equal parts of neighbouring ranks. Each part shards a model of its own,
-and gradients are averaged between the parts. With tensor parallelism neighbours within a part cut matrices between
-them, see tensor_parallel.py.
+and gradients are averaged between the parts.
 """
 
 import contextlib
@@ -27,7 +26,6 @@ from src.training.checkpointing import safetensors_stream
 from src.training.checkpointing.dcp_shards import ShardStore
 from src.training.config import LoopConfig
 from src.training.optim import optimizers
-from src.training.parallel import tensor_parallel as tensors
 from src.training.parallel.engine import Engine
 from src.weights import matching_state, stored_names, trained_weights
 
@@ -56,32 +54,14 @@ class FSDPEngine(Engine):
         config: LoopConfig,
         replicas: int = 1,
         sharded_gradients: bool = False,
-        tensor_parallel: int = 1,
     ) -> None:
-        """See `Options.fsdp_replicas`, `Options.fsdp_sharded_gradients` and `Options.tensor_parallel`.
-
-        Raises:
-            ConfigError: matrices of `module` cannot be cut between `tensor_parallel` processes.
-        """
+        """See `Options.fsdp_replicas` and `Options.fsdp_sharded_gradients`."""
         super().__init__(accelerator, module, config)
         distributed.ensure_group()
         stored = stored_names(module)
         self.sharded_gradients = sharded_gradients
-        sizes = {
-            "replica": replicas,
-            "shard": distributed.world_size() // (replicas * tensor_parallel),
-            distributed.TENSOR_MESH: tensor_parallel,
-        }
-        shape = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
-        mesh = init_device_mesh(accelerator.device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
-        self.tensor_mesh = mesh[distributed.TENSOR_MESH] if tensor_parallel > 1 else None
-        if self.tensor_mesh:
-            assert distributed.world_size() == tensor_parallel * distributed.data_size(), (
-                "its processes must read the same data"
-            )
-            with distributed.raise_together():
-                tensors.cut_matrices(module, self.tensor_mesh)
-            mesh = mesh["replica", "shard"] if replicas > 1 else mesh["shard"]
+        shape = (replicas, distributed.world_size() // replicas) if replicas > 1 else (distributed.world_size(),)
+        mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("replica", "shard")[-len(shape) :])
         for layer in sharded_layers(module):
             if accelerator.mixed_precision == "bf16" and (cast := cast_modules(layer, module)):
                 fully_shard(cast, mesh=mesh, mp_policy=_BFLOAT16)
@@ -124,15 +104,13 @@ class FSDPEngine(Engine):
     def backward(self, loss: Tensor, last: bool) -> None:
         """Add the gradients of `loss`."""
         loss.backward()
-        if last and self.tensor_mesh:
-            tensors.average_copies(self.module, self.tensor_mesh)
 
     def gradients(self) -> Iterable[Tensor]:
         """This process's shards."""
         return [_local(p.grad) for p in self.module.parameters() if p.grad is not None]
 
     def own_gradients(self) -> Iterable[Tensor]:
-        """Without those of replicas, and of what the processes that cut matrices between them all have."""
+        """Without those of replicas."""
         return [
             _local(p.grad) for p in self.module.parameters() if p.grad is not None and not distributed.is_copy(p.grad)
         ]
@@ -148,9 +126,8 @@ class FSDPEngine(Engine):
 
     def stage_shards(self) -> Callable[[Path], None] | None:
         """No process holds more than its part."""
-        weights, moments = trained_weights(self.module), checkpoint.optimizer_tensors(self.module, self.optimizer)
         return self.shards.stage(
-            *(tensors.as_rows(found) if self.tensor_mesh else found for found in (weights, moments))
+            trained_weights(self.module), checkpoint.optimizer_tensors(self.module, self.optimizer)
         )
 
     def load_weights(self, file: Path) -> None:

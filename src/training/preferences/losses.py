@@ -9,8 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from src.host_copies import host_copy, upload
-
 RankingLoss = Literal["conversations", "pairs"]
 PairLoss = Literal["sigmoid", "ipo", "robust", "hinge"]
 
@@ -62,11 +60,10 @@ def ranking_loss(  # noqa: PLR0913  each is named where it is not plain
     scores of the replies: the margin of a pair is their difference. centring: weight of (r_better + r_worse)^2, which
     pulls rewards to 0 (Eisenstein et al. 2023, arXiv 2312.09244).
     """
-    numbers_R = host_copy(conversations_R)
-    better, worse = ranked_pairs(numbers_R, host_copy(ranks_R))
-    better_P, worse_P = (rewards_R[upload(each, rewards_R.device)].float() for each in (better, worse))
+    better, worse = ranked_pairs(conversations_R, ranks_R)
+    better_P, worse_P = (rewards_R[each].float() for each in (better, worse))
     if isinstance(margin, Tensor):
-        better_score_P, worse_score_P = (margin[upload(each, margin.device)].float() for each in (better, worse))
+        better_score_P, worse_score_P = (margin[each].float() for each in (better, worse))
         margin = better_score_P - worse_score_P
     loss_P = -F.logsigmoid(better_P - worse_P - margin)
     if l2:
@@ -74,8 +71,8 @@ def ranking_loss(  # noqa: PLR0913  each is named where it is not plain
     if centring:
         loss_P = loss_P + centring * (better_P + worse_P).square()
     if by == "conversations":
-        own_P = numbers_R[better]
-        loss_P = loss_P / upload(torch.bincount(own_P)[own_P], rewards_R.device)
+        own_P = conversations_R[better]
+        loss_P = loss_P / torch.bincount(own_P)[own_P]
     return loss_P.sum() + 0.0 * rewards_R.float().sum()  # without a pair, too, a gradient reaches every process
 
 
@@ -92,20 +89,17 @@ class AgreementSums(NamedTuple):
 
 
 def agreement(rewards_R: Tensor, conversations_R: Tensor, ranks_R: Tensor) -> AgreementSums:
-    """As `metrics.ranking.correlations` finds for each conversation, on the rewards' device, without waiting."""
-    numbers_R, ranks = host_copy(conversations_R), host_copy(ranks_R)
-    masks = [numbers_R == number for number in dict.fromkeys(numbers_R.tolist())]
+    """As `metrics.ranking.correlations` finds for each conversation, on the device of the rewards."""
+    masks = [conversations_R == number for number in dict.fromkeys(conversations_R.tolist())]
     ends = [
-        [each & (ranks == end) for end in ranks[each].aminmax()]
+        [each & (ranks_R == end) for end in ranks_R[each].aminmax()]
         for each in masks
-        if ranks[each].min() < ranks[each].max()
+        if ranks_R[each].min() < ranks_R[each].max()
     ]
 
     def mean_rewards(end: int) -> Tensor:
         rows = [pair[end].double() for pair in ends]
-        chosen_CR = upload(
-            torch.stack(rows) if rows else torch.zeros(0, len(ranks), dtype=torch.float64), rewards_R.device
-        )
+        chosen_CR = torch.stack(rows) if rows else rewards_R.new_zeros(0, len(ranks_R), dtype=torch.float64)
         return chosen_CR @ rewards_R.detach().double() / chosen_CR.sum(dim=1)
 
     best_C, worst_C = mean_rewards(0), mean_rewards(1)
@@ -127,7 +121,7 @@ def answer_logps(logits_RTV: Tensor, input_ids: Tensor, loss_mask: Tensor) -> An
     Raises:
         ValueError: the mask includes the first token of a sequence.
     """
-    if bool(host_copy(loss_mask)[:, 0].any()):
+    if bool(loss_mask[:, 0].any()):
         raise ValueError("loss_mask: the first token of a sequence is predicted from nothing")
     mask = loss_mask[:, 1:]
     losses = F.cross_entropy(

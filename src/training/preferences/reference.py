@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from src import distributed
+from src.batches import to_device
 from src.errors import RunError
 from src.files import read_json, write_json
-from src.host_copies import change_both, to_device
 from src.interfaces import Batch, Dataset
 from src.training.preferences.losses import answer_logps
 from src.training.validation import rank_batches
@@ -145,6 +145,4 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 def model_logits(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
     """Logits (B, T, V) of a padded batch."""
-    return model(
-        input_ids=batch["input_ids"], attention_mask=change_both(Tensor.long, batch["attention_mask"]), use_cache=False
-    ).logits
+    return model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"].long(), use_cache=False).logits

@@ -1,8 +1,9 @@
 """A training shared by FSDP2, one process of which ends by SIGKILL where it opens a certain file of a checkpoint. For
 torchrun.
 
-python tests/training/checkpointing/interrupted_save.py FOLDER [RANK STEP FILE]     FOLDER has data/; FILE is the
-beginning of its name
+python tests/training/checkpointing/interrupted_save.py FOLDER [RANK STEP FILE]
+
+FOLDER has data/; FILE is the beginning of a file name.
 """
 
 import os

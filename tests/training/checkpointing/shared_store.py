@@ -1,8 +1,9 @@
 """Writes or reads a checkpoint's shards of FSDP2 with numbers that are known. For torchrun; test_dcp_shards.py
 compares.
 
-python tests/training/checkpointing/shared_store.py FOLDER PROCESSES_BEFORE [REPLICAS [APART]]      0 processes before:
-write
+python tests/training/checkpointing/shared_store.py FOLDER PROCESSES_BEFORE [REPLICAS [APART]]
+
+PROCESSES_BEFORE: 0 writes.
 
 APART: each into a folder of its own, as if it were another disk. Writing, each process puts into <folder>/peak-RANK the
 bytes by which its memory has grown at most, and those of all moments.
