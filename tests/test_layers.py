@@ -62,7 +62,7 @@ SHORT = {
     "src.data.qa.row_index": "one format of file",
 }
 """Modules under 40 lines that are no entry of the registry, and why each is a file."""
-MOST_LINES, MOST_ENTRIES, LEAST_LINES = 400, 16, 40
+MOST_LINES, MOST_ENTRIES, LEAST_LINES = 470, 16, 40
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "base", "custom", "v2"}
 NO_FUNCTION_NAMES = re.compile(
     "about|alike|alone|apart|at|begun|by|chosen|cut|do|done|drawn|found|given|gone|held|in|kept|known|laid|left|made|most|must|of|on|put"

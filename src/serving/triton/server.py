@@ -2,7 +2,7 @@
 
 make triton                                              once: the server, in .triton
 python -m src.serving.triton.server start FOLDER         until every model has answered a request; prints the addresses
-python -m src.serving.triton.server status FOLDER        health by a real request, throughput; exit code 1: a model is ill
+python -m src.serving.triton.server status FOLDER        health by a real request, throughput; code 1: one is ill
 python -m src.serving.triton.server reload FOLDER        loads every model again, as after a crash or for new weights
 python -m src.serving.triton.server stop FOLDER
 
