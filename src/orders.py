@@ -12,7 +12,6 @@ from hashlib import blake2b
 from itertools import count, islice
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast, runtime_checkable
 
-from src.config import added_field
 from src.errors import RunError
 from src.interfaces import Dataset, DatasetConfig, MeasuredDataset
 from src.runs.history.branches import Branch
@@ -133,7 +132,7 @@ class ReadAheadDataset(Dataset, Protocol):
 class ShuffledConfig(DatasetConfig):
     """Data with permutations of an index as training epochs."""
 
-    shuffle: Shuffle = added_field("numpy")
+    shuffle: Shuffle = "numpy"
     """How an epoch is permuted. numpy: each process holds the complete permutation, 8 bytes per sample. feistel: each
     place is computed on access, in microseconds and without memory."""
 

@@ -242,20 +242,6 @@ def test_a_log_that_is_read_again_notes_nothing_twice(world: World):
     assert world.scan() == ["disk_full"]
 
 
-def test_the_cursors_and_events_of_an_older_version_are_read_on(world: World):
-    world.write(f"first\n{NODE}\n")
-    world.scan()
-    (event,) = world.noted()
-    (world.run / events.EVENTS).write_text(json.dumps({**event, "generation": 1}) + "\n")
-    cursors = json.loads((world.run / events.CURSORS).read_text())
-    old = {name: {**cursor, "generation": 1, "head_bytes": 9, "head": "ab"} for name, cursor in cursors.items()}
-    (world.run / events.CURSORS).write_text(json.dumps(old))
-    world.write(f"{FULL}\n")
-    assert world.scan() == ["disk_full"]
-    (world.run / events.CURSORS).unlink()
-    assert world.scan() == []
-
-
 def test_bytes_that_are_no_text_and_lines_without_end(world: World):
     world.write(b"\xff\xfe\x00" * 1000 + b"\n\x80 " + NODE.encode() + b" \x80\x1b[0m\n")
     assert world.scan() == ["node_failure"]

@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from src.config import Config, added_field, unknown_text
+from src.config import Config, unknown_text
 from src.errors import ConfigError, DataError
 from src.interfaces import ContextDataset, DatasetField, MetricConfig, MetricField, QuestionDataset
 from src.metrics import answers
@@ -28,9 +28,9 @@ def _require_distinct_scores(metrics: Sequence[MetricConfig]) -> None:
 class Decoding(Config):
     """How an answer is searched for: token by token the likeliest, or by beams."""
 
-    num_beams: int = added_field(1, ge=1)
+    num_beams: int = Field(default=1, ge=1)
     """Beginnings of an answer that are kept at each token; of the finished ones the best is taken. 1: greedy."""
-    length_penalty: float = added_field(1.0)
+    length_penalty: float = 1.0
     """Of beams: log-probabilities are divided by length ** length_penalty,
     so above 0 long answers are preferred. T5 has 0.6."""
 
@@ -54,7 +54,7 @@ class Answers(Decoding):
     metrics: list[MetricField] = Field(min_length=1)
     best_answer: bool = False
     """Rows that ask one question on the same contexts count as one, with the best of their scores."""
-    shuffled_context: bool = added_field(False)
+    shuffled_context: bool = False
     """A control: ask all questions again, each with another question's contexts: scores em_shuffled_context."""
 
     @model_validator(mode="after")
@@ -89,7 +89,7 @@ class SampledAnswers(Config):
     """Those that give each answer a score."""
     temperature: float = Field(default=1.0, gt=0)
     top_p: float = Field(default=1.0, gt=0, le=1)
-    generation_batch: int = added_field(64, gt=0)
+    generation_batch: int = Field(default=64, gt=0)
     """Answers that are drawn together.
     What is drawn depends on it, and not on the micro-batch or the number of processes."""
 
@@ -134,7 +134,7 @@ class Inference(Decoding):
     counted from 0; None for all rows."""
     best_answer: bool = False
     """Rows that ask one question on the same contexts count as one, with the best of their scores."""
-    wrong_contexts: bool = added_field(False)
+    wrong_contexts: bool = False
     """A control: ask all questions again, each with another question's contexts:
     scores em_wrong_context, and em_gain, the difference."""
 
@@ -192,7 +192,7 @@ class Predictions(Config):
     """Rows of tasks that the trained model answers:
     <run>/predictions/<task>.<split>.jsonl, and of tests the files for GLUE's server."""
 
-    checkpoint: Literal["best", "last"] = added_field("best")
+    checkpoint: Literal["best", "last"] = "best"
     """Whose weights answer: best, of the evaluation with the best `loop.best_metric`;
     last, of the end of the training."""
     splits: list[Literal["train", "val", "test"]] = Field(default=["val"], min_length=1)

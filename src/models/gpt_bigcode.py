@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field, model_validator
 
-from src.config import Places, added_field
+from src.config import Places
 from src.interfaces import Architecture, ModelConfig
 from src.models import kv_cache_size
 from src.models import tokenizer as prepared_tokenizer
@@ -25,7 +25,7 @@ class Config(ModelConfig):
     max_positions: int = Field(gt=0)
     """Most tokens of a sequence."""
     dropout_rate: float = Field(default=0.0, ge=0, lt=1)
-    extra_tokens: list[str] | None = added_field(None)
+    extra_tokens: list[str] | None = None
     """Control tokens that its vocabulary has besides."""
 
     @model_validator(mode="after")

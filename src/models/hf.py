@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from src.call_once import call_once
 from src.config import Config as StrictConfig
-from src.config import Places, added_field
+from src.config import Places
 from src.errors import CheckpointError, ConfigError
 from src.files import read_json, sample_digest, sha256
 from src.interfaces import Architecture, ModelConfig
@@ -83,15 +83,15 @@ class Config(ModelConfig):
     quantization: Literal["8bit", "4bit"] | None = None
     """Matrices in 8 bits (LLM.int8(), arXiv 2208.07339) or in 4 (NF4, arXiv 2305.14314), by bitsandbytes:
     for a base that is frozen."""
-    attention: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] | None = added_field(None)
+    attention: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] | None = None
     """Transformers' implementation of attention; None: its choice, which is sdpa where the family has it."""
-    extra_tokens: list[str] | None = added_field(None)
+    extra_tokens: list[str] | None = None
     """Control tokens that are new in its vocabulary."""
 
-    tokenizer: str | None = added_field(None, min_length=1)
+    tokenizer: str | None = Field(default=None, min_length=1)
     """Folder below `--data_path` of a prepared tokenizer that has the model's own tokens and new ones;
     None: the model's own tokenizer."""
-    rope: RotaryScaling | None = added_field(None)
+    rope: RotaryScaling | None = None
     """None: as config.json has them."""
 
     @model_validator(mode="after")

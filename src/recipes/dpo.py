@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from src.config import Config as StrictConfig
-from src.config import added_field
 from src.data.conversations import ranked
 from src.data.mixture.dataset import leaves
 from src.data.parts import leaf_configs
@@ -33,7 +32,7 @@ class Preference(StrictConfig):
     sft_weight: float = Field(default=0.0, ge=0)
     """Weight of the loss of the chosen answer, in nats a token (Pang et al. 2024, arXiv 2404.19733)."""
 
-    reference: Literal["stored", "adapters_off"] = added_field("stored")
+    reference: Literal["stored", "adapters_off"] = "stored"
     """The reference log-probabilities. stored: computed once and saved in the run. adapters_off: computed in each step
     by model `lora` without its adapters, for texts that change in each epoch (tags with dropout) or too many replies to
     store."""

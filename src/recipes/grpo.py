@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, model_validator
 
 from src.config import Config as StrictConfig
-from src.config import added_field
 from src.recipes.shared.policy import PolicyTraining
 
 if TYPE_CHECKING:
@@ -34,12 +33,12 @@ class Settings(StrictConfig):
     clip_high: float = Field(default=0.2, gt=0)
     kl_weight: float = Field(default=0.0, ge=0)
     """Weight of the divergence from the reference; 0: there is no reference."""
-    kl_in: Literal["loss", "reward"] = added_field("loss")
+    kl_in: Literal["loss", "reward"] = "loss"
     """Where the divergence is subtracted: as k3 in each token's loss, or as summed k1 from the answer's reward."""
-    corrected_kl: bool = added_field(False)
+    corrected_kl: bool = False
     """Whether to weight each token's divergence in the loss by its ratio:
     without bias after several steps on the same rollouts."""
-    dual_clip: float | None = added_field(None, gt=1)
+    dual_clip: float | None = Field(default=None, gt=1)
     """Maximum ratio where the advantage is negative, for example 3; None for no maximum."""
     reference: Literal["copy", "adapters_off"] = "copy"
     entropy_weight: float = Field(default=0.0, ge=0)

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, model_validator
 
 from src.config import Config as StrictConfig
-from src.config import added_field
 from src.interfaces import ModelConfig
 from src.recipes.shared.policy import PolicyTraining
 
@@ -40,7 +39,7 @@ class Settings(StrictConfig):
     lam: float = Field(default=0.95, ge=0, le=1)
     clip: float = Field(default=0.2, gt=0)
     """Largest change of a token's probability, as a ratio to 1, before its gradient is cut."""
-    dual_clip: float | None = added_field(None, gt=1)
+    dual_clip: float | None = Field(default=None, gt=1)
     """Maximum ratio where the advantage is negative, for example 3; None for no maximum."""
     value_clip: float = Field(default=0.2, gt=0)
     value_weight: float = Field(default=1.0, ge=0)

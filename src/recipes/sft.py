@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from src.config import Places, added_field
+from src.config import Places
 from src.evaluation.config import Answers, SampledAnswers
 from src.interfaces import Dataset
 from src.kinds import DECODER
@@ -21,7 +21,7 @@ class Config(Pretraining):
 
     answers: Answers | None = None
     """The last answers of validation conversations, generated and scored at each evaluation; None for none."""
-    sampled: SampledAnswers | None = added_field(None)
+    sampled: SampledAnswers | None = None
     """The same by drawing from the model, several answers to each."""
     poly_epsilon: float = Field(default=0.0, ge=0)
     """Weight of 1 - p of each target, p being its probability, in training; see `training.loss.cross_entropy`."""

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, PositiveInt, model_validator
 
 from src import distributed
-from src.config import Config, Places, added_field, unknown_text
+from src.config import Config, Places, unknown_text
 from src.errors import ConfigError
 from src.interfaces import ModelConfig
 from src.training.divergence.detector import Config as Divergence
@@ -58,19 +58,19 @@ class LoopConfig(Config):
     z_loss: float = Field(default=0.0, ge=0)
     """Weight of the squared logarithm of the softmax's denominator, of each token: 1e-4 for PaLM (Chowdhery et al.
     2022, section 5) and for T5 (`z_loss` of Mesh TensorFlow's Unitransformer)."""
-    cross_entropy_chunk_tokens: int = added_field(0, ge=0)
+    cross_entropy_chunk_tokens: int = Field(default=0, ge=0)
     """Tokens per chunk of the output projection and cross entropy, such as 1024. Only the logits of a chunk are in
     memory; they are recomputed in the backward pass. Sums are rounded differently. 0: one chunk."""
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of the forward and backward pass; weights and optimizer have the type of the model."""
-    group_by_length: bool = added_field(False)
+    group_by_length: bool = False
     """Whether micro-batches have samples of similar length, for less padding:
     the samples of 50 steps are sorted by length."""
     compile: bool = False
     """Whether the model's layers are compiled for training passes. Another rounding, and other draws of dropout."""
     eval_every: int = Field(gt=0)
     """Optimizer steps between evaluations; the last step is always evaluated."""
-    also_at: list[PositiveInt] = added_field([])
+    also_at: list[PositiveInt] = []
     """Further steps to evaluate and save at, such as [2, 100]. Each counts as an evaluation for early stopping. Their
     checkpoints are deleted by --keep_last and --keep_every."""
     best_metric: str = "val_loss"

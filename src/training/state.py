@@ -17,8 +17,6 @@ from src.runs.context import Run
 
 CONTENT = "content of "
 """Begins the names of inputs that `content_samples` gives."""
-ADDED, ADDED_TOTALS = {"cursor", "since_brief_row"}, {"sums"}
-"""Fields of `State` and `IntervalTotals` that are missing in checkpoints of earlier versions. They are empty there."""
 TOTALS = ("since_row", "since_brief_row")
 """Fields of `State` that are `IntervalTotals`."""
 
@@ -102,13 +100,8 @@ class State:
         self.since_brief_row.add_sums(totals)
 
     def to_json(self) -> dict[str, Any]:
-        """A copy as JSON values, without the fields in `ADDED` that have their default:
-        checkpoints without them stay as they were."""
-        fields = asdict(self)
-        for name in TOTALS:
-            totals = getattr(self, name)
-            fields[name] = _without_empty(asdict(totals), ADDED_TOTALS) if totals.steps or name not in ADDED else {}
-        return _without_empty(fields, ADDED)
+        """A copy as JSON values."""
+        return asdict(self)
 
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> "State":
@@ -117,15 +110,12 @@ class State:
         Raises:
             CheckpointError: another version of this code wrote it.
         """
-        fields, totals = cls.__dataclass_fields__.keys(), IntervalTotals.__dataclass_fields__.keys()
-        sums = {name: saved[name] for name in TOTALS if name in saved}
-        if saved.keys() | ADDED != fields or not all(each.keys() <= totals for each in sums.values()):
-            raise CheckpointError("its checkpoints were written by another version of this code. Start over with -r 1.")
-        return cls(**{**saved, **{name: IntervalTotals(**each) for name, each in sums.items()}})
-
-
-def _without_empty(fields: dict[str, Any], names: set[str]) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if value or name not in names}
+        try:
+            return cls(**{**saved, **{name: IntervalTotals(**saved[name]) for name in TOTALS}})
+        except (KeyError, TypeError):
+            raise CheckpointError(
+                "its checkpoints were written by another version of this code. Start over with -r 1."
+            ) from None
 
 
 def fingerprints(run: Run, data: Dataset, tokenizer: Any, pretrained: str | None) -> dict[str, str]:

@@ -227,24 +227,6 @@ def test_job_ids_repeat_on_a_reinstalled_cluster(
     assert states(config, cluster, ids)[1] == "completed"
 
 
-def test_experiments_of_an_earlier_version_resume(
-    cluster: Cluster, folder: Path, config: slurm.Config, monkeypatch: pytest.MonkeyPatch
-):
-    """Its job ids, and so its files, have no name of a submission."""
-    earlier = shared_tasks._SCRIPT_TEXT.replace("of$count.$SUBMISSION", "of$count").replace("SUBMISSION", "UNUSED")
-    monkeypatch.setattr(shared_tasks, "_SCRIPT_TEXT", earlier)
-    ids, _ = submit(
-        [Job(name, ("-c", STOPPABLE, name), folder, folder / name, folder / "logs") for name in "ab"], folder, config
-    )
-    assert ids == ["1_0+0of2", "1_0+1of2"]
-    assert config.find(folder, ["a", "b"]) == dict(zip("ab", ids, strict=True))
-    task = cluster.start("1_0")
-    end(folder, "b", 3)
-    config.kill(ids[:1])
-    wait_until(lambda: states(config, cluster, ids) == ["cancelled", "failed exit code 3"])
-    assert task.wait(300) == 3
-
-
 def test_one_of_a_running_task_is_repaired_while_its_neighbour_runs(tmp_path: Path, cluster: Cluster):
     world = World(tmp_path)
     target = resources.load("there", {"launcher": "slurm", "jobs_per_task": 3, "patience_seconds": 300.0}, world.runs)

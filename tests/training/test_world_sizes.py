@@ -88,7 +88,7 @@ def test_shards_go_on_elsewhere(modes: Modes, mode: str, processes: int):
 @pytest.mark.parametrize("mode", [*ZERO, "fsdp"])
 @pytest.mark.parametrize("processes", [2, 3])
 def test_what_was_put_together_is_shared_out_again_exactly(modes: Modes, mode: str, processes: int):
-    """The shards themselves are gone. Of FSDP2 that is a checkpoint as earlier versions wrote it."""
+    """The shards themselves are gone."""
     shards = MOMENTS if mode == "fsdp" else "zero"
     checkpoint = modes.cut_back(mode, "wide", processes)
     assert consolidate.main([str(checkpoint)]) == 0

@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from src.batches import TokenBatch
 from src.call_once import call_once
 from src.config import Config as StrictConfig
-from src.config import Places, added_field, drop_absences
+from src.config import Places, drop_absences
 from src.data import jsonl
 from src.data.conversations import templates
 from src.data.conversations.choices import Tags, draws, window
@@ -117,7 +117,7 @@ class Config(ConversationConfig):
     """Share of the too long conversations that start at a random token; the rest are truncated."""
     without_refusals: bool = False
     """Whether to skip conversations in which the assistant refuses or says that it is a model."""
-    shuffled_answers: bool = added_field(False)
+    shuffled_answers: bool = False
     """Whether training conversations end with the last answer of another one: a control."""
     learn_all: bool = False
     """Whether the tokens of all roles are learned."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 from pydantic import Field, model_validator
 
 from src.config import Config as StrictConfig
-from src.config import Places, added_field
+from src.config import Places
 from src.data.denoising import noise, sentinels
 from src.data.denoising.dataset import DenoisingConfig, mask_rng
 from src.data.denoising.denoiser_mixture import DenoiserMixture, DenoiserSpec
@@ -89,7 +89,7 @@ class Config(DenoisingConfig):
     denoisers: list[Denoiser] = Field(default_factory=_published_denoisers, min_length=1)
     """With 100 sentinels, spans of 3 at density 0.5 allow no more than 400 input tokens;
     512 need 128 (data_prep.t5_tokenizer --sentinels)."""
-    fixed_length: bool = added_field(False)
+    fixed_length: bool = False
     """Pad each batch to the longest inputs and targets of all denoisers, not to its own longest, for `loop.compile`."""
 
     @model_validator(mode="after")

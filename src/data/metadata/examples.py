@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
-from src.config import Config, added_field, unknown_text
+from src.config import Config, unknown_text
 from src.data.metadata.annotations import KEYS, Annotated, Item
 from src.data.metadata.linearise import Linearisation, insert, markers
 from src.data.metadata.processors import PROMPT_TITLES, Address, HtmlFilter, Separators, global_text, local_markers
@@ -31,13 +31,13 @@ class Writing(Config):
 
     keys: list[str] = Field(default=list(KEYS), min_length=1)
     """Keys to write, in the order of the prefix."""
-    own_keys: list[str] = added_field([])
+    own_keys: list[str] = []
     """Keys among `keys` that this project does not define. Their items are written as "KEY: VALUE" and [KEY: VALUE]."""
     style: Literal["prefix", "prompt"] = "prefix"
     """prompt: all metadata are written in words before the text, which has no markers."""
     linearisation: Linearisation = "nested"
     separators: Separators = Separators()
-    url: Address = added_field("whole")
+    url: Address = "whole"
     """host: "URL: docs.python.org", as in metadata conditioning then cooldown (Gao et al. 2025, arXiv 2501.01956)."""
     html: HtmlFilter = HtmlFilter()
     entity_position: Literal["beginning", "end"] = "beginning"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 from pydantic import Field, field_validator, model_validator
 
 from src.config import Config as StrictConfig
-from src.config import Places, added_field, unknown_text
+from src.config import Places, unknown_text
 from src.data.mixture.interleaving import Interleaving, rates, shares
 from src.data.parts import CollatedDataset, CountedConfig, PartsConfig, part_seed
 from src.errors import DataError
@@ -79,7 +79,7 @@ class Config(PartsConfig, ShuffledConfig):
     """Without rates: the root that is taken of the proportions (T5's T); 1 keeps them, a large one equalizes parts."""
     samples_per_epoch: int | None = Field(default=None, gt=0)
     """None: as many as the parts have together."""
-    draw: dict[str, Draw] | None = added_field(None, min_length=1)
+    draw: dict[str, Draw] | None = Field(default=None, min_length=1)
     """Samples in an epoch by part, instead of rates; a part without an entry is read whole.
     The next epoch goes on where a part stopped."""
 

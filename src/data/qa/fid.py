@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from pydantic import Field, model_validator
 
 from src.batches import ContextBatch
-from src.config import Places, added_field
+from src.config import Places
 from src.data.qa import questions
 from src.data.qa.subsets import RowsConfig
 from src.data.text.tokenizers import SafeTokenizer
@@ -30,7 +30,7 @@ class Config(RowsConfig):
     none: one passage, of the question alone."""
     num_passages: int | None = Field(default=None, gt=0)
     """Most passages of a question: the first ones. None: all."""
-    keep_useful: bool = added_field(False)
+    keep_useful: bool = False
     """Where `num_passages` leaves some out in training: these are contexts not marked as useful, if possible."""
     passage_tokens: int = Field(gt=0)
     """Most tokens of one passage, with question, title and end token. Where that is too few, a question of more than

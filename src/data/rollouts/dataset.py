@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from src.config import Config as StrictConfig
-from src.config import Places, added_field
+from src.config import Places
 from src.data import jsonl
 from src.data.conversations import dataset as conversations
 from src.data.conversations import templates
@@ -43,7 +43,7 @@ class Sampling(StrictConfig):
     top_k: int = Field(default=0, ge=0)
     """Draw among so many of the likeliest tokens; 0: among all.
     The log-probabilities that the loss compares know neither it nor top_p."""
-    batching: Literal["static", "continuous"] = added_field("static")
+    batching: Literal["static", "continuous"] = "static"
     """continuous: an answer that has ended makes room for the next prompt at once, for GPUs and answers of uneven
     lengths (transformers' generate_batch). When a prompt is taken in is a matter of time, so that a restart may not
     draw what was drawn before."""

@@ -12,7 +12,7 @@ from pydantic import Field, NonNegativeInt, model_validator
 
 from src.batches import InterleavedBatch
 from src.config import Config as StrictConfig
-from src.config import Places, added_field, operational_field
+from src.config import Places, operational_field
 from src.data.packing.lanes import LaneOrder, Packing
 from src.data.streaming import manifest
 from src.data.streaming.arrangement import PERIOD, Joined, Source, Streams, arrange
@@ -50,7 +50,7 @@ class SourceConfig(StrictConfig):
     rate: float | None = Field(default=None, gt=0)
     """Share of the documents that are read; rates need not sum to 1.
     None for all sources: each document once in an epoch of all."""
-    fields: Fields | None = added_field(None)
+    fields: Fields | None = None
     """Members by kind, as the index was made with --fields; None: whatever the index says."""
     loss_weight: float = Field(default=1.0, gt=0)
     """How much the loss of each of its tokens counts."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 from pydantic import Field
 
 from src.batches import Seq2SeqBatch
-from src.config import Places, added_field
+from src.config import Places
 from src.data import jsonl
 from src.data.denoising import sentinels
 from src.data.tasks import task_table as tasks
@@ -39,12 +39,12 @@ class Config(DatasetConfig):
     """Most tokens of an input and its end token; a longer one loses its end."""
     target_tokens: int = Field(default=64, gt=1)
     """Most tokens of a target and its end token."""
-    long_targets: Literal["refuse", "cut", "drop"] = added_field("refuse")
+    long_targets: Literal["refuse", "cut", "drop"] = "refuse"
     """What becomes of a longer text: refuse: the data are refused. cut: it loses its end.
     drop: its row is left out, in every split."""
-    max_new_tokens: int | None = added_field(None, gt=0)
+    max_new_tokens: int | None = Field(default=None, gt=0)
     """Most tokens of a generated answer; None: target_tokens."""
-    sentinel: bool = added_field(False)
+    sentinel: bool = False
     """Whether inputs end and targets begin with <extra_id_0>, as in pre-training: tasks `*_1_sentinel` of T5."""
     val_samples: int | None = Field(default=None, gt=0)
     """Rows of the validation split that are used, the same ones whatever the seed; None for all."""

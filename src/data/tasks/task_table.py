@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from src.config import Config, added_field, drop_absences, unknown_text
+from src.config import Config, drop_absences, unknown_text
 from src.config import load as load_config
 from src.errors import ConfigError
 from src.files import read_yaml
@@ -77,11 +77,11 @@ class Task(Config):
     """Beginning of the input. null: the name of the task."""
     separator: str = " "
     """Between one column and the next."""
-    titles: bool = added_field(True)
+    titles: bool = True
     """Whether the input says the name of a column before its value."""
-    stemmer: bool = added_field(False)
+    stemmer: bool = False
     """Whether ROUGE compares words by their stems."""
-    only: dict[str, str] = added_field({})
+    only: dict[str, str] = {}
     """Columns of the release and the value that the rows of this task have there; its other rows are left out."""
     names: dict[str, list[str]] = {}
     """What a column, "label" or "index" is called in releases where it has another name."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NotRequired, TypedDict
 from pydantic import Field
 
 from src.batches import TokenBatch
-from src.config import Places, added_field
+from src.config import Places
 from src.data.packing.dataset import require_tested_model
 from src.data.text import documents
 from src.interfaces import Architecture, require_fit
@@ -21,7 +21,7 @@ class Config(documents.TextConfig):
 
     sequence_tokens: int = Field(gt=1)
     """Tokens of every sequence."""
-    apart: bool = added_field(False)
+    apart: bool = False
     """Whether the documents of a sequence do not read each other, as those of `packed`.
     A sequence may still begin and end inside one."""
 

@@ -1,6 +1,5 @@
 """Documents as token ids: memory-mapped from a folder made by data_prep.tokenize, or plain text tokenised in memory."""
 
-import hashlib
 import importlib.metadata
 import io
 import json
@@ -66,10 +65,7 @@ def read(places: Places, corpus: str, tokenizer: "PreTrainedTokenizerFast", spli
     path = jsonl.require_file(folder, f"{split}.jsonl")
     rows = jsonl.read_rows(path, {"text": str}, rules="text 1")
     shard = _tokenize(rows, encoder, tokenizer_digest(tokenizer))
-    fingerprint = jsonl.fingerprint(folder)
-    if len(shard.ends) - 1 < len(rows):  # a run that began with those end tokens must not go on without
-        fingerprint = hashlib.sha256(f"{fingerprint} without empty documents".encode()).hexdigest()
-    return Documents([shard], encoder.eos_id, fingerprint, path)
+    return Documents([shard], encoder.eos_id, jsonl.fingerprint(folder), path)
 
 
 def _tokenize(rows: jsonl.Rows, encoder: SafeTokenizer, digest: str) -> token_files.Shard:

@@ -17,7 +17,6 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from src.command_line import signals_raise
-from src.config import added_field
 from src.errors import LaunchError
 from src.files import writing
 from src.launch.command import Environment, Processes, shell_line, without_torchrun
@@ -45,7 +44,7 @@ class Config(LauncherConfig):
     gpus_per_job: float = Field(default=1, gt=0)
     """How many of `gpus` a job gets for itself. 1/2, 1/3, 1/4, 1/6 or 1/12 (also as 0.33): so many jobs share one,
     which is not cut up: they must fit into its memory together."""
-    stop_after_failures: int = added_field(5, ge=0)
+    stop_after_failures: int = Field(default=5, ge=0)
     """End the submission after so many experiments in a row that failed within a minute of their start. 0: never."""
     retries: int = Field(default=0, ge=0)
     """How often a failed job is started again. One that stopped gracefully (exit code 75) always is."""

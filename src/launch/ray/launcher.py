@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from src.config import added_field
 from src.errors import LaunchError, UserError
 from src.files import write_atomic, writing
 from src.launch.command import INTERRUPTED, STOP_AFTER_FAILURES, STOPPED, Environment, Processes, shell_line
@@ -83,7 +82,7 @@ class Config(LauncherConfig):
     """Memory that Ray counts for a job."""
     resources: dict[Annotated[str, Field(min_length=1)], Annotated[float, Field(gt=0)]] = {}
     """Custom resources of Ray, such as {"accelerator_type:H100": 0.001}."""
-    stop_after_failures: int = added_field(5, ge=0)
+    stop_after_failures: int = Field(default=5, ge=0)
     """End the submission after so many experiments in a row that failed within a minute of their start. 0: never."""
     retries: int = Field(default=0, ge=0)
     """How often a failed job is started again on its node. One that stopped gracefully (exit code 75) always is."""

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import AfterValidator, Field, StrictBool, model_validator
 
-from src.config import added_field, unknown_text
+from src.config import unknown_text
 from src.errors import LaunchError, UserError
 from src.launch.command import Environment, Processes, check_no_key
 from src.launch.job import Job, LauncherConfig, Note, SchedulerState
@@ -95,10 +95,10 @@ class Config(LauncherConfig):
     """Limit of running tasks of a submission. Where it takes several arrays, those that exceed the limit together run
     one after
     another: an array then starts when all tasks of the arrays before it have ended."""
-    jobs_per_task: int = added_field(1, ge=1)
+    jobs_per_task: int = Field(default=1, ge=1)
     """Number of experiments that run in parallel in one task and share its processors, memory and GPUs. A parent of
     another experiment of the submission has its own task."""
-    stop_after_failures: int = added_field(5, ge=0)
+    stop_after_failures: int = Field(default=5, ge=0)
     """End the submission after so many experiments in a row that failed within a minute of their start. 0: never."""
     signal_seconds: int = Field(default=120, ge=0, le=65535)
     """How long before the time limit the job writes a checkpoint and is requeued.
@@ -115,7 +115,7 @@ class Config(LauncherConfig):
     """`nodes` is the number of nodes of a job."""
     patience_seconds: float = Field(default=60.0, gt=0)
     """How long to ask a scheduler that does not answer."""
-    submissions: str = added_field("")
+    submissions: str = ""
     """Folder of the submissions. Filled in by `resources.load`; not allowed in a job config."""
 
     @model_validator(mode="after")

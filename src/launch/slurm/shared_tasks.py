@@ -3,7 +3,7 @@
 Slurm knows only the task. For each experiment the folder `shared_tasks` next to the submissions has up to three files,
 named by its job id: `.code` with its exit code, once it has ended; `.kill`, if it was killed; `.why`, also for one with
 a task of its own, which says why it was not started, until its next start. Their names include that of the submission,
-as a reinstalled cluster counts from 1 again; job ids of earlier versions lack it.
+as a reinstalled cluster counts from 1 again.
 """
 
 import re
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from src.files import reading, write_atomic, writing
+from src.files import write_atomic, writing
 from src.launch.command import STOPPED
 from src.launch.job import SchedulerState
 from src.launch.slurm.script import REQUEUE, REQUEUED, SCRIPT
@@ -101,11 +101,12 @@ def job_ids(array_id: str, experiments: int, jobs_per_task: int, folder: Path) -
     """
     if jobs_per_task == 1:
         return [f"{array_id}_{i}" for i in range(experiments)]
-    with reading(folder):
-        # A script of an earlier version does not name it.
-        end = f".{folder.name}" if "SUBMISSION" in (folder / SHARED_SCRIPT).read_text() else ""
     counts = [min(jobs_per_task, experiments - first) for first in range(0, experiments, jobs_per_task)]
-    return [f"{array_id}_{task}+{place}of{count}{end}" for task, count in enumerate(counts) for place in range(count)]
+    return [
+        f"{array_id}_{task}+{place}of{count}.{folder.name}"
+        for task, count in enumerate(counts)
+        for place in range(count)
+    ]
 
 
 def task_of(job_id: str) -> str:

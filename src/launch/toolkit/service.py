@@ -14,7 +14,6 @@ from typing import Annotated, Literal, Protocol, TypeVar
 
 from pydantic import AfterValidator, Field, model_validator
 
-from src.config import added_field
 from src.errors import LaunchError
 from src.launch.command import Environment, Processes
 from src.launch.job import LauncherConfig, SchedulerState
@@ -97,7 +96,7 @@ class JobConfig(LauncherConfig):
     restartable: bool = True
     """True: the toolkit restarts it after a preemption, and it goes on from its last checkpoint."""
     bid: int | None = Field(default=None, ge=0, le=9999)
-    stop_after_failures: int = added_field(5, ge=0)
+    stop_after_failures: int = Field(default=5, ge=0)
     """End the submission after so many experiments in a row that failed within a minute of their start. 0: never."""
     max_run_seconds: int = Field(ge=60)
     """The toolkit ends the job after this; the time that a child waits for its parents counts."""
@@ -119,7 +118,7 @@ class JobConfig(LauncherConfig):
     """How often a failed call is repeated."""
     backoff_seconds: float = Field(default=2.0, ge=0)
     """Pause before the first repetition; doubled each time, at most a minute."""
-    submissions: str = added_field("")
+    submissions: str = ""
     """Folder of the submissions. Filled in by `resources.load`; not allowed in a job config."""
 
     @model_validator(mode="after")

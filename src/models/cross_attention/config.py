@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field, model_validator
 
 from src.call_once import call_once
-from src.config import Places, added_field, unknown_text
+from src.config import Places, unknown_text
 from src.errors import ConfigError
 from src.interfaces import Architecture, ModelConfig, ModelField
 from src.kinds import CROSS_ATTENTION
@@ -103,13 +103,13 @@ class Config(ModelConfig):
     """The input of a block is added to its output once more."""
     norm: Literal["layer", "rms"] | None = None
     """None: that of the family, RMSNorm in Llama style. XC-Cache's Llama-style blocks, as published, have LayerNorm."""
-    feed_forward_size: int | None = added_field(None, gt=0)
+    feed_forward_size: int | None = Field(default=None, gt=0)
     """Width of a block's MLP. None: four times the width of the heads together."""
     context_dropout_rate: float = Field(default=0.0, ge=0, lt=1)
     """Share of the context positions that each block cannot read at a training step."""
     train_all_params: bool = False
     """Train the base too, as decoder. Contexts are encoded by the current base without gradients."""
-    cache_contexts: bool = added_field(False)
+    cache_contexts: bool = False
     """Encode each context once in a process, and keep its states in host memory: for data that are read many times. A
     token takes as many values as the base is wide. Contexts are then encoded one by one, so that a restart, which
     encodes again, changes no bit."""

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, field_validator
 
 from src.call_once import call_once
-from src.config import Places, added_field
+from src.config import Places
 from src.errors import ConfigError
 from src.interfaces import Architecture, ModelConfig
 from src.kinds import VISION_LANGUAGE
@@ -28,7 +28,7 @@ class Config(ModelConfig):
     """Branch, tag or commit of the hub id; None for main."""
     frozen: list[Part] = []
     """Parts that are not trained."""
-    attention: Literal["sdpa", "eager"] | None = added_field(None)
+    attention: Literal["sdpa", "eager"] | None = None
     """Of every part, as of the model 'hf'.
     Those that it has besides do not tell the documents of a row apart by their positions."""
 

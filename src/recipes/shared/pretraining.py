@@ -10,7 +10,7 @@ from pydantic import model_validator
 
 from src import distributed
 from src.call_once import call_once
-from src.config import Places, added_field
+from src.config import Places
 from src.evaluation.config import Answers, SampledAnswers
 from src.interfaces import Dataset
 from src.kinds import KINDS
@@ -37,7 +37,7 @@ class Pretraining(Finetuning):
     reported: ClassVar[Sequence[str]] = ()
     """Named sums of `loss` whose means an evaluation reports, as val_NAME and by part of the data as val_NAME/PART."""
 
-    evaluation: Evaluation | None = added_field(None)
+    evaluation: Evaluation | None = None
 
     @model_validator(mode="after")
     def _can_learn(self) -> "Pretraining":

@@ -47,9 +47,9 @@ class Config(config.Config):
     loss_deviations: float = Field(default=3.0, gt=0)
     loss_steps: int = Field(default=3, gt=0)
     """A spike: so many steps in a row so many times the noise above the level."""
-    jump_deviations: float = config.added_field(30.0, gt=0)
+    jump_deviations: float = Field(default=30.0, gt=0)
     """A jump: a single step so many times the noise above the level."""
-    climb_ratio: float = config.added_field(0.3, gt=0)
+    climb_ratio: float = Field(default=0.3, gt=0)
     """A climb, before the window is full:
     the median of the last 8 losses is above the lowest such median by this share of it, or of 1."""
     drift_deviations: float = Field(default=2.0, gt=0)
@@ -63,16 +63,15 @@ class Config(config.Config):
     on_non_finite: Literal["skip_batch", "stop", "rewind"] = "stop"
     """Never less: the weights would not be finite either."""
     on_loss_spike: Action = "warn"
-    on_loss_jump: Action = config.added_field("warn")
-    """Runs made before this field change no bit by a warning."""
-    on_loss_climb: Literal["warn", "stop", "rewind"] = config.added_field("warn")
+    on_loss_jump: Action = "warn"
+    on_loss_climb: Literal["warn", "stop", "rewind"] = "warn"
     on_loss_drift: Literal["warn", "stop", "rewind"] = "warn"
     """Of all the steps since the lowest point; no single batch is to blame."""
     on_grad_norm: Action = "warn"
     on_skipped: Literal["warn", "save_batch", "stop", "rewind"] = "stop"
-    most_kl: float | None = config.added_field(None, gt=0)
+    most_kl: float | None = Field(default=None, gt=0)
     """Nats per token that a policy may be from its reference; None: as many as it likes."""
-    on_kl: Literal["warn", "stop", "rewind"] = config.added_field("stop")
+    on_kl: Literal["warn", "stop", "rewind"] = "stop"
     max_rewinds: int = Field(default=3, ge=1)
     """When a run has so many branches, the action "rewind" is to stop."""
 
@@ -354,8 +353,8 @@ class Detector:
             "lowest_step": self.lowest_step,
             "skips": list(self.skips),
             "on_plateau": self.on_plateau,
-            **({"climbed": True} if self.climbed else {}),
-            **({"far": True} if self.far else {}),
+            "climbed": self.climbed,
+            "far": self.far,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -367,7 +366,7 @@ class Detector:
         fresh = Detector(self.config)
         if state:
             parts = {"losses": fresh.losses, "norms": fresh.norms}
-            same = state.keys() - {"climbed", "far"} == fresh.state().keys() and all(
+            same = state.keys() == fresh.state().keys() and all(
                 state[name].keys() == part.state().keys() for name, part in parts.items()
             )
             if not same:

@@ -7,7 +7,6 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from src.config import load
-from src.data import jsonl
 from src.data.qa import cross_attention as qa
 from src.data.text import dataset as text
 from src.data.text import documents
@@ -41,12 +40,6 @@ def test_documents_are_joined_by_the_end_token_and_the_remainder_is_dropped(buil
         ids("defg"),
         [*ids("h"), 0, *ids("xy")],
     ]
-
-
-def test_a_run_that_began_with_the_end_tokens_of_empty_documents_does_not_go_on_without(build, places):
-    """Earlier versions kept them, under the fingerprint of the folder."""
-    assert build(["abcd", "efg"]).fingerprint == jsonl.fingerprint(places.data / "t")
-    assert build(["abcd", "", "efg"]).fingerprint != jsonl.fingerprint(places.data / "t")
 
 
 def test_token_ids_of_a_large_corpus_are_saved_and_loaded(build, places, tokenizer, monkeypatch):

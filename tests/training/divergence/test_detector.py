@@ -363,7 +363,7 @@ def test_an_early_climb_is_told_from_its_healthy_twin(seed: int):
 
 def test_a_climb_is_reported_once_and_a_restored_detector_knows_it():
     detector, losses = Detector(Config()), [11.6 + 0.3 * step for step in range(40)]
-    assert "climbed" not in detector.state()
+    assert not detector.state()["climbed"]
     assert [
         f.kind for step, loss in enumerate(losses, 1) for f in detector.observe(step, loss) if f.kind == "loss_climb"
     ] == ["loss_climb"]
