@@ -14,9 +14,9 @@ from data_prep.conversation_forms.rows import Form
 from src.config import Config, join, problems, unknown_text
 from src.config import load as load_config
 from src.errors import ConfigError, DataError
-from src.files import read_yaml
+from src.files import ROOT, read_yaml
 
-FOLDER = Path(__file__).resolve().parents[1] / "resources" / "conversations"
+FOLDER = ROOT / "resources" / "conversations"
 FORMS: Mapping[str, type[Form]] = {
     "alpaca": layouts.Alpaca,
     "augmented": comparisons.Augmented,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep import stdlib_pages
+from src.files import ROOT
 
 SECONDS = 60
 """Of one module."""
@@ -51,7 +52,7 @@ def _run(name: str) -> list[tuple[str, str]]:
                 timeout=SECONDS,
                 check=True,
                 stdin=subprocess.DEVNULL,
-                cwd=Path(__file__).parents[1],
+                cwd=ROOT,
             )
         except (subprocess.SubprocessError, OSError):
             return []

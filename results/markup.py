@@ -2,15 +2,14 @@
 
 import html
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from src.files import encodable
+from src.files import ROOT, encodable
 
 
 def style(name: str) -> str:
     """A style sheet of resources/."""
-    return (Path(__file__).resolve().parents[1] / "resources" / f"{name}.css").read_text(encoding="utf-8")
+    return (ROOT / "resources" / f"{name}.css").read_text(encoding="utf-8")
 
 
 CSS = style("markup")

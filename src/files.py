@@ -35,6 +35,8 @@ _WRONG_PATH = {
     errno.ELOOP,
     errno.ENAMETOOLONG,
 }
+ROOT = Path(__file__).resolve().parents[1]
+"""The folder of this project."""
 _REQUIRED: Any = object()
 _REFUSALS = _FULL | _FORBIDDEN | _WRONG_PATH
 

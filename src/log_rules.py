@@ -3,12 +3,11 @@
 import re
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 from typing import Literal, NamedTuple
 
-from src.files import read_yaml
+from src.files import ROOT, read_yaml
 
-FILE = Path(__file__).resolve().parents[1] / "resources" / "log_rules.yaml"
+FILE = ROOT / "resources" / "log_rules.yaml"
 
 
 class Rule(NamedTuple):

@@ -3,7 +3,6 @@ Direction and wording depend on the pair of texts alone."""
 
 from collections.abc import Iterator
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from pydantic import field_validator
@@ -11,9 +10,9 @@ from pydantic import field_validator
 from data_prep.conversation_forms.rows import Form, Row, column, pick, text_of
 from src.config import unknown_text
 from src.errors import DataError
-from src.files import read_yaml
+from src.files import ROOT, read_yaml
 
-REQUESTS = Path(__file__).resolve().parents[2] / "resources" / "conversations" / "requests" / "translation.yaml"
+REQUESTS = ROOT / "resources" / "conversations" / "requests" / "translation.yaml"
 _THREE_LETTERS = {"ara": "ar", "ita": "it", "nld": "nl", "tur": "tr", "ukr": "uk", "vie": "vi"}
 
 

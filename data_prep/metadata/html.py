@@ -18,10 +18,10 @@ from pydantic import Field, model_validator
 
 from src.config import Config, load
 from src.errors import DataError
-from src.files import read_yaml
+from src.files import ROOT, read_yaml
 
 Row = dict[str, Any]
-RULES_FILE = Path(__file__).resolve().parents[2] / "resources" / "html_removal.yaml"
+RULES_FILE = ROOT / "resources" / "html_removal.yaml"
 """The default removal rules."""
 
 

@@ -31,11 +31,10 @@ from data_prep.metadata import charset, description, entities, extraction, html,
 from data_prep.metadata.extraction import EXTRACTORS, Options, Part
 from src.data import jsonl
 from src.errors import ConfigError, DataError
-from src.files import reading, sample_digest
+from src.files import ROOT, reading, sample_digest
 
 log = logging.getLogger(__name__)
 COMMAND = "python -m data_prep.metadata.prepare"
-ROOT = Path(__file__).resolve().parents[2]
 _SCRIPTS = [
     Path(module.__file__ or "")
     for module in (charset, description, entities, extraction, html, page_sources, text, url)

@@ -17,7 +17,7 @@ from src.config import Places, unknown_text
 from src.data import jsonl_index
 from src.data.jsonl_index import RowIndex
 from src.errors import DataError
-from src.files import MANIFEST, read_manifest, reading, sha256
+from src.files import MANIFEST, ROOT, read_manifest, reading, sha256
 from src.parsing import parse_json
 
 SPLITS = ("train", "val")
@@ -27,7 +27,7 @@ _MADE_BY = {
         "python -m data_prep.t5_tokenizer --from stdlib_tokenizer --name stdlib_t5_tokenizer --sentences 20"
     ),
 }
-_RELEASES_OF_CONVERSATIONS = Path(__file__).parents[2] / "resources" / "conversations"
+_RELEASES_OF_CONVERSATIONS = ROOT / "resources" / "conversations"
 _RELEASES = "SQuAD, HotpotQA, Natural Questions, MS MARCO, TopiOCQA, TriviaQA"
 
 

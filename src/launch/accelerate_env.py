@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from src.errors import ConfigError
+from src.files import ROOT
 
-RESOURCES = Path(__file__).resolve().parents[2] / "resources"
+RESOURCES = ROOT / "resources"
 _STAGES = {
     ("1", "none", "none"): "ds_config_zero1.json",
     ("2", "none", "none"): "ds_config_zero2.json",

@@ -9,6 +9,7 @@ from typing import Any
 from src.config import Problems, describe_value, join, shorten, top_level, unknown, unknown_text
 from src.errors import ConfigError
 from src.experiments import expressions
+from src.files import ROOT
 from src.launch.job import LauncherConfig, bind_launcher
 from src.runs.metadata import flatten
 
@@ -88,9 +89,7 @@ def load_named(name: str, runs: Path, experiments: Iterable[Mapping[str, Any]]) 
     """
     entries = top_level("job_configs", "JOB_CONFIGS")
     if name not in entries:
-        examples = ", ".join(
-            sorted(f"{_EXAMPLES}/{path.name}" for path in Path(__file__).parents[2].joinpath(_EXAMPLES).glob("*.md"))
-        )
+        examples = ", ".join(sorted(f"{_EXAMPLES}/{path.name}" for path in ROOT.joinpath(_EXAMPLES).glob("*.md")))
         raise ConfigError(
             f"-j: {unknown_text('job config', name, entries)} Add it to job_configs.py; examples: {examples}."
         )

@@ -11,14 +11,13 @@ from typing import Any
 
 from src.config import Places
 from src.errors import CheckpointError, ConfigError
-from src.files import defect
+from src.files import ROOT, defect
 from src.models import lora, tokenizer
 from src.models.hf import BITSANDBYTES
 from src.models.trained_model import from_checkpoint
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.metadata import expand_run
 
-ROOT = Path(__file__).resolve().parents[2]
 PLACES = Places(ROOT / "results" / "data", ROOT / "results" / "runs")
 """Default folders of prepared data and of the runs of parents."""
 

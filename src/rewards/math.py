@@ -19,13 +19,13 @@ import time
 import weakref
 from collections.abc import Sequence
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from pydantic import Field
 
 from src.config import Places
 from src.errors import ConfigError, DataError
+from src.files import ROOT
 from src.rewards.interface import RewardConfig, RewardSetting, Rollout, Scorer, final_answer, row_entry
 
 _RIGHT, _WRONG, _NOTHING, _READY = "right", "wrong", "nothing", b"ready\n"
@@ -126,7 +126,7 @@ class Judge:
     def _start(self) -> "subprocess.Popen[bytes]":
         command, root = (
             [sys.executable, "-m", "src.rewards.math", str(self.cpu_seconds)],
-            Path(__file__).resolve().parents[2],
+            ROOT,
         )
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=root

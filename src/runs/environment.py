@@ -16,10 +16,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from src.files import ROOT
 from src.runs.code_version import code_version
 
 _GPU_SECONDS = 2.0
-_ROOT = Path(__file__).resolve().parents[2]
 
 JOBS_PER_GPU = "JOBS_PER_GPU"
 """Variable of a job: how many share each of its GPUs."""
@@ -70,7 +70,7 @@ def describe(command: Sequence[str], leave_out: Sequence[Path] = ()) -> dict[str
     return {
         "time": now(),
         "command": redact(command),
-        **code_version(_ROOT, leave_out),
+        **code_version(ROOT, leave_out),
         "python": platform.python_version(),
         "packages": installed_packages(sys.path),
         "platform": platform.platform(),
@@ -94,7 +94,7 @@ def slurm_job(variables: Mapping[str, str]) -> str | None:
 
 
 @functools.cache
-def code_digest(root: Path = _ROOT) -> str:
+def code_digest(root: Path = ROOT) -> str:
     """Digest of the modules of src that a training can run, without `_OTHER_ROOMS`.
     The same in a checkout and in a snapshot of it."""
     digest = hashlib.sha256()

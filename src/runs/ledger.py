@@ -15,13 +15,12 @@ from typing import Any
 
 from src import distributed
 from src.errors import RunError, UserError
-from src.files import read_json, reading
+from src.files import ROOT, read_json, reading
 from src.runs import environment, jsonl_records
 from src.runs.code_version import code_version
 from src.runs.metadata import ENV
 
 FILE = "ledger.jsonl"
-_ROOT = Path(__file__).resolve().parents[2]
 
 log = logging.getLogger(__name__)
 
@@ -134,7 +133,7 @@ def user_and_host() -> str:
 @functools.cache
 def commit() -> str | None:
     """The git commit of this code, with "+" if it has uncommitted changes; None if not known. Computed once."""
-    return _commit(code_version(_ROOT))
+    return _commit(code_version(ROOT))
 
 
 def last_start(run: Path) -> dict[str, str | None]:

@@ -27,8 +27,8 @@ from src.config import Places, unknown_text
 from src.data.conversations.entries import Message
 from src.data.jsonl import check_text
 from src.errors import ConfigError, DataError
-from src.files import read_yaml, reading, write_json
-from src.models.load import ROOT, add_options, move
+from src.files import ROOT, read_yaml, reading, write_json
+from src.models.load import add_options, move
 from src.parsing import parse_json
 from src.serving.conversation import Talk
 from src.serving.pretrained import SOURCE, load_writer

@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from src.data.conversations.entries import Message, json_line
 from src.data.conversations.jinja_templates import WHERE, Jinja, shorten, tools_of
 from src.data.conversations.rendering import ROLE_OF, Role, Span, Template, require_controls
 from src.errors import DataError
+from src.files import ROOT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -50,9 +50,7 @@ def _set_source(tokenizer: "PreTrainedTokenizerFast", name: str) -> None:
 
 def read_source(name: str) -> str:
     """The template "oasst" or "chatml" as Jinja."""
-    return (Path(__file__).resolve().parents[3] / "resources" / "chat_templates" / f"{name}.jinja").read_text(
-        encoding="utf-8"
-    )
+    return (ROOT / "resources" / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,11 @@ from pydantic import Field, model_validator
 from src.config import Config, drop_absences, unknown_text
 from src.config import load as load_config
 from src.errors import ConfigError
-from src.files import read_yaml
+from src.files import ROOT, read_yaml
 from src.interfaces import MetricConfig
 from src.registry import METRICS, bind
 
-FOLDER = Path(__file__).resolve().parents[3] / "resources" / "tasks"
+FOLDER = ROOT / "resources" / "tasks"
 OWN = "task.yaml"
 """File of a prepared data set with the task of a user."""
 UNLABELLED = "<unk>"

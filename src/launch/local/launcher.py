@@ -18,7 +18,7 @@ from pydantic import Field, model_validator
 
 from src.command_line import signals_raise
 from src.errors import LaunchError
-from src.files import writing
+from src.files import ROOT, writing
 from src.launch.command import Environment, Processes, shell_line, without_torchrun
 from src.launch.job import Job, LauncherConfig, Note, SchedulerState
 from src.launch.local import state as local_state
@@ -28,7 +28,6 @@ _START_SECONDS = 60.0
 _POLL_SECONDS = 0.05
 _KILL_SECONDS = 20.0
 """How long killed processes may take to disappear."""
-_ROOT = Path(__file__).resolve().parents[3]
 _SHARED = ("slots", "gpus", "wait", "submissions", "stop_after_failures")
 
 log = logging.getLogger(__name__)
@@ -232,7 +231,7 @@ def _start_scheduler(folder: Path) -> None:
     try:
         done = subprocess.run(
             ["bash", "-c", line],
-            cwd=_ROOT,
+            cwd=ROOT,
             env=without_torchrun(os.environ),
             stdin=subprocess.DEVNULL,
             capture_output=True,

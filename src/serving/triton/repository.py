@@ -25,8 +25,8 @@ from typing import Any
 from src.command_line import make_parser, parse_arguments, run_command
 from src.config import Places
 from src.errors import ConfigError, RunError
-from src.files import MANIFEST, new_directory, read_manifest, write_json, writing
-from src.models.load import ROOT, add_options
+from src.files import MANIFEST, ROOT, new_directory, read_manifest, write_json, writing
+from src.models.load import add_options
 from src.rewards.kserve import FINGERPRINT
 from src.serving.served_model import MODES, ServedModel, check_mode, find_run, fingerprint_of, load_served
 

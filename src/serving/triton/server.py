@@ -27,8 +27,7 @@ from typing import Any
 
 from src.command_line import aligned_lines, make_parser, parse_arguments, run_command
 from src.errors import ConfigError, RunError, UserError
-from src.files import read_json, write_json, writing
-from src.models.load import ROOT
+from src.files import ROOT, read_json, write_json, writing
 from src.parsing import parse_json
 from src.rewards.kserve import Address, Away, HttpConnection, NotLoaded
 from src.runs.lease import directory_lock

@@ -26,6 +26,7 @@ from typing import IO, Any, NamedTuple
 
 from src.data.streaming.manifest import ShardChanged, ShardUnavailable
 from src.errors import ConfigError
+from src.files import ROOT
 
 HUB = "hf://"
 SCHEMES = ("s3://", "gs://", "az://", HUB)
@@ -315,7 +316,7 @@ def module_environment() -> dict[str, str]:
     It stays in the current folder, as the user's paths can be relative."""
     return {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join((str(Path(__file__).resolve().parents[4]), os.environ.get("PYTHONPATH", ""))),
+        "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", ""))),
     }
 
 
